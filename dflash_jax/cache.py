@@ -1,0 +1,108 @@
+"""Committed keys and values. A forward pass only reads a cache; `commit` is its only writer.
+
+Shapes: R cache rows, B block rows, K key-value heads, S slots, H head dim, T block positions, J path length.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import DecoderConfig
+
+
+@struct.dataclass
+class Block:
+    """Fresh keys (rotated) and values of one layer, not yet committed."""
+
+    k: Float[Array, "B K T H"]
+    v: Float[Array, "B K T H"]
+
+
+@struct.dataclass
+class KV:
+    """Committed keys and values of one attention layer.
+
+    Attributes:
+        k, v: position p lies in slot p, or in slot p modulo S if `ring`.
+        ring: whether new positions overwrite the oldest (a sliding window needs no more than its width).
+    """
+
+    k: Float[Array, "R K S H"]
+    v: Float[Array, "R K S H"]
+    ring: bool = struct.field(pytree_node=False, default=False)
+
+    def write(
+        self, block: Block, lengths: Int[Array, " B"], kept: Int[Array, " B"], row: Int[Array, ""] | int
+    ) -> "KV":
+        """Writes the first `kept` block positions behind `lengths`; what does not fit is dropped."""
+        S, T = self.k.shape[2], block.k.shape[2]
+        j = jnp.arange(T)
+        slots = lengths[:, None] + j
+        written = j < kept[:, None]
+        if self.ring:
+            slots = slots % S
+            written = written & (j >= kept[:, None] - S)  # of a chunk longer than the ring, the last S
+        slots = jnp.where(written, slots, S)
+        rows = row + jnp.arange(lengths.shape[0])[:, None]
+        k = self.k.at[rows, :, slots].set(block.k.swapaxes(1, 2), mode="drop")
+        v = self.v.at[rows, :, slots].set(block.v.swapaxes(1, 2), mode="drop")
+        return self.replace(k=k, v=v)
+
+
+@struct.dataclass
+class Cache:
+    """The committed state of one model.
+
+    Attributes:
+        entries: one per layer.
+        lengths: committed positions of each row; the next position to be written.
+    """
+
+    entries: tuple[KV, ...]
+    lengths: Int[Array, " R"]
+
+
+def init_cache(config: DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> Cache:
+    """Allocates an empty cache of `rows` rows; a windowed layer gets a ring of its window's width."""
+
+    def entry(window: int | None) -> KV:
+        ring = window is not None and window - 1 < slots
+        size = max(window - 1, 1) if ring else slots
+        shape = (rows, config.num_key_value_heads, size, config.head_dim)
+        # One buffer a leaf: donation fails on a shared one.
+        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring)
+
+    return Cache(tuple(entry(layer.window) for layer in config.layers), jnp.zeros(rows, jnp.int32))
+
+
+def row_lengths(cache: Cache, row: Int[Array, ""] | int, rows: int) -> Int[Array, " B"]:
+    """Committed lengths of the `rows` cache rows from `row` on."""
+    return jax.lax.dynamic_slice(cache.lengths, (row,), (rows,))
+
+
+def commit(
+    cache: Cache,
+    blocks: Sequence[Block],
+    kept: Int[Array, " B"],
+    *,
+    path: Int[Array, "B J"] | None = None,
+    row: Int[Array, ""] | int = 0,
+) -> Cache:
+    """Appends the first `kept` positions of a block, in the order of `path`, to each row.
+
+    Args:
+        cache: the cache the blocks were computed against.
+        blocks: one per entry.
+        kept: how many positions each row keeps; 0 leaves the row as it is.
+        path: block positions in commit order (a tree's accepted path); None takes them as they are.
+        row: first cache row; the block's rows are contiguous.
+    """
+    lengths = row_lengths(cache, row, kept.shape[0])
+    if path is not None:
+        at = path[:, None, :, None]
+        blocks = [Block(*(jnp.take_along_axis(x, at, axis=2) for x in (b.k, b.v))) for b in blocks]
+    entries = tuple(e.write(b, lengths, kept, row) for e, b in zip(cache.entries, blocks, strict=True))
+    return Cache(entries, jax.lax.dynamic_update_slice(cache.lengths, lengths + kept, (row,)))

@@ -1,0 +1,253 @@
+"""Safetensors on disk <-> parameters in device memory, one tensor at a time, by a declarative table.
+
+A `Table` maps a parameter's path to a `Leaf`: the checkpoint tensors it is assembled from, and where
+each goes. Loading transposes and fuses along it, saving takes it backwards.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from dflash_jax.config import DecoderConfig, read_json
+
+_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint tensor inside a parameter: `parameter[index]`, transposed on disk or not."""
+
+    name: str
+    index: tuple[int | slice, ...]
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter and the checkpoint tensors it is made of."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def disk_shape(self, part: Part) -> tuple[int, ...]:
+        """Shape of a part's tensor in the checkpoint."""
+        sizes = [len(range(*s.indices(n))) for s, n in zip(part.index, self.shape, strict=True) if isinstance(s, slice)]
+        return tuple(reversed(sizes)) if part.transposed else tuple(sizes)
+
+
+Table = dict[str, Leaf]
+
+
+def copied(name: str, *shape: int) -> Leaf:
+    """A tensor taken as it is."""
+    return Leaf(shape, (Part(name, (slice(None),) * len(shape), False),))
+
+
+def linear(inputs: int, *outputs: tuple[str, int]) -> Leaf:
+    """A [in, out] kernel from torch [out, in] weights, fused along the outputs."""
+    return _along_last(((slice(None),), outputs), (inputs,), True)
+
+
+def vector(*outputs: tuple[str, int]) -> Leaf:
+    """A bias vector fused from several."""
+    return _along_last(((), outputs), (), False)
+
+
+def stack(*leaves: Leaf) -> Leaf:
+    """Leaves of one shape along a new first axis."""
+    parts = tuple(Part(p.name, (i, *p.index), p.transposed) for i, leaf in enumerate(leaves) for p in leaf.parts)
+    return Leaf((len(leaves), *leaves[0].shape), parts)
+
+
+def _along_last(prefix_and_outputs: tuple, lead: tuple[int, ...], transposed: bool) -> Leaf:
+    prefix, outputs = prefix_and_outputs
+    parts, start = [], 0
+    for name, size in outputs:
+        parts.append(Part(name, (*prefix, slice(start, start + size)), transposed))
+        start += size
+    return Leaf((*lead, start), tuple(parts))
+
+
+def decoder_layer(config: DecoderConfig, path: str, prefix: str, *, fuse_qkv: bool) -> Table:
+    """A pre-norm decoder layer; without `fuse_qkv`, keys, values and their norm live elsewhere."""
+    D, inner, H = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * H, config.num_key_value_heads * H
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    fused = [(f"{attention}.q_proj", queries)]
+    if fuse_qkv:
+        fused += [(f"{attention}.k_proj", keys), (f"{attention}.v_proj", keys)]
+    projection = "qkv_proj" if fuse_qkv else "q_proj"
+
+    def weights(names: list[tuple[str, int]], kind: str) -> list[tuple[str, int]]:
+        return [(f"{name}.{kind}", size) for name, size in names]
+
+    table = {
+        "input_layernorm/weight": copied(f"{prefix}.input_layernorm.weight", D),
+        "post_attention_layernorm/weight": copied(f"{prefix}.post_attention_layernorm.weight", D),
+        "self_attn/q_norm/weight": copied(f"{attention}.q_norm.weight", H),
+        f"self_attn/{projection}/kernel": linear(D, *weights(fused, "weight")),
+        "self_attn/o_proj/kernel": linear(queries, (f"{attention}.o_proj.weight", D)),
+        "mlp/gate_up_proj/kernel": linear(D, (f"{mlp}.gate_proj.weight", inner), (f"{mlp}.up_proj.weight", inner)),
+        "mlp/down_proj/kernel": linear(inner, (f"{mlp}.down_proj.weight", D)),
+    }
+    if fuse_qkv:
+        table["self_attn/k_norm/weight"] = copied(f"{attention}.k_norm.weight", H)
+    if config.attention_bias:
+        table[f"self_attn/{projection}/bias"] = vector(*weights(fused, "bias"))
+        table["self_attn/o_proj/bias"] = vector((f"{attention}.o_proj.bias", D))
+    return {f"{path}/{name}": leaf for name, leaf in table.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Directories
+
+
+def resolve(source: str | Path, what: str) -> Path:
+    """A local checkpoint directory, downloaded from the hub if `source` is a hub id.
+
+    Raises:
+        ValueError: neither a directory nor a repository that can be downloaded.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
+        raise ValueError(f"{what} must be a checkpoint directory or a hub id 'owner/name', got {source!s}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{what} {source!s} is no local directory and could not be fetched from the hub: {reason}"
+        ) from error
+
+
+class Reader:
+    """The safetensors files of one checkpoint directory: names and shapes now, tensors on demand."""
+
+    def __init__(self, directory: Path, rename: Callable[[str], str] = lambda name: name):
+        self.directory = directory
+        self._files = {path.name: _open(path) for path in self._paths()}
+        self._tensors = {
+            rename(name): (handle, name, path) for path, handle in self._files.items() for name in handle.keys()
+        }
+
+    def _paths(self) -> list[Path]:
+        index, single = self.directory / "model.safetensors.index.json", self.directory / "model.safetensors"
+        if not index.is_file():
+            if not single.is_file():
+                raise ValueError(f"{self.directory} must hold model.safetensors or its index, found neither")
+            return [single]
+        files = read_json(index).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            raise ValueError(f"{index} must have a weight_map")
+        paths = [self.directory / name for name in sorted(set(files.values()))]
+        if absent := [path.name for path in paths if not path.is_file()]:
+            raise ValueError(f"{index} names files that are missing: {', '.join(absent)}; download them again")
+        return paths
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        handle, stored, _ = self._tensors[name]
+        return tuple(handle.get_slice(stored).get_shape())
+
+    def dtype(self, name: str) -> str:
+        handle, stored, _ = self._tensors[name]
+        return handle.get_slice(stored).get_dtype()
+
+    def read(self, name: str) -> np.ndarray:
+        handle, stored, _ = self._tensors[name]
+        return handle.get_tensor(stored)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no complete safetensors file ({error}); download it again") from error
+
+
+def load(reader: Reader, table: Table, dtype: Any, *, ignored: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Reads every parameter of `table` as a nested dict of device arrays of `dtype`.
+
+    Only one parameter is on the host at a time.
+
+    Raises:
+        ValueError: one message listing every missing, unexpected and misshapen tensor.
+    """
+    _check(reader, table, ignored)
+    params: dict[str, Any] = {}
+    for path, leaf in table.items():
+        host = np.empty(leaf.shape, dtype)
+        for part in leaf.parts:
+            tensor = reader.read(part.name)
+            host[part.index] = (tensor.T if part.transposed else tensor).astype(dtype)
+        _put(params, path, jax.device_put(host))
+    return params
+
+
+def _check(reader: Reader, table: Table, ignored: tuple[str, ...]) -> None:
+    wanted = {part.name: leaf.disk_shape(part) for leaf in table.values() for part in leaf.parts}
+    names = reader.names()
+    problems = [f"missing {name} {list(shape)}" for name, shape in wanted.items() if name not in names]
+    problems += [f"unexpected {name}" for name in sorted(names - set(wanted)) if not name.endswith(ignored or ("\0",))]
+    for name in sorted(names & set(wanted)):
+        if reader.shape(name) != wanted[name]:
+            problems.append(f"{name} must have shape {list(wanted[name])}, got {list(reader.shape(name))}")
+        if reader.dtype(name) not in _DTYPES:
+            problems.append(f"{name} must be one of {', '.join(_DTYPES)}, got {reader.dtype(name)}")
+    if problems:
+        raise ValueError(f"{reader.directory} does not match its config.json: " + "; ".join(problems))
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, name = path.split("/")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[name] = value
+
+
+def save(directory: str | Path, params: Mapping[str, Any], table: Table, config: Mapping[str, Any]) -> None:
+    """Writes `config.json` and `model.safetensors` with the checkpoint's own tensor names and layout."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    flat = {"/".join(k.key for k in path): x for path, x in jax.tree_util.tree_flatten_with_path(dict(params))[0]}
+    if set(flat) != set(table):
+        raise ValueError(f"parameters and table differ in {sorted(set(flat) ^ set(table))}")
+    tensors = {}
+    for path, leaf in table.items():
+        host = np.asarray(flat[path])
+        for part in leaf.parts:
+            piece = host[part.index]
+            tensors[part.name] = np.ascontiguousarray(piece.T if part.transposed else piece)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def default_dtype() -> Any:
+    """float32 on CPU, where bfloat16 products are slow, bfloat16 on accelerators."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def parse_dtype(name: str | None) -> Any:
+    """Returns the array type for "float32", "bfloat16", "float16" or None / "auto" (see `default_dtype`)."""
+    if name in (None, "auto"):
+        return default_dtype()
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype must be float32, bfloat16, float16 or auto, got {name!r}")
+    return jnp.dtype(name)

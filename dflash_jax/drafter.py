@@ -1,0 +1,195 @@
+"""The block-diffusion drafter (DFlash v1; paper section 3, reference `dflash/model.py`).
+
+One pass denoises `[anchor, MASK, ...]`. Every layer attends to the committed context through keys and
+values projected from the target's own features, and to the block itself.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax import cache as caches
+from dflash_jax import checkpoint
+from dflash_jax.cache import Block, Cache
+from dflash_jax.config import DrafterConfig, drafter_config, read_json
+from dflash_jax.models.layers import DecoderLayer, Linear, Pass, RMSNorm, Rope, matmul, rms_norm, rope_tables, rotate
+from dflash_jax.target import Target
+
+
+class Model(nn.Module):
+    """Fusion of tapped features, draft layers and final norm.
+
+    The key and value projections of all layers are one array, `kv_proj` [L, D, 2*K*H]: block slots use
+    a layer's slice, and committed features go through all layers in one product.
+    """
+
+    config: DrafterConfig
+
+    def setup(self):
+        c = self.config
+        kv = 2 * c.num_key_value_heads * c.head_dim
+        self.layers = [DecoderLayer(c, layer) for layer in c.layers]
+        self.kv_proj = self.param("kv_proj", nn.initializers.normal(0.02), (len(c.layers), c.hidden_size, kv))
+        self.k_norm = self.param("k_norm", nn.initializers.ones, (len(c.layers), c.head_dim))
+        if c.attention_bias:
+            self.kv_bias = self.param("kv_bias", nn.initializers.zeros, (len(c.layers), kv))
+        self.fc = Linear((len(c.target_layer_ids) * c.target_hidden_size, c.hidden_size))
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(
+        self, x: Float[Array, "B T D"], at: Pass, cache: Cache
+    ) -> tuple[Float[Array, "B T D"], tuple[Block, ...]]:
+        """Final-normed hidden states of the block; its keys and values are never committed."""
+        blocks = []
+        for i, layer in enumerate(self.layers):
+
+            def project(h: Float[Array, "B T D"], i: int = i) -> tuple[Array, Array]:
+                kv = matmul(h, self.kv_proj[i]) + (self.kv_bias[i] if self.config.attention_bias else 0)
+                return self._heads(kv, self.k_norm[i], at.rope)
+
+            x, block = layer(x, at, cache.entries[i], project)
+            blocks.append(block)
+        return self.norm(x), tuple(blocks)
+
+    def context(self, features: Float[Array, "B T F*D"], rope: Rope) -> tuple[Block, ...]:
+        """KV injection: keys and values of every layer for committed positions (method 2.5)."""
+        fused = self.hidden_norm(self.fc(features))
+        layers = len(self.layers)
+        kv = jnp.einsum(
+            "lbtd,ldm->lbtm",
+            jnp.broadcast_to(fused, (layers, *fused.shape)),
+            self.kv_proj,
+            preferred_element_type=jnp.float32,
+        ).astype(fused.dtype)
+        if self.config.attention_bias:
+            kv = kv + self.kv_bias[:, None, None]
+        return tuple(Block(*self._heads(kv[i], self.k_norm[i], rope)) for i in range(layers))
+
+    def _heads(self, kv: Float[Array, "B T M"], weight: Float[Array, " H"], rope: Rope) -> tuple[Array, Array]:
+        B, T, K, H = *kv.shape[:2], self.config.num_key_value_heads, self.config.head_dim
+        k, v = jnp.split(kv.reshape(B, T, 2 * K, H), 2, axis=2)
+        k = rotate(rms_norm(k, weight, self.config.rms_norm_eps), rope)
+        return k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+
+@struct.dataclass
+class Drafter:
+    """A loaded drafter. A pytree of its parameters; see `Target`."""
+
+    params: Any
+    config: DrafterConfig = struct.field(pytree_node=False)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.params["kv_proj"].dtype
+
+    def init_cache(self, rows: int, slots: int) -> Cache:
+        """An empty cache; windowed layers hold no more than their window."""
+        return caches.init_cache(self.config, rows, slots, self.dtype)
+
+    def forward(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], cache: Cache
+    ) -> Float[Array, "B T D"]:
+        """Denoises embedded block slots against the committed context; reads the cache only."""
+        at = Pass(positions, self._rope(positions), None, cache.lengths, jnp.int32(0))
+        return self._apply("forward", x, at, cache)[0]
+
+    def context(self, features: Float[Array, "B T F*D"], positions: Int[Array, "B T"]) -> tuple[Block, ...]:
+        """Keys and values of target features, for `cache.commit` into the draft cache."""
+        return self._apply("context", features.astype(self.dtype), self._rope(positions))
+
+    def logits(
+        self,
+        target: Target,
+        anchor: Int[Array, " B"],
+        cache: Cache,
+        block_size: int,
+    ) -> Float[Array, "B P V"]:
+        """Float32 logits of the proposals for positions a+1, a+2, ... behind the anchor.
+
+        Args:
+            target: supplies embedding and head where the checkpoint has none of its own.
+            anchor: last committed token of each row, at position `cache.lengths`.
+            cache: draft cache holding exactly the positions before the anchor.
+            block_size: slots of this pass, up to the checkpoint's.
+        """
+        c = self.config
+        tokens = jnp.full((anchor.shape[0], block_size), c.mask_token_id, jnp.int32).at[:, 0].set(anchor)
+        positions = cache.lengths[:, None] + jnp.arange(block_size)
+        x = self.params["embed_tokens"][tokens] if c.own_embedding else target.embed(tokens)
+        x = (x * c.input_embedding_scale).astype(self.dtype)
+        hidden = self.forward(x, positions, cache)[:, 0 if c.anchor_predicts else 1 :]
+        if c.own_head:
+            head = self.params["lm_head"]
+            logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
+        else:
+            logits = target.unembed(hidden.astype(target.dtype))
+        logits = logits * c.output_multiplier
+        if c.final_logit_softcapping:
+            logits = jnp.tanh(logits / c.final_logit_softcapping) * c.final_logit_softcapping
+        return logits
+
+    def _rope(self, positions: Int[Array, "B T"]) -> Rope:
+        return rope_tables(self.config.rope, self.config.head_dim, positions, self.dtype)
+
+    def _apply(self, method: str, *args: Any) -> Any:
+        params = {k: v for k, v in self.params.items() if k not in ("embed_tokens", "lm_head")}
+        return Model(self.config).apply({"params": params}, *args, method=method)
+
+
+def load_drafter(source: str | Path, *, dtype: str | None = None) -> Drafter:
+    """Loads a DFlash v1 drafter from a local directory or a hub id; arguments and errors as `load_target`."""
+    array_type = checkpoint.parse_dtype(dtype)
+    directory = checkpoint.resolve(source, "drafter")
+    config = drafter_config(read_json(directory / "config.json"))
+    reader = checkpoint.Reader(directory, _canonical_name)
+    names = reader.names()
+    config = dataclasses.replace(
+        config, own_embedding="embed_tokens.weight" in names, own_head="lm_head.weight" in names
+    )
+    return Drafter(checkpoint.load(reader, tensors(config), array_type, ignored=("rotary_emb.inv_freq",)), config)
+
+
+def _canonical_name(name: str) -> str:
+    """Tensor names of published variants, as z-lab's."""
+    name = name.removeprefix("model.")
+    for alias, ours in (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."), ("midlayer.", "layers.0.")):
+        if name.startswith(alias):
+            return ours + name.removeprefix(alias)
+    return name
+
+
+def tensors(config: DrafterConfig) -> checkpoint.Table:
+    """Checkpoint tensors of every parameter (method 7.3)."""
+    D, H, depth = config.hidden_size, config.head_dim, config.num_hidden_layers
+    keys = config.num_key_value_heads * H
+    fused = len(config.target_layer_ids) * config.target_hidden_size
+
+    def each(kind: str) -> list[list[tuple[str, int]]]:
+        names = ("k_proj", "v_proj")
+        return [[(f"layers.{i}.self_attn.{name}.{kind}", keys) for name in names] for i in range(depth)]
+
+    table = {
+        "kv_proj": checkpoint.stack(*(checkpoint.linear(D, *pair) for pair in each("weight"))),
+        "k_norm": checkpoint.stack(
+            *(checkpoint.copied(f"layers.{i}.self_attn.k_norm.weight", H) for i in range(depth))
+        ),
+        "fc/kernel": checkpoint.linear(fused, ("fc.weight", D)),
+        "hidden_norm/weight": checkpoint.copied("hidden_norm.weight", D),
+        "norm/weight": checkpoint.copied("norm.weight", D),
+    }
+    if config.attention_bias:
+        table["kv_bias"] = checkpoint.stack(*(checkpoint.vector(*pair) for pair in each("bias")))
+    if config.own_embedding:
+        table["embed_tokens"] = checkpoint.copied("embed_tokens.weight", config.vocab_size, D)
+    if config.own_head:
+        table["lm_head"] = checkpoint.copied("lm_head.weight", config.vocab_size, D)
+    for i in range(depth):
+        table |= checkpoint.decoder_layer(config, f"layers_{i}", f"layers.{i}", fuse_qkv=False)
+    return table

@@ -1,0 +1,25 @@
+"""Target families: one file per Hugging Face `model_type`, holding only what differs.
+
+A family is a module with `config(raw) -> TargetConfig`, a Linen class `Model` with the methods `embed`,
+`forward` and `unembed`, `tensors(config)` mapping checkpoint tensors to parameters, and `ignored(config)`
+naming tensors that a checkpoint may carry without use.
+"""
+
+from types import ModuleType
+
+from dflash_jax.config import Raw, TargetConfig
+from dflash_jax.models import qwen3
+
+FAMILIES: dict[str, ModuleType] = {"qwen3": qwen3}
+
+
+def family(model_type: str | None) -> ModuleType:
+    """The module implementing a `model_type`; raises ValueError naming the supported ones."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"target model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")
+    return FAMILIES[model_type]
+
+
+def target_config(raw: Raw) -> TargetConfig:
+    """Reads a target's `config.json`; raises ValueError for what is unknown or unsupported."""
+    return family(raw.get("model_type")).config(raw)

@@ -1,0 +1,214 @@
+"""Layers shared by every target family and the drafter.
+
+Strict Linen: `params` is the only collection; caches are arguments and fresh keys and values are results.
+Shapes: B rows, T block positions, D model width, N query heads, K key-value heads, H head dim.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.cache import KV, Block
+from dflash_jax.config import DecoderConfig, LayerConfig, RopeConfig
+from dflash_jax.kernels.block_attention import Visible, attend
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of a block's positions."""
+
+    cos: Float[Array, "B T H"]
+    sin: Float[Array, "B T H"]
+
+
+class Pass(NamedTuple):
+    """What every layer of one forward pass shares.
+
+    Attributes:
+        positions: absolute positions of the block, [B, T].
+        rope: rotary tables at those positions.
+        visible: which block positions a block position sees (see `attend`); None leaves it to each
+            layer's own causality.
+        lengths: committed length of each row, [B].
+        row: first cache row the block belongs to; the block's B rows are contiguous from there.
+    """
+
+    positions: Int[Array, "B T"]
+    rope: Rope
+    visible: Visible | None
+    lengths: Int[Array, " B"]
+    row: Int[Array, ""]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis: float32 inside, rounded before the scale (Hugging Face order)."""
+
+    size: int
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return rms_norm(x, self.param("weight", nn.initializers.ones, (self.size,)), self.eps)
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
+    """See `RMSNorm`; `weight` broadcasts against `x`."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * wide.astype(x.dtype)
+
+
+class Linear(nn.Module):
+    """`x @ kernel + bias`; the kernel is [in, out], float32 accumulation."""
+
+    features: tuple[int, int]
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... M"]:
+        kernel = self.param("kernel", nn.initializers.normal(0.02), self.features)
+        y = matmul(x, kernel)
+        if self.use_bias:
+            y = y + self.param("bias", nn.initializers.zeros, self.features[1:])
+        return y
+
+
+def matmul(x: Float[Array, "... D"], kernel: Float[Array, "D M"]) -> Float[Array, "... M"]:
+    """Matrix product accumulated in float32, returned in the dtype of `x`."""
+    return jnp.matmul(x, kernel, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU with gate and up fused into one kernel."""
+
+    config: DecoderConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        width, inner = self.config.hidden_size, self.config.intermediate_size
+        gate, up = jnp.split(Linear((width, 2 * inner), name="gate_up_proj")(x), 2, axis=-1)
+        return Linear((inner, width), name="down_proj")(nn.silu(gate) * up)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of a block to the committed cache and to itself.
+
+    `project(x) -> (k, v)`, each [B, K, T, H] and rotated, stands in for the layer's own key and value
+    projection where those weights live elsewhere (the drafter holds them all in one array).
+    """
+
+    config: DecoderConfig
+    layer: LayerConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], at: Pass, entry: KV, project: Callable | None = None
+    ) -> tuple[Float[Array, "B T D"], Block]:
+        config, (B, T, D) = self.config, x.shape
+        N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        q_norm = RMSNorm(H, config.rms_norm_eps, name="q_norm")
+        if project is None:
+            qkv = Linear((D, (N + 2 * K) * H), config.attention_bias, name="qkv_proj")(x)
+            q, k, v = jnp.split(qkv, [N * H, (N + K) * H], axis=-1)
+            k = RMSNorm(H, config.rms_norm_eps, name="k_norm")(k.reshape(B, T, K, H))
+            k, v = rotate(k, at.rope).swapaxes(1, 2), v.reshape(B, T, K, H).swapaxes(1, 2)
+        else:
+            q = Linear((D, N * H), config.attention_bias, name="q_proj")(x)
+            k, v = project(x)
+        visible = ("causal" if self.layer.causal else "full") if at.visible is None else at.visible
+        out = attend(
+            rotate(q_norm(q.reshape(B, T, N, H)), at.rope),
+            at.positions,
+            k,
+            v,
+            entry,
+            at.lengths,
+            visible=visible,
+            window=self.layer.window,
+            row=at.row,
+        )
+        out = Linear((N * H, D), config.attention_bias, name="o_proj")(out.reshape(B, T, N * H))
+        return out, Block(k, v)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm decoder layer."""
+
+    config: DecoderConfig
+    layer: LayerConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], at: Pass, entry: KV, project: Callable | None = None
+    ) -> tuple[Float[Array, "B T D"], Block]:
+        size, eps = self.config.hidden_size, self.config.rms_norm_eps
+        h = RMSNorm(size, eps, name="input_layernorm")(x)
+        h, block = Attention(self.config, self.layer, name="self_attn")(h, at, entry, project)
+        x = x + h
+        h = RMSNorm(size, eps, name="post_attention_layernorm")(x)
+        return x + MLP(self.config, name="mlp")(h), block
+
+
+def rope_tables(config: RopeConfig, head_dim: int, positions: Int[Array, "B T"], dtype: jnp.dtype) -> Rope:
+    """Rotary tables at absolute positions; angles in float32 whatever `dtype` is returned."""
+    frequencies, scale = rope_frequencies(config, head_dim)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return Rope((jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype))
+
+
+def rotate(x: Float[Array, "B T N H"], rope: Rope) -> Float[Array, "B T N H"]:
+    """Applies rotary embedding in the halves ("neox") layout."""
+    first, second = jnp.split(x, 2, axis=-1)
+    turned = jnp.concatenate([-second, first], axis=-1)
+    return x * rope.cos[:, :, None] + turned * rope.sin[:, :, None]
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Float[Array, " H/2"], float]:
+    """Inverse frequencies and the scale of cos and sin, as in transformers' `modeling_rope_utils`."""
+    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    base = 1.0 / (config.theta**exponents)
+    if config.kind == "default":
+        return base, 1.0
+    if config.kind == "linear":
+        return base / config.factor, 1.0
+    if config.kind == "llama3":
+        return _llama3(config, base), 1.0
+    return _yarn(config, base, head_dim)
+
+
+def _llama3(config: RopeConfig, base: Float[Array, " F"]) -> Float[Array, " F"]:
+    rotations = config.original_max_position_embeddings * base / (2 * math.pi)
+    low, high = config.low_freq_factor, config.high_freq_factor
+    keep = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+    return base * keep + base / config.factor * (1 - keep)
+
+
+def _yarn(config: RopeConfig, base: Float[Array, " F"], head_dim: int) -> tuple[Float[Array, " F"], float]:
+    def dimension(rotations: float) -> float:
+        context = config.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(context) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / max(high - low, 1e-3)
+    interpolate = jnp.clip(ramp, 0.0, 1.0)
+    frequencies = base / config.factor * interpolate + base * (1 - interpolate)
+    return frequencies, _yarn_scale(config)
+
+
+def _yarn_scale(config: RopeConfig) -> float:
+    def scale(mscale: float) -> float:
+        return 1.0 if config.factor <= 1 else 0.1 * mscale * math.log(config.factor) + 1.0
+
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return scale(config.mscale) / scale(config.mscale_all_dim)
+    return scale(1.0)

@@ -1,0 +1,137 @@
+"""Choosing tokens: greedy, or sampled with noise keyed by (request, position).
+
+A token is `argmax(filtered log-probabilities / temperature + noise)` where the noise depends on nothing
+but the request's key, the absolute position and the token id. Sampling is therefore a deterministic
+function of the logits, and a speculative run reproduces the autoregressive sample exactly, whatever the
+drafter, block size or batch. Shapes: B rows, T positions, V vocabulary.
+"""
+
+import hashlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+
+@struct.dataclass
+class Sampling:
+    """Sampling settings of every row.
+
+    Attributes:
+        temperature: 0 is greedy, and ignores the rest.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: of those, keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all.
+        key: one typed key per request (see `request_key`).
+    """
+
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    key: Key[Array, " B"]
+
+
+def check_sampling(temperature: float, top_p: float, top_k: int) -> None:
+    """Raises ValueError for settings that name no distribution."""
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {top_p}; 1 keeps every token")
+    if top_k < 0:
+        raise ValueError(f"top_k must be at least 0, got {top_k}; 0 keeps every token")
+
+
+def greedy_rows(rows: int) -> Sampling:
+    """Settings of `rows` greedy rows."""
+    return Sampling(
+        jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.ones(rows), jax.random.split(jax.random.key(0), rows)
+    )
+
+
+def request_key(seed: int | None, job_seed: int, request_id: str) -> Key[Array, ""]:
+    """The key of one request: its own seed, else the job's folded with a stable hash of its id."""
+    if seed is not None:
+        return jax.random.key(seed)
+    digest = hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).digest()
+    return jax.random.fold_in(jax.random.key(job_seed), int.from_bytes(digest[:4], "little"))
+
+
+def gumbel_noise(sampling: Sampling, positions: Int[Array, "B T"], vocab_size: int) -> Float[Array, "B T V"]:
+    """Noise of the tokens at absolute `positions`; zeros for greedy rows, and free if all rows are greedy."""
+    shape = (*positions.shape, vocab_size)
+
+    def draw() -> Float[Array, "B T V"]:
+        def one(key: Key[Array, ""], position: Int[Array, ""]) -> Float[Array, " V"]:
+            return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
+
+        noise = jax.vmap(jax.vmap(one, (None, 0)))(sampling.key, positions)
+        return jnp.where(sampling.temperature[:, None, None] > 0, noise, 0.0)
+
+    return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: jnp.zeros(shape, jnp.float32))
+
+
+def select(
+    logits: Float[Array, "B T V"], noise: Float[Array, "B T V"], sampling: Sampling
+) -> Int[Array, "B T"]:
+    """The token of every position under each row's settings; ties go to the lowest id.
+
+    Order as in the reference: temperature, top-k, top-p. Tokens tied with the last one kept are kept.
+    """
+
+    def greedy() -> Int[Array, "B T"]:
+        return jnp.argmax(logits, axis=-1)
+
+    def sampled() -> Int[Array, "B T"]:
+        hot = sampling.temperature[:, None, None] > 0
+        scores = logits / jnp.where(hot, sampling.temperature[:, None, None], 1.0)
+        return jnp.argmax(jnp.where(hot, filter_scores(scores, sampling), scores) + noise, axis=-1)
+
+    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, greedy).astype(jnp.int32)
+
+
+def filter_scores(scores: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
+    """Sets tokens outside each row's top-k and top-p to minus infinity; costs nothing where neither is set.
+
+    The thresholds are found by bisection over the floats, without sorting the vocabulary.
+    """
+    limited = (sampling.top_k > 0) & (sampling.top_k < scores.shape[-1])
+    top_k = jnp.where(limited, sampling.top_k, scores.shape[-1])[:, None]
+    top_p = sampling.top_p[:, None]
+
+    def by_count(scores: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+        order = _ordered(scores)
+        cut = _smallest(order.shape[:2], lambda t: jnp.sum(order > t[..., None], axis=-1) < top_k)
+        return jnp.where(order >= cut[..., None], scores, -jnp.inf)
+
+    def by_mass(scores: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+        order, mass = _ordered(scores), jax.nn.softmax(scores, axis=-1)
+
+        def above(t: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+            return jnp.sum(jnp.where(order > t[..., None], mass, 0.0), axis=-1) < top_p
+
+        cut = _smallest(order.shape[:2], above)
+        keep = (order >= cut[..., None]) | (top_p >= 1)[..., None]
+        return jnp.where(keep, scores, -jnp.inf)
+
+    scores = jax.lax.cond(jnp.any(limited), by_count, lambda s: s, scores)
+    return jax.lax.cond(jnp.any(sampling.top_p < 1), by_mass, lambda s: s, scores)
+
+
+def _ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """Integers in the order of the floats they came from."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _smallest(shape: tuple[int, ...], holds: Callable) -> Int[Array, "B T"]:
+    """The smallest int32 at which `holds` (false below some point, true from it on), by bisection."""
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # floor of the mean, without overflow
+        true = holds(middle)
+        return jnp.where(true, low, middle + 1), jnp.where(true, middle, high)
+
+    low = jnp.full(shape, jnp.iinfo(jnp.int32).min, jnp.int32)
+    return jax.lax.fori_loop(0, 32, halve, (low, jnp.full(shape, jnp.iinfo(jnp.int32).max, jnp.int32)))[1]

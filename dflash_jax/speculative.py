@@ -1,0 +1,272 @@
+"""The speculative step, its device-side loop, and prefill. No model, family or kernel is named here.
+
+Shapes: B rows, T verify width, P = T - 1 proposals, V vocabulary, Q stop tokens, C prefill chunk, M steps.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from dflash_jax.cache import Cache, commit
+from dflash_jax.drafter import Drafter
+from dflash_jax.sampling import Sampling, greedy_rows, gumbel_noise, select
+from dflash_jax.target import Target
+
+Proposals = Literal["coupled", "argmax", "independent"]
+
+
+@struct.dataclass
+class State:
+    """Everything a decoding batch carries from step to step; donated to every program.
+
+    Attributes:
+        anchor: last committed token of each row. Its keys and values are not in the caches yet: it sits
+            at position `target_cache.lengths`.
+        remaining: tokens each row may still commit; 0 is an idle row.
+        stop_tokens: tokens that end a row, padded with -1.
+        sampling: settings of each row.
+        target_cache: holds exactly the positions before the anchor.
+        draft_cache: the same positions, projected from target features; None without a drafter.
+    """
+
+    anchor: Int[Array, " B"]
+    remaining: Int[Array, " B"]
+    stop_tokens: Int[Array, "B Q"]
+    sampling: Sampling
+    target_cache: Cache
+    draft_cache: Cache | None
+
+
+class Committed(NamedTuple):
+    """Tokens of one step: the first `count` of each row's `tokens` (0 for an idle row)."""
+
+    tokens: Int[Array, "B T"]
+    count: Int[Array, " B"]
+
+
+class Request(NamedTuple):
+    """Scalar settings of one row at admission; the fields are those of `State` and `Sampling`."""
+
+    max_new_tokens: Int[Array, ""]
+    stop_tokens: Int[Array, " Q"]
+    temperature: Float[Array, ""]
+    top_k: Int[Array, ""]
+    top_p: Float[Array, ""]
+    key: Key[Array, ""]
+
+
+Draft = Callable[[State, Float[Array, "B T V"]], Int[Array, "B P"]]
+Verify = Callable[[State, Int[Array, "B T"]], tuple[Float[Array, "B T V"], Callable[[Int[Array, " B"]], State]]]
+
+
+def init_state(target: Target, drafter: Drafter | None, rows: int, slots: int, stop_width: int) -> State:
+    """An idle batch of `rows` rows, each with room for `slots` committed tokens."""
+    return State(
+        anchor=jnp.zeros(rows, jnp.int32),
+        remaining=jnp.zeros(rows, jnp.int32),
+        stop_tokens=jnp.full((rows, stop_width), -1, jnp.int32),
+        sampling=greedy_rows(rows),
+        target_cache=target.init_cache(rows, slots),
+        draft_cache=drafter.init_cache(rows, slots) if drafter else None,
+    )
+
+
+def speculative_step(draft: Draft, verify: Verify, vocab_size: int, width: int, state: State) -> tuple[State, Committed]:
+    """One round: draft a block, verify it, accept its longest correct prefix plus one token, commit.
+
+    The tokens are the target's own whatever is proposed: every position's token is chosen from the
+    target's logits, and a proposal only decides whether the next position may be read as well.
+
+    Args:
+        draft: proposes P = width - 1 tokens per row; gets the noise of the positions they are for.
+        verify: the target's logits of `[anchor, proposals]`, and a function that commits the first
+            `count` of these positions to the caches.
+        vocab_size, width: V and T.
+        state: consumed.
+    """
+    positions = state.target_cache.lengths[:, None] + 1 + jnp.arange(width)
+    noise = gumbel_noise(state.sampling, positions, vocab_size)
+    proposals = draft(state, noise)
+    logits, keep = verify(state, jnp.concatenate([state.anchor[:, None], proposals], axis=1))
+    tokens = select(logits, noise, state.sampling)
+    count, remaining = accept(tokens, proposals, state.remaining, state.stop_tokens)
+    last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    state = keep(count).replace(anchor=jnp.where(count > 0, last, state.anchor), remaining=remaining)
+    return state, Committed(tokens, count)
+
+
+def accept(
+    tokens: Int[Array, "B T"], proposals: Int[Array, "B P"], remaining: Int[Array, " B"], stop_tokens: Int[Array, "B Q"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """How many of the chosen `tokens` each row commits, and how many it may commit afterwards.
+
+    The run of correct proposals plus one, cut behind the first stop token and at the budget.
+    """
+    matched = jnp.cumprod((tokens[:, :-1] == proposals).astype(jnp.int32), axis=1)
+    count = jnp.minimum(jnp.sum(matched, axis=1) + 1, remaining)
+    stops = jnp.any(tokens[:, :, None] == stop_tokens[:, None, :], axis=-1)
+    until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, tokens.shape[1] + 1)
+    stopped = until_stop <= count
+    count = jnp.minimum(count, until_stop).astype(jnp.int32)
+    return count, jnp.where(stopped, 0, remaining - count).astype(jnp.int32)
+
+
+def drafting(target: Target, drafter: Drafter, block_size: int, proposals: Proposals) -> Draft:
+    """Proposes with one pass of the drafter.
+
+    "coupled" adds the target's noise to the draft scores, so that draft and target tend to pick the
+    same token at any temperature; "argmax" adds none; "independent" adds noise of its own.
+    """
+
+    def draft(state: State, noise: Float[Array, "B T V"]) -> Int[Array, "B P"]:
+        logits = drafter.logits(target, state.anchor, state.draft_cache, block_size)
+        noise = noise[:, : logits.shape[1]]
+        if proposals == "argmax":
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        if proposals == "independent":
+            own = state.sampling.replace(key=jax.vmap(lambda k: jax.random.fold_in(k, 2**31))(state.sampling.key))
+            positions = state.target_cache.lengths[:, None] + 1 + jnp.arange(logits.shape[1])
+            noise = gumbel_noise(own, positions, logits.shape[-1])
+        return select(logits, noise, state.sampling)
+
+    return draft
+
+
+def verifying(target: Target, drafter: Drafter | None) -> Verify:
+    """Scores a block with one causal pass of the target, and commits to both caches."""
+    taps = drafter.config.target_layer_ids if drafter else ()
+
+    def verify(state: State, tokens: Int[Array, "B T"]):
+        positions = state.target_cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        hidden, features, blocks = target.forward(tokens, positions, None, state.target_cache, taps=taps)
+
+        def keep(count: Int[Array, " B"]) -> State:
+            done = state.replace(target_cache=commit(state.target_cache, blocks, count))
+            if drafter is None:
+                return done
+            return done.replace(draft_cache=commit(state.draft_cache, drafter.context(features, positions), count))
+
+        return target.unembed(hidden), keep
+
+    return verify
+
+
+def chain_step(
+    target: Target, drafter: Drafter | None, block_size: int, proposals: Proposals
+) -> Callable[[State], tuple[State, Committed]]:
+    """`speculative_step` of a target and a drafter; without a drafter, one autoregressive token."""
+    vocab_size = target.config.vocab_size
+    if drafter is None:
+        nothing = lambda state, noise: jnp.zeros((state.anchor.shape[0], 0), jnp.int32)  # noqa: E731
+        return partial(speculative_step, nothing, verifying(target, None), vocab_size, 1)
+    width = drafter.config.proposals(block_size) + 1
+    draft = drafting(target, drafter, block_size, proposals)
+    return partial(speculative_step, draft, verifying(target, drafter), vocab_size, width)
+
+
+def run(
+    step: Callable[[State], tuple[State, Committed]],
+    state: State,
+    max_steps: Int[Array, ""],
+    leave_on_finish: Bool[Array, ""],
+    capacity: int,
+) -> tuple[State, Committed]:
+    """Steps on the device until the budget is spent, all rows are idle, or a row finished and that is asked for.
+
+    Returns:
+        The state, and the tokens of each step stacked [M, B, T] / [M, B], M = `capacity` >= `max_steps`;
+        counts of steps not taken are 0.
+    """
+    shapes = jax.eval_shape(step, state)[1]
+    trace = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), shapes)
+    running = state.remaining > 0
+
+    def going(carry) -> Bool[Array, ""]:
+        i, state, _ = carry
+        finished = jnp.any(running & (state.remaining == 0))
+        return (i < max_steps) & jnp.any(state.remaining > 0) & ~(leave_on_finish & finished)
+
+    def once(carry):
+        i, state, trace = carry
+        state, committed = step(state)
+        return i + 1, state, jax.tree.map(lambda all, one: all.at[i].set(one), trace, committed)
+
+    _, state, trace = jax.lax.while_loop(going, once, (jnp.int32(0), state, trace))
+    return state, trace
+
+
+@partial(jax.jit, static_argnames=("block_size", "proposals", "capacity"), donate_argnames="state")
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    state: State,
+    max_steps: Int[Array, ""],
+    leave_on_finish: Bool[Array, ""],
+    *,
+    block_size: int,
+    proposals: Proposals = "coupled",
+    capacity: int,
+) -> tuple[State, Committed]:
+    """`run` of `chain_step`, compiled: one program per batch shape and block size."""
+    return run(chain_step(target, drafter, block_size, proposals), state, max_steps, leave_on_finish, capacity)
+
+
+@partial(jax.jit, donate_argnames="state")
+def prefill(
+    target: Target,
+    drafter: Drafter | None,
+    state: State,
+    row: Int[Array, ""],
+    start: Int[Array, ""],
+    tokens: Int[Array, " C"],
+    count: Int[Array, ""],
+    last: Bool[Array, ""],
+    request: Request,
+) -> tuple[State, Int[Array, ""]]:
+    """Commits the next `count` prompt tokens of one row; the last chunk also chooses the first new token.
+
+    Args:
+        row: the row to fill; it must be idle.
+        start: prompt tokens already committed; 0 begins a new request.
+        tokens, count: a chunk, and how many of its tokens are prompt.
+        last: whether the prompt ends here: the row then starts decoding.
+        request: settings of the row.
+
+    Returns:
+        The state, and the first new token (meaningful if `last`). It belongs to no round.
+    """
+    lengths = state.target_cache.lengths.at[row].set(start)
+    cache = state.target_cache.replace(lengths=lengths)
+    positions = start + jnp.arange(tokens.shape[0])[None]
+    taps = drafter.config.target_layer_ids if drafter else ()
+    hidden, features, blocks = target.forward(tokens[None], positions, None, cache, taps=taps, row=row)
+    kept = count[None]
+    state = state.replace(target_cache=commit(cache, blocks, kept, row=row))
+    if drafter is not None:
+        cache = state.draft_cache.replace(lengths=lengths)
+        state = state.replace(draft_cache=commit(cache, drafter.context(features, positions), kept, row=row))
+    settings = Sampling(
+        request.temperature[None], request.top_k[None], request.top_p[None], request.key[None]
+    )
+    logits = target.unembed(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
+    noise = gumbel_noise(settings, (start + count)[None, None], target.config.vocab_size)
+    token = select(logits, noise, settings)[0, 0]
+    goes_on = last & ~jnp.any(token == request.stop_tokens)
+    state = state.replace(
+        anchor=state.anchor.at[row].set(token),
+        remaining=state.remaining.at[row].set(jnp.where(goes_on, request.max_new_tokens - 1, 0)),
+        stop_tokens=state.stop_tokens.at[row].set(request.stop_tokens),
+        sampling=jax.tree.map(lambda all, one: all.at[row].set(one[0]), state.sampling, settings),
+    )
+    return state, token
+
+
+@partial(jax.jit, donate_argnames="state")
+def release(state: State, row: Int[Array, ""]) -> State:
+    """Ends a row from the host, at a stop string or a cancelled request."""
+    return state.replace(remaining=state.remaining.at[row].set(0))

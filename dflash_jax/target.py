@@ -1,0 +1,105 @@
+"""A target language model: parameters and pure functions."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax import cache as caches
+from dflash_jax import checkpoint, models
+from dflash_jax.cache import Block, Cache
+from dflash_jax.config import TargetConfig, read_json, token_ids
+from dflash_jax.kernels.block_attention import Visible
+from dflash_jax.models.layers import Pass, rope_tables
+
+
+@struct.dataclass
+class Target:
+    """A loaded target. A pytree of its parameters, so it can be passed to jitted functions.
+
+    Attributes:
+        params: nested dict of arrays.
+        config: static description.
+        directory: where it was loaded from (tokenizer files), or None.
+    """
+
+    params: Any
+    config: TargetConfig = struct.field(pytree_node=False)
+    directory: str | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.params["embed_tokens"].dtype
+
+    def init_cache(self, rows: int, slots: int) -> Cache:
+        """An empty cache for `rows` sequences of up to `slots` committed tokens."""
+        return caches.init_cache(self.config, rows, slots, self.dtype)
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return self._apply("embed", tokens)
+
+    def forward(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        visible: Visible | None,
+        cache: Cache,
+        *,
+        taps: tuple[int, ...] = (),
+        row: Int[Array, ""] | int = 0,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T F*D"], tuple[Block, ...]]:
+        """One pass of a block behind the committed cache, which it only reads.
+
+        Args:
+            tokens, positions: the block; positions are absolute.
+            visible: which block positions see each other (see `kernels.block_attention.attend`); None is
+                causal.
+            cache: committed cache.
+            taps: layers whose outputs to return as features, in this order.
+            row: first cache row of the block; its rows are contiguous.
+
+        Returns:
+            Final-normed hidden states, the tapped features side by side (width F*D), and the block's
+            fresh keys and values for `cache.commit`.
+        """
+        rope = rope_tables(self.config.rope, self.config.head_dim, positions, self.dtype)
+        row = jnp.asarray(row, jnp.int32)
+        at = Pass(positions, rope, visible, caches.row_lengths(cache, row, tokens.shape[0]), row)
+        return self._apply("forward", tokens, at, cache, taps)
+
+    def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Float32 logits of final-normed hidden states (the drafter's, too)."""
+        return self._apply("unembed", hidden)
+
+    def _apply(self, method: str, *args: Any) -> Any:
+        model = models.family(self.config.model_type).Model(self.config)
+        return model.apply({"params": self.params}, *args, method=method)
+
+
+def load_target(source: str | Path, *, dtype: str | None = None) -> Target:
+    """Loads a target from a local directory or a hub id.
+
+    Args:
+        source: directory with `config.json` and safetensors (single file or sharded), or `owner/name`.
+        dtype: "float32", "bfloat16", "float16"; None takes float32 on CPU, bfloat16 elsewhere.
+
+    Raises:
+        ValueError: unsupported configuration, or files that are missing, corrupt or do not match it.
+    """
+    array_type = checkpoint.parse_dtype(dtype)
+    directory = checkpoint.resolve(source, "target")
+    config = models.target_config(read_json(directory / "config.json"))
+    family = models.family(config.model_type)
+    reader = checkpoint.Reader(directory)
+    params = checkpoint.load(reader, family.tensors(config), array_type, ignored=family.ignored(config))
+    return Target(params, config, str(directory))
+
+
+def stop_tokens(target: Target) -> tuple[int, ...]:
+    """End tokens a checkpoint names in `generation_config.json`, else in `config.json`."""
+    path = Path(target.directory or "") / "generation_config.json"
+    if target.directory and path.is_file() and (ids := token_ids(read_json(path).get("eos_token_id"))):
+        return ids
+    return target.config.eos_token_ids

@@ -1,0 +1,73 @@
+"""The one attention of the project: drafting, verifying, plain decoding and prefill.
+
+Shapes: B rows, T block positions, S cache slots, N query heads, K key-value heads, H head dim.
+"""
+
+from typing import Literal, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from . import reference
+
+# "causal" and "full" over the block, or an explicit matrix (row i sees column j) for token trees.
+Visible = Literal["causal", "full"] | Bool[Array, "T T"] | Bool[Array, "B T T"]
+
+
+class Entry(Protocol):
+    """Committed keys and values of one layer."""
+
+    k: Float[Array, "R K S H"]
+    v: Float[Array, "R K S H"]
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    positions: Int[Array, "B T"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    cache: Entry,
+    lengths: Int[Array, " B"],
+    *,
+    visible: Visible,
+    window: int | None = None,
+    scale: float | None = None,
+    row: Int[Array, ""] | int = 0,
+) -> Float[Array, "B T N H"]:
+    """Softmax attention over committed positions `0..lengths-1` and the block's own keys and values.
+
+    Cache slot s of a row holds the last committed position congruent to s modulo S, so a ring buffer
+    of a sliding window and a plain cache are read the same way. Slots never written are never read
+    into the result, whatever they hold.
+
+    Args:
+        q: rotated queries.
+        positions: absolute positions of the block.
+        k, v: fresh keys and values of the block.
+        cache: committed entry; its row axis R may be larger than B.
+        lengths: committed length per row, 0 for an empty row.
+        visible: which block keys a block query sees; a query always sees itself.
+        window: a query at p sees keys with |p - key position| < window only; None is unbounded.
+        scale: of the scores, `H ** -0.5` by default.
+        row: first cache row of the block; its B rows are contiguous.
+
+    Returns:
+        The attended values in the dtype of `q`.
+    """
+    B, T, _, H = q.shape
+    mask = block_mask(visible, positions, window)
+    return reference.attend(
+        q, positions, k, v, cache.k, cache.v, lengths, mask, window, H**-0.5 if scale is None else scale, row
+    )
+
+
+def block_mask(visible: Visible, positions: Int[Array, "B T"], window: int | None) -> Bool[Array, "#B T T"]:
+    """The block's own visibility matrix under the window."""
+    T = positions.shape[1]
+    if isinstance(visible, str):
+        mask = jnp.ones((1, T, T), bool) if visible == "full" else jnp.tril(jnp.ones((1, T, T), bool))
+    else:
+        mask = jnp.broadcast_to(visible, (*((1,) if visible.ndim == 2 else visible.shape[:1]), T, T))
+    if window is not None:
+        mask = mask & (jnp.abs(positions[:, :, None] - positions[:, None, :]) < window)
+    return mask

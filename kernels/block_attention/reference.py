@@ -1,0 +1,74 @@
+"""XLA implementation: every platform, and the oracle of the other implementations."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+# Slots read per iteration: a loop over chunks costs the longest row, not the allocation.
+CHUNK = 128
+MASKED = -1e30  # finite: infinities would turn into NaN where a query sees nothing of a chunk
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    positions: Int[Array, "B T"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    cache_k: Float[Array, "R K S H"],
+    cache_v: Float[Array, "R K S H"],
+    lengths: Int[Array, " B"],
+    mask: Bool[Array, "#B T T"],
+    window: int | None,
+    scale: float,
+    row: Int[Array, ""] | int,
+) -> Float[Array, "B T N H"]:
+    """See `api.attend`. Online softmax: the block first, then the cache chunk by chunk."""
+    B, T, N, H = q.shape
+    K, S = cache_k.shape[1:3]
+    chunk = min(CHUNK, S)
+    rows = N // K * T  # queries of one key-value head, group by group
+    q = (q * scale).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, rows, H)
+
+    def scores(keys: Float[Array, "B K C H"], seen: Bool[Array, "#B T C"]) -> Float[Array, "B K rows C"]:
+        s = jnp.einsum("bkrh,bkch->bkrc", q, keys, preferred_element_type=jnp.float32)
+        seen = jnp.tile(seen, (1, N // K, 1))[:, None]
+        return jnp.where(seen, s, MASKED)
+
+    def weigh(p: Float[Array, "B K rows C"], values: Float[Array, "B K C H"]) -> Float[Array, "B K rows H"]:
+        return jnp.einsum("bkrc,bkch->bkrh", p.astype(q.dtype), values, preferred_element_type=jnp.float32)
+
+    s = scores(k, mask)
+    top = jnp.max(s, axis=-1, keepdims=True)
+    p = jnp.exp(s - top)
+    total, out = jnp.sum(p, axis=-1, keepdims=True), weigh(p, v)
+
+    def one_chunk(i, carry):
+        top, total, out = carry
+        # The last chunk of a cache that is no multiple of the chunk starts early; its repeats are masked.
+        start = jnp.minimum(i * chunk, S - chunk)
+        at = (row, 0, start, 0)
+        keys = jax.lax.dynamic_slice(cache_k, at, (B, K, chunk, H))
+        values = jax.lax.dynamic_slice(cache_v, at, (B, K, chunk, H))
+        slots = start + jnp.arange(chunk)
+        held = slot_positions(slots, lengths, S)
+        valid = (held >= 0) & (slots >= i * chunk)
+        seen = jnp.broadcast_to(valid[:, None, :], (B, T, chunk))
+        if window is not None:
+            seen = seen & (positions[:, :, None] - held[:, None, :] < window)
+        s = scores(keys, seen)
+        higher = jnp.maximum(top, jnp.max(s, axis=-1, keepdims=True))
+        p = jnp.exp(s - higher)  # 0 where masked: every query saw at least itself in the block
+        keep = jnp.exp(top - higher)
+        values = jnp.where(valid[:, None, :, None], values, 0)  # unwritten slots may hold anything
+        return higher, keep * total + jnp.sum(p, axis=-1, keepdims=True), keep * out + weigh(p, values)
+
+    used = jnp.minimum(jnp.max(lengths), S)
+    top, total, out = jax.lax.fori_loop(0, (used + chunk - 1) // chunk, one_chunk, (top, total, out))
+    out = (out / total).astype(q.dtype)
+    return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def slot_positions(slots: Int[Array, " C"], lengths: Int[Array, " B"], S: int) -> Int[Array, "B C"]:
+    """Absolute position held by each cache slot, negative where nothing was written yet."""
+    last = lengths[:, None] - 1
+    return last - (last - slots) % S
