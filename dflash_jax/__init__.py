@@ -1,3 +1,39 @@
 """DFlash block-diffusion speculative decoding in JAX/Flax."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from dflash_jax.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from dflash_jax.drafter import Drafter as Drafter
+    from dflash_jax.drafter import load_drafter as load_drafter
+    from dflash_jax.generation import generate as generate
+    from dflash_jax.generation import spec_generate as spec_generate
+    from dflash_jax.infer.engine import Engine as Engine
+    from dflash_jax.infer.replay import replay as replay
+    from dflash_jax.infer.requests import Request as Request
+    from dflash_jax.speculative import speculative_step as speculative_step
+    from dflash_jax.target import Target as Target
+    from dflash_jax.target import load_target as load_target
+
+# Imported on first use, so that `python -m dflash_jax.serve --help` need not import jax.
+_PUBLIC = {
+    "Drafter": "drafter",
+    "Engine": "infer.engine",
+    "Request": "infer.requests",
+    "Target": "target",
+    "generate": "generation",
+    "load_drafter": "drafter",
+    "load_target": "target",
+    "replay": "infer.replay",
+    "spec_generate": "generation",
+    "speculative_step": "speculative",
+}
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str):
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f"dflash_jax.{_PUBLIC[name]}"), name)
+    raise AttributeError(f"module 'dflash_jax' has no attribute {name!r}")

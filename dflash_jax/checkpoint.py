@@ -1,11 +1,11 @@
 """Safetensors on disk <-> parameters in device memory, one tensor at a time, by a declarative table.
 
 A `Table` maps a parameter's path to a `Leaf`: the checkpoint tensors it is assembled from, and where
-each goes. Loading transposes and fuses along it, saving takes it backwards.
+each goes. Loading fuses along it, saving takes it backwards. Weights keep torch's [out, in] layout.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,10 @@ _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor inside a parameter: `parameter[index]`, transposed on disk or not."""
+    """One checkpoint tensor inside a parameter: `parameter[index]`."""
 
     name: str
     index: tuple[int | slice, ...]
-    transposed: bool
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,10 @@ class Leaf:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
-    def disk_shape(self, part: Part) -> tuple[int, ...]:
-        """Shape of a part's tensor in the checkpoint."""
-        sizes = [len(range(*s.indices(n))) for s, n in zip(part.index, self.shape, strict=True) if isinstance(s, slice)]
-        return tuple(reversed(sizes)) if part.transposed else tuple(sizes)
+    def part_shape(self, part: Part) -> tuple[int, ...]:
+        """Shape of a part's tensor."""
+        axes = zip(part.index, self.shape, strict=True)
+        return tuple(len(range(*s.indices(size))) for s, size in axes if isinstance(s, slice))
 
 
 Table = dict[str, Leaf]
@@ -49,32 +48,22 @@ Table = dict[str, Leaf]
 
 def copied(name: str, *shape: int) -> Leaf:
     """A tensor taken as it is."""
-    return Leaf(shape, (Part(name, (slice(None),) * len(shape), False),))
+    return Leaf(shape, (Part(name, (slice(None),) * len(shape)),))
 
 
-def linear(inputs: int, *outputs: tuple[str, int]) -> Leaf:
-    """A [in, out] kernel from torch [out, in] weights, fused along the outputs."""
-    return _along_last(((slice(None),), outputs), (inputs,), True)
-
-
-def vector(*outputs: tuple[str, int]) -> Leaf:
-    """A bias vector fused from several."""
-    return _along_last(((), outputs), (), False)
-
-
-def stack(*leaves: Leaf) -> Leaf:
-    """Leaves of one shape along a new first axis."""
-    parts = tuple(Part(p.name, (i, *p.index), p.transposed) for i, leaf in enumerate(leaves) for p in leaf.parts)
-    return Leaf((len(leaves), *leaves[0].shape), parts)
-
-
-def _along_last(prefix_and_outputs: tuple, lead: tuple[int, ...], transposed: bool) -> Leaf:
-    prefix, outputs = prefix_and_outputs
+def fused(outputs: Sequence[tuple[str, int]], *rest: int) -> Leaf:
+    """Tensors `(name, size)` of shape [size, *rest] one after another along the first axis."""
     parts, start = [], 0
     for name, size in outputs:
-        parts.append(Part(name, (*prefix, slice(start, start + size)), transposed))
+        parts.append(Part(name, (slice(start, start + size), *(slice(None),) * len(rest))))
         start += size
-    return Leaf((*lead, start), tuple(parts))
+    return Leaf((start, *rest), tuple(parts))
+
+
+def stacked(leaves: Sequence[Leaf]) -> Leaf:
+    """Leaves of one shape along a new first axis."""
+    parts = tuple(Part(part.name, (i, *part.index)) for i, leaf in enumerate(leaves) for part in leaf.parts)
+    return Leaf((len(leaves), *leaves[0].shape), parts)
 
 
 def decoder_layer(config: DecoderConfig, path: str, prefix: str, *, fuse_qkv: bool) -> Table:
@@ -82,28 +71,29 @@ def decoder_layer(config: DecoderConfig, path: str, prefix: str, *, fuse_qkv: bo
     D, inner, H = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * H, config.num_key_value_heads * H
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    fused = [(f"{attention}.q_proj", queries)]
+    heads = [(f"{attention}.q_proj", queries)]
     if fuse_qkv:
-        fused += [(f"{attention}.k_proj", keys), (f"{attention}.v_proj", keys)]
+        heads += [(f"{attention}.k_proj", keys), (f"{attention}.v_proj", keys)]
     projection = "qkv_proj" if fuse_qkv else "q_proj"
 
-    def weights(names: list[tuple[str, int]], kind: str) -> list[tuple[str, int]]:
+    def each(names: list[tuple[str, int]], kind: str) -> list[tuple[str, int]]:
         return [(f"{name}.{kind}", size) for name, size in names]
 
+    gate_up = [(f"{mlp}.gate_proj.weight", inner), (f"{mlp}.up_proj.weight", inner)]
     table = {
         "input_layernorm/weight": copied(f"{prefix}.input_layernorm.weight", D),
         "post_attention_layernorm/weight": copied(f"{prefix}.post_attention_layernorm.weight", D),
         "self_attn/q_norm/weight": copied(f"{attention}.q_norm.weight", H),
-        f"self_attn/{projection}/kernel": linear(D, *weights(fused, "weight")),
-        "self_attn/o_proj/kernel": linear(queries, (f"{attention}.o_proj.weight", D)),
-        "mlp/gate_up_proj/kernel": linear(D, (f"{mlp}.gate_proj.weight", inner), (f"{mlp}.up_proj.weight", inner)),
-        "mlp/down_proj/kernel": linear(inner, (f"{mlp}.down_proj.weight", D)),
+        f"self_attn/{projection}/weight": fused(each(heads, "weight"), D),
+        "self_attn/o_proj/weight": copied(f"{attention}.o_proj.weight", D, queries),
+        "mlp/gate_up_proj/weight": fused(gate_up, D),
+        "mlp/down_proj/weight": copied(f"{mlp}.down_proj.weight", D, inner),
     }
     if fuse_qkv:
         table["self_attn/k_norm/weight"] = copied(f"{attention}.k_norm.weight", H)
     if config.attention_bias:
-        table[f"self_attn/{projection}/bias"] = vector(*weights(fused, "bias"))
-        table["self_attn/o_proj/bias"] = vector((f"{attention}.o_proj.bias", D))
+        table[f"self_attn/{projection}/bias"] = fused(each(heads, "bias"))
+        table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", D)
     return {f"{path}/{name}": leaf for name, leaf in table.items()}
 
 
@@ -195,14 +185,13 @@ def load(reader: Reader, table: Table, dtype: Any, *, ignored: tuple[str, ...] =
     for path, leaf in table.items():
         host = np.empty(leaf.shape, dtype)
         for part in leaf.parts:
-            tensor = reader.read(part.name)
-            host[part.index] = (tensor.T if part.transposed else tensor).astype(dtype)
+            host[part.index] = reader.read(part.name).astype(dtype)
         _put(params, path, jax.device_put(host))
     return params
 
 
 def _check(reader: Reader, table: Table, ignored: tuple[str, ...]) -> None:
-    wanted = {part.name: leaf.disk_shape(part) for leaf in table.values() for part in leaf.parts}
+    wanted = {part.name: leaf.part_shape(part) for leaf in table.values() for part in leaf.parts}
     names = reader.names()
     problems = [f"missing {name} {list(shape)}" for name, shape in wanted.items() if name not in names]
     problems += [f"unexpected {name}" for name in sorted(names - set(wanted)) if not name.endswith(ignored or ("\0",))]
@@ -233,8 +222,7 @@ def save(directory: str | Path, params: Mapping[str, Any], table: Table, config:
     for path, leaf in table.items():
         host = np.asarray(flat[path])
         for part in leaf.parts:
-            piece = host[part.index]
-            tensors[part.name] = np.ascontiguousarray(piece.T if part.transposed else piece)
+            tensors[part.name] = np.ascontiguousarray(host[part.index])
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

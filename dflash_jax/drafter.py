@@ -17,14 +17,14 @@ from dflash_jax import cache as caches
 from dflash_jax import checkpoint
 from dflash_jax.cache import Block, Cache
 from dflash_jax.config import DrafterConfig, drafter_config, read_json
-from dflash_jax.models.layers import DecoderLayer, Linear, Pass, RMSNorm, Rope, matmul, rms_norm, rope_tables, rotate
+from dflash_jax.models.layers import DecoderLayer, Linear, Pass, RMSNorm, Rope, matmul, project, rms_norm, rope_tables, rotate
 from dflash_jax.target import Target
 
 
 class Model(nn.Module):
     """Fusion of tapped features, draft layers and final norm.
 
-    The key and value projections of all layers are one array, `kv_proj` [L, D, 2*K*H]: block slots use
+    The key and value projections of all layers are one array, `kv_proj` [L, 2*K*H, D]: block slots use
     a layer's slice, and committed features go through all layers in one product.
     """
 
@@ -34,7 +34,7 @@ class Model(nn.Module):
         c = self.config
         kv = 2 * c.num_key_value_heads * c.head_dim
         self.layers = [DecoderLayer(c, layer) for layer in c.layers]
-        self.kv_proj = self.param("kv_proj", nn.initializers.normal(0.02), (len(c.layers), c.hidden_size, kv))
+        self.kv_proj = self.param("kv_proj", nn.initializers.normal(0.02), (len(c.layers), kv, c.hidden_size))
         self.k_norm = self.param("k_norm", nn.initializers.ones, (len(c.layers), c.head_dim))
         if c.attention_bias:
             self.kv_bias = self.param("kv_bias", nn.initializers.zeros, (len(c.layers), kv))
@@ -60,16 +60,11 @@ class Model(nn.Module):
     def context(self, features: Float[Array, "B T F*D"], rope: Rope) -> tuple[Block, ...]:
         """KV injection: keys and values of every layer for committed positions (method 2.5)."""
         fused = self.hidden_norm(self.fc(features))
-        layers = len(self.layers)
-        kv = jnp.einsum(
-            "lbtd,ldm->lbtm",
-            jnp.broadcast_to(fused, (layers, *fused.shape)),
-            self.kv_proj,
-            preferred_element_type=jnp.float32,
-        ).astype(fused.dtype)
+        kv = matmul(fused, self.kv_proj.reshape(-1, fused.shape[-1]))
         if self.config.attention_bias:
-            kv = kv + self.kv_bias[:, None, None]
-        return tuple(Block(*self._heads(kv[i], self.k_norm[i], rope)) for i in range(layers))
+            kv = kv + self.kv_bias.reshape(-1)
+        layers = jnp.split(kv, len(self.layers), axis=-1)
+        return tuple(Block(*self._heads(kv, self.k_norm[i], rope)) for i, kv in enumerate(layers))
 
     def _heads(self, kv: Float[Array, "B T M"], weight: Float[Array, " H"], rope: Rope) -> tuple[Array, Array]:
         B, T, K, H = *kv.shape[:2], self.config.num_key_value_heads, self.config.head_dim
@@ -126,8 +121,7 @@ class Drafter:
         x = (x * c.input_embedding_scale).astype(self.dtype)
         hidden = self.forward(x, positions, cache)[:, 0 if c.anchor_predicts else 1 :]
         if c.own_head:
-            head = self.params["lm_head"]
-            logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
+            logits = project(hidden, self.params["lm_head"])
         else:
             logits = target.unembed(hidden.astype(target.dtype))
         logits = logits * c.output_multiplier
@@ -169,23 +163,22 @@ def tensors(config: DrafterConfig) -> checkpoint.Table:
     """Checkpoint tensors of every parameter (method 7.3)."""
     D, H, depth = config.hidden_size, config.head_dim, config.num_hidden_layers
     keys = config.num_key_value_heads * H
-    fused = len(config.target_layer_ids) * config.target_hidden_size
+    features = len(config.target_layer_ids) * config.target_hidden_size
 
-    def each(kind: str) -> list[list[tuple[str, int]]]:
-        names = ("k_proj", "v_proj")
-        return [[(f"layers.{i}.self_attn.{name}.{kind}", keys) for name in names] for i in range(depth)]
+    def keys_and_values(layer: int, kind: str, *rest: int) -> checkpoint.Leaf:
+        names = [f"layers.{layer}.self_attn.{name}_proj.{kind}" for name in "kv"]
+        return checkpoint.fused([(name, keys) for name in names], *rest)
 
+    norms = [checkpoint.copied(f"layers.{i}.self_attn.k_norm.weight", H) for i in range(depth)]
     table = {
-        "kv_proj": checkpoint.stack(*(checkpoint.linear(D, *pair) for pair in each("weight"))),
-        "k_norm": checkpoint.stack(
-            *(checkpoint.copied(f"layers.{i}.self_attn.k_norm.weight", H) for i in range(depth))
-        ),
-        "fc/kernel": checkpoint.linear(fused, ("fc.weight", D)),
+        "kv_proj": checkpoint.stacked([keys_and_values(i, "weight", D) for i in range(depth)]),
+        "k_norm": checkpoint.stacked(norms),
+        "fc/weight": checkpoint.copied("fc.weight", D, features),
         "hidden_norm/weight": checkpoint.copied("hidden_norm.weight", D),
         "norm/weight": checkpoint.copied("norm.weight", D),
     }
     if config.attention_bias:
-        table["kv_bias"] = checkpoint.stack(*(checkpoint.vector(*pair) for pair in each("bias")))
+        table["kv_bias"] = checkpoint.stacked([keys_and_values(i, "bias") for i in range(depth)])
     if config.own_embedding:
         table["embed_tokens"] = checkpoint.copied("embed_tokens.weight", config.vocab_size, D)
     if config.own_head:

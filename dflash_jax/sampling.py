@@ -71,23 +71,26 @@ def gumbel_noise(sampling: Sampling, positions: Int[Array, "B T"], vocab_size: i
     return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: jnp.zeros(shape, jnp.float32))
 
 
-def select(
+def select(logits: Float[Array, "B T V"], noise: Float[Array, "B T V"], sampling: Sampling) -> Int[Array, "B T"]:
+    """The token of every position under each row's settings; ties go to the lowest id."""
+
+    def best(scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
+        return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+    sampled = jnp.any(sampling.temperature > 0)
+    return jax.lax.cond(sampled, lambda: best(perturbed_scores(logits, noise, sampling)), lambda: best(logits))
+
+
+def perturbed_scores(
     logits: Float[Array, "B T V"], noise: Float[Array, "B T V"], sampling: Sampling
-) -> Int[Array, "B T"]:
-    """The token of every position under each row's settings; ties go to the lowest id.
+) -> Float[Array, "B T V"]:
+    """Scores whose argmax is the chosen token: logits of greedy rows, filtered and noisy ones of others.
 
     Order as in the reference: temperature, top-k, top-p. Tokens tied with the last one kept are kept.
     """
-
-    def greedy() -> Int[Array, "B T"]:
-        return jnp.argmax(logits, axis=-1)
-
-    def sampled() -> Int[Array, "B T"]:
-        hot = sampling.temperature[:, None, None] > 0
-        scores = logits / jnp.where(hot, sampling.temperature[:, None, None], 1.0)
-        return jnp.argmax(jnp.where(hot, filter_scores(scores, sampling), scores) + noise, axis=-1)
-
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, greedy).astype(jnp.int32)
+    temperature = sampling.temperature[:, None, None]
+    scores = logits / jnp.where(temperature > 0, temperature, 1.0)
+    return jnp.where(temperature > 0, filter_scores(scores, sampling) + noise, logits)
 
 
 def filter_scores(scores: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:

@@ -4,7 +4,7 @@ Shapes: B rows, T verify width, P = T - 1 proposals, V vocabulary, Q stop tokens
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -49,8 +49,8 @@ class Committed(NamedTuple):
     count: Int[Array, " B"]
 
 
-class Request(NamedTuple):
-    """Scalar settings of one row at admission; the fields are those of `State` and `Sampling`."""
+class RowSettings(NamedTuple):
+    """Settings of one row at admission; the fields are those of `State` and `Sampling`."""
 
     max_new_tokens: Int[Array, ""]
     stop_tokens: Int[Array, " Q"]
@@ -200,20 +200,50 @@ def run(
     return state, trace
 
 
-@partial(jax.jit, static_argnames=("block_size", "proposals", "capacity"), donate_argnames="state")
 def decode(
     target: Target,
     drafter: Drafter | None,
     state: State,
-    max_steps: Int[Array, ""],
-    leave_on_finish: Bool[Array, ""],
+    max_steps: int,
+    leave_on_finish: bool,
     *,
     block_size: int,
     proposals: Proposals = "coupled",
     capacity: int,
 ) -> tuple[State, Committed]:
-    """`run` of `chain_step`, compiled: one program per batch shape and block size."""
-    return run(chain_step(target, drafter, block_size, proposals), state, max_steps, leave_on_finish, capacity)
+    """`run` of `chain_step`, compiled: one program per batch shape and block size. `state` is donated."""
+    program = _decode_program(drafter is not None)
+    steps, leave = jnp.asarray(max_steps, jnp.int32), jnp.asarray(leave_on_finish)
+    return program(target, drafter, state, steps, leave, block_size, proposals, capacity)
+
+
+@cache
+def _decode_program(speculative: bool) -> Callable:
+    def program(target, drafter, state, max_steps, leave_on_finish, block_size, proposals, capacity):
+        step = chain_step(target, drafter, block_size, proposals)
+        return run(step, state, max_steps, leave_on_finish, capacity)
+
+    names = ("block_size", "proposals", "capacity")
+    options = block_compiler_options() if speculative else None
+    return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=options)
+
+
+@cache
+def block_compiler_options() -> dict[str, str] | None:
+    """Compiler options of programs that multiply blocks of rows.
+
+    On CPU, XLA hands products to YNNPACK. For one row that is the fastest way; for a block of 16 the
+    older Eigen path takes a quarter less time (benchmarks.md). The option is experimental, so it is
+    tried first.
+    """
+    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    if jax.default_backend() != "cpu":
+        return None
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:
+        return None
+    return options
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -226,7 +256,7 @@ def prefill(
     tokens: Int[Array, " C"],
     count: Int[Array, ""],
     last: Bool[Array, ""],
-    request: Request,
+    settings: RowSettings,
 ) -> tuple[State, Int[Array, ""]]:
     """Commits the next `count` prompt tokens of one row; the last chunk also chooses the first new token.
 
@@ -235,7 +265,7 @@ def prefill(
         start: prompt tokens already committed; 0 begins a new request.
         tokens, count: a chunk, and how many of its tokens are prompt.
         last: whether the prompt ends here: the row then starts decoding.
-        request: settings of the row.
+        settings: of the row.
 
     Returns:
         The state, and the first new token (meaningful if `last`). It belongs to no round.
@@ -250,18 +280,16 @@ def prefill(
     if drafter is not None:
         cache = state.draft_cache.replace(lengths=lengths)
         state = state.replace(draft_cache=commit(cache, drafter.context(features, positions), kept, row=row))
-    settings = Sampling(
-        request.temperature[None], request.top_k[None], request.top_p[None], request.key[None]
-    )
+    sampling = Sampling(*(x[None] for x in (settings.temperature, settings.top_k, settings.top_p, settings.key)))
     logits = target.unembed(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
-    noise = gumbel_noise(settings, (start + count)[None, None], target.config.vocab_size)
-    token = select(logits, noise, settings)[0, 0]
-    goes_on = last & ~jnp.any(token == request.stop_tokens)
+    noise = gumbel_noise(sampling, (start + count)[None, None], target.config.vocab_size)
+    token = select(logits, noise, sampling)[0, 0]
+    goes_on = last & ~jnp.any(token == settings.stop_tokens)
     state = state.replace(
         anchor=state.anchor.at[row].set(token),
-        remaining=state.remaining.at[row].set(jnp.where(goes_on, request.max_new_tokens - 1, 0)),
-        stop_tokens=state.stop_tokens.at[row].set(request.stop_tokens),
-        sampling=jax.tree.map(lambda all, one: all.at[row].set(one[0]), state.sampling, settings),
+        remaining=state.remaining.at[row].set(jnp.where(goes_on, settings.max_new_tokens - 1, 0)),
+        stop_tokens=state.stop_tokens.at[row].set(settings.stop_tokens),
+        sampling=jax.tree.map(lambda all, one: all.at[row].set(one[0]), state.sampling, sampling),
     )
     return state, token
 

@@ -63,27 +63,36 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "... D"], eps: float
 
 
 class Linear(nn.Module):
-    """`x @ kernel + bias`; the kernel is [in, out], float32 accumulation."""
+    """`x @ weight.T + bias`; the weight is [out, in] as in the checkpoint."""
 
     features: tuple[int, int]
     use_bias: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... M"]:
-        kernel = self.param("kernel", nn.initializers.normal(0.02), self.features)
-        y = matmul(x, kernel)
+        inputs, outputs = self.features
+        y = matmul(x, self.param("weight", nn.initializers.normal(0.02), (outputs, inputs)))
         if self.use_bias:
-            y = y + self.param("bias", nn.initializers.zeros, self.features[1:])
+            y = y + self.param("bias", nn.initializers.zeros, (outputs,))
         return y
 
 
-def matmul(x: Float[Array, "... D"], kernel: Float[Array, "D M"]) -> Float[Array, "... M"]:
-    """Matrix product accumulated in float32, returned in the dtype of `x`."""
-    return jnp.matmul(x, kernel, preferred_element_type=jnp.float32).astype(x.dtype)
+def matmul(x: Float[Array, "B T D"], weight: Float[Array, "M D"]) -> Float[Array, "B T M"]:
+    """`x @ weight.T` in the dtype of `x`; see `project`."""
+    return project(x, weight).astype(x.dtype)
+
+
+def project(x: Float[Array, "B T D"], weight: Float[Array, "M D"]) -> Float[Array, "B T M"]:
+    """`x @ weight.T` accumulated and returned in float32.
+
+    The weight stands on the left because on CPU a [M, D] x [D, 16] product runs up to twice as fast as
+    the same product written [16, D] x [D, M].
+    """
+    return jnp.moveaxis(jnp.einsum("md,btd->mbt", weight, x, preferred_element_type=jnp.float32), 0, -1)
 
 
 class MLP(nn.Module):
-    """SwiGLU with gate and up fused into one kernel."""
+    """SwiGLU with gate and up fused into one weight."""
 
     config: DecoderConfig
 

@@ -20,7 +20,7 @@ from dflash_jax.config import (
     require,
     token_ids,
 )
-from dflash_jax.models.layers import DecoderLayer, Pass, RMSNorm
+from dflash_jax.models.layers import DecoderLayer, Pass, RMSNorm, project
 
 
 def config(raw: Raw) -> TargetConfig:
@@ -76,7 +76,7 @@ class Model(nn.Module):
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
+        return project(hidden, head)
 
 
 def tensors(config: TargetConfig) -> checkpoint.Table:

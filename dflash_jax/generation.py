@@ -1,0 +1,104 @@
+"""`spec_generate` and `generate`: batches of prompts in, tokens out."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from dflash_jax.drafter import Drafter
+from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.requests import Request
+from dflash_jax.speculative import Proposals
+from dflash_jax.target import Target, stop_tokens
+
+Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
+
+
+class Generation(NamedTuple):
+    """Answers of a batch, in its order.
+
+    Attributes:
+        tokens: generated tokens per row, the stop token included, the prompt not.
+        acceptance_lengths: tokens committed per step and row; empty without speculation. The first
+            token of a row comes from its prefill and belongs to no step.
+        finish_reasons: "stop" or "length" per row.
+    """
+
+    tokens: list[list[int]]
+    acceptance_lengths: list[list[int]]
+    finish_reasons: list[str]
+
+
+def spec_generate(
+    target: Target,
+    drafter: Drafter | None,
+    input_ids: Prompts,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    stop_token_ids: Sequence[int] | None = None,
+    block_size: int | None = None,
+    proposals: Proposals = "coupled",
+    max_length: int | None = None,
+    prefill_chunk: int = 256,
+) -> Generation:
+    """Generates with speculation; the tokens are those `generate` returns for the same arguments.
+
+    Args:
+        target, drafter: a pair from `load_target` and `load_drafter`.
+        input_ids: one prompt or a batch of prompts, ragged lists or an array [B, P].
+        max_new_tokens: budget per row.
+        temperature: 0 is greedy.
+        top_p, top_k: sampling filters; 1.0 and 0 keep every token.
+        seed: row i draws from this seed and i alone.
+        stop_token_ids: tokens that end a row; None takes the checkpoint's, an empty list none.
+        block_size: draft slots per step up to the checkpoint's (the default); 1 does not speculate.
+        proposals: "coupled", "argmax" or "independent"; changes speed, never the output.
+        max_length: cache slots per row; by default what the longest row needs, rounded up so that
+            similar calls share compiled programs.
+        prefill_chunk: prompt tokens per prefill pass.
+
+    Raises:
+        ValueError: a drafter for another target, or an argument out of range.
+    """
+    prompts = _prompts(input_ids)
+    if max_length is None:
+        longest = max((len(prompt) for prompt in prompts), default=0) + max(max_new_tokens, 0)
+        max_length = -(-max(longest, 1) // 256) * 256
+    stops = stop_tokens(target) if stop_token_ids is None else tuple(stop_token_ids)
+    requests = [
+        Request(prompt, max_new_tokens, temperature, top_p, top_k, stop_token_ids=stops, id=str(row))
+        for row, prompt in enumerate(prompts)
+    ]
+    engine = Engine(
+        target,
+        drafter,
+        slots=max(len(prompts), 1),
+        max_length=max_length,
+        block_size=block_size,
+        proposals=proposals,
+        seed=seed,
+        prefill_chunk=prefill_chunk,
+    )
+    done = engine.generate(requests)
+    return Generation(
+        [completion.token_ids for completion in done],
+        [completion.acceptance_lengths for completion in done],
+        [completion.finish_reason for completion in done],
+    )
+
+
+def generate(target: Target, input_ids: Prompts, *, max_new_tokens: int, **settings) -> Generation:
+    """The autoregressive baseline: `spec_generate` without a drafter; same arguments, same tokens."""
+    return spec_generate(target, None, input_ids, max_new_tokens=max_new_tokens, **settings)
+
+
+def _prompts(input_ids: Prompts) -> list[list[int]]:
+    rows = input_ids.tolist() if isinstance(input_ids, np.ndarray | jax.Array) else list(input_ids)
+    if rows and not isinstance(rows[0], list | tuple | np.ndarray | jax.Array):
+        rows = [rows]
+    return [[int(token) for token in row] for row in rows]

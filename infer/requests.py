@@ -1,0 +1,83 @@
+"""What is asked of the engine and what comes back. Plain host data; no arrays."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dflash_jax.sampling import check_sampling
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; `code` is stable, the message says what to do."""
+
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and its settings.
+
+    Attributes:
+        prompt_token_ids: at least one token.
+        max_new_tokens: at most this many are generated, fewer if the engine's `max_length` is reached.
+        temperature, top_p, top_k: see `sampling.Sampling`.
+        seed: of this request; None derives its noise from the engine's seed and `id`.
+        stop_token_ids: tokens that end the answer; the one that does is its last token.
+        id: any string; it decides the noise of a request without a seed.
+        find_stop: given the tokens so far, how many to keep if the answer ends within them, else None
+            (stop strings; called on the host once per visit).
+    """
+
+    prompt_token_ids: Sequence[int]
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    id: str = ""
+    find_stop: Callable[[Sequence[int]], int | None] | None = None
+
+    def check(self, vocab_size: int, max_length: int) -> None:
+        """Raises RequestError if an engine of this vocabulary and length cannot serve it."""
+        if not self.prompt_token_ids:
+            raise RequestError("empty_prompt", "the prompt is empty; it must have at least one token")
+        outside = [token for token in self.prompt_token_ids if not 0 <= token < vocab_size]
+        if outside:
+            raise RequestError("invalid_token", f"token ids must lie in 0..{vocab_size - 1}, got {outside[0]}")
+        if len(self.prompt_token_ids) >= max_length:
+            raise RequestError(
+                "prompt_too_long",
+                f"the prompt has {len(self.prompt_token_ids)} tokens, which leaves no room to generate within a "
+                f"length of {max_length}; raise max_length",
+            )
+        if self.max_new_tokens < 1:
+            raise RequestError("invalid_parameter", f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise RequestError("invalid_parameter", f"seed must lie in 0..2**63 - 1, got {self.seed}")
+        try:
+            check_sampling(self.temperature, self.top_p, self.top_k)
+        except ValueError as error:
+            raise RequestError("invalid_parameter", str(error)) from error
+
+
+@dataclass
+class Completion:
+    """An answer, complete or in progress.
+
+    Attributes:
+        token_ids: generated tokens, the stop token included.
+        finish_reason: "stop" at a stop token or stop string, "length" at the budget; "" in progress.
+        acceptance_lengths: tokens committed by each speculative step. The first token comes from the
+            prefill and belongs to no step.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    acceptance_lengths: list[int] = field(default_factory=list)
+
+    @property
+    def tau(self) -> float | None:
+        """Mean acceptance length, the bonus token included; None without a step."""
+        return sum(self.acceptance_lengths) / len(self.acceptance_lengths) if self.acceptance_lengths else None
