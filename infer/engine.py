@@ -37,6 +37,10 @@ class Stats:
     steps: int = 0
     decode_tokens: int = 0
 
+    def reset(self) -> None:
+        """Back to zero."""
+        self.__init__()
+
 
 @dataclass
 class _Row:
@@ -211,21 +215,20 @@ class Engine:
             if row is None:
                 continue
             for step in np.flatnonzero(counts[:, slot]):
-                count = int(counts[step, slot])
+                if row.completion.finish_reason:
+                    break  # the device ran on past a stop string
+                committed = self._extend(row, tokens[step, slot, : counts[step, slot]].tolist())
                 if self.drafter:
-                    row.completion.acceptance_lengths.append(count)
-                self._extend(row, tokens[step, slot, :count].tolist())
-            row_stopped_by_host = row.completion.finish_reason and row.request.find_stop
-            if row_stopped_by_host:
+                    row.completion.acceptance_lengths.append(committed)
+            if row.completion.finish_reason and row.request.find_stop:
                 self._state = release(self._state, jnp.int32(slot))
             advanced.append((slot, row))
         return advanced
 
-    def _extend(self, row: _Row, tokens: list[int]) -> None:
-        """Appends tokens, and decides whether the row is finished."""
+    def _extend(self, row: _Row, tokens: list[int]) -> int:
+        """Appends tokens, decides whether the row is finished, and returns how many tokens were kept."""
         request, completion = row.request, row.completion
-        if completion.finish_reason:
-            return  # the device ran on past a stop string
+        before = len(completion.token_ids)
         completion.token_ids.extend(tokens)
         if request.find_stop and (keep := request.find_stop(completion.token_ids)) is not None:
             del completion.token_ids[keep:]
@@ -234,6 +237,7 @@ class Engine:
             completion.finish_reason = "stop"
         elif len(completion.token_ids) >= self._budget(request):
             completion.finish_reason = "length"
+        return len(completion.token_ids) - before
 
     def _budget(self, request: Request) -> int:
         return min(request.max_new_tokens, self.max_length - len(request.prompt_token_ids))

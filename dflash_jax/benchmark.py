@@ -1,0 +1,137 @@
+"""Autoregressive against speculative decoding in one run: `python -m dflash_jax.benchmark`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.serve import add_generation_arguments, add_model_arguments, load, make_engine
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_jax.benchmark",
+        description="Measures speedup, tau and the cost of a step; autoregressive and speculative decoding "
+        "take turns on the same prompts, both warmed up.",
+    )
+    parser.add_argument(
+        "--dataset",
+        default="gsm8k",
+        help="gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl",
+    )
+    parser.add_argument("--max-samples", type=int, default=24, help="prompts, after the official shuffle (default 24)")
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    parser.add_argument("--seed", type=int, default=0, help="sampling noise (default 0)")
+    parser.add_argument(
+        "--official", action="store_true", help="also run the official torch implementation (greedy, batch 1, CPU)"
+    )
+    add_model_arguments(parser)
+    add_generation_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        if args.json:
+            Path(args.json).open("ab").close()
+        figures = measure(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(figures))
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs everything; see `table` for what the figures mean."""
+    if args.official and (args.temperature > 0 or args.batch_size != 1):
+        raise ValueError("--official compares greedy decoding at batch size 1 only")
+    from dflash_jax.infer.datasets import load_dataset
+
+    samples = load_dataset(args.dataset, args.max_samples)
+    (target, drafter), text, defaults = load(args)
+    from dflash_jax.infer.measure import compare, step_seconds
+
+    prompts = [
+        text.encode_chat([{"role": "user", "content": turns[0]}]) if text.has_chat_template else text.encode(turns[0])
+        for turns in samples
+    ]
+    from dataclasses import replace
+
+    requests = [replace(defaults, prompt_token_ids=prompt, id=str(i)) for i, prompt in enumerate(prompts)]
+    engines = {
+        "autoregressive": make_engine(args, (target, None), requests),
+        "speculative": make_engine(args, (target, drafter), requests),
+    }
+    if args.temperature > 0 and args.proposals != "argmax":
+        argmax = argparse.Namespace(**{**vars(args), "proposals": "argmax"})
+        engines["argmax_proposals"] = make_engine(argmax, (target, drafter), requests)
+    official = None
+    if args.official:
+        from dflash_jax.infer.official import Official
+
+        official = Official(target.directory, args.drafter)
+    figures = compare(engines, requests, official)
+    length = sum(map(len, prompts)) // len(prompts) + args.max_new_tokens // 2
+    seconds = step_seconds(engines["autoregressive"], engines["speculative"], length)
+    loop = {}
+    for name, engine in (("autoregressive", engines["autoregressive"]), ("speculative", engines["speculative"])):
+        loop[name] = engine.stats.steps * seconds[name] / engine.stats.decode_seconds
+    parts = seconds["draft"] + seconds["verify"] + seconds["commit"]
+    return {
+        "dataset": args.dataset,
+        "samples": len(requests),
+        "temperature": args.temperature,
+        "block_size": engines["speculative"].block_size,
+        "batch_size": args.batch_size,
+        "max_new_tokens": args.max_new_tokens,
+        **figures,
+        "step_seconds": seconds,
+        "step_length": length,
+        "device_loop_share": loop,
+        "fused_step_over_parts": seconds["speculative"] / parts,
+    }
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as text."""
+    rows = [
+        ("", "tokens/s", "tokens", "decode s"),
+        *(
+            (name, f"{side['tokens_per_second']:.1f}", str(side["tokens"]), f"{side['decode_seconds']:.2f}")
+            for name, side in figures.items()
+            if isinstance(side, dict) and "tokens_per_second" in side
+        ),
+    ]
+    lines = ["  ".join([row[0].ljust(28), *(cell.rjust(10) for cell in row[1:])]) for row in rows]
+    seconds = figures["step_seconds"]
+    histogram = " ".join(f"{k}:{n}" for k, n in enumerate(figures["acceptance_histogram"]) if n)
+    lines += [
+        "",
+        f"speedup {figures['speedup']:.2f}   tau {figures['tau']:.3f}   block size {figures['block_size']}   "
+        f"equal outputs {figures['equal_outputs']}/{figures['samples']}",
+        f"acceptance lengths   {histogram}",
+        "acceptance per position   " + " ".join(f"{rate:.2f}" for rate in figures["acceptance_per_position"]),
+        f"step ms at length {figures['step_length']}   "
+        + "   ".join(f"{name} {1e3 * value:.2f}" for name, value in seconds.items()),
+        f"fused step / its parts {figures['fused_step_over_parts']:.3f}   steps x step time / decode time   "
+        + "   ".join(f"{name} {share:.3f}" for name, share in figures["device_loop_share"].items()),
+    ]
+    if "argmax_proposals" in figures:
+        lines.append(f"tau with argmax proposals {figures['argmax_proposals']['tau']:.3f}")
+    if "official" in figures:
+        lines.append(
+            f"speculative / official {figures['official']['speedup_over']:.2f}   autoregressive / transformers "
+            f"{figures['transformers']['speedup_over']:.2f}   official tau {figures['official']['tau']:.3f}   "
+            f"equal to official {figures['official']['equal_outputs']}/{figures['samples']}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

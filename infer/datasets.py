@@ -1,0 +1,100 @@
+"""Benchmark prompts, formatted and ordered as in the official benchmark (`dflash/benchmark.py` 0.1.0)."""
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_MATH = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+_CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
+
+
+class Source(NamedTuple):
+    """Where a benchmark lives on the hub, which field holds the question, and how it is asked."""
+
+    path: tuple[str, ...]
+    split: str
+    field: str
+    template: str = "{}"
+
+
+SOURCES = {
+    "gsm8k": Source(("openai/gsm8k", "main"), "test", "question", _MATH),
+    "math500": Source(("HuggingFaceH4/MATH-500",), "test", "problem", _MATH),
+    "aime25": Source(("math-ai/aime25",), "test", "problem", _MATH),
+    "humaneval": Source(("openai/openai_humaneval",), "test", "prompt", _CODE),
+    "mbpp": Source(("google-research-datasets/mbpp", "sanitized"), "test", "prompt"),
+    "livecodebench": Source(("livecodebench/code_generation_lite",), "test", "question_content"),
+    "mt-bench": Source(("HuggingFaceH4/mt_bench_prompts",), "train", "prompt"),
+}
+
+
+def load_dataset(name: str, max_samples: int | None = None) -> list[list[str]]:
+    """The user turns of every sample: a named set, a local JSONL file, or a folder of `<name>.jsonl`.
+
+    A local row is `{"turns": [...]}` or `{"question" | "problem" | "prompt": str}`. The file's name decides
+    the prompt format: `gsm8k.jsonl` is asked like gsm8k, an unknown name is asked as it is.
+
+    Args:
+        name: one of `SOURCES`, or a path ending in .jsonl.
+        max_samples: the first so many after the official shuffle (seed 42); None takes all, shuffled.
+
+    Raises:
+        ValueError: an unknown name, an unreadable file or row, or `datasets` missing for a named set.
+    """
+    if name.endswith(".jsonl"):
+        rows = _local(Path(name))
+    elif name in SOURCES:
+        rows = _from_hub(SOURCES[name])
+    else:
+        raise ValueError(f"dataset must be a path ending in .jsonl or one of {', '.join(SOURCES)}; got {name!r}")
+    if not rows:
+        raise ValueError(f"dataset {name} has no rows")
+    random.Random(42).shuffle(rows)
+    return rows[:max_samples]
+
+
+def _local(path: Path) -> list[list[str]]:
+    if not path.is_file():
+        raise ValueError(f"dataset file {path} does not exist")
+    ask = _asker(SOURCES.get(path.stem, Source((), "", "prompt")))
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            rows.append(ask(row))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            expected = '{"turns": [...]} or {"question" | "problem" | "prompt": str}'
+            raise ValueError(f"{path}, line {number}: a row must be {expected}; {error!r:.100}") from error
+    return rows
+
+
+def _from_hub(source: Source) -> list[list[str]]:
+    try:
+        from datasets import load_dataset as load
+    except ImportError as error:
+        raise ValueError("named datasets need `pip install datasets`; or pass a local .jsonl file") from error
+    try:
+        data = load(*source.path, split=source.split)
+    except Exception as error:  # the hub client raises many kinds
+        raise ValueError(
+            f"{source.path[0]} could not be loaded from the hub ({type(error).__name__}); pass a local .jsonl file"
+        ) from error
+    ask = _asker(source)
+    return [ask(row) for row in data]
+
+
+def _asker(source: Source) -> Callable[[Mapping[str, Any]], list[str]]:
+    def ask(row: Mapping[str, Any]) -> list[str]:
+        turns = row.get("turns")
+        if turns is None:
+            turns = next((row[name] for name in (source.field, "question", "problem", "prompt") if name in row), [])
+        turns = [turns] if isinstance(turns, str) else list(turns)
+        if not turns or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError("no question found")
+        return [source.template.format(turn) for turn in turns]
+
+    return ask

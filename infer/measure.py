@@ -1,0 +1,190 @@
+"""What a benchmark measures: engines taking turns on the same requests, and the parts of a step."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.cache import Cache
+from dflash_jax.drafter import Drafter
+from dflash_jax.infer.engine import STOP_WIDTH, Engine
+from dflash_jax.infer.jobs import acceptance_summary
+from dflash_jax.infer.official import Official
+from dflash_jax.infer.requests import Completion, Request
+from dflash_jax.speculative import State, block_compiler_options, chain_step, drafting, init_state, verifying
+from dflash_jax.target import Target
+
+
+def compare(engines: dict[str, Engine], requests: Sequence[Request], official: Official | None) -> dict[str, Any]:
+    """Runs every engine on every batch of requests in turn; all are warmed up first.
+
+    Tokens per second count tokens committed by steps over decode wall time, prefill excluded.
+    """
+    for engine in engines.values():
+        engine.warm_up()
+        engine.generate(requests[: engine.slots])
+        engine.stats.reset()
+    opponent = _Opponent(official, engines["speculative"].block_size) if official else None
+    answers: dict[str, list[Completion]] = {name: [] for name in engines}
+    size = engines["speculative"].slots
+    for start in range(0, len(requests), size):
+        batch = requests[start : start + size]
+        for name, engine in engines.items():
+            answers[name] += engine.generate(batch)
+        if opponent:
+            opponent.run(batch)
+    figures: dict[str, Any] = {name: _side(engine, answers[name]) for name, engine in engines.items()}
+    speculative, plain = figures["speculative"], figures["autoregressive"]
+    lengths = [n for completion in answers["speculative"] for n in completion.acceptance_lengths]
+    figures |= acceptance_summary(lengths, engines["speculative"].width)
+    figures["speedup"] = speculative["tokens_per_second"] / plain["tokens_per_second"]
+    figures["equal_outputs"] = sum(
+        a.token_ids == b.token_ids for a, b in zip(answers["speculative"], answers["autoregressive"], strict=True)
+    )
+    if opponent:
+        figures |= opponent.figures(answers["speculative"], speculative, plain)
+    return figures
+
+
+def _side(engine: Engine, answers: list[Completion]) -> dict[str, Any]:
+    stats = engine.stats
+    lengths = [n for completion in answers for n in completion.acceptance_lengths]
+    return {
+        "tokens_per_second": stats.decode_tokens / stats.decode_seconds,
+        "tokens": stats.decode_tokens,
+        "decode_seconds": stats.decode_seconds,
+        "prefill_seconds": stats.prefill_seconds,
+        "steps": stats.steps,
+        "tau": sum(lengths) / len(lengths) if lengths else None,
+    }
+
+
+class _Opponent:
+    """Tallies the official implementation and transformers' generate."""
+
+    def __init__(self, official: Official, block_size: int):
+        self.official, self.block_size = official, block_size
+        self.tokens: list[list[int]] = []
+        self.lengths: list[int] = []
+        self.seconds = self.generate_seconds = 0.0
+        self.generate_tokens = 0
+        self.warm = False
+
+    def run(self, batch: Sequence[Request]) -> None:
+        for request in batch:
+            arguments = (request.prompt_token_ids, request.max_new_tokens, request.stop_token_ids)
+            if not self.warm:
+                self.official.dflash(*arguments, self.block_size)
+                self.official.generate(*arguments)
+                self.warm = True
+            tokens, lengths, seconds = self.official.dflash(*arguments, self.block_size)
+            self.tokens.append(tokens)
+            self.lengths += lengths
+            self.seconds += seconds
+            tokens, seconds = self.official.generate(*arguments)
+            self.generate_tokens += len(tokens)
+            self.generate_seconds += seconds
+
+    def figures(self, ours: list[Completion], speculative: dict, plain: dict) -> dict[str, Any]:
+        def side(tokens: int, seconds: float, rival: dict) -> dict[str, Any]:
+            rate = tokens / seconds
+            return {
+                "tokens_per_second": rate,
+                "tokens": tokens,
+                "decode_seconds": seconds,
+                "speedup_over": rival["tokens_per_second"] / rate,
+            }
+
+        official = side(sum(map(len, self.tokens)), self.seconds, speculative)
+        official["tau"] = sum(self.lengths) / max(len(self.lengths), 1)
+        official["equal_outputs"] = sum(a.token_ids == b for a, b in zip(ours, self.tokens, strict=True))
+        return {"official": official, "transformers": side(self.generate_tokens, self.generate_seconds, plain)}
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts of a step, each looped on the device
+
+
+def step_seconds(plain: Engine, speculative: Engine, length: int, loops: int = 30, repeats: int = 7) -> dict[str, float]:
+    """Seconds of one autoregressive step, one fused speculative step, and its draft, verify and commit.
+
+    Every part runs `loops` times inside one compiled loop with the engine's own batch and cache sizes and
+    `length` committed positions a row; the parts take turns and the median of `repeats` is returned. Commit
+    is a loop of verify and commit less the loop of verify, since it has no work without a verified block.
+    """
+    target, drafter = speculative.target, speculative.drafter
+    if drafter is None:
+        raise ValueError("the parts of a speculative step need a block size that proposes tokens")
+    block, proposals = speculative.block_size, speculative.proposals
+    steps: dict[str, tuple[Callable, Drafter | None]] = {
+        "autoregressive": (partial(_fused, block=1, proposals=proposals), None),
+        "speculative": (partial(_fused, block=block, proposals=proposals), drafter),
+        "draft": (partial(_draft, block=block, proposals=proposals), drafter),
+        "verify": (partial(_verify, width=speculative.width, keep=False), drafter),
+        "verify and commit": (partial(_verify, width=speculative.width, keep=True), drafter),
+    }
+    runs = {name: _Looped(step, target, part, speculative, length, loops) for name, (step, part) in steps.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, looped in runs.items():
+            times[name].append(looped.seconds())
+    median = {name: sorted(values)[repeats // 2] for name, values in times.items()}
+    median["commit"] = max(0.0, median.pop("verify and commit") - median["verify"])
+    return median
+
+
+class _Looped:
+    """One part, compiled into a loop whose state starts at `length` committed positions."""
+
+    def __init__(
+        self, step: Callable, target: Target, drafter: Drafter | None, engine: Engine, length: int, loops: int
+    ):
+        length = min(length, engine.max_length - engine.width)
+        options = block_compiler_options() if drafter else None
+
+        def loop(target: Target, drafter: Drafter | None, state: State) -> State:
+            return jax.lax.fori_loop(0, loops, lambda _, s: _at(step(target, drafter, s), length), state)
+
+        self._arguments, self._loops = (target, drafter), loops
+        state = _at(init_state(target, drafter, engine.slots, engine.max_length, STOP_WIDTH), length)
+        self._state = state.replace(remaining=jnp.full(engine.slots, jnp.iinfo(jnp.int32).max, jnp.int32))
+        self._program = jax.jit(loop, donate_argnums=2, compiler_options=options)
+        self.seconds()
+
+    def seconds(self) -> float:
+        begin = time.perf_counter()
+        self._state = jax.block_until_ready(self._program(*self._arguments, self._state))
+        return (time.perf_counter() - begin) / self._loops
+
+
+def _at(state: State, length: int) -> State:
+    """The state with every row back at `length`, so that each iteration does the same work."""
+
+    def back(cache: Cache) -> Cache:
+        return cache.replace(lengths=jnp.minimum(cache.lengths, 0) + length)
+
+    draft_cache = back(state.draft_cache) if state.draft_cache else None
+    return state.replace(target_cache=back(state.target_cache), draft_cache=draft_cache)
+
+
+def _fused(target: Target, drafter: Drafter | None, state: State, *, block: int, proposals: Any) -> State:
+    return chain_step(target, drafter, block, proposals)(state)[0]
+
+
+def _draft(target: Target, drafter: Drafter, state: State, *, block: int, proposals: Any) -> State:
+    width = drafter.config.proposals(block) + 1
+    noise = jnp.zeros((state.anchor.shape[0], width, target.config.vocab_size))
+    tokens = drafting(target, drafter, block, proposals)(state, noise)
+    return state.replace(anchor=tokens[:, -1])  # the next iteration depends on this one
+
+
+def _verify(target: Target, drafter: Drafter, state: State, *, width: int, keep: bool) -> State:
+    tokens = jnp.broadcast_to(state.anchor[:, None], (state.anchor.shape[0], width))
+    logits, commit = verifying(target, drafter)(state, tokens)
+    chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if keep:
+        state = commit(1 + jnp.max(chosen, axis=1) % width)
+    return state.replace(anchor=jnp.max(chosen, axis=1))

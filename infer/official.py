@@ -1,0 +1,57 @@
+"""The official torch implementation as a benchmark opponent: `pip install "dflash[local]==0.1.0"`."""
+
+import time
+from collections.abc import Sequence
+
+
+class Official:
+    """`dflash` 0.1.0 and transformers on the same pair, on CPU in float32 with batch 1, greedy.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+
+    def __init__(self, target: str, drafter: str):
+        try:
+            import torch
+            from dflash.model import DFlashDraftModel
+            from transformers import AutoModelForCausalLM
+        except ImportError as error:
+            raise ValueError('the comparison needs `pip install "dflash[local]==0.1.0"`') from error
+        self._target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self._drafter = DFlashDraftModel.from_pretrained(drafter, dtype=torch.float32).eval()
+
+    def dflash(
+        self, prompt: Sequence[int], max_new_tokens: int, stop: Sequence[int], block_size: int
+    ) -> tuple[list[int], list[int], float]:
+        """Generated tokens, acceptance lengths and decode seconds (prefill excluded, as it reports them)."""
+        import torch
+        from dflash import model
+
+        model._cuda_time = time.perf_counter  # its clock synchronises a GPU that is not there
+        out = model.dflash_generate(
+            self._drafter,
+            self._target,
+            torch.tensor([list(prompt)]),
+            max_new_tokens,
+            list(stop),
+            block_size=block_size,
+            return_stats=True,
+        )
+        tokens = out.output_ids[0, len(prompt) :].tolist()
+        return tokens, list(out.acceptance_lengths), out.time_per_output_token * len(tokens)
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int, stop: Sequence[int]) -> tuple[list[int], float]:
+        """Tokens of transformers' `generate` and its seconds, prefill included (it does not tell them apart)."""
+        import torch
+
+        ids = torch.tensor([list(prompt)])
+        begin = time.perf_counter()
+        out = self._target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(stop) or None,
+        )
+        return out[0, len(prompt) :].tolist(), time.perf_counter() - begin

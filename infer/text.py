@@ -1,0 +1,75 @@
+"""Tokenizer, chat template and stop strings. The only user of `transformers` outside the tests."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dflash_jax.infer.requests import RequestError
+
+
+class Text:
+    """Turns prompts into tokens and tokens into text.
+
+    Args:
+        directory: checkpoint directory holding the tokenizer files.
+
+    Raises:
+        ValueError: the directory holds no usable tokenizer.
+    """
+
+    def __init__(self, directory: str):
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}") from error
+
+    def encode(self, prompt: str) -> list[int]:
+        """Tokens of plain text, with whatever special tokens the tokenizer adds."""
+        return self._tokenizer.encode(prompt)
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Tokens of a conversation under the chat template, up to where the answer begins."""
+        if not self._tokenizer.chat_template:
+            raise RequestError("no_chat_template", "the target's tokenizer has no chat template; use 'prompt' instead")
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs, and raise what they like
+            raise RequestError("invalid_messages", f"the chat template refused the messages: {error}") from error
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of generated tokens, special tokens left out."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def find_stop(self, stops: Sequence[str]) -> Callable[[Sequence[int]], int | None] | None:
+        """A function for `Request.find_stop`: tokens up to the one that completes the first stop string."""
+        if not stops:
+            return None
+
+        def find(tokens: Sequence[int]) -> int | None:
+            def complete(count: int) -> bool:
+                text = self.decode(tokens[:count])
+                return any(stop in text for stop in stops)
+
+            if not complete(len(tokens)):
+                return None
+            low, high = 0, len(tokens)  # complete(low) is false, complete(high) is true
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if complete(middle) else (middle, high)
+            return high
+
+        return find
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the earliest stop string."""
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
