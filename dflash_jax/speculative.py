@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from dflash_jax.cache import Cache, commit
+from dflash_jax.cache import Block, Cache, commit
 from dflash_jax.drafter import Drafter
 from dflash_jax.sampling import Sampling, greedy_rows, gumbel_noise, select
 from dflash_jax.target import Target
@@ -49,6 +49,20 @@ class Committed(NamedTuple):
     count: Int[Array, " B"]
 
 
+class Verified(NamedTuple):
+    """What a verify pass leaves to be committed.
+
+    Attributes:
+        positions: absolute positions of the block.
+        features: outputs of the tapped target layers, side by side.
+        blocks: fresh keys and values of every target layer.
+    """
+
+    positions: Int[Array, "B T"]
+    features: Float[Array, "B T F*D"]
+    blocks: tuple[Block, ...]
+
+
 class RowSettings(NamedTuple):
     """Settings of one row at admission; the fields are those of `State` and `Sampling`."""
 
@@ -61,7 +75,8 @@ class RowSettings(NamedTuple):
 
 
 Draft = Callable[[State, Float[Array, "B T V"]], Int[Array, "B P"]]
-Verify = Callable[[State, Int[Array, "B T"]], tuple[Float[Array, "B T V"], Callable[[Int[Array, " B"]], State]]]
+Verify = Callable[[State, Int[Array, "B T"]], tuple[Float[Array, "B T V"], "Verified"]]
+Commit = Callable[[State, "Verified", Int[Array, " B"]], State]
 
 
 def init_state(target: Target, drafter: Drafter | None, rows: int, slots: int, stop_width: int) -> State:
@@ -76,7 +91,9 @@ def init_state(target: Target, drafter: Drafter | None, rows: int, slots: int, s
     )
 
 
-def speculative_step(draft: Draft, verify: Verify, vocab_size: int, width: int, state: State) -> tuple[State, Committed]:
+def speculative_step(
+    draft: Draft, verify: Verify, commit: Commit, vocab_size: int, width: int, state: State
+) -> tuple[State, Committed]:
     """One round: draft a block, verify it, accept its longest correct prefix plus one token, commit.
 
     The tokens are the target's own whatever is proposed: every position's token is chosen from the
@@ -84,19 +101,19 @@ def speculative_step(draft: Draft, verify: Verify, vocab_size: int, width: int, 
 
     Args:
         draft: proposes P = width - 1 tokens per row; gets the noise of the positions they are for.
-        verify: the target's logits of `[anchor, proposals]`, and a function that commits the first
-            `count` of these positions to the caches.
+        verify: the target's logits of `[anchor, proposals]`, and what is to be committed.
+        commit: writes the first `count` of these positions to the caches.
         vocab_size, width: V and T.
         state: consumed.
     """
     positions = state.target_cache.lengths[:, None] + 1 + jnp.arange(width)
     noise = gumbel_noise(state.sampling, positions, vocab_size)
     proposals = draft(state, noise)
-    logits, keep = verify(state, jnp.concatenate([state.anchor[:, None], proposals], axis=1))
+    logits, verified = verify(state, jnp.concatenate([state.anchor[:, None], proposals], axis=1))
     tokens = select(logits, noise, state.sampling)
     count, remaining = accept(tokens, proposals, state.remaining, state.stop_tokens)
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    state = keep(count).replace(anchor=jnp.where(count > 0, last, state.anchor), remaining=remaining)
+    state = commit(state, verified, count).replace(anchor=jnp.where(count > 0, last, state.anchor), remaining=remaining)
     return state, Committed(tokens, count)
 
 
@@ -138,22 +155,28 @@ def drafting(target: Target, drafter: Drafter, block_size: int, proposals: Propo
 
 
 def verifying(target: Target, drafter: Drafter | None) -> Verify:
-    """Scores a block with one causal pass of the target, and commits to both caches."""
+    """Scores a block with one causal pass of the target."""
     taps = drafter.config.target_layer_ids if drafter else ()
 
-    def verify(state: State, tokens: Int[Array, "B T"]):
+    def verify(state: State, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T V"], Verified]:
         positions = state.target_cache.lengths[:, None] + jnp.arange(tokens.shape[1])
         hidden, features, blocks = target.forward(tokens, positions, None, state.target_cache, taps=taps)
-
-        def keep(count: Int[Array, " B"]) -> State:
-            done = state.replace(target_cache=commit(state.target_cache, blocks, count))
-            if drafter is None:
-                return done
-            return done.replace(draft_cache=commit(state.draft_cache, drafter.context(features, positions), count))
-
-        return target.unembed(hidden), keep
+        return target.unembed(hidden), Verified(positions, features, blocks)
 
     return verify
+
+
+def committing(drafter: Drafter | None) -> Commit:
+    """Commits a block to the target cache, and its features to the draft cache."""
+
+    def keep(state: State, verified: Verified, count: Int[Array, " B"]) -> State:
+        state = state.replace(target_cache=commit(state.target_cache, verified.blocks, count))
+        if drafter is None:
+            return state
+        context = drafter.context(verified.features, verified.positions)
+        return state.replace(draft_cache=commit(state.draft_cache, context, count))
+
+    return keep
 
 
 def chain_step(
@@ -163,10 +186,10 @@ def chain_step(
     vocab_size = target.config.vocab_size
     if drafter is None:
         nothing = lambda state, noise: jnp.zeros((state.anchor.shape[0], 0), jnp.int32)  # noqa: E731
-        return partial(speculative_step, nothing, verifying(target, None), vocab_size, 1)
+        return partial(speculative_step, nothing, verifying(target, None), committing(None), vocab_size, 1)
     width = drafter.config.proposals(block_size) + 1
     draft = drafting(target, drafter, block_size, proposals)
-    return partial(speculative_step, draft, verifying(target, drafter), vocab_size, width)
+    return partial(speculative_step, draft, verifying(target, drafter), committing(drafter), vocab_size, width)
 
 
 def run(

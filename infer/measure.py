@@ -8,13 +8,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.cache import Cache
+from dflash_jax.cache import Block, Cache
 from dflash_jax.drafter import Drafter
 from dflash_jax.infer.engine import STOP_WIDTH, Engine
 from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.official import Official
 from dflash_jax.infer.requests import Completion, Request
-from dflash_jax.speculative import State, block_compiler_options, chain_step, drafting, init_state, verifying
+from dflash_jax.speculative import (
+    State,
+    Verified,
+    block_compiler_options,
+    chain_step,
+    committing,
+    drafting,
+    init_state,
+    verifying,
+)
 from dflash_jax.target import Target
 
 
@@ -112,8 +121,7 @@ def step_seconds(plain: Engine, speculative: Engine, length: int, loops: int = 3
     """Seconds of one autoregressive step, one fused speculative step, and its draft, verify and commit.
 
     Every part runs `loops` times inside one compiled loop with the engine's own batch and cache sizes and
-    `length` committed positions a row; the parts take turns and the median of `repeats` is returned. Commit
-    is a loop of verify and commit less the loop of verify, since it has no work without a verified block.
+    `length` committed positions a row; the parts take turns and the median of `repeats` is returned.
     """
     target, drafter = speculative.target, speculative.drafter
     if drafter is None:
@@ -123,17 +131,15 @@ def step_seconds(plain: Engine, speculative: Engine, length: int, loops: int = 3
         "autoregressive": (partial(_fused, block=1, proposals=proposals), None),
         "speculative": (partial(_fused, block=block, proposals=proposals), drafter),
         "draft": (partial(_draft, block=block, proposals=proposals), drafter),
-        "verify": (partial(_verify, width=speculative.width, keep=False), drafter),
-        "verify and commit": (partial(_verify, width=speculative.width, keep=True), drafter),
+        "verify": (partial(_verify, width=speculative.width), drafter),
+        "commit": (partial(_commit, width=speculative.width), drafter),
     }
     runs = {name: _Looped(step, target, part, speculative, length, loops) for name, (step, part) in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, looped in runs.items():
             times[name].append(looped.seconds())
-    median = {name: sorted(values)[repeats // 2] for name, values in times.items()}
-    median["commit"] = max(0.0, median.pop("verify and commit") - median["verify"])
-    return median
+    return {name: sorted(values)[repeats // 2] for name, values in times.items()}
 
 
 class _Looped:
@@ -181,10 +187,21 @@ def _draft(target: Target, drafter: Drafter, state: State, *, block: int, propos
     return state.replace(anchor=tokens[:, -1])  # the next iteration depends on this one
 
 
-def _verify(target: Target, drafter: Drafter, state: State, *, width: int, keep: bool) -> State:
+def _verify(target: Target, drafter: Drafter, state: State, *, width: int) -> State:
     tokens = jnp.broadcast_to(state.anchor[:, None], (state.anchor.shape[0], width))
-    logits, commit = verifying(target, drafter)(state, tokens)
-    chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if keep:
-        state = commit(1 + jnp.max(chosen, axis=1) % width)
-    return state.replace(anchor=jnp.max(chosen, axis=1))
+    logits, _ = verifying(target, drafter)(state, tokens)
+    return state.replace(anchor=jnp.max(jnp.argmax(logits, axis=-1), axis=1).astype(jnp.int32))
+
+
+def _commit(target: Target, drafter: Drafter, state: State, *, width: int) -> State:
+    # Keys, values and features of the right shapes that change with every iteration.
+    rows = state.anchor.shape[0]
+    value = (state.anchor[:, None, None] % 7).astype(target.dtype)
+    features = len(drafter.config.target_layer_ids) * target.config.hidden_size
+    heads, size = target.config.num_key_value_heads, target.config.head_dim
+    fresh = jnp.broadcast_to(value[..., None], (rows, heads, width, size))
+    positions = state.target_cache.lengths[:, None] + jnp.arange(width)
+    blocks = tuple(Block(fresh, fresh) for _ in state.target_cache.entries)
+    verified = Verified(positions, jnp.broadcast_to(value, (rows, width, features)), blocks)
+    state = committing(drafter)(state, verified, 1 + state.anchor % width)
+    return state.replace(anchor=state.anchor + 1)

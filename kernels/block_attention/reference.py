@@ -22,48 +22,52 @@ def attend(
     scale: float,
     row: Int[Array, ""] | int,
 ) -> Float[Array, "B T N H"]:
-    """See `api.attend`. Online softmax: the block first, then the cache chunk by chunk."""
+    """See `api.attend`. Online softmax: block and first chunk of the cache together, then chunk by chunk."""
     B, T, N, H = q.shape
     K, S = cache_k.shape[1:3]
     chunk = min(CHUNK, S)
     rows = N // K * T  # queries of one key-value head, group by group
     q = (q * scale).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, rows, H)
 
-    def scores(keys: Float[Array, "B K C H"], seen: Bool[Array, "#B T C"]) -> Float[Array, "B K rows C"]:
-        s = jnp.einsum("bkrh,bkch->bkrc", q, keys, preferred_element_type=jnp.float32)
-        seen = jnp.tile(seen, (1, N // K, 1))[:, None]
-        return jnp.where(seen, s, MASKED)
-
-    def weigh(p: Float[Array, "B K rows C"], values: Float[Array, "B K C H"]) -> Float[Array, "B K rows H"]:
-        return jnp.einsum("bkrc,bkch->bkrh", p.astype(q.dtype), values, preferred_element_type=jnp.float32)
-
-    s = scores(k, mask)
-    top = jnp.max(s, axis=-1, keepdims=True)
-    p = jnp.exp(s - top)
-    total, out = jnp.sum(p, axis=-1, keepdims=True), weigh(p, v)
-
-    def one_chunk(i, carry):
-        top, total, out = carry
+    def read(i: Int[Array, ""] | int) -> tuple[Array, Array, Array]:
+        """Keys, values and visibility [B, T, chunk] of the i-th chunk of slots."""
         # The last chunk of a cache that is no multiple of the chunk starts early; its repeats are masked.
         start = jnp.minimum(i * chunk, S - chunk)
-        at = (row, 0, start, 0)
-        keys = jax.lax.dynamic_slice(cache_k, at, (B, K, chunk, H))
-        values = jax.lax.dynamic_slice(cache_v, at, (B, K, chunk, H))
+        at, size = (row, 0, start, 0), (B, K, chunk, H)
         slots = start + jnp.arange(chunk)
         held = slot_positions(slots, lengths, S)
         valid = (held >= 0) & (slots >= i * chunk)
         seen = jnp.broadcast_to(valid[:, None, :], (B, T, chunk))
         if window is not None:
             seen = seen & (positions[:, :, None] - held[:, None, :] < window)
+        values = jax.lax.dynamic_slice(cache_v, at, size)
+        values = jnp.where(valid[:, None, :, None], values, 0)  # unwritten slots may hold anything, even NaN
+        return jax.lax.dynamic_slice(cache_k, at, size), values, seen
+
+    def scores(keys: Float[Array, "B K C H"], seen: Bool[Array, "B T C"]) -> Float[Array, "B K rows C"]:
+        s = jnp.einsum("bkrh,bkch->bkrc", q, keys, preferred_element_type=jnp.float32)
+        return jnp.where(jnp.tile(seen, (1, N // K, 1))[:, None], s, MASKED)
+
+    def weigh(p: Float[Array, "B K rows C"], values: Float[Array, "B K C H"]) -> Float[Array, "B K rows H"]:
+        return jnp.einsum("bkrc,bkch->bkrh", p.astype(q.dtype), values, preferred_element_type=jnp.float32)
+
+    keys, values, seen = read(0)
+    mask = jnp.broadcast_to(mask, (B, T, T))
+    s = scores(jnp.concatenate([k, keys], axis=2), jnp.concatenate([mask, seen], axis=2))
+    top = jnp.max(s, axis=-1, keepdims=True)
+    p = jnp.exp(s - top)  # 0 where masked: every query sees at least itself
+    total, out = jnp.sum(p, axis=-1, keepdims=True), weigh(p, jnp.concatenate([v, values], axis=2))
+
+    def one_chunk(i, carry):
+        top, total, out = carry
+        keys, values, seen = read(i)
         s = scores(keys, seen)
         higher = jnp.maximum(top, jnp.max(s, axis=-1, keepdims=True))
-        p = jnp.exp(s - higher)  # 0 where masked: every query saw at least itself in the block
-        keep = jnp.exp(top - higher)
-        values = jnp.where(valid[:, None, :, None], values, 0)  # unwritten slots may hold anything
+        p, keep = jnp.exp(s - higher), jnp.exp(top - higher)
         return higher, keep * total + jnp.sum(p, axis=-1, keepdims=True), keep * out + weigh(p, values)
 
     used = jnp.minimum(jnp.max(lengths), S)
-    top, total, out = jax.lax.fori_loop(0, (used + chunk - 1) // chunk, one_chunk, (top, total, out))
+    top, total, out = jax.lax.fori_loop(1, (used + chunk - 1) // chunk, one_chunk, (top, total, out))
     out = (out / total).astype(q.dtype)
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
