@@ -74,11 +74,16 @@ def gumbel_noise(sampling: Sampling, positions: Int[Array, "B T"], vocab_size: i
 def select(logits: Float[Array, "B T V"], noise: Float[Array, "B T V"], sampling: Sampling) -> Int[Array, "B T"]:
     """The token of every position under each row's settings; ties go to the lowest id."""
 
-    def best(scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
-        return jnp.argmax(scores, axis=-1).astype(jnp.int32)
-
     sampled = jnp.any(sampling.temperature > 0)
-    return jax.lax.cond(sampled, lambda: best(perturbed_scores(logits, noise, sampling)), lambda: best(logits))
+    return first_argmax(jax.lax.cond(sampled, lambda: perturbed_scores(logits, noise, sampling), lambda: logits))
+
+
+def first_argmax(scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
+    """The lowest index of the largest score; two plain reductions, which vectorise where argmax does not."""
+    index = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    # A row of NaN equals nothing; the clamp keeps its token inside the vocabulary.
+    return jnp.minimum(jnp.min(jnp.where(scores == best, index, scores.shape[-1]), axis=-1), scores.shape[-1] - 1)
 
 
 def perturbed_scores(

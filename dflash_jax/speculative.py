@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.cache import Block, Cache, commit
 from dflash_jax.drafter import Drafter
-from dflash_jax.sampling import Sampling, greedy_rows, gumbel_noise, select
+from dflash_jax.sampling import Sampling, first_argmax, greedy_rows, gumbel_noise, select
 from dflash_jax.target import Target
 
 Proposals = Literal["coupled", "argmax", "independent"]
@@ -144,7 +144,7 @@ def drafting(target: Target, drafter: Drafter, block_size: int, proposals: Propo
         logits = drafter.logits(target, state.anchor, state.draft_cache, block_size)
         noise = noise[:, : logits.shape[1]]
         if proposals == "argmax":
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return first_argmax(logits)
         if proposals == "independent":
             own = state.sampling.replace(key=jax.vmap(lambda k: jax.random.fold_in(k, 2**31))(state.sampling.key))
             positions = state.target_cache.lengths[:, None] + 1 + jnp.arange(logits.shape[1])

@@ -96,6 +96,7 @@ class _Opponent:
             tokens, seconds = self.official.generate(*arguments)
             self.generate_tokens += len(tokens)
             self.generate_seconds += seconds
+        time.sleep(0.5)  # its worker threads spin for a while after the last product
 
     def figures(self, ours: list[Completion], speculative: dict, plain: dict) -> dict[str, Any]:
         def side(tokens: int, seconds: float, rival: dict) -> dict[str, Any]:
