@@ -39,7 +39,7 @@ class KV:
     ) -> "KV":
         """Writes the first `kept` block positions behind `lengths`; what does not fit is dropped."""
         S, T = self.k.shape[2], block.k.shape[2]
-        j = jnp.arange(T)
+        j = jnp.arange(T)[None]
         slots = lengths[:, None] + j
         written = j < kept[:, None]
         if self.ring:

@@ -50,19 +50,21 @@ class Model(nn.Module):
         for i, layer in enumerate(self.layers):
 
             def project(h: Float[Array, "B T D"], i: int = i) -> tuple[Array, Array]:
-                kv = matmul(h, self.kv_proj[i]) + (self.kv_bias[i] if self.config.attention_bias else 0)
+                kv = matmul(h, self.kv_proj[i])
+                if self.config.attention_bias:
+                    kv = kv + self.kv_bias[i][None, None]
                 return self._heads(kv, self.k_norm[i], at.rope)
 
             x, block = layer(x, at, cache.entries[i], project)
             blocks.append(block)
         return self.norm(x), tuple(blocks)
 
-    def context(self, features: Float[Array, "B T F*D"], rope: Rope) -> tuple[Block, ...]:
+    def context(self, features: Float[Array, "B T FD"], rope: Rope) -> tuple[Block, ...]:
         """KV injection: keys and values of every layer for committed positions (method 2.5)."""
         fused = self.hidden_norm(self.fc(features))
         kv = matmul(fused, self.kv_proj.reshape(-1, fused.shape[-1]))
         if self.config.attention_bias:
-            kv = kv + self.kv_bias.reshape(-1)
+            kv = kv + self.kv_bias.reshape(1, 1, -1)
         layers = jnp.split(kv, len(self.layers), axis=-1)
         return tuple(Block(*self._heads(kv, self.k_norm[i], rope)) for i, kv in enumerate(layers))
 
@@ -95,7 +97,7 @@ class Drafter:
         at = Pass(positions, self._rope(positions), None, cache.lengths, jnp.int32(0))
         return self._apply("forward", x, at, cache)[0]
 
-    def context(self, features: Float[Array, "B T F*D"], positions: Int[Array, "B T"]) -> tuple[Block, ...]:
+    def context(self, features: Float[Array, "B T FD"], positions: Int[Array, "B T"]) -> tuple[Block, ...]:
         """Keys and values of target features, for `cache.commit` into the draft cache."""
         return self._apply("context", features.astype(self.dtype), self._rope(positions))
 
@@ -116,7 +118,7 @@ class Drafter:
         """
         c = self.config
         tokens = jnp.full((anchor.shape[0], block_size), c.mask_token_id, jnp.int32).at[:, 0].set(anchor)
-        positions = cache.lengths[:, None] + jnp.arange(block_size)
+        positions = cache.lengths[:, None] + jnp.arange(block_size)[None]
         x = self.params["embed_tokens"][tokens] if c.own_embedding else target.embed(tokens)
         x = (x * c.input_embedding_scale).astype(self.dtype)
         hidden = self.forward(x, positions, cache)[:, 0 if c.anchor_predicts else 1 :]

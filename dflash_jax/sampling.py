@@ -80,7 +80,7 @@ def select(logits: Float[Array, "B T V"], noise: Float[Array, "B T V"], sampling
 
 def first_argmax(scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
     """The lowest index of the largest score; two plain reductions, which vectorise where argmax does not."""
-    index = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    index = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]
     best = jnp.max(scores, axis=-1, keepdims=True)
     # A row of NaN equals nothing; the clamp keeps its token inside the vocabulary.
     return jnp.minimum(jnp.min(jnp.where(scores == best, index, scores.shape[-1]), axis=-1), scores.shape[-1] - 1)

@@ -59,7 +59,7 @@ class Verified(NamedTuple):
     """
 
     positions: Int[Array, "B T"]
-    features: Float[Array, "B T F*D"]
+    features: Float[Array, "B T FD"]
     blocks: tuple[Block, ...]
 
 
@@ -106,7 +106,7 @@ def speculative_step(
         vocab_size, width: V and T.
         state: consumed.
     """
-    positions = state.target_cache.lengths[:, None] + 1 + jnp.arange(width)
+    positions = state.target_cache.lengths[:, None] + 1 + jnp.arange(width)[None]
     noise = gumbel_noise(state.sampling, positions, vocab_size)
     proposals = draft(state, noise)
     logits, verified = verify(state, jnp.concatenate([state.anchor[:, None], proposals], axis=1))
@@ -147,7 +147,7 @@ def drafting(target: Target, drafter: Drafter, block_size: int, proposals: Propo
             return first_argmax(logits)
         if proposals == "independent":
             own = state.sampling.replace(key=jax.vmap(lambda k: jax.random.fold_in(k, 2**31))(state.sampling.key))
-            positions = state.target_cache.lengths[:, None] + 1 + jnp.arange(logits.shape[1])
+            positions = state.target_cache.lengths[:, None] + 1 + jnp.arange(logits.shape[1])[None]
             noise = gumbel_noise(own, positions, logits.shape[-1])
         return select(logits, noise, state.sampling)
 
@@ -159,7 +159,7 @@ def verifying(target: Target, drafter: Drafter | None) -> Verify:
     taps = drafter.config.target_layer_ids if drafter else ()
 
     def verify(state: State, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T V"], Verified]:
-        positions = state.target_cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        positions = state.target_cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
         hidden, features, blocks = target.forward(tokens, positions, None, state.target_cache, taps=taps)
         return target.unembed(hidden), Verified(positions, features, blocks)
 

@@ -49,7 +49,7 @@ class Target:
         *,
         taps: tuple[int, ...] = (),
         row: Int[Array, ""] | int = 0,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T F*D"], tuple[Block, ...]]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Block, ...]]:
         """One pass of a block behind the committed cache, which it only reads.
 
         Args:
@@ -61,7 +61,7 @@ class Target:
             row: first cache row of the block; its rows are contiguous.
 
         Returns:
-            Final-normed hidden states, the tapped features side by side (width F*D), and the block's
+            Final-normed hidden states, the tapped features side by side (FD = taps times width), and the block's
             fresh keys and values for `cache.commit`.
         """
         rope = rope_tables(self.config.rope, self.config.head_dim, positions, self.dtype)

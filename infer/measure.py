@@ -201,7 +201,7 @@ def _commit(target: Target, drafter: Drafter, state: State, *, width: int) -> St
     features = len(drafter.config.target_layer_ids) * target.config.hidden_size
     heads, size = target.config.num_key_value_heads, target.config.head_dim
     fresh = jnp.broadcast_to(value[..., None], (rows, heads, width, size))
-    positions = state.target_cache.lengths[:, None] + jnp.arange(width)
+    positions = state.target_cache.lengths[:, None] + jnp.arange(width)[None]
     blocks = tuple(Block(fresh, fresh) for _ in state.target_cache.entries)
     verified = Verified(positions, jnp.broadcast_to(value, (rows, width, features)), blocks)
     state = committing(drafter)(state, verified, 1 + state.anchor % width)

@@ -87,7 +87,7 @@ def _gaps(
     count: Int[Array, " B"],
     sampling: Sampling,
 ) -> tuple[Cache, Float[Array, "B T"]]:
-    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
     hidden, _, blocks = target.forward(tokens, positions, None, cache)
     logits = target.unembed(hidden)
     scores = perturbed_scores(logits, gumbel_noise(sampling, positions + 1, logits.shape[-1]), sampling)

@@ -55,11 +55,11 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.param("weight", nn.initializers.ones, (self.size,)), self.eps)
 
 
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
-    """See `RMSNorm`; `weight` broadcasts against `x`."""
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
+    """See `RMSNorm`."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return weight * wide.astype(x.dtype)
+    return jnp.expand_dims(weight, range(x.ndim - 1)) * wide.astype(x.dtype)
 
 
 class Linear(nn.Module):
@@ -73,7 +73,7 @@ class Linear(nn.Module):
         inputs, outputs = self.features
         y = matmul(x, self.param("weight", nn.initializers.normal(0.02), (outputs, inputs)))
         if self.use_bias:
-            y = y + self.param("bias", nn.initializers.zeros, (outputs,))
+            y = y + self.param("bias", nn.initializers.zeros, (outputs,))[None, None]
         return y
 
 
@@ -165,7 +165,7 @@ class DecoderLayer(nn.Module):
 def rope_tables(config: RopeConfig, head_dim: int, positions: Int[Array, "B T"], dtype: jnp.dtype) -> Rope:
     """Rotary tables at absolute positions; angles in float32 whatever `dtype` is returned."""
     frequencies, scale = rope_frequencies(config, head_dim)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     angles = jnp.concatenate([angles, angles], axis=-1)
     return Rope((jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype))
 
@@ -177,7 +177,7 @@ def rotate(x: Float[Array, "B T N H"], rope: Rope) -> Float[Array, "B T N H"]:
     return x * rope.cos[:, :, None] + turned * rope.sin[:, :, None]
 
 
-def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Float[Array, " H/2"], float]:
+def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Float[Array, " R"], float]:
     """Inverse frequencies and the scale of cos and sin, as in transformers' `modeling_rope_utils`."""
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     base = 1.0 / (config.theta**exponents)
@@ -190,14 +190,14 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Float[Array, " 
     return _yarn(config, base, head_dim)
 
 
-def _llama3(config: RopeConfig, base: Float[Array, " F"]) -> Float[Array, " F"]:
+def _llama3(config: RopeConfig, base: Float[Array, " R"]) -> Float[Array, " R"]:
     rotations = config.original_max_position_embeddings * base / (2 * math.pi)
     low, high = config.low_freq_factor, config.high_freq_factor
     keep = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
     return base * keep + base / config.factor * (1 - keep)
 
 
-def _yarn(config: RopeConfig, base: Float[Array, " F"], head_dim: int) -> tuple[Float[Array, " F"], float]:
+def _yarn(config: RopeConfig, base: Float[Array, " R"], head_dim: int) -> tuple[Float[Array, " R"], float]:
     def dimension(rotations: float) -> float:
         context = config.original_max_position_embeddings / (rotations * 2 * math.pi)
         return head_dim * math.log(context) / (2 * math.log(config.theta))

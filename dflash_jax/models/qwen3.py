@@ -61,7 +61,7 @@ class Model(nn.Module):
 
     def forward(
         self, tokens: Int[Array, "B T"], at: Pass, cache: Cache, taps: tuple[int, ...]
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T F*D"], tuple[Block, ...]]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Block, ...]]:
         """Returns normed hidden states, the outputs of the tapped layers side by side, and fresh keys and values."""
         x = self.embed(tokens)
         blocks, outputs = [], {}

@@ -3,7 +3,7 @@
 Shapes: B rows, T block positions, S cache slots, N query heads, K key-value heads, H head dim.
 """
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -14,6 +14,7 @@ from . import reference
 Visible = Literal["causal", "full"] | Bool[Array, "T T"] | Bool[Array, "B T T"]
 
 
+@runtime_checkable
 class Entry(Protocol):
     """Committed keys and values of one layer."""
 

@@ -36,7 +36,7 @@ def attend(
         at, size = (row, 0, start, 0), (B, K, chunk, H)
         slots = start + jnp.arange(chunk)
         held = slot_positions(slots, lengths, S)
-        valid = (held >= 0) & (slots >= i * chunk)
+        valid = (held >= 0) & (slots >= i * chunk)[None]
         seen = jnp.broadcast_to(valid[:, None, :], (B, T, chunk))
         if window is not None:
             seen = seen & (positions[:, :, None] - held[:, None, :] < window)
@@ -75,4 +75,4 @@ def attend(
 def slot_positions(slots: Int[Array, " C"], lengths: Int[Array, " B"], S: int) -> Int[Array, "B C"]:
     """Absolute position held by each cache slot, negative where nothing was written yet."""
     last = lengths[:, None] - 1
-    return last - (last - slots) % S
+    return last - (last - slots[None]) % S

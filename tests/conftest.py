@@ -1,0 +1,42 @@
+"""Strict JAX for every test, and a tiny random pair written to disk and read by the real loader."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for the network
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 2)
+
+# Shapes of every annotated call are checked. Not the modules that define pytrees or configs.
+with install_import_hook([f"dflash_jax.{name}" for name in ("kernels", "models")], "beartype.beartype"):
+    import dflash_jax.kernels.block_attention
+    import dflash_jax.models  # noqa: F401
+
+from dflash_jax import load_drafter, load_target
+from tests import tiny
+
+
+@pytest.fixture(scope="session")
+def pair_directory(tmp_path_factory):
+    """A directory with `target` and `drafter`: random weights, 64 tokens, 6 and 2 layers."""
+    directory = tmp_path_factory.mktemp("pair")
+    tiny.write_target(directory / "target", tiny.target_config())
+    tiny.write_drafter(directory / "drafter", tiny.drafter_config())
+    return directory
+
+
+@pytest.fixture(scope="session")
+def target(pair_directory):
+    return load_target(pair_directory / "target")
+
+
+@pytest.fixture(scope="session")
+def drafter(pair_directory):
+    return load_drafter(pair_directory / "drafter")

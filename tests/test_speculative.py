@@ -1,0 +1,327 @@
+"""The step: lossless for any drafter, block size and batch; caches hold what they should."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import Engine, Request, generate, load_drafter, spec_generate
+from dflash_jax.cache import commit
+from dflash_jax.sampling import select
+from dflash_jax.speculative import (
+    RowSettings,
+    accept,
+    chain_step,
+    committing,
+    decode,
+    init_state,
+    prefill,
+    speculative_step,
+    verifying,
+)
+from tests import tiny
+
+PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2, 19, 50]]
+SETTINGS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}]
+
+
+def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
+    """A prefilled state, and the first tokens."""
+    state, firsts = init_state(target, drafter, len(prompts), slots, 2), []
+    for row, prompt in enumerate(prompts):
+        chunk = np.zeros(16, np.int32)
+        chunk[: len(prompt)] = prompt
+        asked = RowSettings(
+            np.int32(max_new_tokens),
+            np.full(2, -1, np.int32),
+            np.float32(settings.get("temperature", 0)),
+            np.int32(settings.get("top_k", 0)),
+            np.float32(settings.get("top_p", 1)),
+            jax.random.key(row),
+        )
+        count = np.int32(len(prompt))
+        state, first = prefill(
+            target, drafter, state, np.int32(row), np.int32(0), chunk, count, np.bool_(True), asked
+        )
+        firsts.append(int(first))
+    return state, firsts
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("block_size", [1, 2, 5, 8])
+def test_speculative_equals_autoregressive(target, drafter, settings, block_size):
+    plain = generate(target, PROMPTS, max_new_tokens=30, seed=4, stop_token_ids=[], **settings)
+    ours = spec_generate(
+        target, drafter, PROMPTS, max_new_tokens=30, seed=4, stop_token_ids=[], block_size=block_size, **settings
+    )
+    assert ours.tokens == plain.tokens
+    assert all(len(row) == 30 for row in ours.tokens)
+    if block_size > 1:
+        assert [1 + sum(row) for row in ours.acceptance_lengths] == [30] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("proposals", ["coupled", "argmax", "independent"])
+def test_proposals_never_change_the_sample(target, drafter, proposals):
+    plain = generate(target, PROMPTS, max_new_tokens=24, temperature=1.0, seed=1)
+    ours = spec_generate(
+        target, drafter, PROMPTS, max_new_tokens=24, temperature=1.0, seed=1, proposals=proposals
+    )
+    assert ours.tokens == plain.tokens
+
+
+def test_anchor_that_predicts_proposes_one_more(target, tmp_path):
+    raw = tiny.drafter_config(sample_from_anchor=True)
+    drafter = load_drafter(tiny.write_drafter(tmp_path, raw))
+    assert drafter.config.proposals(8) == 8
+    engine = Engine(target, drafter, max_length=64)
+    assert engine.width == 9
+    plain = generate(target, PROMPTS, max_new_tokens=25)
+    for block_size in (1, 3, 8):
+        assert spec_generate(target, drafter, PROMPTS, max_new_tokens=25, block_size=block_size).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("where", range(1, 9))
+def test_stop_token_anywhere_in_a_block(target, drafter, where):
+    prompt = PROMPTS[1]
+    free = generate(target, prompt, max_new_tokens=20, stop_token_ids=[]).tokens[0]
+    stop = free[where]
+    expected = free[: free.index(stop) + 1]
+    for block_size in (1, 4, 8):
+        ours = spec_generate(
+            target, drafter, prompt, max_new_tokens=20, stop_token_ids=[stop], block_size=block_size
+        )
+        assert ours.tokens == [expected]
+        assert ours.finish_reasons == ["stop"]
+        if block_size > 1:
+            assert 1 + sum(ours.acceptance_lengths[0]) == len(expected)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 7, 8, 9])
+def test_budget_that_ends_inside_a_block(target, drafter, budget):
+    plain = generate(target, PROMPTS, max_new_tokens=budget, stop_token_ids=[])
+    ours = spec_generate(target, drafter, PROMPTS, max_new_tokens=budget, stop_token_ids=[])
+    assert ours.tokens == plain.tokens
+    assert ours.finish_reasons == ["length"] * len(PROMPTS)
+
+
+def test_full_cache(target, drafter):
+    """A row may fill its last slot; a longer budget is cut there, and neighbours are untouched."""
+    reference = generate(target, PROMPTS, max_new_tokens=64, stop_token_ids=[], max_length=128)
+    ours = spec_generate(target, drafter, PROMPTS, max_new_tokens=64, stop_token_ids=[], max_length=33)
+    for prompt, row, longer in zip(PROMPTS, ours.tokens, reference.tokens, strict=True):
+        assert row == longer[: 33 - len(prompt)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "filtered"])
+def test_gold_drafts_are_accepted_whole_and_garbage_drafts_change_nothing(target, drafter, settings):
+    width = 6
+    free = start(target, None, PROMPTS, **settings)[0]
+    _, trace = decode(target, None, free, 30, False, block_size=1, capacity=30)
+    truth = np.asarray(trace.tokens)[:, :, 0].T  # [B, 30]
+    lengths = np.array([len(prompt) for prompt in PROMPTS])
+
+    def gold(state, noise):
+        done = state.target_cache.lengths - lengths
+        return jnp.take_along_axis(jnp.asarray(truth), done[:, None] + jnp.arange(width - 1)[None], axis=1)
+
+    def garbage(state, noise):
+        return (gold(state, noise) + 1) % tiny.VOCAB
+
+    for draft, expected in ((gold, width), (garbage, 1)):
+        state = start(target, drafter, PROMPTS, **settings)[0]
+
+        def step(state, draft=draft):
+            return speculative_step(draft, verifying(target, drafter), committing(drafter), tiny.VOCAB, width, state)
+
+        got = [[] for _ in PROMPTS]
+        for _ in range(4):
+            state, committed = jax.jit(step)(state)
+            assert committed.count.tolist() == [expected] * len(PROMPTS)
+            for row, tokens in enumerate(committed.tokens.tolist()):
+                got[row] += tokens[:expected]
+        assert got == [row[: 4 * expected].tolist() for row in truth]
+
+
+def test_caches_hold_exactly_the_positions_before_the_anchor(target, drafter):
+    """After any number of rounds both caches equal those of a from-scratch pass over the same tokens."""
+    state, firsts = start(target, drafter, PROMPTS)
+    sequences = [[*prompt, first] for prompt, first in zip(PROMPTS, firsts, strict=True)]
+    step = jax.jit(chain_step(target, drafter, 8, "coupled"))
+    for _ in range(5):
+        state, committed = step(state)
+        for row in range(len(PROMPTS)):
+            sequences[row] += committed.tokens[row, : int(committed.count[row])].tolist()
+            assert int(state.target_cache.lengths[row]) == len(sequences[row]) - 1
+            assert int(state.draft_cache.lengths[row]) == len(sequences[row]) - 1
+            assert int(state.anchor[row]) == sequences[row][-1]
+    for row, sequence in enumerate(sequences):
+        tokens = jnp.asarray([sequence[:-1]])
+        positions = jnp.arange(tokens.shape[1])[None]
+        cache = target.init_cache(1, 64)
+        taps = drafter.config.target_layer_ids
+        _, features, blocks = target.forward(tokens, positions, None, cache, taps=taps)
+        for entries, expected in ((state.target_cache.entries, blocks), (state.draft_cache.entries, drafter.context(features, positions))):
+            for entry, block in zip(entries, expected, strict=True):
+                n = tokens.shape[1]
+                np.testing.assert_allclose(entry.k[row, :, :n], block.k[0], atol=1e-5)
+                np.testing.assert_allclose(entry.v[row, :, :n], block.v[0], atol=1e-5)
+                assert not np.any(entry.k[row, :, n:])  # nothing behind the anchor, ever
+
+
+def test_draft_reads_context_strictly_before_the_anchor(target, drafter):
+    state, _ = start(target, drafter, PROMPTS[1:2])
+    a = int(state.draft_cache.lengths[0])
+    base = drafter.logits(target, state.anchor, state.draft_cache, 8)
+
+    def logits_with(position):
+        entries = [e.replace(k=e.k.at[:, :, position].add(3.0), v=e.v.at[:, :, position].add(3.0)) for e in state.draft_cache.entries]
+        return drafter.logits(target, state.anchor, state.draft_cache.replace(entries=tuple(entries)), 8)
+
+    np.testing.assert_array_equal(logits_with(a), base)
+    assert np.abs(np.asarray(logits_with(a - 1) - base)).max() > 1e-3
+
+
+def test_slot_zero_carries_the_anchor(target, drafter):
+    state, _ = start(target, drafter, PROMPTS[:1])
+    base = drafter.logits(target, state.anchor, state.draft_cache, 8)
+    other = drafter.logits(target, (state.anchor + 1) % 60, state.draft_cache, 8)
+    assert base.shape == (1, 7, tiny.VOCAB)
+    assert np.abs(np.asarray(base - other)).max() > 1e-3
+
+
+def test_wrong_taps_change_the_draft(target, drafter):
+    """Negative control: features shifted by one layer are not the same features."""
+    prompt = jnp.asarray(PROMPTS[1:2])
+    positions = jnp.arange(prompt.shape[1])[None]
+
+    def context(taps):
+        features = target.forward(prompt, positions, None, target.init_cache(1, 32), taps=taps)[1]
+        return np.asarray(drafter.context(features, positions)[0].v)
+
+    assert np.abs(context((1, 3)) - context((2, 4))).max() > 1e-2
+
+
+@pytest.mark.parametrize("change", [{"final_logit_softcapping": 2.0}, {"output_multiplier": 0.3}, {"input_embedding_scale": 4.0}])
+def test_scalings_of_the_config_are_applied(target, drafter, change, tmp_path):
+    scaled = load_drafter(tiny.write_drafter(tmp_path, tiny.drafter_config(dflash_config=change)))
+    state, _ = start(target, drafter, PROMPTS[:1])
+    base = np.asarray(drafter.logits(target, state.anchor, state.draft_cache, 8))
+    ours = np.asarray(scaled.logits(target, state.anchor, state.draft_cache, 8))
+    if "final_logit_softcapping" in change:
+        np.testing.assert_allclose(ours, 2 * np.tanh(base / 2), atol=1e-5)
+    elif "output_multiplier" in change:
+        np.testing.assert_allclose(ours, 0.3 * base, atol=1e-5)
+    else:
+        assert np.abs(ours - base).max() > 1e-3
+
+
+def test_own_embedding_and_head_are_used(target, drafter, tmp_path):
+    raw = tiny.drafter_config()
+    tiny.write_drafter(tmp_path, raw)
+    import dataclasses
+
+    from dflash_jax.config import drafter_config
+    from dflash_jax.drafter import tensors
+
+    config = dataclasses.replace(drafter_config(raw), own_embedding=True, own_head=True)
+    extra = tiny.random_tensors(tensors(config), seed=1)
+    extra["embed_tokens.weight"] = np.asarray(target.params["embed_tokens"])
+    extra["lm_head.weight"] = np.asarray(target.params["embed_tokens"]) * 2
+    own = load_drafter(tiny.write(tmp_path, raw, extra))
+    assert own.config.own_embedding
+    assert own.config.own_head
+    shared = {k: v for k, v in own.params.items() if k not in ("embed_tokens", "lm_head")}
+    state, _ = start(target, drafter, PROMPTS[:1])
+    ours = own.logits(target, state.anchor, state.draft_cache, 8)
+    base = drafter.replace(params=shared).logits(target, state.anchor, state.draft_cache, 8)
+    np.testing.assert_allclose(ours, 2 * base, rtol=1e-5, atol=1e-5)
+
+
+def test_accept_counts():
+    tokens = jnp.asarray([[1, 2, 3, 4]] * 5)
+    proposals = jnp.asarray([[1, 2, 3], [9, 2, 3], [1, 9, 3], [1, 2, 3], [1, 2, 3]])
+    remaining = jnp.asarray([10, 10, 10, 2, 0])
+    stops = jnp.asarray([[-1], [-1], [-1], [-1], [1]])
+    count, left = accept(tokens, proposals, remaining, stops)
+    assert count.tolist() == [4, 1, 2, 2, 0]
+    assert left.tolist() == [6, 9, 8, 0, 0]
+    count, left = accept(tokens, proposals, jnp.asarray([10] * 5), jnp.asarray([[4], [1], [3], [2], [7]]))
+    assert count.tolist() == [4, 1, 2, 2, 4]
+    assert left.tolist() == [0, 0, 8, 0, 6]
+
+
+def test_idle_rows_commit_nothing(target, drafter):
+    state = init_state(target, drafter, 3, 32, 2)
+    after, committed = jax.jit(chain_step(target, drafter, 4, "coupled"))(state)
+    assert committed.count.tolist() == [0, 0, 0]
+    assert after.target_cache.lengths.tolist() == [0, 0, 0]
+    assert all(np.isfinite(entry.k).all() for entry in after.target_cache.entries)
+    assert not any(np.any(entry.k) for entry in after.draft_cache.entries)
+
+
+def test_device_loop_leaves_when_asked(target, drafter):
+    state, _ = start(target, drafter, PROMPTS, max_new_tokens=40)
+    state = state.replace(remaining=jnp.asarray([3, 30, 30, 30], jnp.int32))
+    state, trace = decode(target, drafter, state, 30, True, block_size=2, capacity=30)
+    steps = int((np.asarray(trace.count) > 0).any(axis=1).sum())
+    assert state.remaining[0] == 0
+    assert steps <= 3
+    state, trace = decode(target, drafter, state, 2, False, block_size=2, capacity=30)
+    assert (np.asarray(trace.count) > 0).any(axis=1).sum() == 2
+    state, trace = decode(target, drafter, state, 30, False, block_size=2, capacity=30)
+    assert state.remaining.tolist() == [0, 0, 0, 0]
+
+
+def test_a_decode_program_updates_its_state_in_place(target, drafter):
+    """The donated caches are aliased, and no temporary is as large as one of them."""
+    slots = 4096
+    state = jax.eval_shape(lambda: init_state(target, drafter, 2, slots, 2))
+    run = jax.jit(lambda t, d, s: jax.lax.fori_loop(0, 3, lambda _, x: chain_step(t, d, 8, "coupled")(x)[0], s), donate_argnums=2)
+    memory = run.lower(target, drafter, state).compile().memory_analysis()
+    entry = state.target_cache.entries[0].k
+    one = int(np.prod(entry.shape)) * 4
+    caches = 2 * one * (len(state.target_cache.entries) + len(state.draft_cache.entries))
+    assert memory.alias_size_in_bytes >= caches
+    assert memory.temp_size_in_bytes < one
+
+
+def test_nothing_compiles_once_warm(target, drafter):
+    engine = Engine(target, drafter, slots=2, max_length=96, prefill_chunk=32)
+    engine.warm_up()
+    compiled = []
+    listener = lambda event, duration, **_: compiled.append(event)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        engine.generate([Request(p, 20 + 3 * i, temperature=i * 0.3, top_k=i) for i, p in enumerate(PROMPTS)])
+        engine.generate([Request(list(range(1, 60)), 9, stop_token_ids=(3, 4), find_stop=lambda t: None)])
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert [event for event in compiled if "compile" in event or "trac" in event] == []
+
+
+def test_committing_a_path_gathers_it(target):
+    """A tree's accepted path lands in order."""
+    cache = target.init_cache(2, 16)
+    tokens = jnp.asarray([[1, 2, 3, 4], [5, 6, 7, 8]])
+    positions = jnp.broadcast_to(jnp.arange(4)[None], (2, 4))
+    blocks = target.forward(tokens, positions, None, cache)[2]
+    path = jnp.asarray([[0, 2, 3], [0, 1, 1]])
+    after = commit(cache, blocks, jnp.asarray([3, 2]), path=path)
+    assert after.lengths.tolist() == [3, 2]
+    np.testing.assert_array_equal(after.entries[1].k[0, :, :3], blocks[1].k[0][:, np.array([0, 2, 3])])
+    np.testing.assert_array_equal(after.entries[1].v[1, :, :2], blocks[1].v[1][:, :2])
+    assert not np.any(after.entries[1].k[1, :, 2:])
+
+
+def test_select_is_deterministic_per_position():
+    """The choice depends on key, position and logits, not on the row or slot they stand in."""
+    from dflash_jax.sampling import Sampling, gumbel_noise
+
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 50))
+    keys = jax.random.split(jax.random.key(1), 2)
+    sampling = Sampling(jnp.full(2, 0.9), jnp.zeros(2, jnp.int32), jnp.ones(2), keys)
+    positions = jnp.asarray([[4, 5, 6], [9, 10, 11]])
+    both = select(logits, gumbel_noise(sampling, positions, 50), sampling)
+    alone = jax.tree.map(lambda x: x[1:], sampling)
+    last = select(logits[1:, 2:], gumbel_noise(alone, positions[1:, 2:], 50), alone)
+    assert both[1, 2] == last[0, 0]

@@ -1,0 +1,93 @@
+"""Tiny random checkpoints in the published formats, made without torch."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from dflash_jax import checkpoint, config, drafter, models
+
+VOCAB, MASK, EOS = 64, 63, 62
+
+
+def target_config(**changes) -> dict:
+    """`config.json` of a 6-layer Qwen3 with grouped heads whose dim is not hidden / heads."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "eos_token_id": EOS,
+    } | changes
+
+
+def drafter_config(**changes) -> dict:
+    """`config.json` of a 2-layer DFlash drafter for `target_config()`, block 8."""
+    nested = {"mask_token_id": MASK, "target_layer_ids": [1, 3]} | changes.pop("dflash_config", {})
+    return target_config() | {
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": 2,
+        "num_target_layers": 6,
+        "block_size": 8,
+        "eos_token_id": None,
+        "dflash_config": nested,
+    } | changes
+
+
+def random_tensors(table: checkpoint.Table, seed: int) -> dict[str, np.ndarray]:
+    """One random float32 tensor per checkpoint name; norms near one."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for path, leaf in sorted(table.items()):
+        for part in leaf.parts:
+            x = rng.standard_normal(leaf.part_shape(part)).astype(np.float32)
+            norm = "norm" in path and x.ndim == 1
+            tensors[part.name] = (1 + 0.2 * x if norm else x / max(1, x.shape[-1]) ** 0.5).astype(np.float32)
+    return tensors
+
+
+def write(directory: Path, raw: dict, tensors: dict[str, np.ndarray]) -> Path:
+    """Writes `config.json` and one safetensors file."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def write_target(directory: Path, raw: dict, seed: int = 0) -> Path:
+    table = models.qwen3.tensors(models.target_config(raw))
+    return write(directory, raw, random_tensors(table, seed))
+
+
+def write_drafter(directory: Path, raw: dict, seed: int = 1) -> Path:
+    return write(directory, raw, random_tensors(drafter.tensors(config.drafter_config(raw)), seed))
+
+
+def write_tokenizer(directory: Path, *, chat: bool = True) -> Path:
+    """A byte-free tokenizer of single characters: ids 0..61 are characters, EOS and MASK special."""
+    from tokenizers import Tokenizer, decoders, models as kinds, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123 .,?!\n"[: VOCAB - 3]
+    vocabulary = {c: i for i, c in enumerate(characters)} | {"<unk>": VOCAB - 3, "<end>": EOS, "<mask>": MASK}
+    tokenizer = Tokenizer(kinds.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", mask_token="<mask>")
+    if chat:
+        fast.chat_template = "{% for m in messages %}{{ m['role'] }}.{{ m['content'] }}<end>{% endfor %}"
+    fast.save_pretrained(directory)
+    return directory
