@@ -3,6 +3,9 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Hundreds of small programs are compiled and run once or twice: compile fast, not well.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for the network
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -25,7 +28,7 @@ from tests import tiny
 
 @pytest.fixture(scope="session")
 def pair_directory(tmp_path_factory):
-    """A directory with `target` and `drafter`: random weights, 64 tokens, 6 and 2 layers."""
+    """A directory with `target` and `drafter`: random weights, 64 tokens, 4 and 2 layers."""
     directory = tmp_path_factory.mktemp("pair")
     tiny.write_target(directory / "target", tiny.target_config())
     tiny.write_drafter(directory / "drafter", tiny.drafter_config())

@@ -80,13 +80,12 @@ def test_anchor_that_predicts_proposes_one_more(target, tmp_path):
         assert spec_generate(target, drafter, PROMPTS, max_new_tokens=25, block_size=block_size).tokens == plain.tokens
 
 
-@pytest.mark.parametrize("where", range(1, 9))
-def test_stop_token_anywhere_in_a_block(target, drafter, where):
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_stop_token_anywhere_in_a_block(target, drafter, block_size):
     prompt = PROMPTS[1]
     free = generate(target, prompt, max_new_tokens=20, stop_token_ids=[]).tokens[0]
-    stop = free[where]
-    expected = free[: free.index(stop) + 1]
-    for block_size in (1, 4, 8):
+    for stop in dict.fromkeys(free):
+        expected = free[: free.index(stop) + 1]
         ours = spec_generate(
             target, drafter, prompt, max_new_tokens=20, stop_token_ids=[stop], block_size=block_size
         )
@@ -159,7 +158,8 @@ def test_caches_hold_exactly_the_positions_before_the_anchor(target, drafter):
         positions = jnp.arange(tokens.shape[1])[None]
         cache = target.init_cache(1, 64)
         taps = drafter.config.target_layer_ids
-        _, features, blocks = target.forward(tokens, positions, None, cache, taps=taps)
+        forward = jax.jit(lambda *args: target.forward(args[0], args[1], None, args[2], taps=taps))
+        _, features, blocks = forward(tokens, positions, cache)
         for entries, expected in ((state.target_cache.entries, blocks), (state.draft_cache.entries, drafter.context(features, positions))):
             for entry, block in zip(entries, expected, strict=True):
                 n = tokens.shape[1]
@@ -198,7 +198,7 @@ def test_wrong_taps_change_the_draft(target, drafter):
         features = target.forward(prompt, positions, None, target.init_cache(1, 32), taps=taps)[1]
         return np.asarray(drafter.context(features, positions)[0].v)
 
-    assert np.abs(context((1, 3)) - context((2, 4))).max() > 1e-2
+    assert np.abs(context((0, 2)) - context((1, 3))).max() > 1e-2
 
 
 @pytest.mark.parametrize("change", [{"final_logit_softcapping": 2.0}, {"output_multiplier": 0.3}, {"input_embedding_scale": 4.0}])

@@ -11,14 +11,14 @@ VOCAB, MASK, EOS = 64, 63, 62
 
 
 def target_config(**changes) -> dict:
-    """`config.json` of a 6-layer Qwen3 with grouped heads whose dim is not hidden / heads."""
+    """`config.json` of a 4-layer Qwen3 with grouped heads whose dim is not hidden / heads."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -34,11 +34,11 @@ def target_config(**changes) -> dict:
 
 def drafter_config(**changes) -> dict:
     """`config.json` of a 2-layer DFlash drafter for `target_config()`, block 8."""
-    nested = {"mask_token_id": MASK, "target_layer_ids": [1, 3]} | changes.pop("dflash_config", {})
+    nested = {"mask_token_id": MASK, "target_layer_ids": [0, 2]} | changes.pop("dflash_config", {})
     return target_config() | {
         "architectures": ["DFlashDraftModel"],
         "num_hidden_layers": 2,
-        "num_target_layers": 6,
+        "num_target_layers": 4,
         "block_size": 8,
         "eos_token_id": None,
         "dflash_config": nested,

@@ -1,0 +1,241 @@
+"""Parity with transformers and with the official `dflash` 0.1.0, on tiny random checkpoints written by
+them and read by the real loader."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+model = pytest.importorskip("dflash.model")
+transformers = pytest.importorskip("transformers")
+
+from dflash_jax import checkpoint, generate, load_drafter, load_target, models, spec_generate  # noqa: E402
+from dflash_jax.cache import commit  # noqa: E402
+
+VOCAB, MASK = 97, 96
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "dtype": "float32",
+}
+
+
+def randomise(module, seed):
+    """Weights large enough that layers, heads and norms matter."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if "norm" in name:
+                weight.copy_(1 + 0.3 * torch.randn_like(weight))
+            elif weight.ndim == 2 and "embed" not in name:
+                weight.copy_(torch.randn_like(weight) * 1.3 / weight.shape[1] ** 0.5)
+            else:
+                weight.copy_(torch.randn_like(weight) * 0.5)
+    return module
+
+
+def make_target(directory, **changes):
+    raw = SHAPE | {"num_hidden_layers": 4, "rope_theta": 10000.0, "tie_word_embeddings": True} | changes
+    config = transformers.Qwen3Config(**raw)
+    target = randomise(transformers.Qwen3ForCausalLM(config), 0).eval()
+    target.save_pretrained(directory)
+    return target
+
+
+def make_drafter(directory, **changes):
+    nested = {"mask_token_id": MASK, "target_layer_ids": [0, 2]} | changes.pop("dflash_config", {})
+    raw = SHAPE | {"num_hidden_layers": 3, "rope_theta": 10000.0} | changes
+    config = transformers.Qwen3Config(**raw)
+    config.architectures = ["DFlashDraftModel"]
+    config.num_target_layers, config.block_size, config.dflash_config = 4, 8, nested
+    for name in ("is_causal",):
+        if name in raw:
+            setattr(config, name, raw[name])
+    drafter = randomise(model.DFlashDraftModel(config), 1).eval()
+    drafter.save_pretrained(directory)
+    return drafter
+
+
+def prompts(count=3):
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, MASK, size).tolist() for size in (7, 23, 12)[:count]]
+
+
+TARGETS = {
+    "tied": {},
+    "untied": {"tie_word_embeddings": False},
+    "bias": {"attention_bias": True},
+    "one key-value head": {"num_key_value_heads": 1},
+    "window": {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 6,
+        "use_sliding_window": True,
+    },
+    "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "yarn": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "llama3 rope": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_target_logits_and_features_equal_transformers(name, tmp_path):
+    """Prefill in two chunks: the second reads the first through the cache."""
+    theirs = make_target(tmp_path, **TARGETS[name])
+    ours = load_target(tmp_path)
+    ids = np.asarray([prompts()[1]])
+    taps = (0, 1, 2)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor(ids), output_hidden_states=True)
+
+    @jax.jit
+    def forward(tokens, cache):
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
+        hidden, features, blocks = ours.forward(tokens, positions, None, cache, taps=taps)
+        return ours.unembed(hidden), features, commit(cache, blocks, jnp.full(1, tokens.shape[1], jnp.int32))
+
+    logits, features, cache = forward(jnp.asarray(ids[:, :13]), ours.init_cache(1, 32))
+    more_logits, more_features, _ = forward(jnp.asarray(ids[:, 13:]), cache)
+    logits = np.concatenate([logits, more_logits], axis=1)
+    features = np.concatenate([features, more_features], axis=1)
+    np.testing.assert_allclose(logits, expected.logits.numpy(), atol=1e-4)
+    hidden = np.concatenate([expected.hidden_states[i + 1].numpy() for i in taps], axis=-1)
+    np.testing.assert_allclose(features, hidden, atol=1e-4)
+    shifted = np.concatenate([expected.hidden_states[i].numpy() for i in taps], axis=-1)
+    assert np.abs(features - shifted).max() > 1e-2  # the control: off by one layer is not the same
+
+
+def test_saved_target_is_what_was_loaded(tmp_path):
+    theirs = make_target(tmp_path / "theirs", attention_bias=True)
+    ours = load_target(tmp_path / "theirs")
+    raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    checkpoint.save(tmp_path / "ours", ours.params, models.qwen3.tensors(ours.config), raw)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    ids = torch.tensor([prompts()[1]])
+    with torch.inference_mode():
+        torch.testing.assert_close(again(ids).logits, theirs(ids).logits)
+
+
+DRAFTERS = {
+    "full": {},
+    "full causal": {"is_causal": True},
+    "bias": {"attention_bias": True},
+    "scaled": {
+        "dflash_config": {
+            "output_multiplier": 0.5,
+            "final_logit_softcapping": 3.0,
+            "input_embedding_scale": 2.0,
+        }
+    },
+    "mixed windows": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 9,
+        "use_sliding_window": True,
+    },
+    "windows, not causal": {
+        "layer_types": ["sliding_attention"] * 3,
+        "sliding_window": 11,
+        "use_sliding_window": True,
+        "is_causal": False,
+    },
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafter_hidden_states_equal_the_official_ones_over_rounds(name, tmp_path):
+    """The official drafter with its own cache, against ours with context written once per round."""
+    theirs = make_drafter(tmp_path, **DRAFTERS[name])
+    ours = load_drafter(tmp_path)
+    rng = np.random.default_rng(0)
+    their_cache, cache = model._make_cache(theirs.config), ours.init_cache(1, 64)
+
+    @jax.jit
+    def draft(cache, features, kept, embedded):
+        positions = cache.lengths[:, None] + jnp.arange(features.shape[1])[None]
+        cache = commit(cache, ours.context(features, positions), kept)
+        positions = cache.lengths[:, None] + jnp.arange(embedded.shape[1])[None]
+        return cache, ours.forward(embedded, positions, cache)
+
+    committed = 0
+    for count in (13, 1, 8, 3, 8, 5, 2):
+        features = rng.standard_normal((1, count, 64)).astype(np.float32)
+        embedded = rng.standard_normal((1, 8, 32)).astype(np.float32)
+        positions = torch.arange(committed, committed + count + 8)[None]
+        with torch.inference_mode():
+            expected = theirs(
+                position_ids=positions,
+                noise_embedding=torch.tensor(embedded),
+                target_hidden=torch.tensor(features),
+                past_key_values=their_cache,
+                use_cache=True,
+            )
+        committed += count
+        model._crop_to(their_cache, committed)
+        padded = np.concatenate([features, np.full((1, 13 - count, 64), 7.0, np.float32)], axis=1)
+        cache, got = draft(cache, padded, jnp.asarray([count]), embedded)
+        np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_generations_equal_the_official_loop(name, tmp_path):
+    """Tokens always; acceptance lengths for rounds that begin at least a block before the budget's end."""
+    their_target = make_target(tmp_path / "target")
+    their_drafter = make_drafter(tmp_path / "drafter", **DRAFTERS[name])
+    target, drafter = load_target(tmp_path / "target"), load_drafter(tmp_path / "drafter")
+    budget, stop = 40, [11, 50]
+    plain = generate(target, prompts(), max_new_tokens=budget, stop_token_ids=stop)
+    for block_size in (8, 3):
+        ours = spec_generate(
+            target, drafter, prompts(), max_new_tokens=budget, stop_token_ids=stop, block_size=block_size
+        )
+        assert ours.tokens == plain.tokens
+        for row, prompt in enumerate(prompts()):
+            expected = model.dflash_generate(
+                their_drafter,
+                their_target,
+                torch.tensor([prompt]),
+                budget,
+                stop,
+                block_size=block_size,
+                return_stats=_on_cpu(),
+            )
+            assert ours.tokens[row] == expected.output_ids[0, len(prompt) :].tolist()
+            begins = 1 + np.cumsum([0, *expected.acceptance_lengths[:-1]])
+            whole = int(np.sum(begins + block_size <= budget))
+            assert ours.acceptance_lengths[row][:whole] == expected.acceptance_lengths[:whole]
+            assert whole > 1
+
+
+def _on_cpu() -> bool:
+    """Statistics are wanted; the official clock synchronises a GPU that is not there."""
+    import time
+
+    model._cuda_time = time.perf_counter
+    return True
+
+
+def test_default_taps_equal_the_official_rule():
+    from dflash_jax.config import default_target_layer_ids
+
+    for depth in range(6, 80):
+        for layers in (1, 2, 3, 5, 6, 8):
+            assert list(default_target_layer_ids(depth, layers)) == model.build_target_layer_ids(depth, layers)

@@ -1,0 +1,117 @@
+"""Filters against a sorting reference, and the sampled distribution against exact probabilities."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.sampling import (
+    Sampling,
+    check_sampling,
+    filter_scores,
+    first_argmax,
+    gumbel_noise,
+    request_key,
+    select,
+)
+
+
+def settings(temperature, top_k, top_p, rows=1):
+    return Sampling(
+        jnp.full(rows, temperature, jnp.float32),
+        jnp.full(rows, top_k, jnp.int32),
+        jnp.full(rows, top_p, jnp.float32),
+        jax.random.split(jax.random.key(7), rows),
+    )
+
+
+def probabilities(logits, temperature, top_k, top_p):
+    """Method 5.1 by sorting, in float64."""
+    scores = np.asarray(logits, np.float64) / temperature
+    order = np.argsort(-scores, kind="stable")
+    if 0 < top_k < len(scores):
+        order = order[:top_k]
+    p = np.exp(scores[order] - scores[order].max())
+    p /= p.sum()
+    p *= np.cumsum(p) - p < top_p
+    out = np.zeros(len(scores))
+    out[order] = p / p.sum()
+    return out
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 5, 40, 1000])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 0.05])
+def test_filters_keep_what_a_sort_keeps(top_k, top_p):
+    logits = 3 * jax.random.normal(jax.random.key(top_k), (1, 6, 200))
+    got = filter_scores(logits, settings(1.0, top_k, top_p))
+    for row, kept in zip(logits[0], np.asarray(got[0]), strict=True):
+        np.testing.assert_array_equal(np.isfinite(kept), probabilities(row, 1.0, top_k, top_p) > 0)
+        np.testing.assert_array_equal(kept[np.isfinite(kept)], np.asarray(row)[np.isfinite(kept)])
+
+
+def test_rows_are_filtered_by_their_own_settings():
+    logits = jax.random.normal(jax.random.key(0), (3, 1, 50))
+    mixed = Sampling(
+        jnp.ones(3), jnp.asarray([0, 3, 0]), jnp.asarray([1.0, 1.0, 0.3]), jax.random.split(jax.random.key(1), 3)
+    )
+    kept = np.isfinite(filter_scores(logits, mixed)).sum(axis=-1)[:, 0]
+    assert kept[0] == 50
+    assert kept[1] == 3
+    assert 1 <= kept[2] < 50
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.6, 4, 1.0), (1.5, 6, 0.8)])
+def test_samples_follow_the_exact_distribution(temperature, top_k, top_p):
+    """Chi-square of 120,000 draws at successive positions, tiny vocabulary."""
+    draws, V = 120_000, 8
+    logits = 1.5 * jax.random.normal(jax.random.key(3), (V,))
+    sampling = settings(temperature, top_k, top_p)
+    noise = gumbel_noise(sampling, jnp.arange(draws)[None], V)
+    tokens = np.asarray(select(jnp.broadcast_to(logits, (1, draws, V)), noise, sampling)[0])
+    expected = probabilities(logits, temperature, top_k, top_p) * draws
+    seen = np.bincount(tokens, minlength=V)
+    assert not np.any(seen[expected == 0])
+    live = expected > 0
+    chi = ((seen - expected)[live] ** 2 / expected[live]).sum()
+    assert chi < 30  # 7 degrees of freedom at most: p < 1e-4 above
+
+
+def test_greedy_rows_ignore_everything_else():
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 40))
+    sampling = Sampling(
+        jnp.asarray([0.0, 1.0]), jnp.asarray([3, 0]), jnp.asarray([0.1, 1.0]), jax.random.split(jax.random.key(1), 2)
+    )
+    noise = gumbel_noise(sampling, jnp.broadcast_to(jnp.arange(3)[None], (2, 3)), 40)
+    assert not np.any(noise[0])
+    np.testing.assert_array_equal(select(logits, noise, sampling)[0], jnp.argmax(logits[0], axis=-1))
+
+
+def test_ties_go_to_the_lowest_id_and_nan_stays_in_range():
+    scores = jnp.asarray([[[1.0, 5.0, 5.0], [jnp.nan] * 3, [-jnp.inf, -jnp.inf, 0.0]]])
+    assert first_argmax(scores).tolist() == [[1, 2, 2]]
+
+
+def test_a_prefix_of_the_vocabulary_draws_the_same_noise():
+    """What lets a vocabulary shard compute its own slice."""
+    sampling = settings(1.0, 0, 1.0)
+    positions = jnp.asarray([[3, 9]])
+    np.testing.assert_array_equal(
+        gumbel_noise(sampling, positions, 64)[..., :40], gumbel_noise(sampling, positions, 40)
+    )
+
+
+def test_request_keys():
+    data = jax.random.key_data
+    same = request_key(None, 5, "a")
+    assert (data(same) == data(request_key(None, 5, "a"))).all()
+    assert (data(same) != data(request_key(None, 5, "b"))).any()
+    assert (data(same) != data(request_key(None, 6, "a"))).any()
+    assert (data(request_key(3, 5, "a")) == data(request_key(3, 9, "b"))).all()
+
+
+@pytest.mark.parametrize(
+    "bad", [(-0.1, 1.0, 0), (float("nan"), 1.0, 0), (float("inf"), 1.0, 0), (1.0, 0.0, 0), (1.0, 1.1, 0), (1.0, 1.0, -1)]
+)
+def test_impossible_settings_are_refused(bad):
+    with pytest.raises(ValueError, match="must"):
+        check_sampling(*bad)
