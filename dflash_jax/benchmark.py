@@ -21,11 +21,15 @@ def build_parser() -> argparse.ArgumentParser:
         default="gsm8k",
         help="gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl",
     )
-    parser.add_argument("--max-samples", type=int, default=24, help="prompts, after the official shuffle (default 24)")
+    parser.add_argument(
+        "--max-samples", type=int, default=24, help="prompts, after the official shuffle (default 24)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument("--seed", type=int, default=0, help="sampling noise (default 0)")
     parser.add_argument(
-        "--official", action="store_true", help="also run the official torch implementation (greedy, batch 1, CPU)"
+        "--official",
+        action="store_true",
+        help="also run the official torch implementation (greedy, batch 1, CPU)",
     )
     add_model_arguments(parser)
     add_generation_arguments(parser)
@@ -58,7 +62,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from dflash_jax.infer.measure import compare, step_seconds
 
     prompts = [
-        text.encode_chat([{"role": "user", "content": turns[0]}]) if text.has_chat_template else text.encode(turns[0])
+        text.encode_chat([{"role": "user", "content": turns[0]}])
+        if text.has_chat_template
+        else text.encode(turns[0])
         for turns in samples
     ]
     from dataclasses import replace
@@ -80,7 +86,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     length = sum(map(len, prompts)) // len(prompts) + args.max_new_tokens // 2
     seconds = step_seconds(engines["autoregressive"], engines["speculative"], length)
     loop = {}
-    for name, engine in (("autoregressive", engines["autoregressive"]), ("speculative", engines["speculative"])):
+    for name, engine in (
+        ("autoregressive", engines["autoregressive"]),
+        ("speculative", engines["speculative"]),
+    ):
         loop[name] = engine.stats.steps * seconds[name] / engine.stats.decode_seconds
     parts = seconds["draft"] + seconds["verify"] + seconds["commit"]
     return {

@@ -135,13 +135,19 @@ class DrafterConfig(DecoderConfig):
         pairs = [
             ("hidden size", self.target_hidden_size, target.hidden_size),
             ("vocabulary size", self.vocab_size, target.vocab_size),
-            ("number of target layers", self.num_target_layers or target.num_hidden_layers, target.num_hidden_layers),
+            (
+                "number of target layers",
+                self.num_target_layers or target.num_hidden_layers,
+                target.num_hidden_layers,
+            ),
         ]
         wrong = [f"{name} {ours} (target: {theirs})" for name, ours, theirs in pairs if ours != theirs]
         if not (self.own_embedding and self.own_head) and self.hidden_size != target.hidden_size:
             wrong.append(f"draft hidden size {self.hidden_size} (target embedding: {target.hidden_size})")
         if max(self.target_layer_ids) > target.num_hidden_layers - 2:
-            wrong.append(f"a target layer {max(self.target_layer_ids)} (target: last usable {target.num_hidden_layers - 2})")
+            wrong.append(
+                f"a target layer {max(self.target_layer_ids)} (target: last usable {target.num_hidden_layers - 2})"
+            )
         if wrong:
             raise ValueError(
                 f"this drafter was made for another target: it expects {'; '.join(wrong)}. "
@@ -221,7 +227,9 @@ def rope_config(raw: Raw) -> RopeConfig:
         raise ValueError("config.json: partial rotary embedding is not supported")
     kind = fields.pop("rope_type", "default")
     if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ValueError(f"config.json: rope_type {kind!r} is not supported; expected default, linear, llama3 or yarn")
+        raise ValueError(
+            f"config.json: rope_type {kind!r} is not supported; expected default, linear, llama3 or yarn"
+        )
     if "rope_theta" not in fields:
         raise ValueError("config.json must give rope_theta (libraries disagree on a default)")
     needed = {"default": [], "linear": ["factor"]}.get(kind, ["factor", "original_max_position_embeddings"])
@@ -346,7 +354,9 @@ def drafter_config(raw: Raw) -> DrafterConfig:
     if unknown := set(get.nested) - set(_DFLASH_FIELDS) - set(_REFUSED_FIELDS):
         raise ValueError(f"dflash_config has unknown fields {sorted(unknown)}; they are not ignored")
     check_fields(
-        raw, [*DECODER_FIELDS, *_DFLASH_FIELDS, *_REFUSED_FIELDS, "dflash_config"], {"hidden_act": "silu", "mlp_bias": False}
+        raw,
+        [*DECODER_FIELDS, *_DFLASH_FIELDS, *_REFUSED_FIELDS, "dflash_config"],
+        {"hidden_act": "silu", "mlp_bias": False},
     )
     fields = decoder_fields(raw)
     depth = require(raw, "num_hidden_layers")
@@ -355,7 +365,9 @@ def drafter_config(raw: Raw) -> DrafterConfig:
         require({"num_target_layers": num_target_layers}, "num_target_layers")
     mask = get("mask_token_id")
     if not isinstance(mask, int) or not 0 <= mask < fields["vocab_size"]:
-        raise ValueError(f"mask_token_id must be a token below vocab_size {fields['vocab_size']}, got {mask!r}")
+        raise ValueError(
+            f"mask_token_id must be a token below vocab_size {fields['vocab_size']}, got {mask!r}"
+        )
     if mask in token_ids(raw.get("eos_token_id")) + token_ids(raw.get("pad_token_id")):
         raise ValueError(f"mask_token_id {mask} must not be the pad or end token")
     return DrafterConfig(

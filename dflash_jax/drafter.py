@@ -17,7 +17,18 @@ from dflash_jax import cache as caches
 from dflash_jax import checkpoint
 from dflash_jax.cache import Block, Cache
 from dflash_jax.config import DrafterConfig, drafter_config, read_json
-from dflash_jax.models.layers import DecoderLayer, Linear, Pass, RMSNorm, Rope, matmul, project, rms_norm, rope_tables, rotate
+from dflash_jax.models.layers import (
+    DecoderLayer,
+    Linear,
+    Pass,
+    RMSNorm,
+    Rope,
+    matmul,
+    project,
+    rms_norm,
+    rope_tables,
+    rotate,
+)
 from dflash_jax.target import Target
 
 
@@ -68,7 +79,9 @@ class Model(nn.Module):
         layers = jnp.split(kv, len(self.layers), axis=-1)
         return tuple(Block(*self._heads(kv, self.k_norm[i], rope)) for i, kv in enumerate(layers))
 
-    def _heads(self, kv: Float[Array, "B T M"], weight: Float[Array, " H"], rope: Rope) -> tuple[Array, Array]:
+    def _heads(
+        self, kv: Float[Array, "B T M"], weight: Float[Array, " H"], rope: Rope
+    ) -> tuple[Array, Array]:
         B, T, K, H = *kv.shape[:2], self.config.num_key_value_heads, self.config.head_dim
         k, v = jnp.split(kv.reshape(B, T, 2 * K, H), 2, axis=2)
         k = rotate(rms_norm(k, weight, self.config.rms_norm_eps), rope)
@@ -149,13 +162,19 @@ def load_drafter(source: str | Path, *, dtype: str | None = None) -> Drafter:
     config = dataclasses.replace(
         config, own_embedding="embed_tokens.weight" in names, own_head="lm_head.weight" in names
     )
-    return Drafter(checkpoint.load(reader, tensors(config), array_type, ignored=("rotary_emb.inv_freq",)), config)
+    return Drafter(
+        checkpoint.load(reader, tensors(config), array_type, ignored=("rotary_emb.inv_freq",)), config
+    )
 
 
 def _canonical_name(name: str) -> str:
     """Tensor names of published variants, as z-lab's."""
     name = name.removeprefix("model.")
-    for alias, ours in (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."), ("midlayer.", "layers.0.")):
+    for alias, ours in (
+        ("encoder.fc.", "fc."),
+        ("encoder.output_norm_enc.", "hidden_norm."),
+        ("midlayer.", "layers.0."),
+    ):
         if name.startswith(alias):
             return ours + name.removeprefix(alias)
     return name

@@ -154,7 +154,9 @@ class Engine:
         """Raises RequestError if this engine cannot serve the request."""
         request.check(self.target.config.vocab_size, self.max_length)
         if len(request.stop_token_ids) > STOP_WIDTH:
-            raise RequestError("invalid_parameter", f"at most {STOP_WIDTH} stop tokens, got {len(request.stop_token_ids)}")
+            raise RequestError(
+                "invalid_parameter", f"at most {STOP_WIDTH} stop tokens, got {len(request.stop_token_ids)}"
+            )
 
     def _admit(self, slot: int, row: _Row) -> None:
         begin = time.perf_counter()

@@ -46,7 +46,9 @@ def read_lines(stream: IO[bytes], text: Text, defaults: Request) -> list[Line]:
     Raises:
         ValueError: two lines with the same id.
     """
-    lines = [parse_line(raw, i, text, defaults) for i, raw in enumerate(line for line in stream if line.strip())]
+    lines = [
+        parse_line(raw, i, text, defaults) for i, raw in enumerate(line for line in stream if line.strip())
+    ]
     repeated = [key for key, count in Counter(json.dumps(line.id) for line in lines).items() if count > 1]
     if repeated:
         raise ValueError(f"ids must be unique, but these appear more than once: {', '.join(repeated[:5])}")
@@ -79,7 +81,9 @@ def _parse_json(raw: bytes) -> Mapping[str, Any]:
     try:
         row = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise RequestError("invalid_json", f"the line must be a JSON object in UTF-8: {error!s:.200}") from error
+        raise RequestError(
+            "invalid_json", f"the line must be a JSON object in UTF-8: {error!s:.200}"
+        ) from error
     if not isinstance(row, dict):
         raise RequestError("invalid_json", f"the line must be a JSON object, got {type(row).__name__}")
     return row
@@ -101,7 +105,9 @@ def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise RequestError("invalid_parameter", f"stop must be a string or a list of strings, got {stop!r:.80}")
+        raise RequestError(
+            "invalid_parameter", f"stop must be a string or a list of strings, got {stop!r:.80}"
+        )
     return tuple(stops)
 
 
@@ -109,7 +115,8 @@ def _prompt(row: Mapping[str, Any], text: Text) -> list[int]:
     given = [name for name in PROMPT_FIELDS if name in row]
     if len(given) != 1:
         raise RequestError(
-            "invalid_request", f"the line must have exactly one of {', '.join(PROMPT_FIELDS)}; got {given or 'none'}"
+            "invalid_request",
+            f"the line must have exactly one of {', '.join(PROMPT_FIELDS)}; got {given or 'none'}",
         )
     kind, value = given[0], row[given[0]]
     if kind == "prompt" and isinstance(value, str):
@@ -122,12 +129,15 @@ def _prompt(row: Mapping[str, Any], text: Text) -> list[int]:
     elif kind == "messages" and isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
         for message in value:
             if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                raise RequestError("invalid_messages", f"a message needs a role and a content string, got {message!r:.80}")
+                raise RequestError(
+                    "invalid_messages", f"a message needs a role and a content string, got {message!r:.80}"
+                )
             _valid_text(message["content"])
         return text.encode_chat(value)
     expected = {"prompt": "a string", "prompt_token_ids": "a list of integers", "turns": "a list of strings"}
     raise RequestError(
-        "invalid_request", f"{kind} must be {expected.get(kind, 'a list of role and content objects')}, got {value!r:.80}"
+        "invalid_request",
+        f"{kind} must be {expected.get(kind, 'a list of role and content objects')}, got {value!r:.80}",
     )
 
 
@@ -142,7 +152,9 @@ def _valid_text(value: str) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def run_job(engine: Engine, lines: list[Line], text: Text) -> Iterator[tuple[Line, dict[str, Any] | None, Completion | None]]:
+def run_job(
+    engine: Engine, lines: list[Line], text: Text
+) -> Iterator[tuple[Line, dict[str, Any] | None, Completion | None]]:
     """Answers every line: yields (line, output record or None while in progress, completion)."""
     ready = []
     for line in lines:
@@ -182,7 +194,11 @@ def answer_record(line: Line, completion: Completion, text: Text) -> dict[str, A
 def error_record(line: Line) -> dict[str, Any]:
     """The output line of a request that cannot be served."""
     assert line.error is not None
-    return {"id": line.id, "index": line.index, "error": {"code": line.error.code, "message": str(line.error)}}
+    return {
+        "id": line.id,
+        "index": line.index,
+        "error": {"code": line.error.code, "message": str(line.error)},
+    }
 
 
 def rewrite_in_order(path: Path) -> None:
@@ -207,7 +223,9 @@ def acceptance_summary(lengths: list[int], width: int) -> dict[str, Any]:
         "steps": steps,
         "tau": sum(lengths) / steps if steps else None,
         "acceptance_histogram": histogram,
-        "acceptance_per_position": [sum(histogram[k + 2 :]) / steps for k in range(width - 1)] if steps else [],
+        "acceptance_per_position": [sum(histogram[k + 2 :]) / steps for k in range(width - 1)]
+        if steps
+        else [],
     }
 
 

@@ -27,7 +27,9 @@ from dflash_jax.speculative import (
 from dflash_jax.target import Target
 
 
-def compare(engines: dict[str, Engine], requests: Sequence[Request], official: Official | None) -> dict[str, Any]:
+def compare(
+    engines: dict[str, Engine], requests: Sequence[Request], official: Official | None
+) -> dict[str, Any]:
     """Runs every engine on every batch of requests in turn; all are warmed up first.
 
     Tokens per second count tokens committed by steps over decode wall time, prefill excluded.
@@ -51,7 +53,8 @@ def compare(engines: dict[str, Engine], requests: Sequence[Request], official: O
     figures |= acceptance_summary(lengths, engines["speculative"].width)
     figures["speedup"] = speculative["tokens_per_second"] / plain["tokens_per_second"]
     figures["equal_outputs"] = sum(
-        a.token_ids == b.token_ids for a, b in zip(answers["speculative"], answers["autoregressive"], strict=True)
+        a.token_ids == b.token_ids
+        for a, b in zip(answers["speculative"], answers["autoregressive"], strict=True)
     )
     if opponent:
         figures |= opponent.figures(answers["speculative"], speculative, plain)
@@ -111,14 +114,19 @@ class _Opponent:
         official = side(sum(map(len, self.tokens)), self.seconds, speculative)
         official["tau"] = sum(self.lengths) / max(len(self.lengths), 1)
         official["equal_outputs"] = sum(a.token_ids == b for a, b in zip(ours, self.tokens, strict=True))
-        return {"official": official, "transformers": side(self.generate_tokens, self.generate_seconds, plain)}
+        return {
+            "official": official,
+            "transformers": side(self.generate_tokens, self.generate_seconds, plain),
+        }
 
 
 # --------------------------------------------------------------------------------------------------
 # Parts of a step, each looped on the device
 
 
-def step_seconds(plain: Engine, speculative: Engine, length: int, loops: int = 30, repeats: int = 7) -> dict[str, float]:
+def step_seconds(
+    plain: Engine, speculative: Engine, length: int, loops: int = 30, repeats: int = 7
+) -> dict[str, float]:
     """Seconds of one autoregressive step, one fused speculative step, and its draft, verify and commit.
 
     Every part runs `loops` times inside one compiled loop with the engine's own batch and cache sizes and
@@ -135,7 +143,9 @@ def step_seconds(plain: Engine, speculative: Engine, length: int, loops: int = 3
         "verify": (partial(_verify, width=speculative.width), drafter),
         "commit": (partial(_commit, width=speculative.width), drafter),
     }
-    runs = {name: _Looped(step, target, part, speculative, length, loops) for name, (step, part) in steps.items()}
+    runs = {
+        name: _Looped(step, target, part, speculative, length, loops) for name, (step, part) in steps.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, looped in runs.items():

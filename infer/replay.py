@@ -70,7 +70,12 @@ def replay(
         count = len(inputs[part])
         pad = (0, chunk - count)
         cache, gap = _gaps(
-            target, cache, np.pad(inputs[part], pad)[None], np.pad(labels[part], pad)[None], np.int32([count]), sampling
+            target,
+            cache,
+            np.pad(inputs[part], pad)[None],
+            np.pad(labels[part], pad)[None],
+            np.int32([count]),
+            sampling,
         )
         gaps.append(np.asarray(gap)[0, :count])
     gap = np.concatenate(gaps)[len(prompt) - 1 :]

@@ -52,7 +52,10 @@ def test_filters_keep_what_a_sort_keeps(top_k, top_p):
 def test_rows_are_filtered_by_their_own_settings():
     logits = jax.random.normal(jax.random.key(0), (3, 1, 50))
     mixed = Sampling(
-        jnp.ones(3), jnp.asarray([0, 3, 0]), jnp.asarray([1.0, 1.0, 0.3]), jax.random.split(jax.random.key(1), 3)
+        jnp.ones(3),
+        jnp.asarray([0, 3, 0]),
+        jnp.asarray([1.0, 1.0, 0.3]),
+        jax.random.split(jax.random.key(1), 3),
     )
     kept = np.isfinite(filter_scores(logits, mixed)).sum(axis=-1)[:, 0]
     assert kept[0] == 50
@@ -79,7 +82,10 @@ def test_samples_follow_the_exact_distribution(temperature, top_k, top_p):
 def test_greedy_rows_ignore_everything_else():
     logits = jax.random.normal(jax.random.key(0), (2, 3, 40))
     sampling = Sampling(
-        jnp.asarray([0.0, 1.0]), jnp.asarray([3, 0]), jnp.asarray([0.1, 1.0]), jax.random.split(jax.random.key(1), 2)
+        jnp.asarray([0.0, 1.0]),
+        jnp.asarray([3, 0]),
+        jnp.asarray([0.1, 1.0]),
+        jax.random.split(jax.random.key(1), 2),
     )
     noise = gumbel_noise(sampling, jnp.broadcast_to(jnp.arange(3)[None], (2, 3)), 40)
     assert not np.any(noise[0])
@@ -110,7 +116,15 @@ def test_request_keys():
 
 
 @pytest.mark.parametrize(
-    "bad", [(-0.1, 1.0, 0), (float("nan"), 1.0, 0), (float("inf"), 1.0, 0), (1.0, 0.0, 0), (1.0, 1.1, 0), (1.0, 1.0, -1)]
+    "bad",
+    [
+        (-0.1, 1.0, 0),
+        (float("nan"), 1.0, 0),
+        (float("inf"), 1.0, 0),
+        (1.0, 0.0, 0),
+        (1.0, 1.1, 0),
+        (1.0, 1.0, -1),
+    ],
 )
 def test_impossible_settings_are_refused(bad):
     with pytest.raises(ValueError, match="must"):

@@ -52,7 +52,14 @@ def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
 def test_speculative_equals_autoregressive(target, drafter, settings, block_size):
     plain = generate(target, PROMPTS, max_new_tokens=30, seed=4, stop_token_ids=[], **settings)
     ours = spec_generate(
-        target, drafter, PROMPTS, max_new_tokens=30, seed=4, stop_token_ids=[], block_size=block_size, **settings
+        target,
+        drafter,
+        PROMPTS,
+        max_new_tokens=30,
+        seed=4,
+        stop_token_ids=[],
+        block_size=block_size,
+        **settings,
     )
     assert ours.tokens == plain.tokens
     assert all(len(row) == 30 for row in ours.tokens)
@@ -77,7 +84,10 @@ def test_anchor_that_predicts_proposes_one_more(target, tmp_path):
     assert engine.width == 9
     plain = generate(target, PROMPTS, max_new_tokens=25)
     for block_size in (1, 3, 8):
-        assert spec_generate(target, drafter, PROMPTS, max_new_tokens=25, block_size=block_size).tokens == plain.tokens
+        assert (
+            spec_generate(target, drafter, PROMPTS, max_new_tokens=25, block_size=block_size).tokens
+            == plain.tokens
+        )
 
 
 @pytest.mark.parametrize("block_size", [1, 8])
@@ -130,7 +140,9 @@ def test_gold_drafts_are_accepted_whole_and_garbage_drafts_change_nothing(target
         state = start(target, drafter, PROMPTS, **settings)[0]
 
         def step(state, draft=draft):
-            return speculative_step(draft, verifying(target, drafter), committing(drafter), tiny.VOCAB, width, state)
+            return speculative_step(
+                draft, verifying(target, drafter), committing(drafter), tiny.VOCAB, width, state
+            )
 
         got = [[] for _ in PROMPTS]
         for _ in range(4):
@@ -160,7 +172,10 @@ def test_caches_hold_exactly_the_positions_before_the_anchor(target, drafter):
         taps = drafter.config.target_layer_ids
         forward = jax.jit(lambda *args: target.forward(args[0], args[1], None, args[2], taps=taps))
         _, features, blocks = forward(tokens, positions, cache)
-        for entries, expected in ((state.target_cache.entries, blocks), (state.draft_cache.entries, drafter.context(features, positions))):
+        for entries, expected in (
+            (state.target_cache.entries, blocks),
+            (state.draft_cache.entries, drafter.context(features, positions)),
+        ):
             for entry, block in zip(entries, expected, strict=True):
                 n = tokens.shape[1]
                 np.testing.assert_allclose(entry.k[row, :, :n], block.k[0], atol=1e-5)
@@ -174,7 +189,10 @@ def test_draft_reads_context_strictly_before_the_anchor(target, drafter):
     base = drafter.logits(target, state.anchor, state.draft_cache, 8)
 
     def logits_with(position):
-        entries = [e.replace(k=e.k.at[:, :, position].add(3.0), v=e.v.at[:, :, position].add(3.0)) for e in state.draft_cache.entries]
+        entries = [
+            e.replace(k=e.k.at[:, :, position].add(3.0), v=e.v.at[:, :, position].add(3.0))
+            for e in state.draft_cache.entries
+        ]
         return drafter.logits(target, state.anchor, state.draft_cache.replace(entries=tuple(entries)), 8)
 
     np.testing.assert_array_equal(logits_with(a), base)
@@ -201,7 +219,9 @@ def test_wrong_taps_change_the_draft(target, drafter):
     assert np.abs(context((0, 2)) - context((1, 3))).max() > 1e-2
 
 
-@pytest.mark.parametrize("change", [{"final_logit_softcapping": 2.0}, {"output_multiplier": 0.3}, {"input_embedding_scale": 4.0}])
+@pytest.mark.parametrize(
+    "change", [{"final_logit_softcapping": 2.0}, {"output_multiplier": 0.3}, {"input_embedding_scale": 4.0}]
+)
 def test_scalings_of_the_config_are_applied(target, drafter, change, tmp_path):
     scaled = load_drafter(tiny.write_drafter(tmp_path, tiny.drafter_config(dflash_config=change)))
     state, _ = start(target, drafter, PROMPTS[:1])
@@ -276,7 +296,10 @@ def test_a_decode_program_updates_its_state_in_place(target, drafter):
     """The donated caches are aliased, and no temporary is as large as one of them."""
     slots = 4096
     state = jax.eval_shape(lambda: init_state(target, drafter, 2, slots, 2))
-    run = jax.jit(lambda t, d, s: jax.lax.fori_loop(0, 3, lambda _, x: chain_step(t, d, 8, "coupled")(x)[0], s), donate_argnums=2)
+    run = jax.jit(
+        lambda t, d, s: jax.lax.fori_loop(0, 3, lambda _, x: chain_step(t, d, 8, "coupled")(x)[0], s),
+        donate_argnums=2,
+    )
     memory = run.lower(target, drafter, state).compile().memory_analysis()
     entry = state.target_cache.entries[0].k
     one = int(np.prod(entry.shape)) * 4

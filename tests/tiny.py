@@ -35,14 +35,18 @@ def target_config(**changes) -> dict:
 def drafter_config(**changes) -> dict:
     """`config.json` of a 2-layer DFlash drafter for `target_config()`, block 8."""
     nested = {"mask_token_id": MASK, "target_layer_ids": [0, 2]} | changes.pop("dflash_config", {})
-    return target_config() | {
-        "architectures": ["DFlashDraftModel"],
-        "num_hidden_layers": 2,
-        "num_target_layers": 4,
-        "block_size": 8,
-        "eos_token_id": None,
-        "dflash_config": nested,
-    } | changes
+    return (
+        target_config()
+        | {
+            "architectures": ["DFlashDraftModel"],
+            "num_hidden_layers": 2,
+            "num_target_layers": 4,
+            "block_size": 8,
+            "eos_token_id": None,
+            "dflash_config": nested,
+        }
+        | changes
+    )
 
 
 def random_tensors(table: checkpoint.Table, seed: int) -> dict[str, np.ndarray]:
@@ -86,7 +90,9 @@ def write_tokenizer(directory: Path, *, chat: bool = True) -> Path:
     tokenizer = Tokenizer(kinds.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", mask_token="<mask>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", mask_token="<mask>"
+    )
     if chat:
         fast.chat_template = "{% for m in messages %}{{ m['role'] }}.{{ m['content'] }}<end>{% endfor %}"
     fast.save_pretrained(directory)

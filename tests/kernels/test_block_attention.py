@@ -96,14 +96,29 @@ def test_rows_of_a_larger_cache():
     lengths = jnp.asarray([5, 20])
     whole = attend(q, jnp.asarray(positions), k, v, entry, lengths, visible="causal")
     one = attend(
-        q[1:], jnp.asarray(positions[1:]), k[1:], v[1:], entry, lengths[1:], visible="causal", row=jnp.int32(1)
+        q[1:],
+        jnp.asarray(positions[1:]),
+        k[1:],
+        v[1:],
+        entry,
+        lengths[1:],
+        visible="causal",
+        row=jnp.int32(1),
     )
     np.testing.assert_allclose(one, whole[1:], atol=1e-6)
 
 
 def test_bfloat16_stays_close_to_float32():
     q, k, v, prefix_k, prefix_v, positions = case(4, [200], 4, 4, 2, 16, 256)
-    wide = attend(q, jnp.asarray(positions), k, v, KV(jnp.asarray(prefix_k), jnp.asarray(prefix_v)), jnp.asarray([200]), visible="full")
+    wide = attend(
+        q,
+        jnp.asarray(positions),
+        k,
+        v,
+        KV(jnp.asarray(prefix_k), jnp.asarray(prefix_v)),
+        jnp.asarray([200]),
+        visible="full",
+    )
     half = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, prefix_k, prefix_v)]
     got = attend(
         half[0], jnp.asarray(positions), *half[1:3], KV(*half[3:]), jnp.asarray([200]), visible="full"

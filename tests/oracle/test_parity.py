@@ -238,4 +238,6 @@ def test_default_taps_equal_the_official_rule():
 
     for depth in range(6, 80):
         for layers in (1, 2, 3, 5, 6, 8):
-            assert list(default_target_layer_ids(depth, layers)) == model.build_target_layer_ids(depth, layers)
+            assert list(default_target_layer_ids(depth, layers)) == model.build_target_layer_ids(
+                depth, layers
+            )

@@ -1,0 +1,129 @@
+"""Slots, admission, prompts in chunks, stop strings: the result of a request depends on nothing else."""
+
+import random
+
+import pytest
+
+from dflash_jax import Engine, Request, generate, replay, spec_generate
+from dflash_jax.infer.requests import RequestError
+from tests import tiny
+
+PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2], [9] * 20]
+
+
+def requests():
+    return [
+        Request(prompt, 6 + 5 * i, temperature=0.4 * i, top_k=3 * i, id=f"r{i}")
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def test_neighbours_order_and_allocation_do_not_matter(target, drafter):
+    alone = {}
+    engine = Engine(target, None, slots=1, max_length=64)
+    for request in requests():
+        alone[request.id] = engine.generate([request])[0].token_ids
+    for seed, (slots, max_length, steps) in enumerate([(3, 64, 4), (2, 200, 1)]):
+        engine = Engine(target, drafter, slots=slots, max_length=max_length, steps_per_visit=steps)
+        for _ in range(2):  # slots are reused
+            shuffled = requests()
+            random.Random(seed).shuffle(shuffled)
+            for request, done in zip(shuffled, engine.generate(shuffled), strict=True):
+                assert done.token_ids == alone[request.id]
+                assert done.finish_reason == "length"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_of_the_prompt_do_not_matter(target, drafter, chunk):
+    prompt = [(7 * i + 3) % 60 for i in range(41)]
+    expected = generate(target, prompt, max_new_tokens=20, max_length=64)
+    ours = spec_generate(target, drafter, prompt, max_new_tokens=20, max_length=64, prefill_chunk=chunk)
+    assert ours.tokens == expected.tokens
+    whole = spec_generate(target, drafter, prompt, max_new_tokens=20, max_length=64)
+    assert ours.acceptance_lengths == whole.acceptance_lengths  # the draft cache is the same, too
+
+
+def test_windowed_drafter_wraps_its_ring(target, tmp_path):
+    from dflash_jax import load_drafter
+
+    raw = tiny.drafter_config(
+        layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True
+    )
+    drafter = load_drafter(tiny.write_drafter(tmp_path, raw))
+    expected = generate(target, PROMPTS, max_new_tokens=30)
+    ours = [spec_generate(target, drafter, PROMPTS, max_new_tokens=30, prefill_chunk=c) for c in (4, 32)]
+    assert ours[0].tokens == ours[1].tokens == expected.tokens
+    assert ours[0].acceptance_lengths == ours[1].acceptance_lengths
+
+
+def test_host_side_stop_cuts_tokens_and_acceptance(target, drafter):
+    free = generate(target, PROMPTS[0], max_new_tokens=20, stop_token_ids=[]).tokens[0]
+    request = Request(PROMPTS[0], 20, find_stop=lambda tokens: 7 if len(tokens) >= 7 else None)
+    engine = Engine(target, drafter, max_length=64)
+    for _ in range(2):
+        done = engine.generate([request])[0]
+        assert done.token_ids == free[:7]
+        assert done.finish_reason == "stop"
+        assert 1 + sum(done.acceptance_lengths) == 7
+
+
+def test_stream_reports_progress_and_can_be_left(target, drafter):
+    engine = Engine(target, drafter, max_length=64, steps_per_visit=1, block_size=2)
+    seen = []
+    for _, completion in engine.stream([Request(PROMPTS[1], 20)]):
+        seen.append(len(completion.token_ids))
+        if len(seen) == 3:
+            break
+    assert seen == sorted(set(seen))
+    assert seen[0] == 1
+    assert (
+        engine.generate([Request(PROMPTS[0], 9)])[0].token_ids
+        == generate(target, PROMPTS[0], max_new_tokens=9, stop_token_ids=[]).tokens[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (Request([]), "empty_prompt"),
+        (Request([64]), "invalid_token"),
+        (Request([-1]), "invalid_token"),
+        (Request([1] * 32), "prompt_too_long"),
+        (Request([1], 0), "invalid_parameter"),
+        (Request([1], temperature=-1), "invalid_parameter"),
+        (Request([1], top_p=0), "invalid_parameter"),
+        (Request([1], seed=-1), "invalid_parameter"),
+        (Request([1], stop_token_ids=tuple(range(9))), "invalid_parameter"),
+    ],
+)
+def test_impossible_requests_are_refused_before_any_work(target, drafter, request_, code):
+    engine = Engine(target, drafter, max_length=32)
+    with pytest.raises(RequestError) as error:
+        engine.generate([Request([1], 2), request_])
+    assert error.value.code == code
+    assert engine.stats.steps == 0
+
+
+def test_impossible_engines_are_refused(target, drafter):
+    for arguments in ({"slots": 0}, {"max_length": 0}, {"block_size": 9}, {"block_size": 0}):
+        with pytest.raises(ValueError, match=next(iter(arguments))):
+            Engine(target, drafter, **arguments)
+
+
+def test_replay_tells_the_targets_choices_from_others(target, drafter):
+    for settings in ({}, {"temperature": 0.8, "top_k": 12, "top_p": 0.9}):
+        made = spec_generate(
+            target, drafter, PROMPTS, max_new_tokens=20, seed=3, stop_token_ids=[], **settings
+        )
+        for row, prompt in enumerate(PROMPTS):
+            clean = replay(
+                target, prompt, made.tokens[row], seed=3, request_id=str(row), chunk=16, **settings
+            )
+            assert clean.worst_gap < 1e-4
+            assert clean.mismatches == clean.near_ties
+        wrong = [*made.tokens[0][:5], (made.tokens[0][5] + 1) % 60, *made.tokens[0][6:]]
+        found = replay(target, PROMPTS[0], wrong, seed=3, request_id="0", chunk=16, **settings)
+        assert found.worst_gap > 1e-2
+        assert found.mismatches > found.near_ties
+    with pytest.raises(ValueError, match="empty"):
+        replay(target, [1], [])

@@ -1,0 +1,74 @@
+"""The benchmark's figures are complete and consistent; its datasets are formatted as the official ones."""
+
+import json
+
+import pytest
+
+from dflash_jax import benchmark, serve
+from dflash_jax.infer.datasets import SOURCES, load_dataset
+from tests import tiny
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "enable_compilation_cache", lambda: None)
+    tiny.write_target(tmp_path / "target", tiny.target_config())
+    tiny.write_tokenizer(tmp_path / "target")
+    tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config())
+    return ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter")]
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_figures(pair, tmp_path, capsys, temperature):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"turns": ["hello there"]}\n{"prompt": "and again"}\n{"question": "why?"}\n')
+    arguments = ["--dataset", str(data), "--max-new-tokens", "16", "--temperature", temperature]
+    assert benchmark.main([*pair, *arguments, "--json", str(tmp_path / "figures.json")]) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["equal_outputs"] == figures["samples"] == 3
+    speculative, plain = figures["speculative"], figures["autoregressive"]
+    assert speculative["tokens"] == plain["tokens"] == plain["steps"]
+    assert figures["tau"] == pytest.approx(speculative["tokens"] / speculative["steps"])
+    assert sum(k * n for k, n in enumerate(figures["acceptance_histogram"])) == speculative["tokens"]
+    assert figures["speedup"] == pytest.approx(speculative["tokens_per_second"] / plain["tokens_per_second"])
+    assert set(figures["step_seconds"]) == {"autoregressive", "speculative", "draft", "verify", "commit"}
+    assert all(value > 0 for value in figures["step_seconds"].values())
+    assert ("argmax_proposals" in figures) == (temperature == "1")
+    assert "speedup" in capsys.readouterr().out
+
+
+def test_official_needs_greedy_batch_one(pair, capsys):
+    assert benchmark.main([*pair, "--official", "--temperature", "1"]) == 2
+    assert "greedy" in capsys.readouterr().err
+
+
+def test_local_datasets_are_asked_by_their_name(tmp_path):
+    rows = [json.dumps({"question": f"q{i}"}) for i in range(30)]
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text("\n".join(rows))
+    everything = load_dataset(str(path))
+    assert len(everything) == 30
+    assert everything[0][0].endswith(
+        "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    )
+    assert load_dataset(str(path), 4) == everything[:4]  # the shuffle does not depend on the count
+    assert [turns[0][:3] for turns in everything] != [f"q{i}\n"[:3] for i in range(30)]
+    other = tmp_path / "mine.jsonl"
+    other.write_text('{"turns": ["one", "two"]}')
+    assert load_dataset(str(other)) == [["one", "two"]]
+
+
+def test_bad_datasets_are_named(tmp_path):
+    with pytest.raises(ValueError, match="gsm8k"):
+        load_dataset("gsm9k")
+    with pytest.raises(ValueError, match="does not exist"):
+        load_dataset(str(tmp_path / "gone.jsonl"))
+    path = tmp_path / "bad.jsonl"
+    for text in ("{", "[]", '{"answer": 3}', '{"turns": []}', '{"turns": [3]}'):
+        path.write_text('{"prompt": "fine"}\n' + text)
+        with pytest.raises(ValueError, match="line 2"):
+            load_dataset(str(path))
+    path.write_text("")
+    with pytest.raises(ValueError, match="no rows"):
+        load_dataset(str(path))
+    assert {"gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench"} == set(SOURCES)

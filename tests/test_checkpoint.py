@@ -1,0 +1,171 @@
+"""Files on disk: every form loads, every defect is named."""
+
+import json
+import tracemalloc
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dflash_jax import checkpoint, load_drafter, load_target
+from dflash_jax.config import drafter_config
+from dflash_jax.drafter import tensors as drafter_tensors
+from dflash_jax.models import qwen3, target_config
+from tests import tiny
+
+RAW = tiny.target_config(attention_bias=True)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tiny.write_target(tmp_path, RAW)
+
+
+def split(directory):
+    """Rewrites a checkpoint as two shards with an index."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, members in shards.items():
+        save_file({name: tensors[name] for name in members}, directory / file)
+    index = {"weight_map": {name: file for file, members in shards.items() for name in members}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_sharded_and_single_files_load_alike(directory):
+    single = load_target(directory)
+    split(directory)
+    assert jax.tree.all(jax.tree.map(np.array_equal, single.params, load_target(directory).params))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_stored_and_requested_dtypes(directory, dtype):
+    path = directory / "model.safetensors"
+    wide = load_file(path)
+    save_file({name: x.astype(dtype) for name, x in wide.items()}, path)
+    params = load_target(directory, dtype="float32").params
+    np.testing.assert_array_equal(
+        params["embed_tokens"], wide["model.embed_tokens.weight"].astype(dtype).astype(np.float32)
+    )
+    assert load_target(directory, dtype="bfloat16").params["embed_tokens"].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["target", "drafter"])
+def test_saving_gives_back_every_tensor(kind, tmp_path):
+    if kind == "target":
+        tiny.write_target(tmp_path / "in", RAW)
+        params, table = load_target(tmp_path / "in").params, qwen3.tensors(target_config(RAW))
+        raw = RAW
+    else:
+        raw = tiny.drafter_config(attention_bias=True)
+        tiny.write_drafter(tmp_path / "in", raw)
+        params, table = load_drafter(tmp_path / "in").params, drafter_tensors(drafter_config(raw))
+    checkpoint.save(tmp_path / "out", params, table, raw)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
+    assert set(before) == set(after)
+    for name in before:
+        np.testing.assert_array_equal(before[name], after[name])
+    if kind == "drafter":
+        assert len(after) == 2 * 11 + 3 + 2 * 4  # method 7.3, and four biases a layer
+
+
+def test_all_defects_come_in_one_error(directory):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    tensors["model.extra"] = np.zeros(3, np.float32)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:5]
+    tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(16, np.int32)
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match="missing model.norm.weight") as error:
+        load_target(directory)
+    message = str(error.value)
+    for part in ("unexpected model.extra", f"{name} must have shape [48, 32], got [5, 32]", "got I32"):
+        assert part in message
+
+
+def test_a_tied_target_may_carry_its_head(directory):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, path)
+    load_target(directory)
+
+
+def test_broken_files_are_named(directory, tmp_path):
+    path = directory / "model.safetensors"
+    whole = path.read_bytes()
+    for broken in (whole[: len(whole) // 2], whole[:5], b"", b"x" * 100):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match="model.safetensors is no complete safetensors file"):
+            load_target(directory)
+    path.unlink()
+    with pytest.raises(ValueError, match="found neither"):
+        load_target(directory)
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(ValueError, match="gone.safetensors"):
+        load_target(directory)
+    (directory / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json must be JSON"):
+        load_target(directory)
+    (directory / "config.json").unlink()
+    with pytest.raises(ValueError, match="found none"):
+        load_target(directory)
+    with pytest.raises(ValueError, match="directory or a hub id"):
+        load_target(tmp_path / "nowhere" / "at all")
+    with pytest.raises(ValueError, match="could not be fetched from the hub"):
+        load_target("nobody/nothing")
+
+
+def test_published_aliases_of_drafter_names(tmp_path):
+    raw = tiny.drafter_config(num_hidden_layers=1)
+    tiny.write_drafter(tmp_path, raw)
+    plain = load_drafter(tmp_path).params
+    path = tmp_path / "model.safetensors"
+    aliases = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc.", "layers.0.": "midlayer."}
+
+    def alias(name):
+        return next(
+            (new + name.removeprefix(old) for old, new in aliases.items() if name.startswith(old)), name
+        )
+
+    save_file({alias(name): x for name, x in load_file(path).items()}, path)
+    assert jax.tree.all(jax.tree.map(np.array_equal, plain, load_drafter(tmp_path).params))
+
+
+def test_extra_mechanisms_are_refused_not_dropped(tmp_path):
+    tiny.write_drafter(tmp_path, tiny.drafter_config())
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"layers.0.self_attn.g_proj.weight": np.zeros((4, 32), np.float32)}, path)
+    with pytest.raises(ValueError, match="unexpected layers.0.self_attn.g_proj"):
+        load_drafter(tmp_path)
+
+
+def test_nothing_is_held_twice(tmp_path):
+    """On CPU a device array may be the very host buffer it came from, so the weights may count once."""
+    raw = tiny.target_config(hidden_size=256, intermediate_size=256, num_hidden_layers=12)
+    tiny.write_target(tmp_path, raw)
+    load_target(tmp_path)  # imports and caches
+    tracemalloc.start()
+    target = load_target(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    sizes = [x.nbytes for x in jax.tree.leaves(target.params)]
+    assert sum(sizes) > 10 * max(sizes)
+    assert peak < sum(sizes) + 2 * max(sizes) + 300_000
+
+
+def test_every_table_covers_every_parameter_once():
+    for table in (
+        qwen3.tensors(target_config(tiny.target_config(tie_word_embeddings=False))),
+        drafter_tensors(drafter_config(tiny.drafter_config(attention_bias=True))),
+    ):
+        for leaf in table.values():
+            covered = np.zeros(leaf.shape, int)
+            for part in leaf.parts:
+                covered[part.index] += 1
+            assert (covered == 1).all()

@@ -1,0 +1,164 @@
+"""What a `config.json` means, and what is refused."""
+
+import pytest
+
+from dflash_jax.config import LayerConfig, drafter_config
+from dflash_jax.models import target_config
+from tests import tiny
+
+
+def drafter(**changes):
+    return drafter_config(tiny.drafter_config(**changes))
+
+
+def test_target_fields():
+    config = target_config(tiny.target_config(eos_token_id=[1, 2], rope_theta=5e5))
+    assert (config.num_hidden_layers, config.head_dim, config.rope.theta) == (4, 16, 5e5)
+    assert config.eos_token_ids == (1, 2)
+    assert set(config.layers) == {LayerConfig(None, True)}
+    assert hash(config) == hash(target_config(tiny.target_config(eos_token_id=[1, 2], rope_theta=5e5)))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "gpt2"}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"num_experts": 8}, "num_experts"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position_embeddings"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "banana": 1}}, "banana"),
+        ({"rope_theta": None}, "rope_theta"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "twice"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial"),
+        ({"num_key_value_heads": 3}, "multiple"),
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"head_dim": 15}, "even"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
+        ({"layer_types": ["sliding_attention"] * 4}, "sliding"),
+    ],
+)
+def test_unsupported_targets_are_refused_by_name(change, named):
+    with pytest.raises(ValueError, match=named):
+        target_config(tiny.target_config(**change))
+
+
+def test_inert_and_switched_off_fields_pass():
+    target_config(
+        tiny.target_config(use_cache=True, initializer_range=0.02, num_experts=0, some_new_flag=False)
+    )
+
+
+def test_window_of_old_targets_starts_at_max_window_layers():
+    config = target_config(tiny.target_config(use_sliding_window=True, sliding_window=8, max_window_layers=3))
+    assert [layer.window for layer in config.layers] == [None, None, None, 8]
+
+
+def test_drafter_fields_in_their_places():
+    nested = drafter(dflash_config={"block_size": 8})
+    assert nested == drafter()
+    moved = tiny.drafter_config(dflash_config={"block_size": 8})
+    del moved["block_size"]
+    moved["rope_parameters"] = {"rope_theta": moved.pop("rope_theta"), "rope_type": "default"}
+    moved["num_target_layers"] = None
+    moved["dflash_config"]["num_target_layers"] = 4
+    assert drafter_config(moved) == nested
+    top = tiny.drafter_config()
+    top.update(top.pop("dflash_config"))
+    assert drafter_config(top) == nested
+    auxiliary = tiny.drafter_config()
+    auxiliary["dflash_config"] = {"mask_token_id": tiny.MASK}
+    auxiliary["aux_hidden_state_layer_ids"] = [1, 3]
+    assert drafter_config(auxiliary) == nested
+
+
+def test_taps_default_to_the_rule():
+    raw = tiny.drafter_config(num_target_layers=36, num_hidden_layers=5)
+    del raw["dflash_config"]["target_layer_ids"]
+    assert drafter_config(raw).target_layer_ids == (1, 9, 17, 25, 33)
+
+
+@pytest.mark.filterwarnings("ignore:config.json marks sliding layers")
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, [LayerConfig(None, False)] * 2),
+        ({"is_causal": True}, [LayerConfig(None, True)] * 2),
+        ({"dflash_config": {"causal": True}}, [LayerConfig(None, True)] * 2),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7},
+            [LayerConfig(7, True), LayerConfig(None, False)],
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7, "is_causal": False},
+            [LayerConfig(7, False)] * 2,
+        ),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 9}}, [LayerConfig(9, True)] * 2),
+        (
+            {"dflash_config": {"use_swa": True, "swa_window_size": 9}, "sliding_window_non_causal": True},
+            [LayerConfig(9, False)] * 2,
+        ),
+    ],
+)
+def test_window_and_causality_of_every_layer(change, expected):
+    assert list(drafter(**change).layers) == expected
+
+
+def test_a_window_that_hugging_face_would_drop_is_kept_with_a_warning():
+    with pytest.warns(UserWarning, match="keeping window 7"):
+        config = drafter(layer_types=["sliding_attention"] * 2, sliding_window=7, use_sliding_window=False)
+    assert config.layers[0].window == 7
+
+
+def test_slot_conventions():
+    assert drafter().proposals(8) == 7
+    assert drafter(sample_from_anchor=True).proposals(8) == 8
+    assert drafter(architectures=["Qwen3DSparkModel"]).proposals(7) == 7
+    assert drafter(architectures=["Qwen3DSparkModel"], sample_from_anchor=False).proposals(7) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),
+        ({"dflash_config": {"selector_rank": 256}}, "DFlash 2"),
+        ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, "DSpark"),
+        ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
+        ({"architectures": ["MiMoDFlash"]}, "MiMo"),
+        ({"dflash_config": {"attention_sink_bias": True}}, "MiMo"),
+        ({"architectures": ["LagunaDFlash"]}, "Laguna"),
+        ({"has_embed_tokens": True}, "Nemotron"),
+        ({"draft_vocab_size": 32}, "reduced vocabulary"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"dflash_config": {"colour": 1}}, "colour"),
+        ({"surprise": 3}, "surprise"),
+        ({"dflash_config": {"block_size": 9}}, "contradicts"),
+        ({"dflash_config": {"mask_token_id": 64}}, "mask_token_id"),
+        ({"eos_token_id": tiny.MASK}, "pad or end"),
+        ({"dflash_config": {"target_layer_ids": [1, 3]}}, "0..2"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
+        ({"block_size": 0}, "block_size"),
+        ({"rope_theta": None}, "rope_theta"),
+        ({"is_neox_style": False}, "interleaved"),
+    ],
+)
+def test_unsupported_drafters_are_refused_by_name(change, named):
+    with pytest.raises(ValueError, match=named):
+        drafter(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "numbers"),
+    [
+        ({"hidden_size": 48}, "48.*32"),
+        ({"vocab_size": 80}, "80.*64"),
+        ({"num_target_layers": 6}, "6.*4"),
+        ({"num_target_layers": None, "dflash_config": {"target_layer_ids": [1, 3]}}, "3.*2"),
+    ],
+)
+def test_wrong_pairs_are_refused_with_both_numbers(change, numbers):
+    with pytest.raises(ValueError, match=numbers):
+        drafter(**change).check_pair(target_config(tiny.target_config()))

@@ -1,0 +1,58 @@
+"""The package list in `pyproject.toml` is the tree; an installed wheel works from anywhere."""
+
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("kernels", "infer", "train")
+
+
+def test_package_list_is_the_tree():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = set()
+    for top in ("dflash_jax", *PARTS):
+        for file in (ROOT / top).rglob("*.py"):
+            parts = file.parent.relative_to(ROOT).parts
+            if not (parts[0] == "dflash_jax" and parts[1:2] and parts[1] in PARTS):
+                found.add(".".join(parts if parts[0] == "dflash_jax" else ("dflash_jax", *parts)))
+    assert set(listed) == found
+
+
+def test_links_and_no_stray_top_level_packages():
+    for part in PARTS:
+        link = ROOT / "dflash_jax" / part
+        assert link.is_symlink()
+        assert str(link.readlink()) == f"../{part}"
+        assert not (ROOT / part / "__init__.py").exists()  # would shadow other people's packages
+
+
+def test_public_names_are_few_and_exist():
+    import dflash_jax
+
+    assert len(dflash_jax.__all__) <= 12
+    for name in dflash_jax.__all__:
+        assert getattr(dflash_jax, name) is not None
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = dflash_jax.nonsense
+
+
+@pytest.mark.slow
+def test_wheel_installs_and_imports_elsewhere(tmp_path):
+    run = lambda *command, **options: subprocess.run(
+        command, check=True, capture_output=True, text=True, **options
+    )  # noqa: E731
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT))
+    wheel = next(tmp_path.glob("*.whl"))
+    names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"dflash_jax"}
+    venv.create(tmp_path / "env", with_pip=True, system_site_packages=False)
+    python = str(tmp_path / "env" / "bin" / "python")
+    run(python, "-m", "pip", "install", "--no-deps", str(wheel))
+    code = "import importlib.util as u; assert u.find_spec('dflash_jax.infer.engine'); import dflash_jax; print(dflash_jax.__file__)"
+    assert str(tmp_path) in run(python, "-c", code, cwd=tmp_path).stdout

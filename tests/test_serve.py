@@ -1,0 +1,186 @@
+"""The command line, run as a user would, on a tiny pair with a tiny tokenizer."""
+
+import json
+
+import pytest
+
+from dflash_jax import generate, load_target, serve
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("served")
+    tiny.write_target(directory / "target", tiny.target_config())
+    tiny.write_tokenizer(directory / "target")
+    tiny.write_drafter(directory / "drafter", tiny.drafter_config())
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def no_persistent_cache(monkeypatch):
+    monkeypatch.setattr(serve, "enable_compilation_cache", lambda: None)
+
+
+def run(pair, tmp_path, lines, *arguments, drafter="drafter"):
+    """Exit status, output records and summary."""
+    source, output, summary = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "summary.json"))
+    source.write_bytes(
+        b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+    )
+    status = serve.main(
+        ["--target", str(pair / "target"), "--drafter", str(pair / drafter), "--input", str(source)]
+        + ["--output", str(output), "--summary", str(summary), "--max-new-tokens", "12", *arguments]
+    )
+    records = [json.loads(line) for line in output.read_text().splitlines()] if status < 2 else []
+    return status, records, json.loads(summary.read_text()) if status < 2 else None
+
+
+def test_every_line_form_is_answered_and_every_bad_line_reported(pair, tmp_path):
+    lines = [
+        {"id": "p", "prompt": "hello there"},
+        {"prompt_token_ids": [1, 2, 3], "max_new_tokens": 5, "temperature": 0.8, "seed": 3},
+        {"id": 7, "messages": [{"role": "user", "content": "abc"}]},
+        {"id": "t", "turns": ["first", "second"]},
+        b"{broken",
+        b"[1, 2]",
+        b'{"id": "utf", "prompt": "\xff\xfe"}',
+        b"[" * 100_000,
+        {"id": "none"},
+        {"id": "both", "prompt": "a", "turns": ["b"]},
+        {"id": "type", "prompt": 3},
+        {"id": "empty", "prompt": ""},
+        {"id": "vocab", "prompt_token_ids": [64]},
+        {"id": "bool", "prompt_token_ids": [True]},
+        {"id": "temp", "prompt": "a", "temperature": -1},
+        {"id": "nan", "prompt": "a", "temperature": float("nan")},
+        {"id": "topp", "prompt": "a", "top_p": 0},
+        {"id": "topk", "prompt": "a", "top_k": "3"},
+        {"id": "huge", "prompt": "a", "top_k": 10**30},
+        {"id": "seed", "prompt": "a", "seed": -1},
+        {"id": "long", "prompt": "a" * 500},
+        {"id": "stop", "prompt": "a", "stop": [""]},
+        {"id": "role", "messages": [{"role": "user"}]},
+        {"id": "surrogate", "prompt": "\ud800"},
+        {"id": [1], "prompt": "a"},
+        b"",
+    ]
+    status, records, summary = run(
+        pair, tmp_path, lines, "--ordered", "--batch-size", "2", "--max-length", "64"
+    )
+    assert status == 1
+    assert [record["index"] for record in records] == list(range(25))
+    good, bad = records[:4], records[4:]
+    assert [record["id"] for record in good] == ["p", "1", 7, "t"]
+    for record in good:
+        assert record["finish_reason"] in ("stop", "length")
+        assert record["usage"]["completion_tokens"] == len(record["token_ids"])
+        lengths = record["speculation"]["acceptance_lengths"]
+        assert 1 + sum(lengths) == len(record["token_ids"])
+        assert record["speculation"]["steps"] == len(lengths)
+    assert len(good[1]["token_ids"]) <= 5
+    codes = [record["error"]["code"] for record in bad]
+    assert codes[:4] == ["invalid_json"] * 4
+    assert codes[4:7] == ["invalid_request"] * 3
+    assert codes[7:10] == ["empty_prompt", "invalid_token", "invalid_request"]
+    assert codes[10:16] == ["invalid_parameter"] * 6
+    assert codes[16:] == [
+        "prompt_too_long",
+        "invalid_parameter",
+        "invalid_messages",
+        "invalid_request",
+        "invalid_request",
+    ]
+    assert (summary["requests"], summary["failed"]) == (25, 21)
+    assert summary["tokens"] == sum(len(record["token_ids"]) for record in good)
+    assert sum(summary["acceptance_histogram"]) == summary["steps"]
+    assert len(summary["acceptance_per_position"]) == 7
+
+
+def test_answers_are_those_of_the_library_and_of_no_speculation(pair, tmp_path):
+    lines = [{"id": str(i), "prompt_token_ids": [i + 1, 5, 9]} for i in range(3)]
+    status, records, summary = run(pair, tmp_path, lines, "--ordered")
+    assert status == 0
+    expected = generate(load_target(pair / "target"), [[i + 1, 5, 9] for i in range(3)], max_new_tokens=12)
+    assert [record["token_ids"] for record in records] == expected.tokens
+    status, plain, _ = run(pair, tmp_path, lines, "--ordered", "--no-speculation")
+    assert [record["token_ids"] for record in plain] == expected.tokens
+    assert plain[0]["speculation"] == {"steps": 0, "acceptance_lengths": [], "tau": None}
+    assert summary["tau"] >= 1
+
+
+def test_stop_strings_cut_the_text(pair, tmp_path):
+    line = {"id": "a", "prompt": "hello there", "max_new_tokens": 30}
+    text = run(pair, tmp_path, [line])[1][0]["text"]
+    stop = text[4:6]
+    record = run(pair, tmp_path, [line | {"stop": stop}])[1][0]
+    assert record["text"] == text[: text.index(stop)]
+    assert record["finish_reason"] == "stop"
+    assert 1 + sum(record["speculation"]["acceptance_lengths"]) == len(record["token_ids"])
+
+
+def test_one_prompt_streams_to_the_terminal(pair, capsys):
+    arguments = [
+        "--target",
+        str(pair / "target"),
+        "--drafter",
+        str(pair / "drafter"),
+        "--max-new-tokens",
+        "9",
+    ]
+    assert serve.main([*arguments, "--prompt", "hello"]) == 0
+    out = capsys.readouterr()
+    assert len(out.out.rstrip("\n")) > 0
+    assert "tau" in out.err
+
+
+def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
+    target, drafter = str(pair / "target"), str(pair / "drafter")
+    source, output = tmp_path / "in.jsonl", str(tmp_path / "out.jsonl")
+    source.write_text('{"prompt": "a"}\n')
+    models = ["--target", target, "--drafter", drafter]
+    job = ["--input", str(source), "--output", output]
+    cases = {
+        "No such file": [*models, "--input", str(tmp_path / "gone"), "--output", output],
+        "needs --output": [*models, "--input", str(source)],
+        "Is a directory": [*models, "--input", str(source), "--output", str(tmp_path)],
+        "is the input": [*models, "--input", str(source), "--output", str(source)],
+        "drafter is needed": ["--target", target, *job],
+        "block_size must lie in 1..8": [*models, *job, "--block-size", "9"],
+        "top_p must lie in": [*models, *job, "--top-p", "2"],
+        "temperature must be": [*models, *job, "--temperature", "-1"],
+        "max-new-tokens": [*models, *job, "--max-new-tokens", "0"],
+        "slots must be": [*models, *job, "--batch-size", "0"],
+        "max_length must be": [*models, *job, "--max-length", "-1"],
+        "dtype must be": [*models, *job, "--dtype", "int8"],
+        "drafter must be a checkpoint directory": ["--target", target, "--drafter", "/no/where", *job],
+        "model_type": ["--target", target, "--drafter", drafter, *job],
+    }
+    del cases["model_type"]
+    for message, arguments in cases.items():
+        assert serve.main(arguments) == 2, message
+        assert message in capsys.readouterr().err
+    source.write_text('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}\n')
+    assert serve.main([*models, *job]) == 2
+    assert "unique" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as error:
+        serve.main(["--target", target])
+    assert error.value.code == 2
+
+
+def test_a_drafter_of_another_target_is_refused(pair, tmp_path, capsys):
+    tiny.write_drafter(tmp_path / "other", tiny.drafter_config(vocab_size=80))
+    status, _, _ = run(pair, tmp_path, [{"prompt": "a"}], drafter=str(tmp_path / "other"))
+    assert status == 2
+    assert "vocabulary size 80 (target: 64)" in capsys.readouterr().err
+
+
+def test_help_needs_no_jax():
+    import subprocess
+    import sys
+
+    code = "import sys; from dflash_jax import serve, benchmark; serve.build_parser(); print('jax' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "False\n"
+    )
