@@ -21,9 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
         default="gsm8k",
         help="gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl",
     )
-    parser.add_argument(
-        "--max-samples", type=int, default=24, help="prompts, after the official shuffle (default 24)"
-    )
+    parser.add_argument("--max-samples", type=int, default=24, help="prompts, after the official shuffle (default 24)")
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument("--seed", type=int, default=0, help="sampling noise (default 0)")
     parser.add_argument(
@@ -62,9 +60,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from dflash_jax.infer.measure import compare, step_seconds
 
     prompts = [
-        text.encode_chat([{"role": "user", "content": turns[0]}])
-        if text.has_chat_template
-        else text.encode(turns[0])
+        text.encode_chat([{"role": "user", "content": turns[0]}]) if text.has_chat_template else text.encode(turns[0])
         for turns in samples
     ]
     from dataclasses import replace

@@ -34,9 +34,7 @@ class KV:
     v: Float[Array, "R K S H"]
     ring: bool = struct.field(pytree_node=False, default=False)
 
-    def write(
-        self, block: Block, lengths: Int[Array, " B"], kept: Int[Array, " B"], row: Int[Array, ""] | int
-    ) -> "KV":
+    def write(self, block: Block, lengths: Int[Array, " B"], kept: Int[Array, " B"], row: Int[Array, ""] | int) -> "KV":
         """Writes the first `kept` block positions behind `lengths`; what does not fit is dropped."""
         S, T = self.k.shape[2], block.k.shape[2]
         j = jnp.arange(T)[None]

@@ -134,7 +134,7 @@ class Reader:
         self._tensors = {
             rename(name): (handle, name, path)
             for path, handle in self._files.items()
-            for name in handle.keys()
+            for name in handle.keys()  # noqa: SIM118 (no dict)
         }
 
     def _paths(self) -> list[Path]:
@@ -148,9 +148,7 @@ class Reader:
             raise ValueError(f"{index} must have a weight_map")
         paths = [self.directory / name for name in sorted(set(files.values()))]
         if absent := [path.name for path in paths if not path.is_file()]:
-            raise ValueError(
-                f"{index} names files that are missing: {', '.join(absent)}; download them again"
-            )
+            raise ValueError(f"{index} names files that are missing: {', '.join(absent)}; download them again")
         return paths
 
     def names(self) -> set[str]:
@@ -198,9 +196,7 @@ def _check(reader: Reader, table: Table, ignored: tuple[str, ...]) -> None:
     wanted = {part.name: leaf.part_shape(part) for leaf in table.values() for part in leaf.parts}
     names = reader.names()
     problems = [f"missing {name} {list(shape)}" for name, shape in wanted.items() if name not in names]
-    problems += [
-        f"unexpected {name}" for name in sorted(names - set(wanted)) if not name.endswith(ignored or ("\0",))
-    ]
+    problems += [f"unexpected {name}" for name in sorted(names - set(wanted)) if not name.endswith(ignored or ("\0",))]
     for name in sorted(names & set(wanted)):
         if reader.shape(name) != wanted[name]:
             problems.append(f"{name} must have shape {list(wanted[name])}, got {list(reader.shape(name))}")
@@ -221,9 +217,7 @@ def save(directory: str | Path, params: Mapping[str, Any], table: Table, config:
     """Writes `config.json` and `model.safetensors` with the checkpoint's own tensor names and layout."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    flat = {
-        "/".join(k.key for k in path): x for path, x in jax.tree_util.tree_flatten_with_path(dict(params))[0]
-    }
+    flat = {"/".join(k.key for k in path): x for path, x in jax.tree_util.tree_flatten_with_path(dict(params))[0]}
     if set(flat) != set(table):
         raise ValueError(f"parameters and table differ in {sorted(set(flat) ^ set(table))}")
     tensors = {}

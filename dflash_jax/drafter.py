@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 from dflash_jax import cache as caches
 from dflash_jax import checkpoint
 from dflash_jax.cache import Block, Cache
-from dflash_jax.config import DrafterConfig, drafter_config, read_json
+from dflash_jax.config import read_json
+from dflash_jax.drafter_config import DrafterConfig, drafter_config
 from dflash_jax.models.layers import (
     DecoderLayer,
     Linear,
@@ -79,9 +80,7 @@ class Model(nn.Module):
         layers = jnp.split(kv, len(self.layers), axis=-1)
         return tuple(Block(*self._heads(kv, self.k_norm[i], rope)) for i, kv in enumerate(layers))
 
-    def _heads(
-        self, kv: Float[Array, "B T M"], weight: Float[Array, " H"], rope: Rope
-    ) -> tuple[Array, Array]:
+    def _heads(self, kv: Float[Array, "B T M"], weight: Float[Array, " H"], rope: Rope) -> tuple[Array, Array]:
         B, T, K, H = *kv.shape[:2], self.config.num_key_value_heads, self.config.head_dim
         k, v = jnp.split(kv.reshape(B, T, 2 * K, H), 2, axis=2)
         k = rotate(rms_norm(k, weight, self.config.rms_norm_eps), rope)
@@ -103,9 +102,7 @@ class Drafter:
         """An empty cache; windowed layers hold no more than their window."""
         return caches.init_cache(self.config, rows, slots, self.dtype)
 
-    def forward(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], cache: Cache
-    ) -> Float[Array, "B T D"]:
+    def forward(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], cache: Cache) -> Float[Array, "B T D"]:
         """Denoises embedded block slots against the committed context; reads the cache only."""
         at = Pass(positions, self._rope(positions), None, cache.lengths, jnp.int32(0))
         return self._apply("forward", x, at, cache)[0]
@@ -162,9 +159,7 @@ def load_drafter(source: str | Path, *, dtype: str | None = None) -> Drafter:
     config = dataclasses.replace(
         config, own_embedding="embed_tokens.weight" in names, own_head="lm_head.weight" in names
     )
-    return Drafter(
-        checkpoint.load(reader, tensors(config), array_type, ignored=("rotary_emb.inv_freq",)), config
-    )
+    return Drafter(checkpoint.load(reader, tensors(config), array_type, ignored=("rotary_emb.inv_freq",)), config)
 
 
 def _canonical_name(name: str) -> str:

@@ -71,15 +71,11 @@ def gumbel_noise(sampling: Sampling, positions: Int[Array, "B T"], vocab_size: i
     return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: jnp.zeros(shape, jnp.float32))
 
 
-def select(
-    logits: Float[Array, "B T V"], noise: Float[Array, "B T V"], sampling: Sampling
-) -> Int[Array, "B T"]:
+def select(logits: Float[Array, "B T V"], noise: Float[Array, "B T V"], sampling: Sampling) -> Int[Array, "B T"]:
     """The token of every position under each row's settings; ties go to the lowest id."""
 
     sampled = jnp.any(sampling.temperature > 0)
-    return first_argmax(
-        jax.lax.cond(sampled, lambda: perturbed_scores(logits, noise, sampling), lambda: logits)
-    )
+    return first_argmax(jax.lax.cond(sampled, lambda: perturbed_scores(logits, noise, sampling), lambda: logits))
 
 
 def first_argmax(scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
@@ -87,9 +83,7 @@ def first_argmax(scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
     index = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]
     best = jnp.max(scores, axis=-1, keepdims=True)
     # A row of NaN equals nothing; the clamp keeps its token inside the vocabulary.
-    return jnp.minimum(
-        jnp.min(jnp.where(scores == best, index, scores.shape[-1]), axis=-1), scores.shape[-1] - 1
-    )
+    return jnp.minimum(jnp.min(jnp.where(scores == best, index, scores.shape[-1]), axis=-1), scores.shape[-1] - 1)
 
 
 def perturbed_scores(

@@ -27,18 +27,12 @@ def build_parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--input", metavar="FILE.jsonl", help="prompts, one JSON object a line")
     what.add_argument("--prompt", metavar="TEXT", help="stream the answer to one prompt to the terminal")
-    parser.add_argument(
-        "--output", metavar="FILE.jsonl", help="answers, written as requests finish (needs --input)"
-    )
-    parser.add_argument(
-        "--summary", metavar="FILE.json", help="write totals, tau and the acceptance histogram"
-    )
+    parser.add_argument("--output", metavar="FILE.jsonl", help="answers, written as requests finish (needs --input)")
+    parser.add_argument("--summary", metavar="FILE.json", help="write totals, tau and the acceptance histogram")
     parser.add_argument("--ordered", action="store_true", help="rewrite the output in input order at the end")
     add_model_arguments(parser)
     add_generation_arguments(parser)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="noise of lines without a seed of their own (default 0)"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="noise of lines without a seed of their own (default 0)")
     parser.add_argument(
         "--max-length",
         type=int,
@@ -50,9 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of every command that loads a pair."""
-    parser.add_argument(
-        "--target", required=True, metavar="DIR|ID", help="target checkpoint: directory or hub id"
-    )
+    parser.add_argument("--target", required=True, metavar="DIR|ID", help="target checkpoint: directory or hub id")
     parser.add_argument("--drafter", metavar="DIR|ID", help="its DFlash drafter")
     parser.add_argument(
         "--dtype", default="auto", help="float32, bfloat16, float16; auto: float32 on CPU, else bfloat16"
@@ -65,9 +57,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="in (0, 1]; 1 keeps every token (default)")
     parser.add_argument("--top-k", type=int, default=0, help="0 keeps every token (default)")
-    parser.add_argument(
-        "--block-size", type=int, help="draft slots per step, up to the checkpoint's (default)"
-    )
+    parser.add_argument("--block-size", type=int, help="draft slots per step, up to the checkpoint's (default)")
     parser.add_argument("--batch-size", type=int, default=1, help="rows decoded together (default 1)")
     parser.add_argument(
         "--proposals",

@@ -113,9 +113,7 @@ def speculative_step(
     tokens = select(logits, noise, state.sampling)
     count, remaining = accept(tokens, proposals, state.remaining, state.stop_tokens)
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    state = commit(state, verified, count).replace(
-        anchor=jnp.where(count > 0, last, state.anchor), remaining=remaining
-    )
+    state = commit(state, verified, count).replace(anchor=jnp.where(count > 0, last, state.anchor), remaining=remaining)
     return state, Committed(tokens, count)
 
 
@@ -151,9 +149,7 @@ def drafting(target: Target, drafter: Drafter, block_size: int, proposals: Propo
         if proposals == "argmax":
             return first_argmax(logits)
         if proposals == "independent":
-            own = state.sampling.replace(
-                key=jax.vmap(lambda k: jax.random.fold_in(k, 2**31))(state.sampling.key)
-            )
+            own = state.sampling.replace(key=jax.vmap(lambda k: jax.random.fold_in(k, 2**31))(state.sampling.key))
             positions = state.target_cache.lengths[:, None] + 1 + jnp.arange(logits.shape[1])[None]
             noise = gumbel_noise(own, positions, logits.shape[-1])
         return select(logits, noise, state.sampling)
@@ -192,13 +188,11 @@ def chain_step(
     """`speculative_step` of a target and a drafter; without a drafter, one autoregressive token."""
     vocab_size = target.config.vocab_size
     if drafter is None:
-        nothing = lambda state, noise: jnp.zeros((state.anchor.shape[0], 0), jnp.int32)  # noqa: E731
+        nothing = lambda state, noise: jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
         return partial(speculative_step, nothing, verifying(target, None), committing(None), vocab_size, 1)
     width = drafter.config.proposals(block_size) + 1
     draft = drafting(target, drafter, block_size, proposals)
-    return partial(
-        speculative_step, draft, verifying(target, drafter), committing(drafter), vocab_size, width
-    )
+    return partial(speculative_step, draft, verifying(target, drafter), committing(drafter), vocab_size, width)
 
 
 def run(
@@ -312,9 +306,7 @@ def prefill(
     if drafter is not None:
         cache = state.draft_cache.replace(lengths=lengths)
         state = state.replace(draft_cache=commit(cache, drafter.context(features, positions), kept, row=row))
-    sampling = Sampling(
-        *(x[None] for x in (settings.temperature, settings.top_k, settings.top_p, settings.key))
-    )
+    sampling = Sampling(*(x[None] for x in (settings.temperature, settings.top_k, settings.top_p, settings.key)))
     logits = target.unembed(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
     noise = gumbel_noise(sampling, (start + count)[None, None], target.config.vocab_size)
     token = select(logits, noise, sampling)[0, 0]

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _MATH = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-_CODE = (
-    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
-)
+_CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 
 
 class Source(NamedTuple):
@@ -50,9 +48,7 @@ def load_dataset(name: str, max_samples: int | None = None) -> list[list[str]]:
     elif name in SOURCES:
         rows = _from_hub(SOURCES[name])
     else:
-        raise ValueError(
-            f"dataset must be a path ending in .jsonl or one of {', '.join(SOURCES)}; got {name!r}"
-        )
+        raise ValueError(f"dataset must be a path ending in .jsonl or one of {', '.join(SOURCES)}; got {name!r}")
     if not rows:
         raise ValueError(f"dataset {name} has no rows")
     random.Random(42).shuffle(rows)
@@ -95,9 +91,7 @@ def _asker(source: Source) -> Callable[[Mapping[str, Any]], list[str]]:
     def ask(row: Mapping[str, Any]) -> list[str]:
         turns = row.get("turns")
         if turns is None:
-            turns = next(
-                (row[name] for name in (source.field, "question", "problem", "prompt") if name in row), []
-            )
+            turns = next((row[name] for name in (source.field, "question", "problem", "prompt") if name in row), [])
         turns = [turns] if isinstance(turns, str) else list(turns)
         if not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError("no question found")

@@ -46,9 +46,7 @@ def read_lines(stream: IO[bytes], text: Text, defaults: Request) -> list[Line]:
     Raises:
         ValueError: two lines with the same id.
     """
-    lines = [
-        parse_line(raw, i, text, defaults) for i, raw in enumerate(line for line in stream if line.strip())
-    ]
+    lines = [parse_line(raw, i, text, defaults) for i, raw in enumerate(line for line in stream if line.strip())]
     repeated = [key for key, count in Counter(json.dumps(line.id) for line in lines).items() if count > 1]
     if repeated:
         raise ValueError(f"ids must be unique, but these appear more than once: {', '.join(repeated[:5])}")
@@ -81,9 +79,7 @@ def _parse_json(raw: bytes) -> Mapping[str, Any]:
     try:
         row = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise RequestError(
-            "invalid_json", f"the line must be a JSON object in UTF-8: {error!s:.200}"
-        ) from error
+        raise RequestError("invalid_json", f"the line must be a JSON object in UTF-8: {error!s:.200}") from error
     if not isinstance(row, dict):
         raise RequestError("invalid_json", f"the line must be a JSON object, got {type(row).__name__}")
     return row
@@ -105,9 +101,7 @@ def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise RequestError(
-            "invalid_parameter", f"stop must be a string or a list of strings, got {stop!r:.80}"
-        )
+        raise RequestError("invalid_parameter", f"stop must be a string or a list of strings, got {stop!r:.80}")
     return tuple(stops)
 
 
@@ -223,9 +217,7 @@ def acceptance_summary(lengths: list[int], width: int) -> dict[str, Any]:
         "steps": steps,
         "tau": sum(lengths) / steps if steps else None,
         "acceptance_histogram": histogram,
-        "acceptance_per_position": [sum(histogram[k + 2 :]) / steps for k in range(width - 1)]
-        if steps
-        else [],
+        "acceptance_per_position": [sum(histogram[k + 2 :]) / steps for k in range(width - 1)] if steps else [],
     }
 
 

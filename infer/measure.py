@@ -27,9 +27,7 @@ from dflash_jax.speculative import (
 from dflash_jax.target import Target
 
 
-def compare(
-    engines: dict[str, Engine], requests: Sequence[Request], official: Official | None
-) -> dict[str, Any]:
+def compare(engines: dict[str, Engine], requests: Sequence[Request], official: Official | None) -> dict[str, Any]:
     """Runs every engine on every batch of requests in turn; all are warmed up first.
 
     Tokens per second count tokens committed by steps over decode wall time, prefill excluded.
@@ -53,8 +51,7 @@ def compare(
     figures |= acceptance_summary(lengths, engines["speculative"].width)
     figures["speedup"] = speculative["tokens_per_second"] / plain["tokens_per_second"]
     figures["equal_outputs"] = sum(
-        a.token_ids == b.token_ids
-        for a, b in zip(answers["speculative"], answers["autoregressive"], strict=True)
+        a.token_ids == b.token_ids for a, b in zip(answers["speculative"], answers["autoregressive"], strict=True)
     )
     if opponent:
         figures |= opponent.figures(answers["speculative"], speculative, plain)
@@ -143,9 +140,7 @@ def step_seconds(
         "verify": (partial(_verify, width=speculative.width), drafter),
         "commit": (partial(_commit, width=speculative.width), drafter),
     }
-    runs = {
-        name: _Looped(step, target, part, speculative, length, loops) for name, (step, part) in steps.items()
-    }
+    runs = {name: _Looped(step, target, part, speculative, length, loops) for name, (step, part) in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, looped in runs.items():

@@ -41,9 +41,7 @@ class Official:
         tokens = out.output_ids[0, len(prompt) :].tolist()
         return tokens, list(out.acceptance_lengths), out.time_per_output_token * len(tokens)
 
-    def generate(
-        self, prompt: Sequence[int], max_new_tokens: int, stop: Sequence[int]
-    ) -> tuple[list[int], float]:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int, stop: Sequence[int]) -> tuple[list[int], float]:
         """Tokens of transformers' `generate` and its seconds, prefill included (it does not tell them apart)."""
         import torch
 

@@ -45,9 +45,7 @@ class Request:
             raise RequestError("empty_prompt", "the prompt is empty; it must have at least one token")
         outside = [token for token in self.prompt_token_ids if not 0 <= token < vocab_size]
         if outside:
-            raise RequestError(
-                "invalid_token", f"token ids must lie in 0..{vocab_size - 1}, got {outside[0]}"
-            )
+            raise RequestError("invalid_token", f"token ids must lie in 0..{vocab_size - 1}, got {outside[0]}")
         if len(self.prompt_token_ids) >= max_length:
             raise RequestError(
                 "prompt_too_long",
@@ -55,9 +53,7 @@ class Request:
                 f"length of {max_length}; raise max_length",
             )
         if self.max_new_tokens < 1:
-            raise RequestError(
-                "invalid_parameter", f"max_new_tokens must be at least 1, got {self.max_new_tokens}"
-            )
+            raise RequestError("invalid_parameter", f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise RequestError("invalid_parameter", f"seed must lie in 0..2**63 - 1, got {self.seed}")
         try:
@@ -84,6 +80,4 @@ class Completion:
     @property
     def tau(self) -> float | None:
         """Mean acceptance length, the bonus token included; None without a step."""
-        return (
-            sum(self.acceptance_lengths) / len(self.acceptance_lengths) if self.acceptance_lengths else None
-        )
+        return sum(self.acceptance_lengths) / len(self.acceptance_lengths) if self.acceptance_lengths else None

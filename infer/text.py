@@ -25,9 +25,7 @@ class Text:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise ValueError(
-                f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}"
-            ) from error
+            raise ValueError(f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}") from error
 
     def encode(self, prompt: str) -> list[int]:
         """Tokens of plain text, with whatever special tokens the tokenizer adds."""
@@ -36,15 +34,11 @@ class Text:
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation under the chat template, up to where the answer begins."""
         if not self._tokenizer.chat_template:
-            raise RequestError(
-                "no_chat_template", "the target's tokenizer has no chat template; use 'prompt' instead"
-            )
+            raise RequestError("no_chat_template", "the target's tokenizer has no chat template; use 'prompt' instead")
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs, and raise what they like
-            raise RequestError(
-                "invalid_messages", f"the chat template refused the messages: {error}"
-            ) from error
+            raise RequestError("invalid_messages", f"the chat template refused the messages: {error}") from error
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     @property

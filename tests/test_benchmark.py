@@ -48,9 +48,7 @@ def test_local_datasets_are_asked_by_their_name(tmp_path):
     path.write_text("\n".join(rows))
     everything = load_dataset(str(path))
     assert len(everything) == 30
-    assert everything[0][0].endswith(
-        "\nPlease reason step by step, and put your final answer within \\boxed{}."
-    )
+    assert everything[0][0].endswith("\nPlease reason step by step, and put your final answer within \\boxed{}.")
     assert load_dataset(str(path), 4) == everything[:4]  # the shuffle does not depend on the count
     assert [turns[0][:3] for turns in everything] != [f"q{i}\n"[:3] for i in range(30)]
     other = tmp_path / "mine.jsonl"

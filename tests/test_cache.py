@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.cache import KV, Block, Cache, commit, init_cache
-from dflash_jax.config import drafter_config
+from dflash_jax.drafter_config import drafter_config
 from tests import tiny
 
 
@@ -51,9 +51,7 @@ def test_ring_holds_the_last_positions_whatever_the_chunks(chunk):
 
 
 def test_path_and_row():
-    cache = commit(
-        empty(3, 4), [numbered(1, 4)], jnp.asarray([2]), path=jnp.asarray([[0, 3, 1]]), row=jnp.int32(1)
-    )
+    cache = commit(empty(3, 4), [numbered(1, 4)], jnp.asarray([2]), path=jnp.asarray([[0, 3, 1]]), row=jnp.int32(1))
     assert [keys(cache, row) for row in range(3)] == [[0] * 4, [1, 4, 0, 0], [0] * 4]
     assert cache.lengths.tolist() == [0, 2, 0]
 

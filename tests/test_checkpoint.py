@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import checkpoint, load_drafter, load_target
-from dflash_jax.config import drafter_config
 from dflash_jax.drafter import tensors as drafter_tensors
+from dflash_jax.drafter_config import drafter_config
 from dflash_jax.models import qwen3, target_config
 from tests import tiny
 
@@ -129,9 +129,7 @@ def test_published_aliases_of_drafter_names(tmp_path):
     aliases = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc.", "layers.0.": "midlayer."}
 
     def alias(name):
-        return next(
-            (new + name.removeprefix(old) for old, new in aliases.items() if name.startswith(old)), name
-        )
+        return next((new + name.removeprefix(old) for old, new in aliases.items() if name.startswith(old)), name)
 
     save_file({alias(name): x for name, x in load_file(path).items()}, path)
     assert jax.tree.all(jax.tree.map(np.array_equal, plain, load_drafter(tmp_path).params))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dflash_jax.config import LayerConfig, drafter_config
+from dflash_jax.config import LayerConfig
+from dflash_jax.drafter_config import drafter_config
 from dflash_jax.models import target_config
 from tests import tiny
 
@@ -47,9 +48,7 @@ def test_unsupported_targets_are_refused_by_name(change, named):
 
 
 def test_inert_and_switched_off_fields_pass():
-    target_config(
-        tiny.target_config(use_cache=True, initializer_range=0.02, num_experts=0, some_new_flag=False)
-    )
+    target_config(tiny.target_config(use_cache=True, initializer_range=0.02, num_experts=0, some_new_flag=False))
 
 
 def test_window_of_old_targets_starts_at_max_window_layers():

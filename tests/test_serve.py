@@ -25,13 +25,10 @@ def no_persistent_cache(monkeypatch):
 def run(pair, tmp_path, lines, *arguments, drafter="drafter"):
     """Exit status, output records and summary."""
     source, output, summary = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "summary.json"))
-    source.write_bytes(
-        b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
-    )
-    status = serve.main(
-        ["--target", str(pair / "target"), "--drafter", str(pair / drafter), "--input", str(source)]
-        + ["--output", str(output), "--summary", str(summary), "--max-new-tokens", "12", *arguments]
-    )
+    source.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
+    models = ["--target", str(pair / "target"), "--drafter", str(pair / drafter)]
+    files = ["--input", str(source), "--output", str(output), "--summary", str(summary)]
+    status = serve.main([*models, *files, "--max-new-tokens", "12", *arguments])
     records = [json.loads(line) for line in output.read_text().splitlines()] if status < 2 else []
     return status, records, json.loads(summary.read_text()) if status < 2 else None
 
@@ -65,9 +62,7 @@ def test_every_line_form_is_answered_and_every_bad_line_reported(pair, tmp_path)
         {"id": [1], "prompt": "a"},
         b"",
     ]
-    status, records, summary = run(
-        pair, tmp_path, lines, "--ordered", "--batch-size", "2", "--max-length", "64"
-    )
+    status, records, summary = run(pair, tmp_path, lines, "--ordered", "--batch-size", "2", "--max-length", "64")
     assert status == 1
     assert [record["index"] for record in records] == list(range(25))
     good, bad = records[:4], records[4:]
@@ -180,7 +175,4 @@ def test_help_needs_no_jax():
     import sys
 
     code = "import sys; from dflash_jax import serve, benchmark; serve.build_parser(); print('jax' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        == "False\n"
-    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

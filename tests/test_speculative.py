@@ -1,5 +1,7 @@
 """The step: lossless for any drafter, block size and batch; caches hold what they should."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,9 +42,7 @@ def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
             jax.random.key(row),
         )
         count = np.int32(len(prompt))
-        state, first = prefill(
-            target, drafter, state, np.int32(row), np.int32(0), chunk, count, np.bool_(True), asked
-        )
+        state, first = prefill(target, drafter, state, np.int32(row), np.int32(0), chunk, count, np.bool_(True), asked)
         firsts.append(int(first))
     return state, firsts
 
@@ -70,9 +70,7 @@ def test_speculative_equals_autoregressive(target, drafter, settings, block_size
 @pytest.mark.parametrize("proposals", ["coupled", "argmax", "independent"])
 def test_proposals_never_change_the_sample(target, drafter, proposals):
     plain = generate(target, PROMPTS, max_new_tokens=24, temperature=1.0, seed=1)
-    ours = spec_generate(
-        target, drafter, PROMPTS, max_new_tokens=24, temperature=1.0, seed=1, proposals=proposals
-    )
+    ours = spec_generate(target, drafter, PROMPTS, max_new_tokens=24, temperature=1.0, seed=1, proposals=proposals)
     assert ours.tokens == plain.tokens
 
 
@@ -84,10 +82,7 @@ def test_anchor_that_predicts_proposes_one_more(target, tmp_path):
     assert engine.width == 9
     plain = generate(target, PROMPTS, max_new_tokens=25)
     for block_size in (1, 3, 8):
-        assert (
-            spec_generate(target, drafter, PROMPTS, max_new_tokens=25, block_size=block_size).tokens
-            == plain.tokens
-        )
+        assert spec_generate(target, drafter, PROMPTS, max_new_tokens=25, block_size=block_size).tokens == plain.tokens
 
 
 @pytest.mark.parametrize("block_size", [1, 8])
@@ -96,9 +91,7 @@ def test_stop_token_anywhere_in_a_block(target, drafter, block_size):
     free = generate(target, prompt, max_new_tokens=20, stop_token_ids=[]).tokens[0]
     for stop in dict.fromkeys(free):
         expected = free[: free.index(stop) + 1]
-        ours = spec_generate(
-            target, drafter, prompt, max_new_tokens=20, stop_token_ids=[stop], block_size=block_size
-        )
+        ours = spec_generate(target, drafter, prompt, max_new_tokens=20, stop_token_ids=[stop], block_size=block_size)
         assert ours.tokens == [expected]
         assert ours.finish_reasons == ["stop"]
         if block_size > 1:
@@ -140,9 +133,7 @@ def test_gold_drafts_are_accepted_whole_and_garbage_drafts_change_nothing(target
         state = start(target, drafter, PROMPTS, **settings)[0]
 
         def step(state, draft=draft):
-            return speculative_step(
-                draft, verifying(target, drafter), committing(drafter), tiny.VOCAB, width, state
-            )
+            return speculative_step(draft, verifying(target, drafter), committing(drafter), tiny.VOCAB, width, state)
 
         got = [[] for _ in PROMPTS]
         for _ in range(4):
@@ -170,8 +161,8 @@ def test_caches_hold_exactly_the_positions_before_the_anchor(target, drafter):
         positions = jnp.arange(tokens.shape[1])[None]
         cache = target.init_cache(1, 64)
         taps = drafter.config.target_layer_ids
-        forward = jax.jit(lambda *args: target.forward(args[0], args[1], None, args[2], taps=taps))
-        _, features, blocks = forward(tokens, positions, cache)
+        forward = jax.jit(partial(target.forward, visible=None, taps=taps))
+        _, features, blocks = forward(tokens, positions, cache=cache)
         for entries, expected in (
             (state.target_cache.entries, blocks),
             (state.draft_cache.entries, drafter.context(features, positions)),
@@ -240,8 +231,8 @@ def test_own_embedding_and_head_are_used(target, drafter, tmp_path):
     tiny.write_drafter(tmp_path, raw)
     import dataclasses
 
-    from dflash_jax.config import drafter_config
     from dflash_jax.drafter import tensors
+    from dflash_jax.drafter_config import drafter_config
 
     config = dataclasses.replace(drafter_config(raw), own_embedding=True, own_head=True)
     extra = tiny.random_tensors(tensors(config), seed=1)
@@ -312,7 +303,7 @@ def test_nothing_compiles_once_warm(target, drafter):
     engine = Engine(target, drafter, slots=2, max_length=96, prefill_chunk=32)
     engine.warm_up()
     compiled = []
-    listener = lambda event, duration, **_: compiled.append(event)  # noqa: E731
+    listener = lambda event, duration, **_: compiled.append(event)
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
         engine.generate([Request(p, 20 + 3 * i, temperature=i * 0.3, top_k=i) for i, p in enumerate(PROMPTS)])

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_jax import checkpoint, config, drafter, models
+from dflash_jax import checkpoint, drafter, models
+from dflash_jax import drafter_config as drafter_configs
 
 VOCAB, MASK, EOS = 64, 63, 62
 
@@ -77,12 +78,13 @@ def write_target(directory: Path, raw: dict, seed: int = 0) -> Path:
 
 
 def write_drafter(directory: Path, raw: dict, seed: int = 1) -> Path:
-    return write(directory, raw, random_tensors(drafter.tensors(config.drafter_config(raw)), seed))
+    return write(directory, raw, random_tensors(drafter.tensors(drafter_configs.drafter_config(raw)), seed))
 
 
 def write_tokenizer(directory: Path, *, chat: bool = True) -> Path:
     """A byte-free tokenizer of single characters: ids 0..61 are characters, EOS and MASK special."""
-    from tokenizers import Tokenizer, decoders, models as kinds, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers import models as kinds
     from transformers import PreTrainedTokenizerFast
 
     characters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123 .,?!\n"[: VOCAB - 3]

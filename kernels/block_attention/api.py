@@ -55,10 +55,19 @@ def attend(
     Returns:
         The attended values in the dtype of `q`.
     """
-    B, T, _, H = q.shape
     mask = block_mask(visible, positions, window)
     return reference.attend(
-        q, positions, k, v, cache.k, cache.v, lengths, mask, window, H**-0.5 if scale is None else scale, row
+        q,
+        positions,
+        k,
+        v,
+        cache.k,
+        cache.v,
+        lengths,
+        mask,
+        window,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        row,
     )
 
 

@@ -13,8 +13,7 @@ PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7,
 
 def requests():
     return [
-        Request(prompt, 6 + 5 * i, temperature=0.4 * i, top_k=3 * i, id=f"r{i}")
-        for i, prompt in enumerate(PROMPTS)
+        Request(prompt, 6 + 5 * i, temperature=0.4 * i, top_k=3 * i, id=f"r{i}") for i, prompt in enumerate(PROMPTS)
     ]
 
 
@@ -112,13 +111,9 @@ def test_impossible_engines_are_refused(target, drafter):
 
 def test_replay_tells_the_targets_choices_from_others(target, drafter):
     for settings in ({}, {"temperature": 0.8, "top_k": 12, "top_p": 0.9}):
-        made = spec_generate(
-            target, drafter, PROMPTS, max_new_tokens=20, seed=3, stop_token_ids=[], **settings
-        )
+        made = spec_generate(target, drafter, PROMPTS, max_new_tokens=20, seed=3, stop_token_ids=[], **settings)
         for row, prompt in enumerate(PROMPTS):
-            clean = replay(
-                target, prompt, made.tokens[row], seed=3, request_id=str(row), chunk=16, **settings
-            )
+            clean = replay(target, prompt, made.tokens[row], seed=3, request_id=str(row), chunk=16, **settings)
             assert clean.worst_gap < 1e-4
             assert clean.mismatches == clean.near_ties
         wrong = [*made.tokens[0][:5], (made.tokens[0][5] + 1) % 60, *made.tokens[0][6:]]

@@ -21,9 +21,7 @@ def dense(q, k, v, prefix_k, prefix_v, lengths, positions, mask, window):
         for t in range(T):
             p = positions[b, t]
             seen = [c for c in range(lengths[b]) if window is None or p - c < window]
-            fresh = [
-                j for j in range(T) if mask[t, j] and (window is None or abs(p - positions[b, j]) < window)
-            ]
+            fresh = [j for j in range(T) if mask[t, j] and (window is None or abs(p - positions[b, j]) < window)]
             for n in range(N):
                 g = n // (N // K)
                 keys = np.concatenate([prefix_k[b, g, seen], k[b, g, fresh]]).astype(np.float64)
@@ -37,7 +35,7 @@ def dense(q, k, v, prefix_k, prefix_v, lengths, positions, mask, window):
 def case(seed, lengths, T, N, K, H, S):
     rng = np.random.default_rng(seed)
     B = len(lengths)
-    fill = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    fill = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     positions = np.asarray(lengths)[:, None] + np.arange(T)
     block = (jnp.asarray(fill(*shape)) for shape in ((B, T, N, H), (B, K, T, H), (B, K, T, H)))
     return *block, fill(B, K, S, H), fill(B, K, S, H), positions
@@ -82,9 +80,7 @@ def test_ring_reads_the_last_window(length):
         part = slice(start, start + 4)
         block = Block(jnp.asarray(prefix_k[:, :, part]), jnp.asarray(prefix_v[:, :, part]))
         cache = commit(cache, [block], jnp.asarray([count]))
-    got = attend(
-        q, jnp.asarray(positions), k, v, cache.entries[0], cache.lengths, visible="causal", window=window
-    )
+    got = attend(q, jnp.asarray(positions), k, v, cache.entries[0], cache.lengths, visible="causal", window=window)
     mask = np.tril(np.ones((T, T), bool))
     expected = dense(q, k, v, prefix_k, prefix_v, [length], positions, mask, window)
     np.testing.assert_allclose(got, expected, atol=2e-6)
@@ -120,8 +116,6 @@ def test_bfloat16_stays_close_to_float32():
         visible="full",
     )
     half = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, prefix_k, prefix_v)]
-    got = attend(
-        half[0], jnp.asarray(positions), *half[1:3], KV(*half[3:]), jnp.asarray([200]), visible="full"
-    )
+    got = attend(half[0], jnp.asarray(positions), *half[1:3], KV(*half[3:]), jnp.asarray([200]), visible="full")
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float32), wide, atol=0.03)
