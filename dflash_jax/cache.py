@@ -13,16 +13,14 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import DecoderConfig
 
 
-@struct.dataclass
-class Block:
+class Block(struct.PyTreeNode):
     """Fresh keys (rotated) and values of one layer, not yet committed."""
 
     k: Float[Array, "B K T H"]
     v: Float[Array, "B K T H"]
 
 
-@struct.dataclass
-class KV:
+class KV(struct.PyTreeNode):
     """Committed keys and values of one attention layer.
 
     Attributes:
@@ -50,8 +48,7 @@ class KV:
         return self.replace(k=k, v=v)
 
 
-@struct.dataclass
-class Cache:
+class Cache(struct.PyTreeNode):
     """The committed state of one model.
 
     Attributes:
@@ -67,8 +64,9 @@ def init_cache(config: DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -
     """Allocates an empty cache of `rows` rows; a windowed layer gets a ring of its window's width."""
 
     def entry(window: int | None) -> KV:
-        ring = window is not None and window - 1 < slots
-        size = max(window - 1, 1) if ring else slots
+        ring, size = False, slots
+        if window is not None and window - 1 < slots:
+            ring, size = True, max(window - 1, 1)
         shape = (rows, config.num_key_value_heads, size, config.head_dim)
         # One buffer a leaf: donation fails on a shared one.
         return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring)

@@ -115,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def require(raw: Raw, name: str, kind: type = int) -> Any:
     """Returns `raw[name]`, a positive int or a float; raises ValueError if it is missing or misshapen."""
-    value = raw.get(name)
+    value: Any = raw.get(name)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or value <= 0 or (kind is int and value != int(value)):
         raise ValueError(f"config.json must have a positive {kind.__name__} {name!r}, got {value!r}")

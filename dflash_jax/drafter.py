@@ -87,8 +87,7 @@ class Model(nn.Module):
         return k.swapaxes(1, 2), v.swapaxes(1, 2)
 
 
-@struct.dataclass
-class Drafter:
+class Drafter(struct.PyTreeNode):
     """A loaded drafter. A pytree of its parameters; see `Target`."""
 
     params: Any

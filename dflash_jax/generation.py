@@ -1,7 +1,7 @@
 """`spec_generate` and `generate`: batches of prompts in, tokens out."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -98,7 +98,7 @@ def generate(target: Target, input_ids: Prompts, *, max_new_tokens: int, **setti
 
 
 def _prompts(input_ids: Prompts) -> list[list[int]]:
-    rows = input_ids.tolist() if isinstance(input_ids, np.ndarray | jax.Array) else list(input_ids)
+    rows: Any = input_ids.tolist() if isinstance(input_ids, np.ndarray | jax.Array) else list(input_ids)
     if rows and not isinstance(rows[0], list | tuple | np.ndarray | jax.Array):
         rows = [rows]
     return [[int(token) for token in row] for row in rows]

@@ -15,8 +15,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 
-@struct.dataclass
-class Sampling:
+class Sampling(struct.PyTreeNode):
     """Sampling settings of every row.
 
     Attributes:

@@ -198,7 +198,7 @@ def enable_compilation_cache() -> None:
 
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         jax.config.update("jax_compilation_cache_dir", str(home / "dflash_jax" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -20,8 +20,7 @@ from dflash_jax.target import Target
 Proposals = Literal["coupled", "argmax", "independent"]
 
 
-@struct.dataclass
-class State:
+class State(struct.PyTreeNode):
     """Everything a decoding batch carries from step to step; donated to every program.
 
     Attributes:
@@ -42,7 +41,7 @@ class State:
     draft_cache: Cache | None
 
 
-class Committed(NamedTuple):
+class Committed(struct.PyTreeNode):
     """Tokens of one step: the first `count` of each row's `tokens` (0 for an idle row)."""
 
     tokens: Int[Array, "B T"]
@@ -144,6 +143,7 @@ def drafting(target: Target, drafter: Drafter, block_size: int, proposals: Propo
     """
 
     def draft(state: State, noise: Float[Array, "B T V"]) -> Int[Array, "B P"]:
+        assert state.draft_cache is not None
         logits = drafter.logits(target, state.anchor, state.draft_cache, block_size)
         noise = noise[:, : logits.shape[1]]
         if proposals == "argmax":
@@ -176,6 +176,7 @@ def committing(drafter: Drafter | None) -> Commit:
         state = state.replace(target_cache=commit(state.target_cache, verified.blocks, count))
         if drafter is None:
             return state
+        assert state.draft_cache is not None
         context = drafter.context(verified.features, verified.positions)
         return state.replace(draft_cache=commit(state.draft_cache, context, count))
 
@@ -304,6 +305,7 @@ def prefill(
     kept = count[None]
     state = state.replace(target_cache=commit(cache, blocks, kept, row=row))
     if drafter is not None:
+        assert state.draft_cache is not None
         cache = state.draft_cache.replace(lengths=lengths)
         state = state.replace(draft_cache=commit(cache, drafter.context(features, positions), kept, row=row))
     sampling = Sampling(*(x[None] for x in (settings.temperature, settings.top_k, settings.top_p, settings.key)))

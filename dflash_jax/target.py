@@ -15,19 +15,18 @@ from dflash_jax.kernels.block_attention import Visible
 from dflash_jax.models.layers import Pass, rope_tables
 
 
-@struct.dataclass
-class Target:
+class Target(struct.PyTreeNode):
     """A loaded target. A pytree of its parameters, so it can be passed to jitted functions.
 
     Attributes:
         params: nested dict of arrays.
         config: static description.
-        directory: where it was loaded from (tokenizer files), or None.
+        directory: where it was loaded from (tokenizer files); empty if it was not.
     """
 
     params: Any
     config: TargetConfig = struct.field(pytree_node=False)
-    directory: str | None = struct.field(pytree_node=False, default=None)
+    directory: str = struct.field(pytree_node=False, default="")
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -99,7 +98,7 @@ def load_target(source: str | Path, *, dtype: str | None = None) -> Target:
 
 def stop_tokens(target: Target) -> tuple[int, ...]:
     """End tokens a checkpoint names in `generation_config.json`, else in `config.json`."""
-    path = Path(target.directory or "") / "generation_config.json"
+    path = Path(target.directory) / "generation_config.json"
     if target.directory and path.is_file() and (ids := token_ids(read_json(path).get("eos_token_id"))):
         return ids
     return target.config.eos_token_ids

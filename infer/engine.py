@@ -202,8 +202,8 @@ class Engine:
             proposals=self.proposals,
             capacity=self._capacity,
         )
-        tokens, counts = jax.device_get(trace)
-        return tokens, counts
+        trace = jax.device_get(trace)
+        return trace.tokens, trace.count
 
     def _advance(self, rows: list[_Row | None], leave_on_finish: bool) -> list[tuple[int, _Row]]:
         """One visit to the device; returns the rows that got tokens."""
