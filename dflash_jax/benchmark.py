@@ -73,6 +73,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.temperature > 0 and args.proposals != "argmax":
         argmax = argparse.Namespace(**{**vars(args), "proposals": "argmax"})
         engines["argmax_proposals"] = make_engine(argmax, (target, drafter), requests)
+    if engines["speculative"].drafter is None:
+        raise ValueError(f"--block-size {args.block_size} proposes nothing; choose a larger one to compare")
     official = None
     if args.official:
         from dflash_jax.infer.official import Official

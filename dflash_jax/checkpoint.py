@@ -144,8 +144,8 @@ class Reader:
                 raise ValueError(f"{self.directory} must hold model.safetensors or its index, found neither")
             return [single]
         files = read_json(index).get("weight_map")
-        if not isinstance(files, dict) or not files:
-            raise ValueError(f"{index} must have a weight_map")
+        if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+            raise ValueError(f"{index} must have a weight_map from tensor names to file names")
         paths = [self.directory / name for name in sorted(set(files.values()))]
         if absent := [path.name for path in paths if not path.is_file()]:
             raise ValueError(f"{index} names files that are missing: {', '.join(absent)}; download them again")
@@ -187,7 +187,7 @@ def load(reader: Reader, table: Table, dtype: Any, *, ignored: tuple[str, ...] =
     for path, leaf in table.items():
         host = np.empty(leaf.shape, dtype)
         for part in leaf.parts:
-            host[part.index] = reader.read(part.name).astype(dtype)
+            host[part.index] = reader.read(part.name)
         _put(params, path, jax.device_put(host))
     return params
 

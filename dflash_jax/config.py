@@ -19,7 +19,7 @@ _INERT = frozenset(
     initializer_range attention_dropout max_window_layers max_position_embeddings bos_token_id
     eos_token_id pad_token_id id2label label2id problem_type return_dict return_dict_in_generate
     output_attentions output_hidden_states is_encoder_decoder chunk_size_feed_forward
-    _attn_implementation attn_implementation _commit_hash num_anchors loss_decay_gamma
+    _attn_implementation _attn_implementation_autoset attn_implementation _commit_hash num_anchors loss_decay_gamma
 """.split()
 )
 
@@ -93,11 +93,13 @@ class TargetConfig(DecoderConfig):
         model_type: the Hugging Face family; names the file in `models/` that implements it.
         tie_word_embeddings: whether the head is the transposed embedding.
         eos_token_ids: stop tokens named by the config.
+        max_position_embeddings: trained context; 0 if the config does not say.
     """
 
     model_type: str
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...] = ()
+    max_position_embeddings: int = 0
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -117,16 +119,17 @@ def require(raw: Raw, name: str, kind: type = int) -> Any:
     """Returns `raw[name]`, a positive int or a float; raises ValueError if it is missing or misshapen."""
     value: Any = raw.get(name)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or value <= 0 or (kind is int and value != int(value)):
+    if not number or not 0 < value < float("inf") or (kind is int and value != int(value)):
         raise ValueError(f"config.json must have a positive {kind.__name__} {name!r}, got {value!r}")
     return kind(value)
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Normalises Hugging Face's None | int | list of ints."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    """Normalises Hugging Face's None | int | list of ints; raises ValueError for anything else."""
+    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"config.json: token and layer ids must be integers, got {value!r:.80}")
+    return ids
 
 
 def check_fields(raw: Raw, known: Iterable[str], expected: Raw) -> None:
@@ -179,6 +182,9 @@ def rope_config(raw: Raw) -> RopeConfig:
     if missing := [name for name in needed if name not in fields]:
         raise ValueError(f"config.json: rope_type {kind!r} must give {', '.join(missing)}")
     theta = require(fields, "rope_theta", float)
+    for name, value in fields.items():
+        if not isinstance(value, int | float) or not abs(value) < float("inf"):
+            raise ValueError(f"config.json: rope parameter {name} must be a number, got {value!r:.80}")
     del fields["rope_theta"]
     if unknown := set(fields) - set(RopeConfig.__dataclass_fields__):
         raise ValueError(f"config.json: rope parameters {sorted(unknown)} are not supported")
@@ -220,6 +226,6 @@ def layer_types(raw: Raw, layers: int) -> list[str]:
         return ["full_attention"] * layers
     if not isinstance(types, list) or len(types) != layers:
         raise ValueError(f"layer_types must name {layers} layers, got {types!r}")
-    if bad := set(types) - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"layer_types {sorted(map(str, bad))} are not supported")
+    if bad := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
+        raise ValueError(f"layer_types {bad} are not supported")
     return types

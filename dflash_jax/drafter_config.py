@@ -87,7 +87,6 @@ _REFUSED_FIELDS = {
     "enable_confidence_head": "a DSpark head",
     "projector_type": "a Domino head",
     "shift_label": "a Domino head",
-    "causal_head": "a JetSpec head",
     "attention_sink_bias": "MiMo",
     "add_swa_attention_sink_bias": "MiMo",
     "attention_value_scale": "MiMo",
@@ -111,7 +110,7 @@ _DFLASH_FIELDS = """
     block_size mask_token_id target_layer_ids num_target_layers causal is_causal swa_window_size use_swa
     sample_from_anchor input_embedding_scale output_multiplier logit_scale final_logit_softcapping
     sliding_window_non_causal aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids
-    target_hidden_size draft_vocab_size
+    target_hidden_size draft_vocab_size causal_head markov_head_type confidence_head_with_markov
 """.split()
 
 
@@ -175,8 +174,15 @@ def drafter_config(raw: Raw) -> DrafterConfig:
     )
 
 
+def _classes(raw: Raw) -> str:
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config.json: architectures must be a list of class names, got {names!r:.80}")
+    return " ".join(names)
+
+
 def _refuse_other_drafters(raw: Raw, get: _Lookup) -> None:
-    classes = " ".join(raw.get("architectures") or [])
+    classes = _classes(raw)
     reasons = [what for name, what in _REFUSED_CLASSES.items() if name in classes]
     reasons += [f"{what} ({name})" for name, what in _REFUSED_FIELDS.items() if get(name)]
     draft_vocab = get("draft_vocab_size")
@@ -194,7 +200,7 @@ def _refuse_other_drafters(raw: Raw, get: _Lookup) -> None:
 def _anchor_predicts(raw: Raw, get: _Lookup) -> bool:
     """Method, section 3: the explicit flag, else DSpark classes predict from the anchor, else masks do."""
     flag = get("sample_from_anchor")
-    return bool(flag) if flag is not None else "DSpark" in " ".join(raw.get("architectures") or [])
+    return bool(flag) if flag is not None else "DSpark" in _classes(raw)
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -207,10 +213,11 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
 
 def _taps(get: _Lookup, num_target_layers: int | None, depth: int) -> tuple[int, ...]:
     taps = get("target_layer_ids")
+    taps = None if taps is None else list(token_ids(taps))
     auxiliary = get("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
     if auxiliary is not None:  # these count the embedding as 0, so they are one higher
-        shifted = [i - 1 for i in auxiliary]
-        if taps is not None and list(taps) != shifted:
+        shifted = [i - 1 for i in token_ids(auxiliary)]
+        if taps is not None and taps != shifted:
             raise ValueError(f"target_layer_ids {taps} and auxiliary layer ids {auxiliary} disagree")
         taps = shifted
     if taps is None:
@@ -230,7 +237,7 @@ def _drafter_layers(raw: Raw, get: _Lookup, depth: int) -> tuple[LayerConfig, ..
     window = get("swa_window_size", "sliding_window")
     if get("use_swa") and "sliding_attention" not in types:
         types = ["sliding_attention"] * depth
-    causal = get("is_causal", "causal")
+    causal = get("is_causal", "causal", "causal_head")
     if causal is None and get("sliding_window_non_causal"):
         causal = False
     if "sliding_attention" in types:

@@ -37,8 +37,8 @@ def check_sampling(temperature: float, top_p: float, top_k: int) -> None:
         raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}; 1 keeps every token")
-    if top_k < 0:
-        raise ValueError(f"top_k must be at least 0, got {top_k}; 0 keeps every token")
+    if not 0 <= top_k < 2**31:
+        raise ValueError(f"top_k must lie in 0..2**31 - 1, got {top_k}; 0 keeps every token")
 
 
 def greedy_rows(rows: int) -> Sampling:
@@ -51,9 +51,16 @@ def greedy_rows(rows: int) -> Sampling:
 def request_key(seed: int | None, job_seed: int, request_id: str) -> Key[Array, ""]:
     """The key of one request: its own seed, else the job's folded with a stable hash of its id."""
     if seed is not None:
-        return jax.random.key(seed)
+        return _key(seed)
     digest = hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).digest()
-    return jax.random.fold_in(jax.random.key(job_seed), int.from_bytes(digest[:4], "little"))
+    return jax.random.fold_in(_key(job_seed), int.from_bytes(digest[:4], "little"))
+
+
+def _key(seed: int) -> Key[Array, ""]:
+    """`jax.random.key(seed)`, with the high word folded in where jax would drop it."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    key = jax.random.key(low)
+    return jax.random.fold_in(key, high) if high else key
 
 
 def gumbel_noise(sampling: Sampling, positions: Int[Array, "B T"], vocab_size: int) -> Float[Array, "B T V"]:
@@ -93,7 +100,8 @@ def perturbed_scores(
     Order as in the reference: temperature, top-k, top-p. Tokens tied with the last one kept are kept.
     """
     temperature = sampling.temperature[:, None, None]
-    scores = logits / jnp.where(temperature > 0, temperature, 1.0)
+    # Relative to the best, so that a tiny temperature cannot overflow.
+    scores = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)
     return jnp.where(temperature > 0, filter_scores(scores, sampling) + noise, logits)
 
 

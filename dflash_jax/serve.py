@@ -87,6 +87,8 @@ def _serve(args: argparse.Namespace) -> int:
         raise ValueError("--input needs --output FILE.jsonl")
     outputs = [Path(path) for path in (args.output, args.summary) if path]
     with Path(args.input).open("rb") as source:
+        if len({path.resolve() for path in outputs}) < len(outputs):
+            raise ValueError(f"--output and --summary are both {args.output}; choose two files")
         for path in outputs:  # before hours of work, not after
             if path.exists() and path.samefile(args.input):
                 raise ValueError(f"{path} is the input; choose another file for the results")
@@ -117,6 +119,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _answer(args: argparse.Namespace) -> int:
+    if args.output or args.summary:
+        raise ValueError("--prompt answers on the terminal; --output and --summary need --input")
     pair, text, defaults = load(args)
     from dataclasses import replace
 
@@ -166,30 +170,45 @@ def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
     target = load_target(args.target, dtype=args.dtype)
     if drafter:
         drafter.config.check_pair(target.config)
+    text = Text(target.directory)
+    stops = stop_tokens(target)
+    if not stops and text.end_token is not None:
+        stops = (text.end_token,)
     defaults = Request(
         (),
         args.max_new_tokens,
         args.temperature,
         args.top_p,
         args.top_k,
-        stop_token_ids=stop_tokens(target),
+        stop_token_ids=stops,
     )
-    return (target, drafter), Text(target.directory), defaults
+    return (target, drafter), text, defaults
 
 
 def make_engine(args: argparse.Namespace, pair: tuple[Any, Any], requests: list[Any]) -> Any:
     """An engine with room for the longest request, or for `--max-length`."""
     from dflash_jax.infer.engine import Engine
 
-    needed = max((len(r.prompt_token_ids) + max(r.max_new_tokens, 1) for r in requests), default=1)
-    return Engine(
-        *pair,
-        slots=args.batch_size,
-        max_length=getattr(args, "max_length", None) or -(-needed // 256) * 256,
-        block_size=args.block_size if pair[1] else None,
-        proposals=args.proposals,
-        seed=getattr(args, "seed", 0),
-    )
+    length = getattr(args, "max_length", None)
+    if length is None:
+        vocab_size, most = pair[0].config.vocab_size, pair[0].config.max_position_embeddings
+        fit = [r for r in requests if r.prompt_token_ids and max(r.prompt_token_ids) < vocab_size]
+        needed = max((len(r.prompt_token_ids) + max(r.max_new_tokens, 1) for r in fit), default=1)
+        length = min(-(-needed // 256) * 256, most or needed)
+    try:
+        return Engine(
+            *pair,
+            slots=args.batch_size,
+            max_length=length,
+            block_size=args.block_size if pair[1] else None,
+            proposals=args.proposals,
+            seed=getattr(args, "seed", 0),
+        )
+    except (RuntimeError, OverflowError, MemoryError) as error:
+        raise ValueError(
+            f"no memory for {args.batch_size} rows of {length} tokens; lower --max-length or --batch-size "
+            f"({str(error).splitlines()[0]:.120})"
+        ) from error
 
 
 def enable_compilation_cache() -> None:

@@ -105,6 +105,7 @@ def speculative_step(
         vocab_size, width: V and T.
         state: consumed.
     """
+    state = _forget_idle_rows(state)
     positions = state.target_cache.lengths[:, None] + 1 + jnp.arange(width)[None]
     noise = gumbel_noise(state.sampling, positions, vocab_size)
     proposals = draft(state, noise)
@@ -114,6 +115,16 @@ def speculative_step(
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     state = commit(state, verified, count).replace(anchor=jnp.where(count > 0, last, state.anchor), remaining=remaining)
     return state, Committed(tokens, count)
+
+
+def _forget_idle_rows(state: State) -> State:
+    """Sets the lengths of idle rows to 0: attention costs the longest row, and a finished one must not count."""
+
+    def forget(cache: Cache) -> Cache:
+        return cache.replace(lengths=jnp.where(state.remaining > 0, cache.lengths, 0))
+
+    draft_cache = None if state.draft_cache is None else forget(state.draft_cache)
+    return state.replace(target_cache=forget(state.target_cache), draft_cache=draft_cache)
 
 
 def accept(

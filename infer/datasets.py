@@ -43,6 +43,8 @@ def load_dataset(name: str, max_samples: int | None = None) -> list[list[str]]:
     Raises:
         ValueError: an unknown name, an unreadable file or row, or `datasets` missing for a named set.
     """
+    if max_samples is not None and max_samples < 1:
+        raise ValueError(f"max_samples must be at least 1, got {max_samples}")
     if name.endswith(".jsonl"):
         rows = _local(Path(name))
     elif name in SOURCES:

@@ -7,13 +7,14 @@ next request is prefilled into its slot. What a request gets back does not depen
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.drafter import Drafter
-from dflash_jax.infer.requests import Completion, Request, RequestError
+from dflash_jax.infer.requests import Completion, Request, RequestError, check_seed
 from dflash_jax.sampling import request_key
 from dflash_jax.speculative import Proposals, RowSettings, decode, init_state, prefill, release
 from dflash_jax.target import Target
@@ -80,9 +81,13 @@ class Engine:
         prefill_chunk: int = 256,
         steps_per_visit: int = 16,
     ):
-        for name, value in (("slots", slots), ("max_length", max_length), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        sizes = {"slots": slots, "max_length": max_length, "prefill_chunk": prefill_chunk}
+        for name, value in (sizes | {"steps_per_visit": steps_per_visit}).items():
+            if not 1 <= value < 2**31:
+                raise ValueError(f"{name} must be at least 1 and below 2**31, got {value}")
+        check_seed(seed)
+        if proposals not in get_args(Proposals):
+            raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {proposals!r}")
         if drafter is not None:
             drafter.config.check_pair(target.config)
             block_size = check_block_size(drafter, block_size)
@@ -211,7 +216,6 @@ class Engine:
         tokens, counts = self._visit(self._capacity, leave_on_finish)
         self.stats.decode_seconds += time.perf_counter() - begin
         self.stats.steps += int(np.sum(counts.any(axis=1)))
-        self.stats.decode_tokens += int(counts.sum())
         advanced = []
         for slot, row in enumerate(rows):
             if row is None:
@@ -220,6 +224,7 @@ class Engine:
                 if row.completion.finish_reason:
                     break  # the device ran on past a stop string
                 committed = self._extend(row, tokens[step, slot, : counts[step, slot]].tolist())
+                self.stats.decode_tokens += committed
                 if self.drafter:
                     row.completion.acceptance_lengths.append(committed)
             if row.completion.finish_reason and row.request.find_stop:
@@ -252,7 +257,7 @@ class Engine:
             stops,
             np.float32(request.temperature),
             np.int32(request.top_k),
-            np.float32(request.top_p),
+            np.maximum(np.float32(request.top_p), np.finfo(np.float32).tiny),
             request_key(request.seed, self.seed, request.id),
         )
 

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from dflash_jax.infer.engine import Engine, Stats
 from dflash_jax.infer.requests import Completion, Request, RequestError
-from dflash_jax.infer.text import Text, cut_at_stop
+from dflash_jax.infer.text import Text, cut_at_stop, valid_text
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "turns")
 SETTINGS: dict[str, tuple[type, ...]] = {
@@ -31,6 +31,7 @@ class Line:
         request: what to generate.
         stop: stop strings of the request.
         error: instead of a request.
+        named: whether the id is the line's own.
     """
 
     index: int
@@ -38,6 +39,12 @@ class Line:
     request: Request | None = None
     stop: tuple[str, ...] = ()
     error: RequestError | None = None
+    named: bool = False
+
+
+def _renamed(line: Line) -> Line:
+    name = f"line-{line.index}"
+    return replace(line, id=name, request=line.request and replace(line.request, id=name))
 
 
 def read_lines(stream: IO[bytes], text: Text, defaults: Request) -> list[Line]:
@@ -47,8 +54,10 @@ def read_lines(stream: IO[bytes], text: Text, defaults: Request) -> list[Line]:
         ValueError: two lines with the same id.
     """
     lines = [parse_line(raw, i, text, defaults) for i, raw in enumerate(line for line in stream if line.strip())]
-    repeated = [key for key, count in Counter(json.dumps(line.id) for line in lines).items() if count > 1]
-    if repeated:
+    # Requests without a seed draw from their id, so 7 and "7" are one id; generated ids step aside.
+    given = Counter(str(line.id) for line in lines if line.named)
+    lines = [line if line.named or str(line.id) not in given else _renamed(line) for line in lines]
+    if repeated := [name for name, count in given.items() if count > 1]:
         raise ValueError(f"ids must be unique, but these appear more than once: {', '.join(repeated[:5])}")
     return lines
 
@@ -56,12 +65,17 @@ def read_lines(stream: IO[bytes], text: Text, defaults: Request) -> list[Line]:
 def parse_line(raw: bytes, index: int, text: Text, defaults: Request) -> Line:
     """Parses one input line against the job's defaults."""
     line_id: Any = str(index)
+    named = False
     try:
         row = _parse_json(raw)
         line_id = row.get("id", line_id)
         if not isinstance(line_id, str | int) or isinstance(line_id, bool):
             shown, line_id = line_id, str(index)
             raise RequestError("invalid_request", f"id must be a string or an integer, got {shown!r:.80}")
+        if isinstance(line_id, str):
+            given, line_id = line_id, str(index)
+            line_id = valid_text(given)
+        named = "id" in row
         stop = _stop_strings(row.get("stop"))
         request = replace(
             defaults,
@@ -71,8 +85,8 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: Request) -> Line:
             **_settings(row),
         )
     except RequestError as error:
-        return Line(index, line_id, error=error)
-    return Line(index, line_id, request, stop)
+        return Line(index, line_id, error=error, named=named)
+    return Line(index, line_id, request, stop, named=named)
 
 
 def _parse_json(raw: bytes) -> Mapping[str, Any]:
@@ -114,33 +128,24 @@ def _prompt(row: Mapping[str, Any], text: Text) -> list[int]:
         )
     kind, value = given[0], row[given[0]]
     if kind == "prompt" and isinstance(value, str):
-        return text.encode(_valid_text(value))
+        return text.encode(value)
     if kind == "prompt_token_ids" and isinstance(value, list):
         if all(isinstance(token, int) and not isinstance(token, bool) for token in value):
             return value
     elif kind == "turns" and isinstance(value, list) and value and isinstance(value[0], str):
-        return text.encode_chat([{"role": "user", "content": _valid_text(value[0])}])
+        return text.encode_chat([{"role": "user", "content": value[0]}])
     elif kind == "messages" and isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
         for message in value:
             if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
                 raise RequestError(
                     "invalid_messages", f"a message needs a role and a content string, got {message!r:.80}"
                 )
-            _valid_text(message["content"])
         return text.encode_chat(value)
     expected = {"prompt": "a string", "prompt_token_ids": "a list of integers", "turns": "a list of strings"}
     raise RequestError(
         "invalid_request",
         f"{kind} must be {expected.get(kind, 'a list of role and content objects')}, got {value!r:.80}",
     )
-
-
-def _valid_text(value: str) -> str:
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError("invalid_request", f"the text holds a lone surrogate: {error!s:.100}") from error
-    return value
 
 
 # --------------------------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ def compare(engines: dict[str, Engine], requests: Sequence[Request], official: O
             answers[name] += engine.generate(batch)
         if opponent:
             opponent.run(batch)
+    if not all(engine.stats.decode_tokens for engine in engines.values()):
+        raise ValueError("nothing was decoded: every answer ended with its first token; raise max_new_tokens")
     figures: dict[str, Any] = {name: _side(engine, answers[name]) for name, engine in engines.items()}
     speculative, plain = figures["speculative"], figures["autoregressive"]
     lengths = [n for completion in answers["speculative"] for n in completion.acceptance_lengths]

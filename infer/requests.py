@@ -14,6 +14,12 @@ class RequestError(ValueError):
         self.code = code
 
 
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed outside 63 bits."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must lie in 0..2**63 - 1, got {seed}")
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt and its settings.
@@ -54,9 +60,9 @@ class Request:
             )
         if self.max_new_tokens < 1:
             raise RequestError("invalid_parameter", f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise RequestError("invalid_parameter", f"seed must lie in 0..2**63 - 1, got {self.seed}")
         try:
+            if self.seed is not None:
+                check_seed(self.seed)
             check_sampling(self.temperature, self.top_p, self.top_k)
         except ValueError as error:
             raise RequestError("invalid_parameter", str(error)) from error

@@ -23,13 +23,13 @@ class Text:
         logging.set_verbosity_error()
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # tokenizer files are read by several libraries, which raise what they like
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}") from error
 
     def encode(self, prompt: str) -> list[int]:
         """Tokens of plain text, with whatever special tokens the tokenizer adds."""
-        return self._tokenizer.encode(prompt)
+        return self._tokenizer.encode(valid_text(prompt))
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation under the chat template, up to where the answer begins."""
@@ -39,7 +39,12 @@ class Text:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs, and raise what they like
             raise RequestError("invalid_messages", f"the chat template refused the messages: {error}") from error
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(valid_text(text), add_special_tokens=False)
+
+    @property
+    def end_token(self) -> int | None:
+        """The tokenizer's own end token, for checkpoints whose configs name none."""
+        return self._tokenizer.eos_token_id
 
     @property
     def has_chat_template(self) -> bool:
@@ -68,6 +73,15 @@ class Text:
             return high
 
         return find
+
+
+def valid_text(value: str) -> str:
+    """Returns `value`; raises RequestError if it cannot be written as UTF-8 (lone surrogates)."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError("invalid_request", f"the text holds a lone surrogate: {error!s:.100}") from error
+    return value
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:

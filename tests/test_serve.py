@@ -149,9 +149,7 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         "max_length must be": [*models, *job, "--max-length", "-1"],
         "dtype must be": [*models, *job, "--dtype", "int8"],
         "drafter must be a checkpoint directory": ["--target", target, "--drafter", "/no/where", *job],
-        "model_type": ["--target", target, "--drafter", drafter, *job],
     }
-    del cases["model_type"]
     for message, arguments in cases.items():
         assert serve.main(arguments) == 2, message
         assert message in capsys.readouterr().err

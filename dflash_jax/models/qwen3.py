@@ -32,6 +32,8 @@ def config(raw: Raw) -> TargetConfig:
     if raw.get("layer_types") is None and window is not None:
         full = raw.get("max_window_layers", 28)
         types = ["full_attention" if i < full else "sliding_attention" for i in range(depth)]
+    if window is not None:
+        require(raw, "sliding_window")
     if "sliding_attention" in types and window is None:
         raise ValueError("sliding_attention layers need use_sliding_window and sliding_window in config.json")
     return TargetConfig(
@@ -40,6 +42,7 @@ def config(raw: Raw) -> TargetConfig:
         model_type="qwen3",
         tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
         eos_token_ids=token_ids(raw.get("eos_token_id")),
+        max_position_embeddings=require(raw, "max_position_embeddings") if raw.get("max_position_embeddings") else 0,
     )
 
 
