@@ -42,6 +42,15 @@ def test_official_needs_greedy_batch_one(pair, capsys):
     assert "greedy" in capsys.readouterr().err
 
 
+def test_degenerate_runs_are_refused(pair, tmp_path, capsys):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "a"}')
+    cases = {"max_samples": ["--max-samples", "0"], "proposes nothing": ["--block-size", "1"]}
+    for message, arguments in (cases | {"nothing was decoded": ["--max-new-tokens", "1"]}).items():
+        assert benchmark.main([*pair, "--dataset", str(data), *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_local_datasets_are_asked_by_their_name(tmp_path):
     rows = [json.dumps({"question": f"q{i}"}) for i in range(30)]
     path = tmp_path / "gsm8k.jsonl"

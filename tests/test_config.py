@@ -87,6 +87,7 @@ def test_taps_default_to_the_rule():
         ({}, [LayerConfig(None, False)] * 2),
         ({"is_causal": True}, [LayerConfig(None, True)] * 2),
         ({"dflash_config": {"causal": True}}, [LayerConfig(None, True)] * 2),
+        ({"dflash_config": {"causal_head": True}}, [LayerConfig(None, True)] * 2),
         (
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7},
             [LayerConfig(7, True), LayerConfig(None, False)],
@@ -115,7 +116,8 @@ def test_a_window_that_hugging_face_would_drop_is_kept_with_a_warning():
 def test_slot_conventions():
     assert drafter().proposals(8) == 7
     assert drafter(sample_from_anchor=True).proposals(8) == 8
-    assert drafter(architectures=["Qwen3DSparkModel"]).proposals(7) == 7
+    plain = {"markov_rank": 0, "markov_head_type": "gated", "enable_confidence_head": False}
+    assert drafter(architectures=["Qwen3DSparkModel"], **plain).proposals(7) == 7
     assert drafter(architectures=["Qwen3DSparkModel"], sample_from_anchor=False).proposals(7) == 6
 
 
@@ -142,6 +144,11 @@ def test_slot_conventions():
         ({"block_size": 0}, "block_size"),
         ({"rope_theta": None}, "rope_theta"),
         ({"is_neox_style": False}, "interleaved"),
+        ({"architectures": "DFlash2DraftModel"}, "list of class names"),
+        ({"dflash_config": {"target_layer_ids": 5}}, "0..2"),
+        ({"dflash_config": {"target_layer_ids": ["1"]}}, "integers"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor must be a number"),
+        ({"hidden_size": float("inf")}, "hidden_size"),
     ],
 )
 def test_unsupported_drafters_are_refused_by_name(change, named):

@@ -92,6 +92,14 @@ def test_greedy_rows_ignore_everything_else():
     np.testing.assert_array_equal(select(logits, noise, sampling)[0], jnp.argmax(logits[0], axis=-1))
 
 
+def test_float_edges_stay_near_greedy():
+    logits = jnp.asarray([[[1.0, 5.0, 4.0, -2.0]]])
+    for temperature, top_p in ((1e-38, 1.0), (1e-30, 0.5), (1.0, float(np.finfo(np.float32).tiny))):
+        sampling = settings(temperature, 0, top_p)
+        noise = gumbel_noise(sampling, jnp.asarray([[3]]), 4)
+        assert select(logits, noise, sampling).tolist() == [[1]]
+
+
 def test_ties_go_to_the_lowest_id_and_nan_stays_in_range():
     scores = jnp.asarray([[[1.0, 5.0, 5.0], [jnp.nan] * 3, [-jnp.inf, -jnp.inf, 0.0]]])
     assert first_argmax(scores).tolist() == [[1, 2, 2]]
@@ -112,6 +120,7 @@ def test_request_keys():
     assert (data(same) == data(request_key(None, 5, "a"))).all()
     assert (data(same) != data(request_key(None, 5, "b"))).any()
     assert (data(same) != data(request_key(None, 6, "a"))).any()
+    assert (data(request_key(2**32, 0, "a")) != data(request_key(0, 0, "a"))).any()
     assert (data(request_key(3, 5, "a")) == data(request_key(3, 9, "b"))).all()
 
 

@@ -60,11 +60,13 @@ def test_every_line_form_is_answered_and_every_bad_line_reported(pair, tmp_path)
         {"id": "role", "messages": [{"role": "user"}]},
         {"id": "surrogate", "prompt": "\ud800"},
         {"id": [1], "prompt": "a"},
+        {"id": "\ud800", "prompt": "a"},
+        {"id": "role2", "messages": [{"role": "\ud800", "content": "a"}]},
         b"",
     ]
     status, records, summary = run(pair, tmp_path, lines, "--ordered", "--batch-size", "2", "--max-length", "64")
     assert status == 1
-    assert [record["index"] for record in records] == list(range(25))
+    assert [record["index"] for record in records] == list(range(27))
     good, bad = records[:4], records[4:]
     assert [record["id"] for record in good] == ["p", "1", 7, "t"]
     for record in good:
@@ -85,11 +87,30 @@ def test_every_line_form_is_answered_and_every_bad_line_reported(pair, tmp_path)
         "invalid_messages",
         "invalid_request",
         "invalid_request",
+        "invalid_request",
+        "invalid_request",
     ]
-    assert (summary["requests"], summary["failed"]) == (25, 21)
+    assert (summary["requests"], summary["failed"]) == (27, 23)
     assert summary["tokens"] == sum(len(record["token_ids"]) for record in good)
     assert sum(summary["acceptance_histogram"]) == summary["steps"]
     assert len(summary["acceptance_per_position"]) == 7
+
+
+def test_ids_are_told_apart_as_text(pair, tmp_path, capsys):
+    status, records, _ = run(pair, tmp_path, [{"id": "1", "prompt": "a"}, {"prompt": "b"}], "--ordered")
+    assert status == 0
+    assert [record["id"] for record in records] == ["1", "line-1"]
+    assert run(pair, tmp_path, [{"id": 7, "prompt": "a"}, {"id": "7", "prompt": "b"}])[0] == 2
+    assert "unique" in capsys.readouterr().err
+
+
+def test_one_greedy_budget_does_not_size_the_job(pair, tmp_path):
+    """Without --max-length a row is at most as long as the target was trained for."""
+    lines = [{"id": "a", "prompt": "a", "max_new_tokens": 10**9, "stop": "\x00"}, {"id": "b", "prompt": "b"}]
+    status, records, _ = run(pair, tmp_path, lines, "--ordered", "--batch-size", "2")
+    assert status == 0
+    assert len(records[0]["token_ids"]) < 1024
+    assert len(records[1]["token_ids"]) <= 12
 
 
 def test_answers_are_those_of_the_library_and_of_no_speculation(pair, tmp_path):
@@ -146,7 +167,11 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         "temperature must be": [*models, *job, "--temperature", "-1"],
         "max-new-tokens": [*models, *job, "--max-new-tokens", "0"],
         "slots must be": [*models, *job, "--batch-size", "0"],
-        "max_length must be": [*models, *job, "--max-length", "-1"],
+        "max_length must be": [*models, *job, "--max-length", "0"],
+        "no memory for": [*models, *job, "--max-length", "2000000000", "--batch-size", "1000"],
+        "top_k must lie in": [*models, *job, "--top-k", "3000000000"],
+        "seed must lie in": [*models, *job, "--seed", "10000000000000000000"],
+        "both": [*models, *job, "--summary", output],
         "dtype must be": [*models, *job, "--dtype", "int8"],
         "drafter must be a checkpoint directory": ["--target", target, "--drafter", "/no/where", *job],
     }

@@ -270,6 +270,15 @@ def test_idle_rows_commit_nothing(target, drafter):
     assert not any(np.any(entry.k) for entry in after.draft_cache.entries)
 
 
+def test_finished_rows_do_not_keep_attending(target, drafter):
+    state, _ = start(target, drafter, PROMPTS)
+    state = state.replace(remaining=state.remaining.at[1].set(0))
+    after, committed = jax.jit(chain_step(target, drafter, 4, "coupled"))(state)
+    assert after.target_cache.lengths[1] == after.draft_cache.lengths[1] == 0
+    assert committed.count[1] == 0
+    assert (np.asarray(after.target_cache.lengths)[[0, 2, 3]] > 0).all()
+
+
 def test_device_loop_leaves_when_asked(target, drafter):
     state, _ = start(target, drafter, PROMPTS, max_new_tokens=40)
     state = state.replace(remaining=jnp.asarray([3, 30, 30, 30], jnp.int32))
