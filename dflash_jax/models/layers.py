@@ -166,8 +166,9 @@ def rope_tables(config: RopeConfig, head_dim: int, positions: Int[Array, "B T"],
     """Rotary tables at absolute positions; angles in float32 whatever `dtype` is returned."""
     frequencies, scale = rope_frequencies(config, head_dim)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
-    angles = jnp.concatenate([angles, angles], axis=-1)
-    return Rope((jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype))
+    tables = [(table * scale).astype(dtype) for table in (jnp.cos(angles), jnp.sin(angles))]
+    # Doubled last: XLA fuses no concatenation, and would otherwise evaluate these again in every layer and head.
+    return Rope(*(jnp.concatenate([table, table], axis=-1) for table in tables))
 
 
 def rotate(x: Float[Array, "B T N H"], rope: Rope) -> Float[Array, "B T N H"]:
