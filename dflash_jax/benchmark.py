@@ -57,7 +57,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     samples = load_dataset(args.dataset, args.max_samples)
     (target, drafter), text, defaults = load(args)
-    from dflash_jax.infer.measure import compare, step_seconds
+    from dflash_jax.infer.measure import compare
 
     prompts = [
         text.encode_chat([{"role": "user", "content": turns[0]}]) if text.has_chat_template else text.encode(turns[0])
@@ -80,16 +80,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         from dflash_jax.infer.official import Official
 
         official = Official(target.directory, args.drafter)
-    figures = compare(engines, requests, official)
     length = sum(map(len, prompts)) // len(prompts) + args.max_new_tokens // 2
-    seconds = step_seconds(engines["autoregressive"], engines["speculative"], length)
-    loop = {}
-    for name, engine in (
-        ("autoregressive", engines["autoregressive"]),
-        ("speculative", engines["speculative"]),
-    ):
-        loop[name] = engine.stats.steps * seconds[name] / engine.stats.decode_seconds
-    parts = seconds["draft"] + seconds["verify"] + seconds["commit"]
     return {
         "dataset": args.dataset,
         "samples": len(requests),
@@ -97,11 +88,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "block_size": engines["speculative"].block_size,
         "batch_size": args.batch_size,
         "max_new_tokens": args.max_new_tokens,
-        **figures,
-        "step_seconds": seconds,
-        "step_length": length,
-        "device_loop_share": loop,
-        "fused_step_over_parts": seconds["speculative"] / parts,
+        **compare(engines, requests, official, length),
     }
 
 

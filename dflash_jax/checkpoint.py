@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from dflash_jax.config import DecoderConfig, read_json
+from dflash_jax.config import DecoderConfig
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
@@ -123,6 +123,19 @@ def resolve(source: str | Path, what: str) -> Path:
         raise ValueError(
             f"{what} {source!s} is no local directory and could not be fetched from the hub: {reason}"
         ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; raises ValueError naming the file if there is none."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} must hold {path.name}, found none; is this a checkpoint directory?")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
+    return raw
 
 
 class Reader:

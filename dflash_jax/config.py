@@ -4,10 +4,8 @@ Everything here is a frozen, hashable description: a jitted program takes it as 
 A field that would change the arithmetic and is not implemented raises; none is silently ignored.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 Raw = Mapping[str, Any]
@@ -92,7 +90,7 @@ class TargetConfig(DecoderConfig):
     Attributes:
         model_type: the Hugging Face family; names the file in `models/` that implements it.
         tie_word_embeddings: whether the head is the transposed embedding.
-        eos_token_ids: stop tokens named by the config.
+        eos_token_ids: stop tokens; `load_target` prefers those of `generation_config.json`.
         max_position_embeddings: trained context; 0 if the config does not say.
     """
 
@@ -100,19 +98,6 @@ class TargetConfig(DecoderConfig):
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...] = ()
     max_position_embeddings: int = 0
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; raises ValueError naming the file if there is none."""
-    if not path.is_file():
-        raise ValueError(f"{path.parent} must hold {path.name}, found none; is this a checkpoint directory?")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
-    return raw
 
 
 def require(raw: Raw, name: str, kind: type = int) -> Any:

@@ -11,12 +11,12 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import cache as caches
 from dflash_jax import checkpoint
 from dflash_jax.cache import Block, Cache
-from dflash_jax.config import read_json
 from dflash_jax.drafter_config import DrafterConfig, drafter_config
 from dflash_jax.models.layers import (
     DecoderLayer,
@@ -68,6 +68,7 @@ class Model(nn.Module):
                 return self._heads(kv, self.k_norm[i], at.rope)
 
             x, block = layer(x, at, cache.entries[i], project)
+            x = checkpoint_name(x, "draft_layer")  # what rematerialisation keeps in training
             blocks.append(block)
         return self.norm(x), tuple(blocks)
 
@@ -97,13 +98,41 @@ class Drafter(struct.PyTreeNode):
     def dtype(self) -> jnp.dtype:
         return self.params["kv_proj"].dtype
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs it reads."""
+        return self.config.target_layer_ids
+
+    def proposals(self, block_size: int) -> int:
+        """Tokens proposed by a pass of `block_size` slots."""
+        return self.config.proposals(block_size)
+
     def init_cache(self, rows: int, slots: int) -> Cache:
         """An empty cache; windowed layers hold no more than their window."""
         return caches.init_cache(self.config, rows, slots, self.dtype)
 
-    def forward(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], cache: Cache) -> Float[Array, "B T D"]:
-        """Denoises embedded block slots against the committed context; reads the cache only."""
-        at = Pass(positions, self._rope(positions), None, cache.lengths, jnp.int32(0))
+    def forward(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        cache: Cache,
+        *,
+        lengths: Int[Array, " B"] | None = None,
+        starts: Int[Array, "B T"] | None = None,
+        per_row: int | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Denoises embedded block slots against the committed context; reads the cache only.
+
+        Args:
+            x, positions: the blocks.
+            cache: context.
+            lengths: context each block sees, `cache.lengths` by default.
+            starts: where the document of each position begins (see `Target.forward`).
+            per_row: see `models.layers.Pass`.
+        """
+        within = positions if starts is None else positions - starts
+        lengths = cache.lengths if lengths is None else lengths
+        at = Pass(positions, self._rope(within), None, lengths, jnp.int32(0), starts, per_row)
         return self._apply("forward", x, at, cache)[0]
 
     def context(self, features: Float[Array, "B T FD"], positions: Int[Array, "B T"]) -> tuple[Block, ...]:
@@ -125,12 +154,34 @@ class Drafter(struct.PyTreeNode):
             cache: draft cache holding exactly the positions before the anchor.
             block_size: slots of this pass, up to the checkpoint's.
         """
+        return self.unembed(target, self.denoise(target, anchor, cache, block_size))
+
+    def denoise(
+        self,
+        target: Target,
+        anchor: Int[Array, " B"],
+        cache: Cache,
+        block_size: int,
+        *,
+        lengths: Int[Array, " B"] | None = None,
+        starts: Int[Array, " B"] | None = None,
+        per_row: int | None = None,
+    ) -> Float[Array, "B P D"]:
+        """Hidden states of the slots that predict; arguments as in `logits` and `forward`."""
         c = self.config
+        lengths = cache.lengths if lengths is None else lengths
         tokens = jnp.full((anchor.shape[0], block_size), c.mask_token_id, jnp.int32).at[:, 0].set(anchor)
-        positions = cache.lengths[:, None] + jnp.arange(block_size)[None]
+        positions = lengths[:, None] + jnp.arange(block_size)[None]
         x = self.params["embed_tokens"][tokens] if c.own_embedding else target.embed(tokens)
         x = (x * c.input_embedding_scale).astype(self.dtype)
-        hidden = self.forward(x, positions, cache)[:, 0 if c.anchor_predicts else 1 :]
+        if starts is not None:
+            starts = jnp.broadcast_to(starts[:, None], positions.shape)
+        hidden = self.forward(x, positions, cache, lengths=lengths, starts=starts, per_row=per_row)
+        return hidden[:, 0 if c.anchor_predicts else 1 :]
+
+    def unembed(self, target: Target, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
+        """Float32 logits of hidden states, by the target's head unless the checkpoint has its own."""
+        c = self.config
         if c.own_head:
             logits = project(hidden, self.params["lm_head"])
         else:
@@ -152,7 +203,7 @@ def load_drafter(source: str | Path, *, dtype: str | None = None) -> Drafter:
     """Loads a DFlash v1 drafter from a local directory or a hub id; arguments and errors as `load_target`."""
     array_type = checkpoint.parse_dtype(dtype)
     directory = checkpoint.resolve(source, "drafter")
-    config = drafter_config(read_json(directory / "config.json"))
+    config = drafter_config(checkpoint.read_json(directory / "config.json"))
     reader = checkpoint.Reader(directory, _canonical_name)
     names = reader.names()
     config = dataclasses.replace(

@@ -10,7 +10,7 @@ from dflash_jax.drafter import Drafter
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.requests import Request
 from dflash_jax.speculative import Proposals
-from dflash_jax.target import Target, stop_tokens
+from dflash_jax.target import Target
 
 Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
 
@@ -69,7 +69,7 @@ def spec_generate(
     if max_length is None:
         longest = max((len(prompt) for prompt in prompts), default=0) + max(max_new_tokens, 0)
         max_length = -(-max(longest, 1) // 256) * 256
-    stops = stop_tokens(target) if stop_token_ids is None else tuple(stop_token_ids)
+    stops = target.config.eos_token_ids if stop_token_ids is None else tuple(stop_token_ids)
     requests = [
         Request(prompt, max_new_tokens, temperature, top_p, top_k, stop_token_ids=stops, id=str(row))
         for row, prompt in enumerate(prompts)

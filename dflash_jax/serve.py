@@ -164,14 +164,14 @@ def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
     from dflash_jax.drafter import load_drafter
     from dflash_jax.infer.requests import Request
     from dflash_jax.infer.text import Text
-    from dflash_jax.target import load_target, stop_tokens
+    from dflash_jax.target import load_target
 
     drafter = load_drafter(args.drafter, dtype=args.dtype) if speculative else None
     target = load_target(args.target, dtype=args.dtype)
     if drafter:
         drafter.config.check_pair(target.config)
     text = Text(target.directory)
-    stops = stop_tokens(target)
+    stops = target.config.eos_token_ids
     if not stops and text.end_token is not None:
         stops = (text.end_token,)
     defaults = Request(

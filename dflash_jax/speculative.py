@@ -5,7 +5,7 @@ Shapes: B rows, T verify width, P = T - 1 proposals, V vocabulary, Q stop tokens
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,40 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.cache import Block, Cache, commit
-from dflash_jax.drafter import Drafter
+from dflash_jax.config import DecoderConfig
 from dflash_jax.sampling import Sampling, first_argmax, greedy_rows, gumbel_noise, select
-from dflash_jax.target import Target
 
 Proposals = Literal["coupled", "argmax", "independent"]
+
+
+class Target(Protocol):
+    """What the algorithm asks of a target model, a pytree of its parameters (see `target.Target`)."""
+
+    @property
+    def config(self) -> DecoderConfig: ...
+    def init_cache(self, rows: int, slots: int) -> Cache: ...
+    def forward(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        visible: Any,
+        cache: Cache,
+        *,
+        taps: tuple[int, ...] = (),
+        row: Int[Array, ""] | int = 0,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Block, ...]]: ...
+    def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]: ...
+
+
+class Drafter(Protocol):
+    """What the algorithm asks of a drafter, likewise (see `drafter.Drafter`)."""
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+    def init_cache(self, rows: int, slots: int) -> Cache: ...
+    def proposals(self, block_size: int) -> int: ...
+    def logits(self, target: Any, anchor: Int[Array, " B"], cache: Cache, block_size: int) -> Float[Array, "B P V"]: ...
+    def context(self, features: Float[Array, "B T FD"], positions: Int[Array, "B T"]) -> tuple[Block, ...]: ...
 
 
 class State(struct.PyTreeNode):
@@ -170,7 +199,7 @@ def drafting(target: Target, drafter: Drafter, block_size: int, proposals: Propo
 
 def verifying(target: Target, drafter: Drafter | None) -> Verify:
     """Scores a block with one causal pass of the target."""
-    taps = drafter.config.target_layer_ids if drafter else ()
+    taps = drafter.taps if drafter else ()
 
     def verify(state: State, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T V"], Verified]:
         positions = state.target_cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
@@ -202,7 +231,7 @@ def chain_step(
     if drafter is None:
         nothing = lambda state, noise: jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
         return partial(speculative_step, nothing, verifying(target, None), committing(None), vocab_size, 1)
-    width = drafter.config.proposals(block_size) + 1
+    width = drafter.proposals(block_size) + 1
     draft = drafting(target, drafter, block_size, proposals)
     return partial(speculative_step, draft, verifying(target, drafter), committing(drafter), vocab_size, width)
 
@@ -311,7 +340,7 @@ def prefill(
     lengths = state.target_cache.lengths.at[row].set(start)
     cache = state.target_cache.replace(lengths=lengths)
     positions = start + jnp.arange(tokens.shape[0])[None]
-    taps = drafter.config.target_layer_ids if drafter else ()
+    taps = drafter.taps if drafter else ()
     hidden, features, blocks = target.forward(tokens[None], positions, None, cache, taps=taps, row=row)
     kept = count[None]
     state = state.replace(target_cache=commit(cache, blocks, kept, row=row))

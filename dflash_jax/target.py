@@ -1,5 +1,6 @@
 """A target language model: parameters and pure functions."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax import cache as caches
 from dflash_jax import checkpoint, models
 from dflash_jax.cache import Block, Cache
-from dflash_jax.config import TargetConfig, read_json, token_ids
+from dflash_jax.config import TargetConfig, token_ids
 from dflash_jax.kernels.block_attention import Visible
 from dflash_jax.models.layers import Pass, rope_tables
 
@@ -48,6 +49,7 @@ class Target(struct.PyTreeNode):
         *,
         taps: tuple[int, ...] = (),
         row: Int[Array, ""] | int = 0,
+        starts: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Block, ...]]:
         """One pass of a block behind the committed cache, which it only reads.
 
@@ -58,14 +60,17 @@ class Target(struct.PyTreeNode):
             cache: committed cache.
             taps: layers whose outputs to return as features, in this order.
             row: first cache row of the block; its rows are contiguous.
+            starts: where the document of each position begins, if a row packs several: nothing before it
+                is seen, and rotary positions count from it.
 
         Returns:
             Final-normed hidden states, the tapped features side by side (FD = taps times width), and the block's
             fresh keys and values for `cache.commit`.
         """
-        rope = rope_tables(self.config.rope, self.config.head_dim, positions, self.dtype)
+        within = positions if starts is None else positions - starts
+        rope = rope_tables(self.config.rope, self.config.head_dim, within, self.dtype)
         row = jnp.asarray(row, jnp.int32)
-        at = Pass(positions, rope, visible, caches.row_lengths(cache, row, tokens.shape[0]), row)
+        at = Pass(positions, rope, visible, caches.row_lengths(cache, row, tokens.shape[0]), row, starts)
         return self._apply("forward", tokens, at, cache, taps)
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -89,16 +94,11 @@ def load_target(source: str | Path, *, dtype: str | None = None) -> Target:
     """
     array_type = checkpoint.parse_dtype(dtype)
     directory = checkpoint.resolve(source, "target")
-    config = models.target_config(read_json(directory / "config.json"))
+    config = models.target_config(checkpoint.read_json(directory / "config.json"))
+    generation = directory / "generation_config.json"
+    if generation.is_file() and (ends := token_ids(checkpoint.read_json(generation).get("eos_token_id"))):
+        config = dataclasses.replace(config, eos_token_ids=ends)
     family = models.family(config.model_type)
     reader = checkpoint.Reader(directory)
     params = checkpoint.load(reader, family.tensors(config), array_type, ignored=family.ignored(config))
     return Target(params, config, str(directory))
-
-
-def stop_tokens(target: Target) -> tuple[int, ...]:
-    """End tokens a checkpoint names in `generation_config.json`, else in `config.json`."""
-    path = Path(target.directory) / "generation_config.json"
-    if target.directory and path.is_file() and (ids := token_ids(read_json(path).get("eos_token_id"))):
-        return ids
-    return target.config.eos_token_ids

@@ -237,7 +237,7 @@ class Engine:
         request, completion = row.request, row.completion
         before = len(completion.token_ids)
         completion.token_ids.extend(tokens)
-        if request.find_stop and (keep := request.find_stop(completion.token_ids)) is not None:
+        if request.find_stop and (keep := request.find_stop(completion.token_ids, len(tokens))) is not None:
             del completion.token_ids[keep:]
             completion.finish_reason = "stop"
         elif completion.token_ids[-1] in request.stop_token_ids:

@@ -27,11 +27,16 @@ from dflash_jax.speculative import (
 from dflash_jax.target import Target
 
 
-def compare(engines: dict[str, Engine], requests: Sequence[Request], official: Official | None) -> dict[str, Any]:
+def compare(
+    engines: dict[str, Engine], requests: Sequence[Request], official: Official | None, length: int
+) -> dict[str, Any]:
     """Runs every engine on every batch of requests in turn; all are warmed up first.
 
-    Tokens per second count tokens committed by steps over decode wall time, prefill excluded.
+    Tokens per second count tokens committed by steps over decode wall time, prefill excluded. The parts of
+    a step (`StepTimes`, at `length` committed positions) take their turns between the batches, so that what
+    else the machine does weighs on all alike.
     """
+    steps = StepTimes(engines["autoregressive"], engines["speculative"], length)
     for engine in engines.values():
         engine.warm_up()
         engine.generate(requests[: engine.slots])
@@ -43,8 +48,11 @@ def compare(engines: dict[str, Engine], requests: Sequence[Request], official: O
         batch = requests[start : start + size]
         for name, engine in engines.items():
             answers[name] += engine.generate(batch)
+        steps.sample()
         if opponent:
             opponent.run(batch)
+    while steps.samples < 7:
+        steps.sample()
     if not all(engine.stats.decode_tokens for engine in engines.values()):
         raise ValueError("nothing was decoded: every answer ended with its first token; raise max_new_tokens")
     figures: dict[str, Any] = {name: _side(engine, answers[name]) for name, engine in engines.items()}
@@ -55,6 +63,13 @@ def compare(engines: dict[str, Engine], requests: Sequence[Request], official: O
     figures["equal_outputs"] = sum(
         a.token_ids == b.token_ids for a, b in zip(answers["speculative"], answers["autoregressive"], strict=True)
     )
+    seconds = steps.seconds()
+    figures["step_seconds"], figures["step_length"] = seconds, length
+    figures["device_loop_share"] = {
+        name: engines[name].stats.steps * seconds[name] / engines[name].stats.decode_seconds
+        for name in ("autoregressive", "speculative")
+    }
+    figures["fused_step_over_parts"] = seconds["speculative"] / sum(seconds[p] for p in ("draft", "verify", "commit"))
     if opponent:
         figures |= opponent.figures(answers["speculative"], speculative, plain)
     return figures
@@ -123,31 +138,40 @@ class _Opponent:
 # Parts of a step, each looped on the device
 
 
-def step_seconds(
-    plain: Engine, speculative: Engine, length: int, loops: int = 30, repeats: int = 7
-) -> dict[str, float]:
-    """Seconds of one autoregressive step, one fused speculative step, and its draft, verify and commit.
+class StepTimes:
+    """Times of one autoregressive step, one fused speculative step, and its draft, verify and commit.
 
-    Every part runs `loops` times inside one compiled loop with the engine's own batch and cache sizes and
-    `length` committed positions a row; the parts take turns and the median of `repeats` is returned.
+    Every part runs `loops` times inside one compiled loop with the engines' own batch and cache sizes and
+    `length` committed positions a row.
     """
-    target, drafter = speculative.target, speculative.drafter
-    if drafter is None:
-        raise ValueError("the parts of a speculative step need a block size that proposes tokens")
-    block, proposals = speculative.block_size, speculative.proposals
-    steps: dict[str, tuple[Callable, Drafter | None]] = {
-        "autoregressive": (partial(_fused, block=1, proposals=proposals), None),
-        "speculative": (partial(_fused, block=block, proposals=proposals), drafter),
-        "draft": (partial(_draft, block=block, proposals=proposals), drafter),
-        "verify": (partial(_verify, width=speculative.width), drafter),
-        "commit": (partial(_commit, width=speculative.width), drafter),
-    }
-    runs = {name: _Looped(step, target, part, speculative, length, loops) for name, (step, part) in steps.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, looped in runs.items():
-            times[name].append(looped.seconds())
-    return {name: sorted(values)[repeats // 2] for name, values in times.items()}
+
+    def __init__(self, plain: Engine, speculative: Engine, length: int, loops: int = 30):
+        target, drafter = speculative.target, speculative.drafter
+        if drafter is None:
+            raise ValueError("the parts of a speculative step need a block size that proposes tokens")
+        block, proposals, width = speculative.block_size, speculative.proposals, speculative.width
+        self._parts = {
+            "autoregressive": _Looped(partial(_fused, block=1, proposals=proposals), target, None, plain, length, loops)
+        }
+        for name, step in {
+            "speculative": partial(_fused, block=block, proposals=proposals),
+            "draft": partial(_draft, block=block, proposals=proposals),
+            "verify": partial(_verify, width=width),
+            "commit": partial(_commit, width=width),
+        }.items():
+            self._parts[name] = _Looped(step, target, drafter, speculative, length, loops)
+        self._times: dict[str, list[float]] = {name: [] for name in self._parts}
+        self.samples = 0
+
+    def sample(self) -> None:
+        """Times every part once."""
+        self.samples += 1
+        for name, part in self._parts.items():
+            self._times[name].append(part.seconds())
+
+    def seconds(self) -> dict[str, float]:
+        """The median of each part."""
+        return {name: sorted(values)[len(values) // 2] for name, values in self._times.items()}
 
 
 class _Looped:

@@ -31,8 +31,8 @@ class Request:
         seed: of this request; None derives its noise from the engine's seed and `id`.
         stop_token_ids: tokens that end the answer; the one that does is its last token.
         id: any string; it decides the noise of a request without a seed.
-        find_stop: given the tokens so far, how many to keep if the answer ends within them, else None
-            (stop strings; called on the host once per visit).
+        find_stop: given the tokens so far and how many of them are new, how many to keep if the answer
+            ends within them, else None (stop strings; called on the host as tokens arrive).
     """
 
     prompt_token_ids: Sequence[int]
@@ -43,7 +43,7 @@ class Request:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     id: str = ""
-    find_stop: Callable[[Sequence[int]], int | None] | None = None
+    find_stop: Callable[[Sequence[int], int], int | None] | None = None
 
     def check(self, vocab_size: int, max_length: int) -> None:
         """Raises RequestError if an engine of this vocabulary and length cannot serve it."""

@@ -1,19 +1,23 @@
 """Tokenizer, chat template and stop strings. The only user of `transformers` outside the tests."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from dflash_jax.infer.requests import RequestError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 class Text:
     """Turns prompts into tokens and tokens into text.
 
     Args:
-        directory: checkpoint directory holding the tokenizer files.
+        directory: checkpoint directory holding the tokenizer files. Without any, only prompts of token ids
+            can be served.
 
     Raises:
-        ValueError: the directory holds no usable tokenizer.
+        ValueError: there are tokenizer files, but they cannot be used.
     """
 
     def __init__(self, directory: str):
@@ -21,52 +25,75 @@ class Text:
         from transformers.utils import logging
 
         logging.set_verbosity_error()
+        self._directory, self._tokenizer = directory, None
+        if not any((Path(directory) / name).is_file() for name in TOKENIZER_FILES):
+            return
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         except Exception as error:  # tokenizer files are read by several libraries, which raise what they like
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}") from error
 
+    def _need_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            raise RequestError(
+                "no_tokenizer",
+                f"{self._directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); use 'prompt_token_ids' "
+                "without stop strings, or add the files",
+            )
+        return self._tokenizer
+
     def encode(self, prompt: str) -> list[int]:
         """Tokens of plain text, with whatever special tokens the tokenizer adds."""
-        return self._tokenizer.encode(valid_text(prompt))
+        return self._need_tokenizer().encode(valid_text(prompt))
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation under the chat template, up to where the answer begins."""
-        if not self._tokenizer.chat_template:
+        tokenizer = self._need_tokenizer()
+        if not tokenizer.chat_template:
             raise RequestError("no_chat_template", "the target's tokenizer has no chat template; use 'prompt' instead")
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs, and raise what they like
             raise RequestError("invalid_messages", f"the chat template refused the messages: {error}") from error
-        return self._tokenizer.encode(valid_text(text), add_special_tokens=False)
+        return tokenizer.encode(valid_text(text), add_special_tokens=False)
 
     @property
     def end_token(self) -> int | None:
         """The tokenizer's own end token, for checkpoints whose configs name none."""
-        return self._tokenizer.eos_token_id
+        return self._tokenizer.eos_token_id if self._tokenizer else None
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return bool(self._tokenizer and self._tokenizer.chat_template)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of generated tokens, special tokens left out."""
+    def decode(self, tokens: Sequence[int]) -> str | None:
+        """Text of generated tokens, special tokens left out; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def find_stop(self, stops: Sequence[str]) -> Callable[[Sequence[int]], int | None] | None:
-        """A function for `Request.find_stop`: tokens up to the one that completes the first stop string."""
+    def find_stop(self, stops: Sequence[str]) -> Callable[[Sequence[int], int], int | None] | None:
+        """A function for `Request.find_stop`: tokens up to the one that completes the first stop string.
+
+        Special tokens count with their own text, so `<|im_end|>` works as a stop string.
+        """
         if not stops:
             return None
+        # A token is at least one byte or a special token: what a new token completes began no earlier than this.
+        reach = max(len(stop.encode()) for stop in stops) + 8
+        tokenizer = self._need_tokenizer()
 
-        def find(tokens: Sequence[int]) -> int | None:
+        def find(tokens: Sequence[int], new: int) -> int | None:
+            start = max(0, len(tokens) - new - reach)
+
             def complete(count: int) -> bool:
-                text = self.decode(tokens[:count])
+                text = tokenizer.decode(tokens[start:count])
                 return any(stop in text for stop in stops)
 
             if not complete(len(tokens)):
                 return None
-            low, high = 0, len(tokens)  # complete(low) is false, complete(high) is true
+            low, high = max(start, len(tokens) - new), len(tokens)  # complete(low) is false, complete(high) is true
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (low, middle) if complete(middle) else (middle, high)
@@ -84,6 +111,8 @@ def valid_text(value: str) -> str:
     return value
 
 
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+def cut_at_stop(text: str | None, stops: Sequence[str]) -> str | None:
     """The text before the earliest stop string."""
+    if text is None:
+        return None
     return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

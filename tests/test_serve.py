@@ -135,6 +135,35 @@ def test_stop_strings_cut_the_text(pair, tmp_path):
     assert 1 + sum(record["speculation"]["acceptance_lengths"]) == len(record["token_ids"])
 
 
+def test_a_special_token_can_be_a_stop_string(pair):
+    from dflash_jax.infer.text import Text
+
+    text = Text(str(pair / "target"))
+    tokens = [*text.encode("abc"), tiny.MASK, *text.encode("def")]
+    find = text.find_stop(["<mask>", "never"])
+    assert find(tokens, 4) == 4
+    assert find(tokens[:3], 1) is None
+    assert text.find_stop(["cd"])(tokens, 1) is None
+    long = [*text.encode("a" * 100), *text.encode("bcd"), *text.encode("e" * 20)]
+    assert text.find_stop(["abcd"])(long, 21) == 103
+
+
+def test_token_ids_need_no_tokenizer(tmp_path, capsys):
+    tiny.write_target(tmp_path / "target", tiny.target_config())
+    tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config())
+    lines = [{"prompt_token_ids": [1, 2, 3]}, {"prompt": "a"}, {"prompt_token_ids": [1], "stop": "x"}]
+    status, records, summary = run(tmp_path, tmp_path, lines)
+    by_index = {record["index"]: record for record in records}
+    assert status == 1
+    assert summary["failed"] == 2
+    assert by_index[0]["text"] is None
+    assert len(by_index[0]["token_ids"]) == 12
+    assert by_index[1]["error"]["code"] == by_index[2]["error"]["code"] == "no_tokenizer"
+    (tmp_path / "target" / "tokenizer.json").write_text("{")
+    assert run(tmp_path, tmp_path, lines)[0] == 2
+    assert "must hold a tokenizer" in capsys.readouterr().err
+
+
 def test_one_prompt_streams_to_the_terminal(pair, capsys):
     arguments = [
         "--target",
@@ -191,6 +220,14 @@ def test_a_drafter_of_another_target_is_refused(pair, tmp_path, capsys):
     status, _, _ = run(pair, tmp_path, [{"prompt": "a"}], drafter=str(tmp_path / "other"))
     assert status == 2
     assert "vocabulary size 80 (target: 64)" in capsys.readouterr().err
+
+
+def test_an_unknown_target_family_is_refused(pair, tmp_path, capsys):
+    tiny.write_target(tmp_path / "target", tiny.target_config())
+    (tmp_path / "target" / "config.json").write_text(json.dumps(tiny.target_config(model_type="llama")))
+    tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config())
+    assert run(tmp_path, tmp_path, [{"prompt": "a"}])[0] == 2
+    assert "model_type must be one of ['qwen3'], got 'llama'" in capsys.readouterr().err
 
 
 def test_help_needs_no_jax():

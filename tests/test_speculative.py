@@ -308,6 +308,19 @@ def test_a_decode_program_updates_its_state_in_place(target, drafter):
     assert memory.temp_size_in_bytes < one
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads a CPU program")
+def test_rotary_tables_are_evaluated_once_a_pass(target):
+    cache = target.init_cache(1, 64)
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    text = (
+        jax.jit(lambda t, c: t.forward(tokens, c.lengths[:, None] + jnp.arange(4)[None], None, c))
+        .lower(target, cache)
+        .compile()
+        .as_text()
+    )
+    assert text.count(" cosine(") == text.count(" sine(") == 1
+
+
 def test_nothing_compiles_once_warm(target, drafter):
     engine = Engine(target, drafter, slots=2, max_length=96, prefill_chunk=32)
     engine.warm_up()
@@ -316,7 +329,7 @@ def test_nothing_compiles_once_warm(target, drafter):
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
         engine.generate([Request(p, 20 + 3 * i, temperature=i * 0.3, top_k=i) for i, p in enumerate(PROMPTS)])
-        engine.generate([Request(list(range(1, 60)), 9, stop_token_ids=(3, 4), find_stop=lambda t: None)])
+        engine.generate([Request(list(range(1, 60)), 9, stop_token_ids=(3, 4), find_stop=lambda tokens, new: None)])
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert [event for event in compiled if "compile" in event or "trac" in event] == []

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import KV, Block
 from dflash_jax.config import DecoderConfig, LayerConfig, RopeConfig
-from dflash_jax.kernels.block_attention import Visible, attend
+from dflash_jax.kernels.block_attention import Visible, attend, attend_anchored
 
 
 class Rope(NamedTuple):
@@ -35,6 +35,9 @@ class Pass(NamedTuple):
             layer's own causality.
         lengths: committed length of each row, [B].
         row: first cache row the block belongs to; the block's B rows are contiguous from there.
+        starts: first position each query may see, [B, T] (packed documents); None is 0.
+        per_row: in training, how many of the B blocks share one cache row (all others: None). Then the
+            blocks see the cache up to their own `lengths`, and the pass is differentiable.
     """
 
     positions: Int[Array, "B T"]
@@ -42,6 +45,8 @@ class Pass(NamedTuple):
     visible: Visible | None
     lengths: Int[Array, " B"]
     row: Int[Array, ""]
+    starts: Int[Array, "B T"] | None = None
+    per_row: int | None = None
 
 
 class RMSNorm(nn.Module):
@@ -129,17 +134,27 @@ class Attention(nn.Module):
             q = Linear((D, N * H), config.attention_bias, name="q_proj")(x)
             k, v = project(x)
         visible = ("causal" if self.layer.causal else "full") if at.visible is None else at.visible
-        out = attend(
-            rotate(q_norm(q.reshape(B, T, N, H)), at.rope),
-            at.positions,
-            k,
-            v,
-            entry,
-            at.lengths,
-            visible=visible,
-            window=self.layer.window,
-            row=at.row,
-        )
+        q, window = rotate(q_norm(q.reshape(B, T, N, H)), at.rope), self.layer.window
+        if at.per_row is None:
+            out = attend(
+                q,
+                at.positions,
+                k,
+                v,
+                entry,
+                at.lengths,
+                visible=visible,
+                window=window,
+                row=at.row,
+                starts=at.starts,
+            )
+        else:
+            assert isinstance(visible, str)
+            starts = jnp.zeros_like(at.lengths) if at.starts is None else at.starts[:, 0]
+            fold = lambda x: x.reshape(-1, at.per_row, *x.shape[1:])
+            out = attend_anchored(
+                fold(q), fold(k), fold(v), entry, fold(at.lengths), fold(starts), visible=visible, window=window
+            )
         out = Linear((N * H, D), config.attention_bias, name="o_proj")(out.reshape(B, T, N * H))
         return out, Block(k, v)
 

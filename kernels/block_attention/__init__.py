@@ -2,3 +2,4 @@
 
 from .api import Visible as Visible
 from .api import attend as attend
+from .api import attend_anchored as attend_anchored

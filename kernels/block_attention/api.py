@@ -8,7 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from . import reference
+from . import anchored, reference
 
 # "causal" and "full" over the block, or an explicit matrix (row i sees column j) for token trees.
 Visible = Literal["causal", "full"] | Bool[Array, "T T"] | Bool[Array, "B T T"]
@@ -34,6 +34,7 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     row: Int[Array, ""] | int = 0,
+    starts: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention over committed positions `0..lengths-1` and the block's own keys and values.
 
@@ -51,11 +52,14 @@ def attend(
         window: a query at p sees keys with |p - key position| < window only; None is unbounded.
         scale: of the scores, `H ** -0.5` by default.
         row: first cache row of the block; its B rows are contiguous.
+        starts: a query sees no position before this one (packed documents); None is 0.
 
     Returns:
         The attended values in the dtype of `q`.
     """
     mask = block_mask(visible, positions, window)
+    if starts is not None:
+        mask = mask & (positions[:, None, :] >= starts[:, :, None])
     return reference.attend(
         q,
         positions,
@@ -68,7 +72,37 @@ def attend(
         window,
         q.shape[-1] ** -0.5 if scale is None else scale,
         row,
+        starts,
     )
+
+
+def attend_anchored(
+    q: Float[Array, "B A T N H"],
+    k: Float[Array, "B A K T H"],
+    v: Float[Array, "B A K T H"],
+    cache: Entry,
+    anchors: Int[Array, "B A"],
+    starts: Int[Array, "B A"],
+    *,
+    visible: Literal["causal", "full"],
+    window: int | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B A T N H"]:
+    """Many blocks of one sequence at once, differentiable: the attention of training.
+
+    Block a of row b stands at positions `anchors[b, a] + 0..T-1` and sees cache positions
+    `starts[b, a]..anchors[b, a] - 1`, strictly before its anchor, and itself; never another block. Each block
+    gets what `attend` gives it alone with `lengths = anchors`. Memory does not grow with A x S, and where
+    anchors are sorted, stretches of the cache that nobody sees cost nothing.
+
+    Args:
+        q, k, v: rotated queries, keys and values of the blocks; B rows, A blocks.
+        cache: context of each row, position p in slot p; no ring.
+        anchors, starts: the interval each block sees; empty where they are equal.
+        visible, window, scale: as in `attend`.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return anchored.attend(q, k, v, cache.k, cache.v, anchors, starts, visible == "causal", window, scale)
 
 
 def block_mask(visible: Visible, positions: Int[Array, "B T"], window: int | None) -> Bool[Array, "#B T T"]:

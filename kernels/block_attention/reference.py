@@ -21,6 +21,7 @@ def attend(
     window: int | None,
     scale: float,
     row: Int[Array, ""] | int,
+    starts: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T N H"]:
     """See `api.attend`. Online softmax: block and first chunk of the cache together, then chunk by chunk."""
     B, T, N, H = q.shape
@@ -40,6 +41,8 @@ def attend(
         seen = jnp.broadcast_to(valid[:, None, :], (B, T, chunk))
         if window is not None:
             seen = seen & (positions[:, :, None] - held[:, None, :] < window)
+        if starts is not None:
+            seen = seen & (held[:, None, :] >= starts[:, :, None])
         values = jax.lax.dynamic_slice(cache_v, at, size)
         values = jnp.where(valid[:, None, :, None], values, 0)  # unwritten slots may hold anything, even NaN
         return jax.lax.dynamic_slice(cache_k, at, size), values, seen
@@ -67,7 +70,10 @@ def attend(
         return higher, keep * total + jnp.sum(p, axis=-1, keepdims=True), keep * out + weigh(p, values)
 
     used = jnp.minimum(jnp.max(lengths), S)
-    top, total, out = jax.lax.fori_loop(1, (used + chunk - 1) // chunk, one_chunk, (top, total, out))
+    first = jnp.int32(1)
+    if starts is not None:  # skip what no query sees, unless a ring has wrapped and slots are no positions
+        first = jnp.where(jnp.max(lengths) > S, 1, jnp.maximum(1, jnp.min(starts) // chunk))
+    top, total, out = jax.lax.fori_loop(first, (used + chunk - 1) // chunk, one_chunk, (top, total, out))
     out = (out / total).astype(q.dtype)
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 

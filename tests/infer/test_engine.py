@@ -57,7 +57,7 @@ def test_windowed_drafter_wraps_its_ring(target, tmp_path):
 
 def test_host_side_stop_cuts_tokens_and_acceptance(target, drafter):
     free = generate(target, PROMPTS[0], max_new_tokens=20, stop_token_ids=[]).tokens[0]
-    request = Request(PROMPTS[0], 20, find_stop=lambda tokens: 7 if len(tokens) >= 7 else None)
+    request = Request(PROMPTS[0], 20, find_stop=lambda tokens, new: 7 if len(tokens) >= 7 else None)
     engine = Engine(target, drafter, max_length=64)
     for _ in range(2):
         done = engine.generate([request])[0]

@@ -1,0 +1,180 @@
+"""Attention of many blocks to one sequence, with gradients, in plain XLA.
+
+Blocks are taken in tiles; a tile walks the chunks of the cache that some block of it sees, with an online
+softmax, and its backward pass walks them again. Neither pass holds more than tile x chunk scores.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+TILE = 128  # queries of one head a tile holds at least
+CHUNK = 128  # cache slots per iteration
+MASKED = -1e30
+
+
+class _Tiles(NamedTuple):
+    """Operands in tiles of G blocks: n tiles, B rows, K heads, G*Q queries (Q = T times the group size)."""
+
+    q: Float[Array, "n B K GQ H"]
+    k: Float[Array, "n B K G T H"]
+    v: Float[Array, "n B K G T H"]
+    low: Int[Array, "n B GQ"]
+    high: Int[Array, "n B GQ"]
+
+
+def attend(
+    q: Float[Array, "B A T N H"],
+    k: Float[Array, "B A K T H"],
+    v: Float[Array, "B A K T H"],
+    cache_k: Float[Array, "B K S H"],
+    cache_v: Float[Array, "B K S H"],
+    anchors: Int[Array, "B A"],
+    starts: Int[Array, "B A"],
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> Float[Array, "B A T N H"]:
+    """See `api.attend_anchored`."""
+    B, A, T, N, H = q.shape
+    K, S = cache_k.shape[1:3]
+    group = N // K
+    size = min(A, max(1, TILE // T))
+    n, chunk = -(-A // size), min(CHUNK, S)
+    more = n * size - A
+
+    def tiled(x: Array) -> Array:
+        """[B, A, ...] -> [n, B, G, ...]; added blocks see nothing but themselves."""
+        x = jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(B, n, size, *x.shape[2:]).swapaxes(0, 1)
+
+    low = jnp.broadcast_to(starts[:, :, None], (B, A, T))
+    if window is not None:
+        low = jnp.maximum(low, anchors[:, :, None] + jnp.arange(T)[None, None] - window + 1)
+    bounds = [
+        jnp.repeat(tiled(x).reshape(n, B, -1), group, axis=-1)
+        for x in (low, jnp.repeat(anchors, T, axis=1).reshape(B, A, T))
+    ]
+    queries = tiled((q * scale).reshape(B, A, T, K, group, H)).transpose(0, 1, 4, 2, 3, 5, 6)
+    tiles = _Tiles(
+        queries.reshape(n, B, K, size * T * group, H), tiled(k).swapaxes(2, 3), tiled(v).swapaxes(2, 3), *bounds
+    )
+    short = -S % chunk
+    cache_k, cache_v = (jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) for x in (cache_k, cache_v))
+    apart = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    mask = (apart >= 0) if causal else jnp.ones((T, T), bool)
+    if window is not None:
+        mask = mask & (jnp.abs(apart) < window)
+    out = _attend(chunk, tiles, cache_k, cache_v, jnp.repeat(mask, group, axis=0))
+    out = out.reshape(n, B, K, size, T, group, H).transpose(1, 0, 3, 4, 2, 5, 6)
+    return out.reshape(B, n * size, T, N, H)[:, :A]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    chunk: int,
+    tiles: _Tiles,
+    cache_k: Float[Array, "B K S H"],
+    cache_v: Float[Array, "B K S H"],
+    mask: Bool[Array, "Q T"],
+) -> Float[Array, "n B K GQ H"]:
+    return _forward(chunk, tiles, cache_k, cache_v, mask)[0]
+
+
+def _forward(chunk, tiles, cache_k, cache_v, mask):
+    def one(tile: _Tiles) -> tuple[Array, Array]:
+        def visit(i, carry):
+            top, total, out = carry
+            keys, values, seen = _read(i, chunk, tile, cache_k, cache_v)
+            s = jnp.where(seen, _dot("bkrh,bkch->bkrc", tile.q, keys), MASKED)
+            higher = jnp.maximum(top, jnp.max(s, axis=-1, keepdims=True))
+            p, keep = jnp.where(seen, jnp.exp(s - higher), 0), jnp.exp(top - higher)
+            out = keep * out + _dot("bkrc,bkch->bkrh", p.astype(values.dtype), values)
+            return higher, keep * total + jnp.sum(p, axis=-1, keepdims=True), out
+
+        shape = tile.q.shape[:-1]
+        start = jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1)), jnp.zeros(tile.q.shape)
+        top, total, out = jax.lax.fori_loop(*_span(tile, chunk), visit, start)
+        s = _own_scores(tile, mask)
+        own = jnp.max(s, axis=-1, keepdims=True).reshape(top.shape)
+        higher = jnp.maximum(top, own)
+        p, keep = jnp.exp(s - higher.reshape(*s.shape[:-1], 1)), jnp.exp(top - higher)
+        total = keep * total + jnp.sum(p, axis=-1).reshape(top.shape)
+        out = keep * out + _dot("bkgqt,bkgth->bkgqh", p.astype(tile.v.dtype), tile.v).reshape(out.shape)
+        return (out / total).astype(tile.q.dtype), higher + jnp.log(total)
+
+    out, lse = jax.lax.map(one, tiles)
+    return out, (tiles, cache_k, cache_v, mask, out, lse)
+
+
+def _backward(chunk, kept, d_out):
+    tiles, cache_k, cache_v, mask, out, lse = kept
+    dtype = tiles.q.dtype
+
+    def one(carry, xs):
+        tile, d, out, lse = xs
+        delta = jnp.sum(d.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+        p = jnp.exp(_own_scores(tile, mask) - lse.reshape(*_own(tile.q, tile).shape[:-1], 1))
+        d_own, q_own = _own(d, tile), _own(tile.q, tile)
+        d_v = _dot("bkgqt,bkgqh->bkgth", p.astype(dtype), d_own)
+        d_s = (p * (_dot("bkgqh,bkgth->bkgqt", d_own, tile.v) - _own(delta, tile))).astype(dtype)
+        d_k = _dot("bkgqt,bkgqh->bkgth", d_s, q_own)
+        d_q = _dot("bkgqt,bkgth->bkgqh", d_s, tile.k).reshape(tile.q.shape)
+
+        def visit(i, carry):
+            d_q, d_cache_k, d_cache_v = carry
+            keys, values, seen = _read(i, chunk, tile, cache_k, cache_v)
+            p = jnp.where(seen, jnp.exp(_dot("bkrh,bkch->bkrc", tile.q, keys) - lse), 0)
+            d_s = (p * (_dot("bkrh,bkch->bkrc", d, values) - delta)).astype(dtype)
+            d_cache_k = _add(d_cache_k, i * chunk, _dot("bkrc,bkrh->bkch", d_s, tile.q))
+            d_cache_v = _add(d_cache_v, i * chunk, _dot("bkrc,bkrh->bkch", p.astype(dtype), d))
+            return d_q + _dot("bkrc,bkch->bkrh", d_s, keys), d_cache_k, d_cache_v
+
+        d_q, *carry = jax.lax.fori_loop(*_span(tile, chunk), visit, (d_q, *carry))
+        return tuple(carry), tuple(x.astype(dtype) for x in (d_q, d_k, d_v))
+
+    zeros = jnp.zeros(cache_k.shape), jnp.zeros(cache_v.shape)
+    (d_cache_k, d_cache_v), (d_q, d_k, d_v) = jax.lax.scan(one, zeros, (tiles, d_out, out, lse))
+    d_tiles = _Tiles(d_q, d_k, d_v, None, None)  # type: ignore[arg-type]
+    return d_tiles, d_cache_k.astype(cache_k.dtype), d_cache_v.astype(cache_v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _dot(pattern: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(pattern, a, b, preferred_element_type=jnp.float32)
+
+
+def _own(x: Float[Array, "B K GQ X"], tile: _Tiles) -> Float[Array, "B K G Q X"]:
+    B, K, G = tile.k.shape[:3]
+    return x.reshape(B, K, G, -1, x.shape[-1])
+
+
+def _own_scores(tile: _Tiles, mask: Bool[Array, "Q T"]) -> Float[Array, "B K G Q T"]:
+    """Scores of every block against itself."""
+    return jnp.where(mask[None, None, None], _dot("bkgqh,bkgth->bkgqt", _own(tile.q, tile), tile.k), MASKED)
+
+
+def _span(tile: _Tiles, chunk: int) -> tuple[Array, Array]:
+    """Chunks of the cache that some query of the tile sees."""
+    sees = tile.low < tile.high
+    first = jnp.min(jnp.where(sees, tile.low, jnp.iinfo(jnp.int32).max)) // chunk
+    return first, jnp.maximum(first, (jnp.max(jnp.where(sees, tile.high, 0)) + chunk - 1) // chunk)
+
+
+def _read(i: Array, chunk: int, tile: _Tiles, cache_k: Array, cache_v: Array) -> tuple[Array, Array, Array]:
+    """Keys, values [B, K, C, H] and visibility [B, 1, GQ, C] of the i-th chunk."""
+    slots = (i * chunk + jnp.arange(chunk))[None, None]
+    seen = (slots >= tile.low[..., None]) & (slots < tile.high[..., None])
+    keys, values = (jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=2) for x in (cache_k, cache_v))
+    return keys, values, seen[:, None]
+
+
+def _add(total: Array, start: Array, part: Array) -> Array:
+    """Adds `part` to the slots of `total` from `start` on."""
+    old = jax.lax.dynamic_slice_in_dim(total, start, part.shape[2], axis=2)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, axis=2)
