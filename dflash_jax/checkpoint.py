@@ -201,7 +201,7 @@ def load(reader: Reader, table: Table, dtype: Any, *, ignored: tuple[str, ...] =
         host = np.empty(leaf.shape, dtype)
         for part in leaf.parts:
             host[part.index] = reader.read(part.name)
-        _put(params, path, jax.device_put(host))
+        put(params, path, jax.device_put(host))
     return params
 
 
@@ -219,7 +219,8 @@ def _check(reader: Reader, table: Table, ignored: tuple[str, ...]) -> None:
         raise ValueError(f"{reader.directory} does not match its config.json: " + "; ".join(problems))
 
 
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+def put(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Sets the parameter at `path` ("a/b/c") of a nested dict."""
     *parents, name = path.split("/")
     for parent in parents:
         tree = tree.setdefault(parent, {})

@@ -64,6 +64,22 @@ class Text:
         return self._tokenizer.eos_token_id if self._tokenizer else None
 
     @property
+    def mask_token(self) -> int | None:
+        """The tokenizer's mask token, if it has one."""
+        return self._tokenizer.mask_token_id if self._tokenizer else None
+
+    @property
+    def reserved_tokens(self) -> set[int]:
+        """Pad and end token."""
+        ids = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id) if self._tokenizer else ()
+        return {i for i in ids if i is not None}
+
+    @property
+    def used_tokens(self) -> set[int]:
+        """Every token the tokenizer can produce."""
+        return set(self._tokenizer.get_vocab().values()) if self._tokenizer else set()
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer and self._tokenizer.chat_template)
 

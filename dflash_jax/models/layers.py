@@ -18,6 +18,9 @@ from dflash_jax.config import DecoderConfig, LayerConfig, RopeConfig
 from dflash_jax.kernels.block_attention import Visible, attend, attend_anchored
 
 
+FEW_ROWS = 256  # of a product: the widest block or prompt chunk that is multiplied weight first
+
+
 class Rope(NamedTuple):
     """Cosines and sines of a block's positions."""
 
@@ -90,9 +93,11 @@ def matmul(x: Float[Array, "B T D"], weight: Float[Array, "M D"]) -> Float[Array
 def project(x: Float[Array, "B T D"], weight: Float[Array, "M D"]) -> Float[Array, "B T M"]:
     """`x @ weight.T` accumulated and returned in float32.
 
-    The weight stands on the left because on CPU a [M, D] x [D, 16] product runs up to twice as fast as
-    the same product written [16, D] x [D, M].
+    For a decoding block the weight stands on the left, because on CPU a [M, D] x [D, 16] product runs up
+    to twice as fast as the same product written [16, D] x [D, M]; beyond `FEW_ROWS` it is the other way round.
     """
+    if x.shape[0] * x.shape[1] > FEW_ROWS:
+        return jnp.einsum("btd,md->btm", x, weight, preferred_element_type=jnp.float32)
     return jnp.moveaxis(jnp.einsum("md,btd->mbt", weight, x, preferred_element_type=jnp.float32), 0, -1)
 
 

@@ -1,0 +1,112 @@
+"""Anchored blocks of packed rows: what the drafter sees in training, and what it should say.
+
+The drafter runs the very code it decodes with; only the attention takes many blocks of a row at once.
+Shapes: B rows, S tokens of a row, A blocks of a row, P predictions of a block, D width, FD tapped features.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from dflash_jax.cache import KV, Cache, commit
+from dflash_jax.drafter import Drafter
+from dflash_jax.target import Target
+
+TARGET_CHUNK = 256  # positions of a target pass
+
+
+class Blocks(NamedTuple):
+    """Anchors of packed rows and the labels of their predictions.
+
+    Attributes:
+        anchors: positions in the row, ascending; 0 for a block that is not used.
+        starts: where each anchor's document begins.
+        tokens: the anchors' tokens.
+        labels: data token of each prediction.
+        labelled: predictions that count: answer tokens of the anchor's own document.
+        label_positions: where the labels stand in the row.
+    """
+
+    anchors: Int[Array, "B A"]
+    starts: Int[Array, "B A"]
+    tokens: Int[Array, "B A"]
+    labels: Int[Array, "B A P"]
+    labelled: Bool[Array, "B A P"]
+    label_positions: Int[Array, "B A P"]
+
+
+def draw_blocks(
+    key: Key[Array, ""],
+    tokens: Int[Array, "B S"],
+    starts: Int[Array, "B S"],
+    supervised: Bool[Array, "B S"],
+    *,
+    count: int,
+    block_size: int,
+    anchor_predicts: bool,
+) -> Blocks:
+    """Draws up to `count` anchors per row without replacement (method, section 8.1).
+
+    An anchor is an answer token followed by an answer token of the same document. A block may reach past
+    the end of its document; such labels do not count.
+    """
+    S = tokens.shape[1]
+    count = min(count, S)
+    follows = jnp.pad(supervised[:, 1:] & (starts[:, 1:] == starts[:, :-1]), ((0, 0), (0, 1)))
+    ranks = jnp.where(supervised & follows, jax.random.uniform(key, tokens.shape), -1.0)
+    best, chosen = jax.lax.top_k(ranks, count)
+    chosen = jnp.sort(jnp.where(best >= 0, chosen, S), axis=1)
+    used, anchors = chosen < S, jnp.where(chosen < S, chosen, 0)
+    pick = lambda x, at: jnp.take_along_axis(x, at.reshape(at.shape[0], -1), axis=1).reshape(at.shape)
+    first = jnp.where(used, pick(starts, anchors), 0)
+    steps = jnp.arange(block_size) if anchor_predicts else jnp.arange(block_size - 1)
+    positions = anchors[:, :, None] + 1 + steps[None, None]
+    at = jnp.minimum(positions, S - 1)
+    labelled = used[:, :, None] & (positions < S) & pick(supervised, at) & (pick(starts, at) == first[:, :, None])
+    return Blocks(anchors, first, pick(tokens, anchors), pick(tokens, at), labelled, at)
+
+
+def target_features(
+    target: Target, taps: tuple[int, ...], tokens: Int[Array, "B S"], starts: Int[Array, "B S"]
+) -> tuple[Float[Array, "B S FD"], Float[Array, "B S D"]]:
+    """Tapped features and final-normed hidden states of packed rows, by the frozen target, chunk by chunk."""
+    B, S = tokens.shape
+    chunk = min(TARGET_CHUNK, S)
+    short = -S % chunk
+    tokens = jnp.pad(tokens, ((0, 0), (0, short)))
+    starts = jnp.concatenate([starts, jnp.broadcast_to(jnp.arange(S, S + short)[None], (B, short))], axis=1)
+    split = lambda x: x.reshape(B, -1, chunk).swapaxes(0, 1)
+
+    def one(cache: Cache, xs) -> tuple[Cache, tuple[Array, Array]]:
+        tokens, starts = xs
+        positions = cache.lengths[:, None] + jnp.arange(chunk)[None]
+        hidden, features, blocks = target.forward(tokens, positions, None, cache, taps=taps, starts=starts)
+        return commit(cache, blocks, jnp.full(B, chunk, jnp.int32)), (features, hidden)
+
+    _, outputs = jax.lax.scan(one, target.init_cache(B, S + short), (split(tokens), split(starts)))
+    join = lambda x: x.swapaxes(0, 1).reshape(B, S + short, -1)[:, :S]
+    features, hidden = (jax.lax.stop_gradient(join(x)) for x in outputs)
+    return features, hidden
+
+
+def draft_hidden(
+    drafter: Drafter, target: Target, features: Float[Array, "B S FD"], starts: Int[Array, "B S"], blocks: Blocks
+) -> Float[Array, "B A P D"]:
+    """Hidden states of every prediction of every block, as decoding computes them for these anchors."""
+    B, A, P = blocks.labels.shape
+    positions = jnp.arange(features.shape[1])[None] - starts
+    entries = tuple(KV(block.k, block.v) for block in drafter.context(features, positions))
+    cache = Cache(entries, jnp.zeros(B, jnp.int32))
+    flat = lambda x: x.reshape(B * A)
+    hidden = drafter.denoise(
+        target,
+        flat(blocks.tokens),
+        cache,
+        P if drafter.config.anchor_predicts else P + 1,
+        lengths=flat(blocks.anchors),
+        starts=flat(blocks.starts),
+        per_row=A,
+    )
+    return hidden.reshape(B, A, P, -1)

@@ -1,0 +1,184 @@
+"""Regenerated answers as packed rows of a fixed length. Numpy only; any step's rows follow from seed and step.
+
+Shapes: B rows, S tokens of a row.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+OPEN_ROWS = 16  # that packing chooses from
+
+
+class Example(NamedTuple):
+    """One conversation: its tokens, and which of them are answer (1) or prompt (0)."""
+
+    tokens: np.ndarray
+    supervised: np.ndarray
+
+
+class Rows(NamedTuple):
+    """Packed rows.
+
+    Attributes:
+        tokens: [B, S], 0 where a row is not full.
+        starts: where the document of each position begins, [B, S]; empty positions are documents of one.
+        supervised: answer tokens, [B, S].
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    supervised: np.ndarray
+
+
+@dataclass
+class Dataset:
+    """Examples, and what was left out on the way.
+
+    Attributes:
+        examples: in file order.
+        without_answer: lines with too few answer tokens to hold an anchor and a label.
+        cut: examples cut to `length`.
+    """
+
+    examples: list[Example] = field(default_factory=list)
+    without_answer: int = 0
+    cut: int = 0
+
+
+def read_examples(path: str | Path, length: int, vocab_size: int) -> Dataset:
+    """Reads `{"prompt_token_ids", "response_token_ids"}` or `{"token_ids", "loss_mask"}` lines.
+
+    Sequences longer than `length` are cut; what then has fewer than two consecutive answer tokens is left out.
+
+    Raises:
+        ValueError: an unreadable line (with its number), tokens outside the vocabulary, or nothing to train on.
+    """
+    data = Dataset()
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                tokens, supervised = _parse(json.loads(line))
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: {error!s:.200}") from error
+            if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+                raise ValueError(f"{path}, line {number}: token ids must lie in 0..{vocab_size - 1}")
+            data.cut += len(tokens) > length
+            tokens, supervised = tokens[:length], supervised[:length]
+            if np.any(supervised[:-1] & supervised[1:]):
+                data.examples.append(Example(tokens, supervised))
+            else:
+                data.without_answer += 1
+    if not data.examples:
+        raise ValueError(
+            f"{path} has nothing to train on: {data.without_answer} lines without two answer tokens in the first "
+            f"{length}; expected prompt_token_ids and response_token_ids (see `regenerate`)"
+        )
+    return data
+
+
+def _parse(row: Any) -> tuple[np.ndarray, np.ndarray]:
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object, got {type(row).__name__}")
+    if "token_ids" in row and "loss_mask" in row:
+        tokens, mask = _ids(row["token_ids"]), _ids(row["loss_mask"]).astype(bool)
+        if len(tokens) != len(mask):
+            raise ValueError(f"token_ids has {len(tokens)} entries, loss_mask {len(mask)}")
+        return tokens, mask
+    if "prompt_token_ids" not in row or "response_token_ids" not in row:
+        raise ValueError("expected prompt_token_ids and response_token_ids, or token_ids and loss_mask")
+    prompt, answer = _ids(row["prompt_token_ids"]), _ids(row["response_token_ids"])
+    return np.concatenate([prompt, answer]), np.arange(len(prompt) + len(answer)) >= len(prompt)
+
+
+def _ids(value: Any) -> np.ndarray:
+    if not isinstance(value, list) or not all(type(i) is int and abs(i) < 2**31 for i in value):
+        raise ValueError(f"token ids must be a list of integers, got {value!r:.60}")
+    return np.asarray(value, np.int32)
+
+
+class Packing:
+    """Rows of every epoch: the examples shuffled, each laid whole into the first open row that has room.
+
+    The number of rows of an epoch depends on its order, so a step's epoch is found by counting.
+
+    Args:
+        examples: none longer than `length`.
+        length: S.
+        batch_size: rows of a step; what is left of an epoch's rows at its end is dropped.
+        seed: of the order.
+    """
+
+    def __init__(self, examples: Sequence[Example], length: int, batch_size: int, seed: int):
+        self.examples, self.length, self.batch_size, self.seed = examples, length, batch_size, seed
+        self._sizes = np.asarray([len(example.tokens) for example in examples])
+        self._epochs: list[list[list[int]]] = []
+        self._first: list[int] = [0]  # step at which each known epoch begins
+
+    def steps(self, epochs: float) -> int:
+        """Optimiser steps of so many epochs, at least one."""
+        whole, part = int(epochs), epochs - int(epochs)
+        for epoch in range(whole + bool(part)):
+            self._plan(epoch)
+        total = self._first[whole]
+        if part:
+            total += int(part * (self._first[whole + 1] - total))
+        return max(1, total)
+
+    def batch(self, step: int) -> Rows:
+        """The rows of a step."""
+        return self.rows(self.contents(step))
+
+    def contents(self, step: int) -> list[list[int]]:
+        """Example numbers of each row of a step, counted from 0."""
+        epoch = 0
+        while True:
+            self._plan(epoch)
+            if step < self._first[epoch + 1]:
+                break
+            epoch += 1
+        at = (step - self._first[epoch]) * self.batch_size
+        return self._epochs[epoch][at : at + self.batch_size]
+
+    def _plan(self, epoch: int) -> None:
+        while len(self._epochs) <= epoch:
+            number = len(self._epochs)
+            order = np.random.default_rng([self.seed, number]).permutation(len(self.examples))
+            rows: list[list[int]] = []
+            room: dict[int, int] = {}  # of the rows still open
+            for index in order.tolist():
+                size = int(self._sizes[index])
+                row = next((row for row, left in room.items() if left >= size), None)
+                if row is None:
+                    if len(room) == OPEN_ROWS:
+                        del room[min(room, key=lambda r: room[r])]
+                    row = len(rows)
+                    rows.append([])
+                    room[row] = self.length
+                rows[row].append(index)
+                room[row] -= size
+            while len(rows) < self.batch_size:  # a corpus smaller than a step is repeated
+                rows += rows[: self.batch_size - len(rows)]
+            self._epochs.append(rows)
+            self._first.append(self._first[-1] + len(rows) // self.batch_size)
+
+    def rows(self, contents: Sequence[Sequence[int]]) -> Rows:
+        """Rows holding the given examples."""
+        shape = len(contents), self.length
+        starts = np.broadcast_to(np.arange(self.length, dtype=np.int32), shape).copy()
+        rows = Rows(np.zeros(shape, np.int32), starts, np.zeros(shape, bool))
+        for row, indices in enumerate(contents):
+            at = 0
+            for index in indices:
+                tokens, supervised = self.examples[index]
+                end = at + len(tokens)
+                rows.tokens[row, at:end], rows.supervised[row, at:end] = tokens, supervised
+                rows.starts[row, at:end] = at
+                at = end
+        return rows

@@ -1,0 +1,128 @@
+"""New drafters for a target, and drafters as Hugging Face directories (names of method, section 7.3)."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import checkpoint
+from dflash_jax.config import RopeConfig
+from dflash_jax.drafter import Drafter, tensors
+from dflash_jax.drafter_config import default_target_layer_ids, drafter_config
+from dflash_jax.infer.text import Text
+from dflash_jax.target import Target
+from dflash_jax.train.config import TrainConfig
+
+INIT_STD = 0.02
+
+
+def new_drafter(target: Target, config: TrainConfig, mask_token_id: int) -> tuple[Drafter, dict[str, Any]]:
+    """A freshly initialised drafter in the target's shape, and its `config.json`.
+
+    Matrices are drawn from N(0, 0.02) by `config.seed`, norms are one, biases zero.
+
+    Raises:
+        ValueError: taps the target does not have, or a mask token outside the vocabulary.
+    """
+    c = target.config
+    taps = config.target_layer_ids or default_target_layer_ids(c.num_hidden_layers, config.num_layers)
+    raw: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": INIT_STD,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "max_position_embeddings": c.max_position_embeddings,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "block_size": config.block_size,
+        "num_target_layers": c.num_hidden_layers,
+        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(taps)},
+        **_rope_fields(c.rope),
+    }
+    parsed = drafter_config(raw)
+    parsed.check_pair(c)
+    rng = np.random.default_rng(config.seed)
+    params: dict[str, Any] = {}
+    for path, leaf in tensors(parsed).items():
+        if "norm" in path:
+            value = np.ones(leaf.shape, np.float32)
+        elif "bias" in path:
+            value = np.zeros(leaf.shape, np.float32)
+        else:
+            value = rng.standard_normal(leaf.shape, np.float32) * np.float32(INIT_STD)
+        checkpoint.put(params, path, jnp.asarray(value))
+    return Drafter(params, parsed), raw
+
+
+def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
+    """Rotary settings in the new spelling and the old one."""
+    scaling = {"rope_type": rope.kind}
+    for field in dataclasses.fields(rope):
+        value = getattr(rope, field.name)
+        if field.name not in ("theta", "kind") and value != field.default:
+            scaling[field.name] = value
+    if rope.kind != "default":
+        scaling["factor"] = rope.factor
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "default" else scaling,
+        "rope_parameters": {"rope_theta": rope.theta, **scaling},
+    }
+
+
+def choose_mask_token(target: Target, wanted: int | None) -> int:
+    """The token of masked slots: the one asked for, the tokenizer's mask token, or an embedding row no token uses.
+
+    Raises:
+        ValueError: it is the pad or an end token, outside the vocabulary, or there is no free row.
+    """
+    text = Text(target.directory) if target.directory else None
+    forbidden = set(target.config.eos_token_ids) | (text.reserved_tokens if text else set())
+    size = target.config.vocab_size
+    token = wanted
+    if token is None and text is not None:
+        token = text.mask_token
+    if token is None:
+        taken = text.used_tokens if text else set()
+        token = next((i for i in range(size - 1, -1, -1) if i not in taken | forbidden), None)
+        if token is None or not taken:
+            raise ValueError(
+                "the tokenizer has no mask token and leaves no embedding row unused (or there is no tokenizer); "
+                "set mask_token_id to a token that never occurs"
+            )
+    if not 0 <= token < size or token in forbidden:
+        raise ValueError(f"mask_token_id {token} must lie in 0..{size - 1} and be neither pad nor end token")
+    return token
+
+
+def save_drafter(directory: str | Path, drafter: Drafter, raw: dict[str, Any], dtype: Any = None) -> None:
+    """Writes `config.json` and `model.safetensors`, in float32 unless another `dtype` is asked for.
+
+    The directory appears whole or not at all: it is written beside and renamed.
+    """
+    directory = Path(directory)
+    dtype = jnp.dtype(dtype or jnp.float32)
+    beside = directory.with_name(directory.name + ".writing")
+    params = jax.tree.map(lambda x: np.asarray(x).astype(dtype), drafter.params)
+    checkpoint.save(beside, params, tensors(drafter.config), raw | {"dtype": dtype.name})
+    old = directory.with_name(directory.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)
+    beside.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,226 @@
+"""One optimiser step as a pure function of (state, batch)."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.drafter import Drafter
+from dflash_jax.target import Target
+from dflash_jax.train.blocks import Blocks, draft_hidden, draw_blocks, target_features
+from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.losses import decay_weights, dpace_weights, teacher_forced_lengths, token_losses
+
+FROZEN = ("embed_tokens", "lm_head")  # where a drafter carries its own
+
+
+class TrainState(struct.PyTreeNode):
+    """Everything a run carries from step to step.
+
+    Attributes:
+        step: steps taken; order and anchors follow from it and the seed.
+        params: trained parameters, float32.
+        optimizer: optax state.
+    """
+
+    step: Int[Array, ""]
+    params: Any
+    optimizer: Any
+
+
+class Batch(NamedTuple):
+    """Packed rows of a step (see `data.Rows`), and the target's features if they were cached.
+
+    Attributes:
+        features: tapped features, [B, S, FD].
+        hidden: final-normed target states, [B, S, D]; only for distillation losses.
+    """
+
+    tokens: Int[Array, "B S"]
+    starts: Int[Array, "B S"]
+    supervised: Bool[Array, "B S"]
+    features: Float[Array, "B S FD"] | None = None
+    hidden: Float[Array, "B S D"] | None = None
+
+
+class Sums(NamedTuple):
+    """Sums over blocks and rows; the loss of a step is `loss / weight` over all its parts and devices."""
+
+    loss: Float[Array, ""]
+    weight: Float[Array, ""]
+    correct: Float[Array, ""]
+    labels: Float[Array, ""]
+    lengths: Float[Array, ""]
+    blocks: Float[Array, ""]
+
+
+def split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(trained, frozen) parameters of a drafter."""
+    trained = {name: value for name, value in params.items() if name not in FROZEN}
+    return trained, {name: value for name, value in params.items() if name in FROZEN}
+
+
+def make_optimizer(config: TrainConfig, steps: int) -> optax.GradientTransformation:
+    """Clipping and AdamW or Muon under the configured schedule."""
+    schedule = make_schedule(config, steps)
+    if config.optimizer == "adamw":
+        rule = optax.adamw(schedule, config.b1, config.b2, weight_decay=config.weight_decay)
+    else:
+        rule = optax.contrib.muon(
+            schedule,
+            weight_decay=config.weight_decay,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            adam_weight_decay=config.weight_decay,
+            adam_learning_rate=lambda step: 0.1 * schedule(step),
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=muon_dimensions,
+        )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+
+
+def muon_dimensions(params: Any) -> Any:
+    """Which leaves are matrices [out, in] (also stacked ones), for Muon; None leaves norms and biases to Adam."""
+
+    def dimensions(path, leaf):
+        name = path[-1].key
+        if leaf.ndim < 2 or "norm" in name or "bias" in name:
+            return None
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=leaf.ndim - 1, output_axis=leaf.ndim - 2)
+
+    return jax.tree_util.tree_map_with_path(dimensions, params)
+
+
+def make_schedule(config: TrainConfig, steps: int) -> optax.Schedule:
+    """Linear warmup, then cosine, constant, or constant with a cosine decay over the last fifth."""
+    peak, end = config.learning_rate, config.learning_rate * config.final_learning_rate
+    warmup = min(max(1, round(config.warmup * steps)), steps)
+    rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
+    rest = max(1, steps - warmup)
+    if config.schedule == "constant":
+        return optax.join_schedules([rise, optax.constant_schedule(peak)], [warmup])
+    alpha = config.final_learning_rate
+    if config.schedule == "cosine":
+        return optax.join_schedules([rise, optax.cosine_decay_schedule(peak, rest, alpha)], [warmup])
+    decay = max(1, steps // 5)
+    fall = optax.cosine_decay_schedule(peak, decay, end / peak)
+    return optax.join_schedules([rise, optax.constant_schedule(peak), fall], [warmup, max(warmup, steps - decay)])
+
+
+def init_state(drafter: Drafter, config: TrainConfig, steps: int) -> TrainState:
+    """A run's beginning: float32 copies of the drafter's trained parameters."""
+    trained, _ = split_params(drafter.params)
+    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)
+    return TrainState(jnp.int32(0), params, make_optimizer(config, steps).init(params))
+
+
+def train_step(
+    config: TrainConfig, steps: int, target: Target, drafter: Drafter, state: TrainState, batch: Batch
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+    """One update. Compile it with `config` and `steps` static.
+
+    Args:
+        config, steps: of the run.
+        target: frozen.
+        drafter: gives the configuration and frozen parameters; the trained ones come from `state`.
+        state: consumed.
+        batch: rows of this step.
+
+    Returns:
+        The new state, or the old one if the loss or a gradient is not finite; and metrics, of which `finite`
+        says which.
+    """
+    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    rows = batch.tokens.shape[0]
+    # A row's anchors follow from its place in the batch, however the batch is split.
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
+
+    def part_sums(params: Any, part: tuple) -> tuple[Array, Sums]:
+        sums = loss_sums(config, target, drafter, params, *part)
+        return sums.loss, sums
+
+    def accumulate(carry, part):
+        gradient, sums = carry
+        (_, more), g = jax.value_and_grad(part_sums, has_aux=True)(state.params, part)
+        return (jax.tree.map(jnp.add, gradient, g), jax.tree.map(jnp.add, sums, more)), None
+
+    split = lambda x: x.reshape(config.accumulate, rows // config.accumulate, *x.shape[1:])
+    zeros = jax.tree.map(jnp.zeros_like, state.params), Sums(*[jnp.float32(0)] * len(Sums._fields))
+    (gradient, sums), _ = jax.lax.scan(accumulate, zeros, jax.tree.map(split, (batch, keys)))
+    gradient = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-9), gradient)
+    loss, norm = sums.loss / jnp.maximum(sums.weight, 1e-9), optax.global_norm(gradient)
+    updates, optimizer = make_optimizer(config, steps).update(gradient, state.optimizer, state.params)
+    new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    metrics = {
+        "loss": loss,
+        "accuracy": sums.correct / jnp.maximum(sums.labels, 1),
+        "teacher_forced_tau": sums.lengths / jnp.maximum(sums.blocks, 1),
+        "labels": sums.labels,
+        "gradient_norm": norm,
+        "update_norm": optax.global_norm(updates),
+        "learning_rate": make_schedule(config, steps)(state.step),
+        "finite": finite,
+    }
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), metrics
+
+
+def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any, batch: Batch, keys: Array) -> Sums:
+    """Loss sums of some rows with the trained parameters `params`."""
+    drafter = drafter.replace(params=cast(params, target.dtype) | split_params(drafter.params)[1])
+    draw = lambda key, *row: draw_blocks(
+        key,
+        *(x[None] for x in row),
+        count=config.anchors,
+        block_size=config.block_size,
+        anchor_predicts=drafter.config.anchor_predicts,
+    )
+    blocks = Blocks(*(x[:, 0] for x in jax.vmap(draw)(keys, batch.tokens, batch.starts, batch.supervised)))
+    features, hidden = batch.features, batch.hidden
+    distill = bool(config.kl or config.total_variation)
+    if features is None:
+        features, hidden = target_features(target, drafter.taps, batch.tokens, batch.starts)
+    if config.feature_noise:
+        noise = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), features.shape[1:]))(keys)
+        features = features + (config.feature_noise * (2 * noise - 1)).astype(features.dtype)
+    run = lambda params, *x: draft_hidden(drafter.replace(params=params), target, *x)
+    if config.remat:
+        run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names("draft_layer"))
+    out = run(drafter.params, features, batch.starts, blocks)
+    B, A, P = blocks.labels.shape
+    wanted = None
+    if distill:
+        assert hidden is not None
+        before = (blocks.label_positions - 1).reshape(B, A * P, 1)
+        wanted = jnp.take_along_axis(hidden, before, axis=1).reshape(B * A * P, -1)
+    tokens = token_losses(
+        lambda h: drafter.unembed(target, h),
+        target.unembed,
+        out.reshape(B * A * P, -1),
+        blocks.labels.reshape(-1),
+        wanted,
+        cross_entropy=config.cross_entropy,
+        kl=config.kl,
+        total_variation=config.total_variation,
+        chunk=config.loss_chunk,
+    )
+    losses, cross_entropy, correct = (x.reshape(B, A, P) for x in tokens)
+    labelled = blocks.labelled
+    if config.weighting == "decay":
+        weights = decay_weights(P, config.decay)[None, None] * labelled
+        norm = jnp.sum(weights)
+    else:
+        weights = dpace_weights(cross_entropy, labelled)
+        norm = jnp.sum(labelled).astype(jnp.float32)
+    losses = jnp.where(labelled, losses, 0)
+    lengths, used = teacher_forced_lengths(correct, labelled)
+    counts = (jnp.sum(correct & labelled), jnp.sum(labelled), lengths, used)
+    return Sums(jnp.sum(weights * losses), norm, *(x.astype(jnp.float32) for x in counts))
+
+
+def cast(params: Any, dtype: Any) -> Any:
+    """The parameters in the dtype of the computation."""
+    return jax.tree.map(lambda x: x.astype(dtype), params)
