@@ -64,6 +64,11 @@ class Text:
         return self._tokenizer.eos_token_id if self._tokenizer else None
 
     @property
+    def chat_template(self) -> str | None:
+        """The template's source."""
+        return str(self._tokenizer.chat_template) if self.has_chat_template else None
+
+    @property
     def mask_token(self) -> int | None:
         """The tokenizer's mask token, if it has one."""
         return self._tokenizer.mask_token_id if self._tokenizer else None

@@ -155,7 +155,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         with contextlib.suppress(ValueError):
             value = float(value)
     expected = {float: (int, float), bool: (bool,), str: (str,)}.get(kind, (int,))
-    if type(value) not in expected or (kind is float and not math.isfinite(value)):
+    if type(value) not in expected or (kind is float and not abs(value) < math.inf):
         raise ValueError(f"{name} must be {getattr(kind, '__name__', 'int')}, got {value!r}")
     return float(value) if kind is float else value
 

@@ -86,6 +86,8 @@ def read_examples(path: str | Path, length: int, vocab_size: int) -> Dataset:
 def _parse(row: Any) -> tuple[np.ndarray, np.ndarray]:
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, got {type(row).__name__}")
+    if "error" in row:  # a prompt that `regenerate` could not answer
+        return np.zeros(0, np.int32), np.zeros(0, bool)
     if "token_ids" in row and "loss_mask" in row:
         tokens, mask = _ids(row["token_ids"]), _ids(row["loss_mask"]).astype(bool)
         if len(tokens) != len(mask):

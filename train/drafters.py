@@ -71,7 +71,7 @@ def new_drafter(target: Target, config: TrainConfig, mask_token_id: int) -> tupl
 
 def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
     """Rotary settings in the new spelling and the old one."""
-    scaling = {"rope_type": rope.kind}
+    scaling: dict[str, Any] = {"rope_type": rope.kind}
     for field in dataclasses.fields(rope):
         value = getattr(rope, field.name)
         if field.name not in ("theta", "kind") and value != field.default:

@@ -183,8 +183,10 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
     distill = bool(config.kl or config.total_variation)
     if features is None:
         features, hidden = target_features(target, drafter.taps, batch.tokens, batch.starts)
+    assert features is not None
     if config.feature_noise:
-        noise = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), features.shape[1:]))(keys)
+        shape = features.shape[1:]
+        noise = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), shape))(keys)
         features = features + (config.feature_noise * (2 * noise - 1)).astype(features.dtype)
     run = lambda params, *x: draft_hidden(drafter.replace(params=params), target, *x)
     if config.remat:

@@ -17,7 +17,6 @@ from dflash_jax.cache import KV, Block
 from dflash_jax.config import DecoderConfig, LayerConfig, RopeConfig
 from dflash_jax.kernels.block_attention import Visible, attend, attend_anchored
 
-
 FEW_ROWS = 256  # of a product: the widest block or prompt chunk that is multiplied weight first
 
 

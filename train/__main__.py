@@ -1,0 +1,310 @@
+"""Trains drafters: `python -m dflash_jax.train STAGE ...`."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.serve import add_generation_arguments, add_model_arguments
+from dflash_jax.train.config import TrainConfig, read_config
+
+EPILOG = """\
+stages
+  regenerate      the target answers prompts itself      prompts.jsonl -> answers.jsonl
+  cache-features  writes its features once (optional)    answers.jsonl -> features/
+  fit             trains; continues a run it finds       answers.jsonl -> run/
+  evaluate        tau and speedup by real decoding       run/ or drafter, prompts.jsonl
+  export          a Hugging Face directory               run/ -> drafter/
+  plot            loss and tau over the steps            run/ -> plot.png
+exit status   0 done, 1 stopped on the way (what is done is kept), 2 unusable arguments or files
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_jax.train",
+        description="Trains a DFlash drafter for a target.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    stages = parser.add_subparsers(dest="stage", required=True, metavar="STAGE")
+
+    stage = stages.add_parser("regenerate", help="answer prompts with the target")
+    stage.add_argument("--input", required=True, metavar="FILE.jsonl", help="prompts, in every form `serve` takes")
+    stage.add_argument("--output", required=True, metavar="FILE.jsonl", help="answers; continued if it exists")
+    stage.add_argument("--seed", type=int, default=0, help="sampling noise (default 0)")
+    stage.add_argument("--max-length", type=int, help="prompt and answer tokens per row")
+    add_model_arguments(stage)
+    add_generation_arguments(stage)
+
+    stage = stages.add_parser("cache-features", help="write the target's features once")
+    stage.add_argument("--out", required=True, metavar="DIR", help="feature cache; continued if it is there")
+    stage.add_argument("--hidden", action="store_true", help="also what kl and total_variation need")
+    _add_data_arguments(stage)
+
+    stage = stages.add_parser("fit", help="train, or continue a run")
+    stage.add_argument("--out", required=True, metavar="DIR", help="the run; continued if it is there")
+    stage.add_argument("--features", metavar="DIR", help="a feature cache, instead of computing features online")
+    stage.add_argument("--eval-prompts", metavar="FILE.jsonl", help="held-out prompts; decoded to choose `best`")
+    stage.add_argument("--tensorboard", metavar="DIR", help="also log there")
+    _add_data_arguments(stage)
+
+    stage = stages.add_parser("evaluate", help="decode held-out prompts")
+    stage.add_argument("--prompts", required=True, metavar="FILE.jsonl", help="held-out prompts")
+    stage.add_argument("--run", metavar="DIR", help="a run's newest checkpoint, instead of --drafter")
+    stage.add_argument("--step", type=int, help="of the run")
+    stage.add_argument("--max-samples", type=int, help="the first so many prompts")
+    stage.add_argument("--json", metavar="FILE", help="write all figures")
+    add_model_arguments(stage)
+    add_generation_arguments(stage)
+
+    stage = stages.add_parser("export", help="write a drafter for this package, dflash, vLLM and SGLang")
+    stage.add_argument("--run", required=True, metavar="DIR", help="made by fit")
+    stage.add_argument("--step", type=int, help="checkpoint (default: `best` if the run was evaluated, else newest)")
+    stage.add_argument("--out", required=True, metavar="DIR", help="a new directory")
+    stage.add_argument("--dtype", default="bfloat16", help="float32, bfloat16 (default) or float16")
+
+    stage = stages.add_parser("plot", help="draw loss and tau")
+    stage.add_argument("--run", required=True, metavar="DIR", help="made by fit")
+    stage.add_argument("--out", required=True, metavar="FILE.png")
+    return parser
+
+
+def _add_data_arguments(stage: argparse.ArgumentParser) -> None:
+    stage.add_argument("--target", required=True, metavar="DIR|ID", help="target checkpoint")
+    stage.add_argument("--data", required=True, metavar="FILE.jsonl", help="made by regenerate")
+    stage.add_argument("--config", metavar="FILE", help="YAML or JSON of settings")
+    stage.add_argument("--init-from", metavar="DIR|ID", help="continue from a published drafter")
+    settings = stage.add_argument_group("settings (the paper's recipe by default; they win over --config)")
+    for field in dataclasses.fields(TrainConfig):
+        default = "" if field.default in ((), None) else f" (default {field.default})"
+        settings.add_argument("--" + field.name.replace("_", "-"), metavar="X", help=f"see TrainConfig{default}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    stages = {
+        "regenerate": _regenerate,
+        "cache-features": _cache_features,
+        "fit": _fit,
+        "evaluate": _evaluate,
+        "export": _export,
+        "plot": _plot,
+    }
+    try:
+        return stages[args.stage](args)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        print(f"error: {error}; training needs more packages: pip install 'dflash-jax[train]'", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "NotFiniteError":
+            raise
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+
+
+def _regenerate(args: argparse.Namespace) -> int:
+    from dflash_jax.infer.jobs import acceptance_summary, read_lines
+    from dflash_jax.serve import load, make_engine
+    from dflash_jax.train.regenerate import regenerate, resume, settings
+
+    args.no_speculation = not args.drafter
+    output = Path(args.output)
+    with Path(args.input).open("rb") as source:
+        pair, text, defaults = load(args)
+        lines = read_lines(source, text, defaults)
+    done = resume(output, settings(pair[0], text, defaults, args.seed))
+    lines = [line for line in lines if line.index not in done]
+    if done:
+        print(f"{len(done)} lines are done, {len(lines)} left", file=sys.stderr)
+    if not lines:
+        return 0
+    engine = make_engine(args, pair, [line.request for line in lines if line.request])
+    engine.warm_up()
+    failed, lengths = 0, []
+    with output.open("a", encoding="utf-8") as sink, _progress(len(lines), "answer") as bar:
+        for record, completion in regenerate(engine, lines):
+            sink.write(json.dumps(record) + "\n")
+            sink.flush()
+            failed += "error" in record
+            lengths += completion.acceptance_lengths if completion else []
+            bar.update()
+            if lengths:
+                bar.set_postfix_str(f"tau {acceptance_summary(lengths, engine.width)['tau']:.2f}")
+    if failed:
+        print(f"{failed} lines have an error record", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict[str, Any]]:
+    """(settings, target, dataset, drafter, its config.json)"""
+    overrides = {}
+    for field in dataclasses.fields(TrainConfig):
+        given = getattr(args, field.name)
+        if given is not None:
+            import yaml
+
+            overrides[field.name] = yaml.safe_load(given) if field.type is not str else given
+    config = read_config(args.config, overrides)
+    from dflash_jax.serve import enable_compilation_cache
+
+    enable_compilation_cache()
+    from dflash_jax.checkpoint import read_json, resolve
+    from dflash_jax.drafter import load_drafter
+    from dflash_jax.target import load_target
+    from dflash_jax.train.data import read_examples
+    from dflash_jax.train.drafters import choose_mask_token, new_drafter
+
+    target = load_target(args.target, dtype=config.dtype)
+    data = read_examples(args.data, config.length, target.config.vocab_size)
+    print(
+        f"{len(data.examples)} conversations; {data.cut} cut to {config.length} tokens, "
+        f"{data.without_answer} without an answer to learn left out",
+        file=sys.stderr,
+    )
+    if args.init_from:
+        directory = resolve(args.init_from, "drafter")
+        return config, target, data, load_drafter(directory, dtype="float32"), read_json(directory / "config.json")
+    mask = choose_mask_token(target, config.mask_token_id)
+    return config, target, data, *new_drafter(target, config, mask)
+
+
+def _cache_features(args: argparse.Namespace) -> int:
+    config, target, data, drafter, _ = _prepare(args)
+    from dflash_jax.train.features import write_features
+
+    with _progress(len(data.examples), "conversation") as bar:
+        for done in write_features(args.out, target, drafter.taps, data.examples, config.length, hidden=args.hidden):
+            bar.update(done - bar.n)
+    return 0
+
+
+def _fit(args: argparse.Namespace) -> int:
+    config, target, data, drafter, raw = _prepare(args)
+    from functools import partial
+
+    from dflash_jax.train.evaluate import evaluate, read_prompts
+    from dflash_jax.train.features import FeatureCache
+    from dflash_jax.train.fit import Run
+
+    features, judge = None, None
+    if args.features:
+        distill = bool(config.kl or config.total_variation)
+        features = FeatureCache(args.features, target, drafter.taps, data.examples, distill)
+    if args.eval_prompts:
+        judge = partial(
+            evaluate,
+            target,
+            requests=read_prompts(args.eval_prompts, target, config.evaluate_samples),
+            max_new_tokens=config.evaluate_max_new_tokens,
+            temperature=config.evaluate_temperature,
+            block_size=config.block_size,
+        )
+    run = Run(args.out, target, drafter, raw, data.examples, config, features=features, evaluate=judge)
+    writer = None
+    if args.tensorboard:
+        from tensorboardX import SummaryWriter
+
+        writer = SummaryWriter(args.tensorboard)
+    with _progress(run.steps, "step") as bar:
+        bar.update(int(run.state.step))
+
+        def report(step: int, metrics: dict[str, Any]) -> None:
+            bar.update(step - bar.n)
+            shown = {"loss": "loss", "teacher_forced_tau": "tau (teacher-forced)", "tau": "tau (decoded)"}
+            bar.set_postfix_str(" ".join(f"{shown[k]} {metrics[k]:.3f}" for k in shown if metrics.get(k)))
+            if writer:
+                for name, value in metrics.items():
+                    if isinstance(value, float):
+                        writer.add_scalar(name, value, step)
+
+        metrics = run.fit(report)
+    if writer:
+        writer.close()
+    print(json.dumps({name: value for name, value in metrics.items() if isinstance(value, int | float)}))
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    if bool(args.run) == bool(args.drafter):
+        raise ValueError("give either --run or --drafter")
+    import jax
+
+    from dflash_jax.drafter import load_drafter
+    from dflash_jax.sampling import check_sampling
+    from dflash_jax.serve import enable_compilation_cache
+    from dflash_jax.target import load_target
+    from dflash_jax.train.evaluate import evaluate, read_prompts
+    from dflash_jax.train.fit import load_run
+
+    check_sampling(args.temperature, args.top_p, args.top_k)
+    enable_compilation_cache()
+    target = load_target(args.target, dtype=args.dtype)
+    if args.run:
+        drafter, _ = load_run(args.run, args.step)
+        drafter = drafter.replace(params=jax.tree.map(lambda x: x.astype(target.dtype), drafter.params))
+    else:
+        drafter = load_drafter(args.drafter, dtype=args.dtype)
+    drafter.config.check_pair(target.config)
+    figures = evaluate(
+        target,
+        drafter,
+        read_prompts(args.prompts, target, args.max_samples),
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        block_size=args.block_size,
+        batch_size=args.batch_size,
+        baseline=True,
+    )
+    rates = " ".join(f"{rate:.2f}" for rate in figures["acceptance_per_position"])
+    print(f"tau {figures['tau']:.3f}   speedup {figures['speedup']:.2f}   over {figures['samples']} prompts")
+    print(f"acceptance per position   {rates}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from dflash_jax.checkpoint import parse_dtype, read_json
+    from dflash_jax.drafter import load_drafter
+    from dflash_jax.train.drafters import save_drafter
+    from dflash_jax.train.fit import load_run
+
+    if Path(args.out).exists():
+        raise ValueError(f"{args.out} exists; choose a new directory")
+    best = Path(args.run) / "best"
+    if args.step is None and best.is_dir():
+        drafter, raw = load_drafter(best, dtype="float32"), read_json(best / "config.json")
+    else:
+        drafter, raw = load_run(args.run, args.step)
+    save_drafter(args.out, drafter, raw, parse_dtype(args.dtype))
+    print(f"wrote {args.out}")
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from dflash_jax.train.plot import plot
+
+    plot(args.run, args.out)
+    return 0
+
+
+def _progress(total: int, unit: str) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit=unit, file=sys.stderr, mininterval=0.5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

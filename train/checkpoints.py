@@ -1,0 +1,63 @@
+"""Resumable state of a run, by orbax. A checkpoint appears whole or not at all."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from dflash_jax.train.step import TrainState
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        directory: of the run's checkpoints; made if it is missing.
+        keep: how many to keep, the newest ones.
+    """
+
+    def __init__(self, directory: str | Path, keep: int = 2):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(Path(directory).resolve(), options=options)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that can be restored, in order."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, state: TrainState) -> None:
+        """Writes the state under its step; the step is complete on disk when this returns."""
+        step = int(state.step)
+        if step not in self.steps:
+            self._manager.save(step, args=ocp.args.StandardSave(state))
+            self._manager.wait_until_finished()
+
+    def restore(self, like: Any, step: int | None = None) -> TrainState:
+        """The newest state, or that of `step`, in the shapes of `like`.
+
+        Raises:
+            ValueError: there is none, or it is of another model or optimizer.
+        """
+        step = self._find(step)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+        try:
+            restored = self._manager.restore(step, args=ocp.args.StandardRestore(shapes))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"the checkpoint of step {step} does not fit this run: {error!s:.300}") from error
+        return jax.tree.map(jax.numpy.array, restored)  # buffers of our own, which a step may be given
+
+    def restore_params(self, step: int | None = None) -> Any:
+        """The parameters of a checkpoint alone, as on disk."""
+        restored = self._manager.restore(self._find(step), args=ocp.args.StandardRestore())
+        return restored["params"]
+
+    def _find(self, step: int | None) -> int:
+        if not self.steps or (step is not None and step not in self.steps):
+            wanted = "" if step is None else f" of step {step}"
+            raise ValueError(f"there is no checkpoint{wanted}; steps on disk: {self.steps or 'none'}")
+        return self.steps[-1] if step is None else step
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._manager.close()

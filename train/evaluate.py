@@ -1,0 +1,80 @@
+"""Real speculative decoding of held-out prompts: the only number a checkpoint is chosen by."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.drafter import Drafter
+from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.jobs import acceptance_summary, read_lines
+from dflash_jax.infer.requests import Request
+from dflash_jax.infer.text import Text
+from dflash_jax.target import Target
+
+
+def read_prompts(path: str | Path, target: Target, max_samples: int | None = None) -> list[Request]:
+    """Prompts of a JSON lines file, in every form `serve` takes.
+
+    Raises:
+        ValueError: a line that is no prompt, with its number, or no prompts.
+    """
+    text = Text(target.directory)
+    stops = target.config.eos_token_ids or ((text.end_token,) if text.end_token is not None else ())
+    with Path(path).open("rb") as file:
+        lines = read_lines(file, text, Request((), stop_token_ids=stops))
+    for number, line in enumerate(lines, 1):
+        if line.error is not None:
+            raise ValueError(f"{path}, prompt {number}: {line.error}")
+    requests = [line.request for line in lines[:max_samples] if line.request is not None]
+    if not requests:
+        raise ValueError(f"{path} has no prompts")
+    return requests
+
+
+def evaluate(
+    target: Target,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    block_size: int | None = None,
+    batch_size: int = 8,
+    baseline: bool = False,
+) -> dict[str, Any]:
+    """Decodes all prompts speculatively and returns tau and how the steps went.
+
+    Args:
+        max_new_tokens, temperature, top_p, top_k: those of serving; noise follows from the prompt's id.
+        batch_size: rows at a time.
+        baseline: also decode autoregressively, taking turns, for `speedup` and `equal_outputs`.
+    """
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    requests = [replace(request, **settings) for request in requests]
+    longest = max(len(r.prompt_token_ids) for r in requests) + max_new_tokens
+    slots, max_length = min(batch_size, len(requests)), -(-longest // 256) * 256
+    engines = [Engine(target, drafter, block_size=block_size, slots=slots, max_length=max_length)]
+    if baseline:
+        engines.append(Engine(target, None, slots=slots, max_length=max_length))
+    for engine in engines:
+        engine.warm_up()
+    answers: list[list[Any]] = [[] for _ in engines]
+    for start in range(0, len(requests), slots):
+        for engine, done in zip(engines, answers, strict=True):
+            done += engine.generate(requests[start : start + slots])
+    lengths = [n for completion in answers[0] for n in completion.acceptance_lengths]
+    figures = acceptance_summary(lengths, engines[0].width) | {
+        "samples": len(requests),
+        "tokens": sum(len(completion.token_ids) for completion in answers[0]),
+        "temperature": temperature,
+        "block_size": engines[0].block_size,
+    }
+    if baseline:
+        speeds = [e.stats.decode_tokens / e.stats.decode_seconds if e.stats.decode_seconds else 0.0 for e in engines]
+        figures["tokens_per_second"] = {"speculative": speeds[0], "autoregressive": speeds[1]}
+        figures["speedup"] = speeds[0] / speeds[1] if speeds[1] else None
+        figures["equal_outputs"] = sum(a.token_ids == b.token_ids for a, b in zip(*answers, strict=True))
+    return figures

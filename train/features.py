@@ -1,0 +1,185 @@
+"""Target features written once and read back at every epoch: `cache-features`.
+
+A directory with `features.json`, `features.bin` [tokens, FD] and, for distillation, `hidden.bin` [tokens, D];
+example by example in the order of the data file. Full recipes fill terabytes: compute features online there.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.target import Target
+from dflash_jax.train.blocks import target_features
+from dflash_jax.train.data import Example, Packing
+
+BATCH = 4  # rows of a target pass
+
+
+def target_fingerprint(target: Target) -> str:
+    """Tells one target from another: its configuration and a sample of every parameter."""
+    digest = hashlib.sha256(repr(target.config).encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.asarray(leaf.reshape(-1)[:256]).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def data_fingerprint(examples: Sequence[Example]) -> str:
+    """Tells one list of examples from another."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.tokens.tobytes() + example.supervised.tobytes() + b";")
+    return digest.hexdigest()[:16]
+
+
+class FeatureCache:
+    """Features of a list of examples on disk.
+
+    Args:
+        directory: made by `write_features`.
+        target, taps, examples: what is about to be trained.
+        hidden: whether final hidden states are needed, too.
+
+    Raises:
+        ValueError: no finished cache, or one of another target, other taps or other data.
+    """
+
+    def __init__(
+        self, directory: str | Path, target: Target, taps: tuple[int, ...], examples: Sequence[Example], hidden: bool
+    ):
+        directory = Path(directory)
+        expected = _description(target, taps, examples, hidden)
+        found = _read_description(directory)
+        differ = [name for name, value in expected.items() if name != "hidden" and found.get(name) != value]
+        if differ:
+            raise ValueError(
+                f"the feature cache {directory} was made for another run: "
+                + "; ".join(f"{name} {found.get(name)!r}, expected {expected[name]!r}" for name in differ)
+                + ". Write it again with cache-features"
+            )
+        if hidden and not found["hidden"]:
+            raise ValueError(f"{directory} holds no hidden states for kl or total_variation; write it with --hidden")
+        if found["done"] != len(examples):
+            raise ValueError(
+                f"{directory} is not finished ({found['done']} of {len(examples)}); run cache-features again"
+            )
+        self._offsets = _offsets(examples)
+        self._features, self._hidden = _open(directory, "r", expected | {"hidden": hidden}, self._offsets[-1])
+
+    def rows(self, contents: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Features [B, S, FD] and hidden states [B, S, D] of packed rows, 0 where a row is not full."""
+        return tuple(  # type: ignore[return-value]
+            None if store is None else self._gather(store, contents, length) for store in (self._features, self._hidden)
+        )
+
+    def _gather(self, store: np.ndarray, contents: Sequence[Sequence[int]], length: int) -> np.ndarray:
+        out = np.zeros((len(contents), length, store.shape[1]), store.dtype)
+        for row, indices in enumerate(contents):
+            at = 0
+            for index in indices:
+                part = store[self._offsets[index] : self._offsets[index + 1]]
+                out[row, at : at + len(part)] = part
+                at += len(part)
+        return out
+
+
+def write_features(
+    directory: str | Path,
+    target: Target,
+    taps: tuple[int, ...],
+    examples: Sequence[Example],
+    length: int,
+    *,
+    hidden: bool = False,
+) -> Iterator[int]:
+    """Computes and writes the features of all examples; yields how many are done. Continues where it stopped.
+
+    Raises:
+        ValueError: the directory holds the cache of something else.
+    """
+    directory = Path(directory)
+    description = _description(target, taps, examples, hidden)
+    done = 0
+    if (directory / "features.json").exists():
+        found = _read_description(directory)
+        done = found.pop("done")
+        if found != description:
+            raise ValueError(f"{directory} holds another feature cache; choose another directory or remove it")
+    directory.mkdir(parents=True, exist_ok=True)
+    offsets = _offsets(examples)
+    stores = _open(directory, "r+" if done else "w+", description, offsets[-1])
+    compute = jax.jit(partial(target_features, taps=taps))
+    packing = Packing(examples, length, BATCH, 0)
+    while done < len(examples):
+        contents: list[list[int]] = []
+        index = done
+        for _ in range(BATCH):
+            row, room = [], length
+            while index < len(examples) and len(examples[index].tokens) <= room:
+                row.append(index)
+                room -= len(examples[index].tokens)
+                index += 1
+            contents.append(row)
+        rows = packing.rows(contents)
+        outputs = compute(target, tokens=rows.tokens, starts=rows.starts)
+        for store, values in zip(stores, outputs, strict=True):
+            if store is None:
+                continue
+            values = np.asarray(values)
+            for row, indices in enumerate(contents):
+                at = 0
+                for i in indices:
+                    size = offsets[i + 1] - offsets[i]
+                    store[offsets[i] : offsets[i + 1]] = values[row, at : at + size]
+                    at += size
+            store.flush()
+        done = index
+        _write_json(directory / "features.json", description | {"done": done})
+        yield done
+
+
+def _description(target: Target, taps: tuple[int, ...], examples: Sequence[Example], hidden: bool) -> dict[str, Any]:
+    return {
+        "target": target_fingerprint(target),
+        "data": data_fingerprint(examples),
+        "target_layer_ids": list(taps),
+        "hidden_size": target.config.hidden_size,
+        "dtype": np.dtype(target.dtype).name,
+        "hidden": hidden,
+    }
+
+
+def _read_description(directory: Path) -> dict[str, Any]:
+    path = directory / "features.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        found["done"] = int(found["done"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{directory} holds no feature cache ({error}); write one with cache-features") from error
+    return found
+
+
+def _open(directory: Path, mode: Any, description: dict[str, Any], tokens: int) -> tuple[Any, Any]:
+    width, dtype = description["hidden_size"], jax.numpy.dtype(description["dtype"])
+
+    def store(name: str, columns: int) -> np.memmap:
+        return np.memmap(directory / name, dtype, mode, shape=(tokens, columns))
+
+    features = store("features.bin", width * len(description["target_layer_ids"]))
+    return features, store("hidden.bin", width) if description["hidden"] else None
+
+
+def _offsets(examples: Sequence[Example]) -> list[int]:
+    return [0, *np.cumsum([len(example.tokens) for example in examples]).tolist()]
+
+
+def _write_json(path: Path, value: Any) -> None:
+    beside = path.with_name(path.name + ".writing")
+    beside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    beside.replace(path)

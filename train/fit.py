@@ -1,0 +1,239 @@
+"""The training loop: resumable, evaluated by real decoding, stopped by what is not finite."""
+
+import contextlib
+import dataclasses
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.checkpoint import read_json
+from dflash_jax.drafter import Drafter, load_drafter
+from dflash_jax.speculative import block_compiler_options
+from dflash_jax.target import Target
+from dflash_jax.train.checkpoints import Checkpoints
+from dflash_jax.train.config import TrainConfig, write_config
+from dflash_jax.train.data import Example, Packing
+from dflash_jax.train.drafters import save_drafter
+from dflash_jax.train.features import FeatureCache, data_fingerprint, target_fingerprint
+from dflash_jax.train.step import Batch, init_state, split_params, train_step
+
+# Settings that may change when a run continues: they decide what is reported and kept, not what is learnt.
+FREE = ("log_every", "save_every", "evaluate_every", "evaluate_samples", "evaluate_max_new_tokens", "keep")
+
+
+class NotFiniteError(RuntimeError):
+    """The loss or a gradient became infinite or NaN; the last good state is saved."""
+
+
+class Run:
+    """One training run in a directory.
+
+    The directory holds `config.json` (every setting), `drafter.json` (the drafter's config), `metrics.jsonl`,
+    `checkpoints/`, and the drafters `last/` and, if it is evaluated, `best/`.
+
+    Args:
+        directory: new, or of the same run, which then continues at its newest checkpoint.
+        target: frozen.
+        drafter: as it begins.
+        raw: the drafter's `config.json`.
+        examples: see `data.read_examples`.
+        config: settings.
+        features: cached target features; None computes them online.
+        evaluate: figures of a drafter, with at least "tau"; None does not evaluate.
+
+    Raises:
+        ValueError: the directory holds a run of other settings, target or data, or a mask token the data uses.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        target: Target,
+        drafter: Drafter,
+        raw: dict[str, Any],
+        examples: list[Example],
+        config: TrainConfig,
+        *,
+        features: FeatureCache | None = None,
+        evaluate: Callable[[Drafter], dict[str, Any]] | None = None,
+    ):
+        mask = drafter.config.mask_token_id
+        if any(np.any(example.tokens == mask) for example in examples):
+            raise ValueError(f"the mask token {mask} occurs in the training data; choose another mask_token_id")
+        if drafter.config.block_size < config.block_size:
+            raise ValueError(
+                f"block_size {config.block_size} is above the drafter's {drafter.config.block_size}; lower it"
+            )
+        drafter.config.check_pair(target.config)
+        self.target, self.drafter, self.raw, self.config = target, drafter, raw, config
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._check_same_run(examples)
+        self._features, self._evaluate = features, evaluate
+        self._packing = Packing(examples, config.length, config.batch_size, config.seed)
+        self.steps = config.max_steps or self._packing.steps(config.epochs)
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", config.keep)
+        self.state = init_state(drafter, config, self.steps)
+        if self.checkpoints.steps:
+            self.state = self.checkpoints.restore(self.state)
+        else:
+            save_drafter(self.directory / "last", drafter, raw)
+        self._cut_metrics(int(self.state.step))
+        self._step = jax.jit(
+            partial(train_step, config, self.steps), donate_argnums=2, compiler_options=block_compiler_options()
+        )
+
+    def fit(self, progress: Callable[[int, dict[str, Any]], None] = lambda step, metrics: None) -> dict[str, Any]:
+        """Trains to the end and returns the last metrics; an interrupted run saves where it is.
+
+        Args:
+            progress: called with the step and its metrics whenever a line is logged.
+
+        Raises:
+            NotFiniteError: naming the step; the state before it is saved.
+        """
+        try:
+            with _stop_between_steps() as stopping:
+                metrics = self._loop(progress, stopping)
+            self.checkpoints.save(self.state)
+        except (KeyboardInterrupt, NotFiniteError):
+            self.checkpoints.save(self.state)
+            raise
+        finally:
+            self.checkpoints.close()
+        save_drafter(self.directory / "last", self.trained(), self.raw)
+        return metrics
+
+    def _loop(self, progress: Callable[[int, dict[str, Any]], None], stopping: list[int]) -> dict[str, Any]:
+        config, metrics = self.config, {}
+        begin, at = time.perf_counter(), int(self.state.step)
+        for step in range(at, self.steps):
+            self.state, values = self._step(self.target, self.drafter, self.state, self.batch(step))
+            done = step + 1
+            if not bool(values["finite"]):
+                raise NotFiniteError(
+                    f"step {done}: loss {float(values['loss'])}, gradient norm {float(values['gradient_norm'])}; the "
+                    f"state before it is saved in {self.directory}. Lower learning_rate, or look at this step's data"
+                )
+            if done % config.log_every == 0 or done == self.steps or step == at:
+                metrics = {name: float(value) for name, value in values.items()}
+                rate = (done - at) / (time.perf_counter() - begin)
+                metrics = {"step": done, **metrics, "steps_per_second": rate}
+                self._log(metrics)
+                progress(done, metrics)
+            if config.save_every and done % config.save_every == 0:
+                self.checkpoints.save(self.state)
+            if config.evaluate_every and done % config.evaluate_every == 0 and done < self.steps:
+                progress(done, self.evaluate())
+            if stopping:
+                raise KeyboardInterrupt
+        if self._evaluate is not None and not self._evaluated(self.steps):
+            metrics = metrics | self.evaluate()
+            progress(self.steps, metrics)
+        return metrics
+
+    def batch(self, step: int) -> Batch:
+        """The rows of a step, with their cached features if there are any."""
+        contents = self._packing.contents(step)
+        rows = self._packing.rows(contents)
+        features, hidden = self._features.rows(contents, self.config.length) if self._features else (None, None)
+        return Batch(*(None if x is None else jnp.asarray(x) for x in (*rows, features, hidden)))  # type: ignore
+
+    def trained(self) -> Drafter:
+        """The drafter as it is now, in float32."""
+        return self.drafter.replace(params=self.state.params | split_params(self.drafter.params)[1])
+
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluates, logs, and keeps the drafter as `best` if none before reached its tau."""
+        if self._evaluate is None:
+            return {}
+        drafter = self.trained()
+        serving = drafter.replace(params=jax.tree.map(lambda x: x.astype(self.target.dtype), drafter.params))
+        figures = {"step": int(self.state.step), **self._evaluate(serving)}
+        best = max((line["tau"] or 0 for line in self._metrics() if "tau" in line), default=0)
+        if (figures["tau"] or 0) >= best:
+            save_drafter(self.directory / "best", drafter, self.raw)
+        self._log(figures)
+        return figures
+
+    def _check_same_run(self, examples: list[Example]) -> None:
+        path = self.directory / "run.json"
+        settings = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in FREE}
+        identity = json.loads(json.dumps(settings))
+        identity |= {"target": target_fingerprint(self.target), "data": data_fingerprint(examples)}
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            differ = [name for name in identity if found.get(name) != identity[name]]
+            if differ:
+                raise ValueError(
+                    f"{self.directory} holds another run: "
+                    + "; ".join(f"{name} {found.get(name)!r}, now {identity[name]!r}" for name in differ)
+                    + ". Choose another directory"
+                )
+        path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+        write_config(self.directory / "config.json", self.config)
+        (self.directory / "drafter.json").write_text(json.dumps(self.raw, indent=2) + "\n", encoding="utf-8")
+
+    def _metrics(self) -> list[dict[str, Any]]:
+        path = self.directory / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:  # the end of a killed run
+                break
+        return lines
+
+    def _evaluated(self, step: int) -> bool:
+        return any("tau" in line and line["step"] == step for line in self._metrics())
+
+    def _cut_metrics(self, step: int) -> None:
+        """Drops what was logged after the checkpoint that the run continues from."""
+        kept = [line for line in self._metrics() if line["step"] <= step]
+        (self.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+
+@contextlib.contextmanager
+def _stop_between_steps() -> Iterator[list[int]]:
+    """Collects interrupt and termination signals: in the middle of a step there is no state to save."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught  # signals reach the main thread only
+        return
+    names = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(name, lambda number, frame: caught.append(number)) for name in names]
+    try:
+        yield caught
+    finally:
+        for name, handler in zip(names, before, strict=True):
+            signal.signal(name, handler)
+
+
+def load_run(directory: str | Path, step: int | None = None) -> tuple[Drafter, dict[str, Any]]:
+    """The drafter of a run's checkpoint (the newest, or that of `step`), in float32, and its `config.json`.
+
+    Raises:
+        ValueError: the directory holds no run, or no such checkpoint.
+    """
+    directory = Path(directory)
+    raw = read_json(directory / "drafter.json")
+    drafter = load_drafter(directory / "last", dtype="float32")  # for what is not trained
+    checkpoints = Checkpoints(directory / "checkpoints")
+    params = checkpoints.restore_params(step)
+    checkpoints.close()
+    return drafter.replace(params=params | split_params(drafter.params)[1]), raw

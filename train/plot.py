@@ -1,0 +1,47 @@
+"""Loss and tau over the steps of a run, as a PNG."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's `metrics.jsonl`; raises ValueError if there are none."""
+    path = Path(run) / "metrics.jsonl"
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{run} must be a directory that `fit` wrote, with metrics.jsonl: {error}") from error
+    if not lines:
+        raise ValueError(f"{path} is empty: the run has not logged a step yet")
+    return lines
+
+
+def plot(run: str | Path, output: str | Path) -> None:
+    """Writes the plot: loss above, teacher-forced and decoded tau below."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    lines = read_metrics(run)
+    steps = [line for line in lines if "loss" in line]
+    decoded = [line for line in lines if "tau" in line]
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
+    above.plot([line["step"] for line in steps], [line["loss"] for line in steps], linewidth=1)
+    above.set_ylabel("loss")
+    below.plot(
+        [line["step"] for line in steps],
+        [line["teacher_forced_tau"] for line in steps],
+        linewidth=1,
+        label="teacher-forced",
+    )
+    if decoded:
+        below.plot([line["step"] for line in decoded], [line["tau"] for line in decoded], "o-", label="decoded")
+    below.set_ylabel("tau")
+    below.set_xlabel("step")
+    below.legend()
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.savefig(output, dpi=120, format="png")
+    pyplot.close(figure)
