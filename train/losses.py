@@ -98,7 +98,7 @@ def token_losses(
 
 def decay_weights(count: int, gamma: float) -> Float[Array, " P"]:
     """exp(-(k - 1) / gamma) for the k-th prediction of a block, in both slot conventions."""
-    return jnp.exp(-jnp.arange(count) / gamma)
+    return jnp.exp(-jnp.arange(count, dtype=jnp.float32) / gamma)
 
 
 def dpace_weights(
@@ -106,7 +106,7 @@ def dpace_weights(
 ) -> Float[Array, "B A P"]:
     """Expected gain of each position in accepted length (D-PACE, arXiv 2605.18810); no gradient flows through."""
     q = (1 - alpha) * jnp.exp(-jax.lax.stop_gradient(cross_entropy)) + alpha
-    reached = jnp.cumprod(jnp.where(labelled, q, 1.0), axis=-1) * labelled
+    reached = jnp.where(labelled, jnp.cumprod(jnp.where(labelled, q, 1.0), axis=-1), 0)
     return jnp.flip(jnp.cumsum(jnp.flip(reached, axis=-1), axis=-1), axis=-1)
 
 
@@ -115,5 +115,5 @@ def teacher_forced_lengths(
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Summed acceptance lengths (one plus the run of correct predictions) and number of blocks with a label."""
     used = jnp.any(labelled, axis=-1)
-    run = jnp.cumprod((correct | ~labelled).astype(jnp.int32), axis=-1) * labelled
-    return jnp.sum((1 + jnp.sum(run, axis=-1)) * used).astype(jnp.float32), jnp.sum(used)
+    run = jnp.where(labelled, jnp.cumprod((correct | ~labelled).astype(jnp.int32), axis=-1), 0)
+    return jnp.sum(jnp.where(used, 1 + jnp.sum(run, axis=-1), 0)).astype(jnp.float32), jnp.sum(used)

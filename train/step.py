@@ -151,8 +151,11 @@ def train_step(
     zeros = jax.tree.map(jnp.zeros_like, state.params), Sums(*[jnp.float32(0)] * len(Sums._fields))
     (gradient, sums), _ = jax.lax.scan(accumulate, zeros, jax.tree.map(split, (batch, keys)))
     gradient = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-9), gradient)
-    loss, norm = sums.loss / jnp.maximum(sums.weight, 1e-9), optax.global_norm(gradient)
-    updates, optimizer = make_optimizer(config, steps).update(gradient, state.optimizer, state.params)
+    loss, norm = sums.loss / jnp.maximum(sums.weight, 1e-9), optax.tree.norm(gradient)
+    # optax relies on implicit promotion, which a strict program may have turned off.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        updates, optimizer = make_optimizer(config, steps).update(gradient, state.optimizer, state.params)
+        learning_rate = make_schedule(config, steps)(state.step)
     new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     metrics = {
@@ -161,8 +164,8 @@ def train_step(
         "teacher_forced_tau": sums.lengths / jnp.maximum(sums.blocks, 1),
         "labels": sums.labels,
         "gradient_norm": norm,
-        "update_norm": optax.global_norm(updates),
-        "learning_rate": make_schedule(config, steps)(state.step),
+        "update_norm": optax.tree.norm(updates),
+        "learning_rate": learning_rate,
         "finite": finite,
     }
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), metrics
@@ -212,7 +215,7 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
     losses, cross_entropy, correct = (x.reshape(B, A, P) for x in tokens)
     labelled = blocks.labelled
     if config.weighting == "decay":
-        weights = decay_weights(P, config.decay)[None, None] * labelled
+        weights = jnp.where(labelled, decay_weights(P, config.decay)[None, None], 0)
         norm = jnp.sum(weights)
     else:
         weights = dpace_weights(cross_entropy, labelled)

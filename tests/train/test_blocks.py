@@ -1,0 +1,174 @@
+"""Packed training computes what decoding computes, position by position; three classic mistakes do not."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import load_drafter
+from dflash_jax.cache import commit
+from dflash_jax.train.blocks import Blocks, draft_hidden, draw_blocks, target_features
+from tests import tiny
+
+LENGTH = 48
+SIZES = [[17, 20, 5], [30, 12]]  # documents of two packed rows; the rest is empty
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rng = np.random.default_rng(0)
+    tokens = np.zeros((2, LENGTH), np.int32)
+    starts = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (2, LENGTH)).copy()
+    supervised = np.zeros((2, LENGTH), bool)
+    for row, sizes in enumerate(SIZES):
+        at = 0
+        for size in sizes:
+            tokens[row, at : at + size] = rng.integers(0, 60, size)
+            starts[row, at : at + size] = at
+            supervised[row, at + 3 : at + size] = True
+            at += size
+    supervised[0, 25] = False  # a hole in an answer
+    return jnp.asarray(tokens), jnp.asarray(starts), jnp.asarray(supervised)
+
+
+def test_features_of_a_packed_document_are_those_it_has_alone(target, rows, monkeypatch):
+    monkeypatch.setattr("dflash_jax.train.blocks.TARGET_CHUNK", 16)
+    tokens, starts, _ = rows
+    features, hidden = jax.jit(lambda t: target_features(t, (0, 2), tokens, starts))(target)
+    at = 0
+    for size in SIZES[0]:
+        alone = tokens[:1, at : at + size]
+        positions, cache = jnp.arange(size)[None], target.init_cache(1, 1)
+        expected, tapped, _ = target.forward(alone, positions, None, cache, taps=(0, 2))
+        np.testing.assert_allclose(features[0, at : at + size], tapped[0], atol=2e-5)
+        np.testing.assert_allclose(hidden[0, at : at + size], expected[0], atol=2e-5)
+        at += size
+
+
+@pytest.mark.parametrize("predicts", [False, True])
+def test_anchors_and_labels_against_a_truth_table(rows, predicts):
+    tokens, starts, supervised = (np.asarray(x) for x in rows)
+    draw = lambda seed, count: draw_blocks(
+        jax.random.key(seed), *rows, count=count, block_size=4, anchor_predicts=predicts
+    )
+    everything = draw(0, LENGTH)
+    for row in range(2):
+        follows = lambda i, row=row: supervised[row, i + 1] and starts[row, i + 1] == starts[row, i]
+        valid = [i for i in range(LENGTH - 1) if supervised[row, i] and follows(i)]
+        anchors = np.asarray(everything.anchors[row])
+        assert anchors[: len(valid)].tolist() == valid
+        assert not np.asarray(everything.labelled[row, len(valid) :]).any()
+        for a, anchor in enumerate(valid):
+            assert everything.tokens[row, a] == tokens[row, anchor]
+            assert everything.starts[row, a] == starts[row, anchor]
+            for k in range(4 if predicts else 3):
+                at = anchor + 1 + k
+                counts = at < LENGTH and supervised[row, at] and starts[row, at] == starts[row, anchor]
+                assert bool(everything.labelled[row, a, k]) == counts
+                if counts:
+                    assert everything.labels[row, a, k] == tokens[row, at]
+                    assert everything.label_positions[row, a, k] == at
+    few, other = draw(0, 5), draw(1, 5)
+    assert (np.diff(few.anchors, axis=1) > 0).all()  # without replacement, ascending
+    assert np.asarray(few.labelled).any(axis=-1).all()
+    assert (few.anchors != other.anchors).any()  # fresh at every visit
+
+
+@partial(jax.jit, static_argnames="block_size")
+def decoded(target, drafter, tokens, features, anchor, start, block_size):
+    """What decoding computes for one anchor: context committed up to it, then one draft pass."""
+    return drafter.denoise(target, tokens[anchor][None], context(drafter, features, start, anchor), block_size)[0]
+
+
+def context(drafter, features, start, end):
+    """A draft cache holding positions `start..end - 1` of a packed row."""
+    blocks = drafter.context(jnp.roll(features, -start, axis=0)[None], jnp.arange(LENGTH)[None])
+    return commit(drafter.init_cache(1, LENGTH), blocks, (end - start)[None])
+
+
+@jax.jit
+def inclusive(target, drafter, tokens, features, anchor, start):
+    """The mistake of letting a block see its anchor's own feature."""
+    block = jnp.full((1, 8), tiny.MASK).at[:, 0].set(tokens[anchor])
+    positions = (anchor - start)[None, None] + jnp.arange(8)[None]
+    hidden = drafter.forward(target.embed(block), positions, context(drafter, features, start, anchor + 1))
+    return hidden[0, 0 if drafter.config.anchor_predicts else 1 :]
+
+
+DRAFTERS = {
+    "full": {},
+    "sliding": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "use_sliding_window": True,
+    },
+    "causal": {"dflash_config": {"causal": True}},
+    "anchor predicts": {"dflash_config": {"sample_from_anchor": True}},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_packed_blocks_equal_decoding(target, rows, name, tmp_path):
+    drafter = load_drafter(tiny.write_drafter(tmp_path, tiny.drafter_config(**DRAFTERS[name])))
+    predicts = drafter.config.anchor_predicts
+    tokens, starts, _ = rows
+    features, _ = target_features(target, drafter.taps, tokens, starts)
+    blocks = draw_blocks(jax.random.key(3), *rows, count=9, block_size=8, anchor_predicts=predicts)
+    packed = jax.jit(draft_hidden)(drafter, target, features, starts, blocks)
+
+    other, _ = target_features(target, tuple(tap + 1 for tap in drafter.taps), tokens, starts)
+    used = np.asarray(blocks.labelled).any(axis=-1)
+    assert used.sum() > 9
+    wrong = {"inclusive": 0.0, "layer": 0.0}
+    for row, a in np.argwhere(used):
+        where = blocks.anchors[row, a], blocks.starts[row, a]
+        alone = decoded(target, drafter, tokens[row], features[row], *where, 8)
+        np.testing.assert_allclose(packed[row, a], alone, atol=5e-5)
+        mistakes = {
+            "inclusive": inclusive(target, drafter, tokens[row], features[row], *where),
+            "layer": decoded(target, drafter, tokens[row], other[row], *where, 8),
+        }
+        wrong = {name: max(wrong[name], float(jnp.abs(packed[row, a] - x).max())) for name, x in mistakes.items()}
+    assert min(wrong.values()) > 1e-2  # an inclusive anchor and an off-by-one layer are seen
+
+
+def test_labels_are_what_decoding_proposes_for(target, drafter, rows):
+    """A drafter's own proposals, written into the rows behind an anchor, are labelled right in every slot."""
+    tokens, starts, _ = rows
+    anchor, block_size = 22, 8
+    features, _ = target_features(target, drafter.taps, tokens, starts)
+    hidden = decoded(target, drafter, tokens[0], features[0], jnp.int32(anchor), jnp.int32(17), block_size)
+    proposals = jnp.argmax(drafter.unembed(target, hidden[None])[0], axis=-1)
+    written = tokens.at[0, anchor + 1 : anchor + 1 + len(proposals)].set(proposals)
+    supervised = jnp.zeros_like(rows[2]).at[0, anchor : anchor + 8].set(True)
+    blocks = draw_blocks(jax.random.key(0), written, starts, supervised, count=1, block_size=8, anchor_predicts=False)
+    only = lambda blocks: Blocks(*(x[:1] for x in blocks))
+
+    def accuracy(blocks):
+        logits = drafter.unembed(target, draft_hidden(drafter, target, features[:1], starts[:1], only(blocks))[0])
+        return np.asarray(jnp.argmax(logits, axis=-1) == blocks.labels[0])
+
+    blocks = blocks._replace(anchors=jnp.full_like(blocks.anchors, anchor), starts=jnp.full_like(blocks.starts, 17))
+    blocks = blocks._replace(tokens=jnp.full_like(blocks.tokens, tokens[0, anchor]))
+    labels = written[0, anchor + 1 : anchor + 8][None, None]
+    assert accuracy(blocks._replace(labels=jnp.broadcast_to(labels, blocks.labels.shape))).all()
+    shifted = written[0, anchor + 2 : anchor + 9][None, None]
+    assert not accuracy(blocks._replace(labels=jnp.broadcast_to(shifted, blocks.labels.shape))).all()
+
+
+def test_unused_blocks_and_empty_rows_have_finite_gradients(target, drafter, rows):
+    tokens, starts, supervised = rows
+    blocks = draw_blocks(
+        jax.random.key(0), tokens, starts, supervised.at[1].set(False), count=40, block_size=8, anchor_predicts=False
+    )
+    assert not np.asarray(blocks.labelled[1]).any()
+    features, _ = target_features(target, drafter.taps, tokens, starts)
+
+    def total(params):
+        hidden = draft_hidden(drafter.replace(params=params), target, features, starts, blocks)
+        return jnp.sum(jnp.where(blocks.labelled[..., None], hidden, 0))
+
+    gradient = jax.jit(jax.grad(total))(drafter.params)
+    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradient))
