@@ -1,0 +1,239 @@
+"""A run: killed and continued, refused where it is another, stopped where it must, exported and loaded."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax import load_drafter, spec_generate
+from dflash_jax.infer.requests import Request
+from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.data import Example
+from dflash_jax.train.drafters import choose_mask_token, new_drafter, save_drafter
+from dflash_jax.train.evaluate import evaluate
+from dflash_jax.train.features import FeatureCache, write_features
+from dflash_jax.train.fit import NotFiniteError, Run, load_run
+from dflash_jax.train.plot import plot
+from tests import tiny
+
+CONFIG = TrainConfig(
+    block_size=4,
+    num_layers=1,
+    length=32,
+    anchors=6,
+    batch_size=2,
+    epochs=2,
+    learning_rate=1e-3,
+    remat=False,
+    save_every=3,
+    log_every=1,
+)
+
+
+@pytest.fixture(scope="module")
+def examples():
+    rng = np.random.default_rng(0)
+    return [Example(rng.integers(0, 60, n).astype(np.int32), np.arange(n) > 3) for n in rng.integers(8, 30, 16)]
+
+
+@pytest.fixture(scope="module")
+def start(target):
+    return new_drafter(target, CONFIG, tiny.MASK)
+
+
+@pytest.fixture(scope="module")
+def whole(target, start, examples, tmp_path_factory):
+    """A run that nothing interrupted, its directory and last metrics."""
+    directory = tmp_path_factory.mktemp("whole")
+    run = Run(directory, target, *start, examples, CONFIG)
+    return run, directory, run.fit()
+
+
+def equal(a, b):
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(x, y) for x, y in leaves)
+
+
+def lines(directory):
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "steps_per_second"} for row in rows]
+
+
+@pytest.mark.parametrize("how", ["signal", "killed"])
+def test_an_interrupted_run_continues_to_the_same_parameters(target, start, examples, whole, how, tmp_path):
+    assert whole[0].steps > 6
+    stopped = Run(tmp_path, target, *start, examples, CONFIG)
+
+    def stop(step, metrics):
+        if step == 5 and how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif step == 5:
+            raise SystemExit  # as good as a kill: nothing is saved on the way out
+
+    with pytest.raises(KeyboardInterrupt if how == "signal" else SystemExit):
+        stopped.fit(stop)
+    again = Run(tmp_path, target, *start, examples, CONFIG)
+    assert int(again.state.step) == (5 if how == "signal" else 3)
+    assert len(lines(tmp_path)) == int(again.state.step)  # what was logged later is dropped
+    again.fit()
+    assert equal(again.state, whole[0].state)
+    assert lines(tmp_path) == lines(whole[1])
+    assert equal(load_drafter(tmp_path / "last").params, load_drafter(whole[1] / "last").params)
+
+
+def test_a_finished_run_has_nothing_left_to_do(target, start, examples, whole):
+    before = lines(whole[1])
+    again = Run(whole[1], target, *start, examples, CONFIG)
+    again.fit()
+    assert equal(again.state, whole[0].state)
+    assert lines(whole[1]) == before
+
+
+def test_another_run_is_refused(target, start, examples, whole, tmp_path):
+    other = dataclasses.replace(CONFIG, learning_rate=1e-4)
+    with pytest.raises(ValueError, match=r"another run: learning_rate 0.001, now 0.0001"):
+        Run(whole[1], target, *start, examples, other)
+    with pytest.raises(ValueError, match="data"):
+        Run(whole[1], target, *start, examples[1:], CONFIG)
+    Run(whole[1], target, *start, examples, dataclasses.replace(CONFIG, log_every=7))
+    masked = [Example(np.asarray([1, 2, tiny.MASK, 4], np.int32), np.ones(4, bool))]
+    with pytest.raises(ValueError, match="mask token 63 occurs"):
+        Run(tmp_path / "a", target, *start, masked, CONFIG)
+    with pytest.raises(ValueError, match="above the drafter's 4"):
+        Run(tmp_path / "b", target, *start, examples, dataclasses.replace(CONFIG, block_size=8))
+
+
+def test_what_is_not_finite_stops_the_run_and_keeps_the_state(target, start, examples, tmp_path):
+    run = Run(tmp_path, target, *start, examples, CONFIG)
+    step = run._step
+
+    def broken(target, drafter, state, rows):
+        # The drafter's logits go through the target's embedding: a broken one makes the loss NaN.
+        bad = target.replace(params=target.params | {"embed_tokens": target.params["embed_tokens"] * np.nan})
+        return step(bad if int(state.step) == 4 else target, drafter, state, rows)
+
+    run._step = broken
+    with pytest.raises(NotFiniteError, match="step 5: loss nan"):
+        run.fit()
+    again = Run(tmp_path, target, *start, examples, CONFIG)
+    assert int(again.state.step) == 4
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(again.state.params))
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(target, start, examples, tmp_path):
+    run = Run(tmp_path, target, *start, examples, CONFIG)
+    save, manager = run.checkpoints.save, run.checkpoints
+
+    def full(state):
+        if int(state.step) > 3:
+            raise OSError(28, "No space left on device")
+        save(state)
+
+    manager.save = full
+    with pytest.raises(OSError, match="No space left"):
+        run.fit()
+    assert int(Run(tmp_path, target, *start, examples, CONFIG).state.step) == 3
+
+
+def test_feature_cache(target, start, examples, whole, tmp_path):
+    drafter, raw = start
+    config = dataclasses.replace(CONFIG, epochs=1)
+    writing = write_features(tmp_path / "f", target, drafter.taps, examples, 32)
+    assert 0 < next(writing) < len(examples)
+    writing.close()  # interrupted
+    with pytest.raises(ValueError, match="not finished"):
+        FeatureCache(tmp_path / "f", target, drafter.taps, examples, False)
+    assert list(write_features(tmp_path / "f", target, drafter.taps, examples, 32))[-1] == len(examples)
+    cache = FeatureCache(tmp_path / "f", target, drafter.taps, examples, False)
+    cached = Run(tmp_path / "cached", target, drafter, raw, examples, config, features=cache)
+    cached.fit()
+    online = Run(tmp_path / "online", target, drafter, raw, examples, config)
+    online.fit()
+    for a, b in zip(lines(tmp_path / "cached"), lines(tmp_path / "online"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    with pytest.raises(ValueError, match="no hidden states"):
+        FeatureCache(tmp_path / "f", target, drafter.taps, examples, True)
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        FeatureCache(tmp_path / "f", target, (0,), examples, False)
+    other = target.replace(params=jax.tree.map(lambda x: x * 1.5, target.params))
+    with pytest.raises(ValueError, match="made for another run: target"):
+        FeatureCache(tmp_path / "f", other, drafter.taps, examples, False)
+    with pytest.raises(ValueError, match="no feature cache"):
+        FeatureCache(tmp_path / "none", target, drafter.taps, examples, False)
+
+
+def test_the_best_drafter_is_the_one_that_decodes_best(target, start, examples, tmp_path):
+    taus = iter([2.0, 3.0, 2.5])
+    config = dataclasses.replace(CONFIG, evaluate_every=3)
+    seen = []
+
+    def judge(drafter):
+        seen.append(jax.tree.map(np.array, drafter.params))  # the run goes on with these buffers
+        return {"tau": next(taus, 1.0)}
+
+    run = Run(tmp_path, target, *start, examples, config, evaluate=judge)
+    run.fit()
+    assert [line["tau"] for line in lines(tmp_path) if "tau" in line][:3] == [2.0, 3.0, 2.5][: len(seen)]
+    assert equal(load_drafter(tmp_path / "best").params, seen[1])
+
+
+def test_evaluation_decodes(target, start):
+    requests = [Request([5, 9, 2], id="a"), Request([8, 1], id="b")]
+    figures = evaluate(target, start[0], requests, max_new_tokens=9, baseline=True)
+    assert figures["tokens"] == 18
+    assert figures["equal_outputs"] == 2
+    assert figures["tau"] >= 1
+    assert figures["speedup"] > 0
+
+
+def test_exports_load_and_decode_alike(target, whole, tmp_path):
+    drafter, raw = load_run(whole[1])
+    assert equal(drafter.params, whole[0].trained().params)
+    save_drafter(tmp_path / "a", drafter, raw)
+    loaded = load_drafter(tmp_path / "a")
+    assert loaded.config == drafter.config
+    a, b = (spec_generate(target, d, [[3, 4, 5]], max_new_tokens=12) for d in (drafter, loaded))
+    assert a == b
+    save_drafter(tmp_path / "a", drafter, raw, "bfloat16")  # over the old one
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == "bfloat16"
+    for x, y in zip(jax.tree.leaves(load_drafter(tmp_path / "a").params), jax.tree.leaves(drafter.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-2)
+    with pytest.raises(ValueError, match="no checkpoint of step 1"):
+        load_run(whole[1], 1)
+
+
+def test_a_published_drafter_can_be_continued(target, drafter, pair_directory, examples, tmp_path):
+    raw = json.loads((pair_directory / "drafter" / "config.json").read_text())
+    run = Run(tmp_path, target, drafter, raw, examples, dataclasses.replace(CONFIG, epochs=1, block_size=8))
+    assert equal(run.trained().params, drafter.params)
+    run.fit()
+    assert load_drafter(tmp_path / "last").config == drafter.config
+
+
+def test_mask_tokens(target, pair_directory, tmp_path):
+    with pytest.raises(ValueError, match="set mask_token_id"):
+        choose_mask_token(target, None)  # no tokenizer: nobody knows what is free
+    assert choose_mask_token(target, 17) == 17
+    for bad in (tiny.EOS, tiny.VOCAB, -1):
+        with pytest.raises(ValueError, match="neither pad nor end"):
+            choose_mask_token(target, bad)
+    tiny.write_tokenizer(tmp_path)
+    assert choose_mask_token(target.replace(directory=str(tmp_path)), None) == tiny.MASK
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (tmp_path / name).exists():
+            text = (tmp_path / name).read_text().replace('"mask_token"', '"unused"')
+            (tmp_path / name).write_text(text)
+    wider = dataclasses.replace(target.config, vocab_size=tiny.VOCAB + 4)
+    without = target.replace(directory=str(tmp_path), config=wider)
+    assert choose_mask_token(without, None) == tiny.VOCAB + 3
+
+
+def test_plot(whole, tmp_path):
+    plot(whole[1], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="metrics.jsonl"):
+        plot(tmp_path, tmp_path / "other.png")
