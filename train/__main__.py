@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,9 +80,24 @@ def _add_data_arguments(stage: argparse.ArgumentParser) -> None:
     stage.add_argument("--config", metavar="FILE", help="YAML or JSON of settings")
     stage.add_argument("--init-from", metavar="DIR|ID", help="continue from a published drafter")
     settings = stage.add_argument_group("settings (the paper's recipe by default; they win over --config)")
+    texts = _attribute_texts()
     for field in dataclasses.fields(TrainConfig):
         default = "" if field.default in ((), None) else f" (default {field.default})"
-        settings.add_argument("--" + field.name.replace("_", "-"), metavar="X", help=f"see TrainConfig{default}")
+        text = (texts[field.name] + default).replace("%", "%%")
+        settings.add_argument("--" + field.name.replace("_", "-"), metavar="X", help=text)
+
+
+def _attribute_texts() -> dict[str, str]:
+    """What the docstring of `TrainConfig` says of each setting."""
+    texts: dict[str, str] = {}
+    names: list[str] = []
+    for line in (TrainConfig.__doc__ or "").split("Attributes:")[-1].splitlines():
+        named = re.match(r" {8}(\w+(?:, \w+)*): (.*)", line)
+        if named:
+            names = named[1].split(", ")
+        for name in names:
+            texts[name] = (texts.get(name, "") + " " + (named[2] if named else line.strip())).strip()
+    return texts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

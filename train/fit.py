@@ -80,7 +80,9 @@ class Run:
         self._check_same_run(examples)
         self._features, self._evaluate = features, evaluate
         self._packing = Packing(examples, config.length, config.batch_size, config.seed)
-        self.steps = config.max_steps or self._packing.steps(config.epochs)
+        self.steps = self._packing.steps(config.epochs)
+        if config.max_steps:
+            self.steps = min(self.steps, config.max_steps)
         self.checkpoints = Checkpoints(self.directory / "checkpoints", config.keep)
         self.state = init_state(drafter, config, self.steps)
         if self.checkpoints.steps:

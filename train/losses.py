@@ -90,7 +90,7 @@ def token_losses(
         return tokens, gradient
 
     def backward(gradient, d_tokens):
-        return (gradient * d_tokens.loss[:, None]).astype(gradient.dtype), None, None
+        return (gradient.astype(jnp.float32) * d_tokens.loss[:, None]).astype(gradient.dtype), None, None
 
     losses.defvjp(forward, backward)
     return losses(hidden, labels, target_hidden)

@@ -96,6 +96,14 @@ def test_a_batch_without_labels_is_no_step_in_any_direction(target, batch):
         np.testing.assert_array_equal(a, b)
 
 
+def test_bfloat16_computes_with_float32_parameters(target, batch, plain):
+    half = target.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params))
+    (state, metrics), _ = one_step(half, batch)
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_allclose(metrics["loss"], plain[1]["loss"], rtol=0.02)
+    np.testing.assert_allclose(metrics["gradient_norm"], plain[1]["gradient_norm"], rtol=0.1)
+
+
 def test_the_target_and_its_head_are_frozen(target, batch):
     (state, _), (drafter, _) = one_step(target, batch)
     assert "embed_tokens" not in state.params
