@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.serve import add_generation_arguments, add_model_arguments
-from dflash_jax.train.config import TrainConfig, read_config
+from dflash_jax.train.config import TrainConfig, make_config, read_settings
 
 EPILOG = """\
 stages
@@ -40,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     stage.add_argument("--max-length", type=int, help="prompt and answer tokens per row")
     add_model_arguments(stage)
     add_generation_arguments(stage)
+    stage.set_defaults(max_new_tokens=2048)
 
     stage = stages.add_parser("cache-features", help="write the target's features once")
     stage.add_argument("--out", required=True, metavar="DIR", help="feature cache; continued if it is there")
@@ -55,8 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     stage = stages.add_parser("evaluate", help="decode held-out prompts")
     stage.add_argument("--prompts", required=True, metavar="FILE.jsonl", help="held-out prompts")
-    stage.add_argument("--run", metavar="DIR", help="a run's newest checkpoint, instead of --drafter")
-    stage.add_argument("--step", type=int, help="of the run")
+    stage.add_argument("--run", metavar="DIR", help="a run's `best`, else its newest checkpoint, instead of --drafter")
+    stage.add_argument("--step", type=int, help="a checkpoint of the run instead")
     stage.add_argument("--max-samples", type=int, help="the first so many prompts")
     stage.add_argument("--json", metavar="FILE", help="write all figures")
     add_model_arguments(stage)
@@ -138,7 +139,7 @@ def _regenerate(args: argparse.Namespace) -> int:
     with Path(args.input).open("rb") as source:
         pair, text, defaults = load(args)
         lines = read_lines(source, text, defaults)
-    done = resume(output, settings(pair[0], text, defaults, args.seed))
+    done = resume(output, settings(pair[0], text, defaults, args.seed, args.max_length), lines)
     lines = [line for line in lines if line.index not in done]
     if done:
         print(f"{len(done)} lines are done, {len(lines)} left", file=sys.stderr)
@@ -146,16 +147,19 @@ def _regenerate(args: argparse.Namespace) -> int:
         return 0
     engine = make_engine(args, pair, [line.request for line in lines if line.request])
     engine.warm_up()
-    failed, lengths = 0, []
+    failed, cut, lengths = 0, 0, []
     with output.open("a", encoding="utf-8") as sink, _progress(len(lines), "answer") as bar:
         for record, completion in regenerate(engine, lines):
             sink.write(json.dumps(record) + "\n")
             sink.flush()
             failed += "error" in record
+            cut += record.get("finish_reason") == "length"
             lengths += completion.acceptance_lengths if completion else []
             bar.update()
             if lengths:
                 bar.set_postfix_str(f"tau {acceptance_summary(lengths, engine.width)['tau']:.2f}")
+    if cut:
+        print(f"{cut} of {len(lines)} answers were cut at {args.max_new_tokens} tokens", file=sys.stderr)
     if failed:
         print(f"{failed} lines have an error record", file=sys.stderr)
     return 1 if failed else 0
@@ -170,7 +174,8 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
             import yaml
 
             overrides[field.name] = yaml.safe_load(given) if field.type is not str else given
-    config = read_config(args.config, overrides)
+    given = read_settings(args.config, overrides)
+    make_config(given)  # complain before anything is loaded
     from dflash_jax.serve import enable_compilation_cache
 
     enable_compilation_cache()
@@ -178,8 +183,21 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
     from dflash_jax.drafter import load_drafter
     from dflash_jax.target import load_target
     from dflash_jax.train.data import read_examples
-    from dflash_jax.train.drafters import choose_mask_token, new_drafter
+    from dflash_jax.train.drafters import choose_mask_token, new_drafter, with_block_size
 
+    started, raw = None, {}
+    if args.init_from:
+        directory = resolve(args.init_from, "drafter")
+        started, raw = load_drafter(directory, dtype="float32"), read_json(directory / "config.json")
+        own = {
+            "num_layers": started.config.num_hidden_layers,
+            "target_layer_ids": list(started.taps),
+            "mask_token_id": started.config.mask_token_id,
+        }
+        if fixed := [name for name in own if name in given]:
+            raise ValueError(f"--init-from decides {', '.join(fixed)}; leave them out")
+        given = {"block_size": started.config.block_size} | given | own
+    config = make_config(given)
     target = load_target(args.target, dtype=config.dtype)
     data = read_examples(args.data, config.length, target.config.vocab_size)
     print(
@@ -187,9 +205,9 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
         f"{data.without_answer} without an answer to learn left out",
         file=sys.stderr,
     )
-    if args.init_from:
-        directory = resolve(args.init_from, "drafter")
-        return config, target, data, load_drafter(directory, dtype="float32"), read_json(directory / "config.json")
+    if started is not None:
+        started.config.check_pair(target.config)
+        return config, target, data, *with_block_size(started, raw, config.block_size)
     mask = choose_mask_token(target, config.mask_token_id)
     return config, target, data, *new_drafter(target, config, mask)
 
@@ -216,6 +234,8 @@ def _fit(args: argparse.Namespace) -> int:
     if args.features:
         distill = bool(config.kl or config.total_variation)
         features = FeatureCache(args.features, target, drafter.taps, data.examples, distill)
+    if config.evaluate_every and not args.eval_prompts:
+        raise ValueError("evaluate_every needs --eval-prompts FILE.jsonl")
     if args.eval_prompts:
         judge = partial(
             evaluate,
@@ -253,6 +273,8 @@ def _fit(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     if bool(args.run) == bool(args.drafter):
         raise ValueError("give either --run or --drafter")
+    if args.step is not None and not args.run:
+        raise ValueError("--step is of a --run")
     import jax
 
     from dflash_jax.drafter import load_drafter
@@ -280,6 +302,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         top_p=args.top_p,
         top_k=args.top_k,
         block_size=args.block_size,
+        proposals=args.proposals,
         batch_size=args.batch_size,
         baseline=True,
     )
@@ -292,18 +315,13 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from dflash_jax.checkpoint import parse_dtype, read_json
-    from dflash_jax.drafter import load_drafter
+    from dflash_jax.checkpoint import parse_dtype
     from dflash_jax.train.drafters import save_drafter
     from dflash_jax.train.fit import load_run
 
     if Path(args.out).exists():
         raise ValueError(f"{args.out} exists; choose a new directory")
-    best = Path(args.run) / "best"
-    if args.step is None and best.is_dir():
-        drafter, raw = load_drafter(best, dtype="float32"), read_json(best / "config.json")
-    else:
-        drafter, raw = load_run(args.run, args.step)
+    drafter, raw = load_run(args.run, args.step)
     save_drafter(args.out, drafter, raw, parse_dtype(args.dtype))
     print(f"wrote {args.out}")
     return 0

@@ -44,10 +44,11 @@ def draw_blocks(
     supervised: Bool[Array, "B S"],
     *,
     count: int,
+    per_document: int,
     block_size: int,
     anchor_predicts: bool,
 ) -> Blocks:
-    """Draws up to `count` anchors per row without replacement (method, section 8.1).
+    """Draws anchors without replacement: up to `per_document`, and up to `count` per row (method, section 8.1).
 
     An anchor is an answer token followed by an answer token of the same document. A block may reach past
     the end of its document; such labels do not count.
@@ -55,8 +56,12 @@ def draw_blocks(
     S = tokens.shape[1]
     count = min(count, S)
     follows = jnp.pad(supervised[:, 1:] & (starts[:, 1:] == starts[:, :-1]), ((0, 0), (0, 1)))
-    ranks = jnp.where(supervised & follows, jax.random.uniform(key, tokens.shape), -1.0)
-    best, chosen = jax.lax.top_k(ranks, count)
+    noise = jnp.where(supervised & follows, jax.random.uniform(key, tokens.shape), -1.0)
+    # Sorted by document and noise, a document's positions stay within its own stretch of the row.
+    order = jnp.lexsort((-noise, starts), axis=1)
+    places = jnp.arange(S)[None] - jnp.take_along_axis(starts, order, axis=1)
+    rank = jnp.put_along_axis(jnp.zeros_like(starts), order, places, axis=1, inplace=False)
+    best, chosen = jax.lax.top_k(jnp.where(rank < per_document, noise, -1.0), count)
     chosen = jnp.sort(jnp.where(best >= 0, chosen, S), axis=1)
     used, anchors = chosen < S, jnp.where(chosen < S, chosen, 0)
     pick = lambda x, at: jnp.take_along_axis(x, at.reshape(at.shape[0], -1), axis=1).reshape(at.shape)

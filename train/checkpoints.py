@@ -19,7 +19,9 @@ class Checkpoints:
 
     def __init__(self, directory: str | Path, keep: int = 2):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(Path(directory).resolve(), options=options)
+        self._manager = ocp.CheckpointManager(
+            Path(directory).resolve(), item_handlers=ocp.StandardCheckpointHandler(), options=options
+        )
 
     @property
     def steps(self) -> list[int]:
@@ -40,7 +42,7 @@ class Checkpoints:
             ValueError: there is none, or it is of another model or optimizer.
         """
         step = self._find(step)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         try:
             restored = self._manager.restore(step, args=ocp.args.StandardRestore(shapes))
         except (ValueError, KeyError, TypeError) as error:
@@ -49,8 +51,11 @@ class Checkpoints:
 
     def restore_params(self, step: int | None = None) -> Any:
         """The parameters of a checkpoint alone, as on disk."""
-        restored = self._manager.restore(self._find(step), args=ocp.args.StandardRestore())
-        return restored["params"]
+        step = self._find(step)
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # wherever it was saved
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+        like = jax.tree.map(shape, self._manager.item_metadata(step))
+        return self._manager.restore(step, args=ocp.args.StandardRestore(like))["params"]
 
     def _find(self, step: int | None) -> int:
         if not self.steps or (step is not None and step not in self.steps):

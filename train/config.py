@@ -22,7 +22,9 @@ class TrainConfig:
         mask_token_id: token of the masked slots; None takes the tokenizer's mask token, else the last
             embedding row no token uses.
         length: tokens of a packed row; longer sequences are cut.
-        anchors: blocks drawn per row at each visit.
+        anchors: blocks drawn per conversation at each visit.
+        row_anchors: blocks computed per packed row, of all its conversations; 0 takes half its tokens, or
+            `anchors` if that is more.
         batch_size: packed rows per optimiser step.
         accumulate: parts a step's rows are processed in, one after the other; divides `batch_size`.
         epochs: visits of the data.
@@ -43,8 +45,9 @@ class TrainConfig:
         loss_chunk: hidden states whose logits exist at the same time.
         seed: of initial weights, order and anchors.
         dtype: of the computation, "auto", "float32" or "bfloat16"; parameters are float32.
-        log_every, save_every, evaluate_every: steps between lines, checkpoints and evaluations; 0 saves and
-            evaluates at the end only.
+        log_every, save_every: steps between lines and checkpoints; save_every 0 saves at the end and before
+            evaluations only.
+        evaluate_every: steps between evaluations; 0 is a tenth of the run. Needs prompts to evaluate on.
         evaluate_samples, evaluate_max_new_tokens, evaluate_temperature: of an evaluation.
         keep: checkpoints kept.
     """
@@ -55,6 +58,7 @@ class TrainConfig:
     mask_token_id: int | None = None
     length: int = 3072
     anchors: int = 512
+    row_anchors: int = 0
     batch_size: int = 8
     accumulate: int = 1
     epochs: float = 6.0
@@ -87,17 +91,21 @@ class TrainConfig:
     keep: int = 2
 
     def __post_init__(self):
-        positive = "num_layers length anchors batch_size accumulate epochs learning_rate loss_chunk log_every keep"
+        positive = "num_layers length anchors batch_size accumulate epochs learning_rate loss_chunk log_every keep "
+        positive += "clip_norm evaluate_samples evaluate_max_new_tokens"
         for name in positive.split():
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         not_negative = (
-            "max_steps weight_decay gamma cross_entropy kl total_variation feature_noise save_every evaluate_every "
-            "evaluate_temperature seed"
+            "row_anchors max_steps weight_decay gamma cross_entropy kl total_variation feature_noise save_every "
+            "evaluate_every evaluate_temperature seed"
         )
         for name in not_negative.split():
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in 0..1, 1 excluded, got {getattr(self, name)}")
         for name in ("warmup", "final_learning_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share and must lie in 0..1, got {getattr(self, name)}")
@@ -109,6 +117,11 @@ class TrainConfig:
             raise ValueError("all losses are off: set cross_entropy, kl or total_variation")
 
     @property
+    def blocks(self) -> int:
+        """Blocks of a packed row."""
+        return min(self.length, self.row_anchors or max(self.anchors, self.length // 2))
+
+    @property
     def decay(self) -> float:
         """Gamma of the loss weights."""
         if self.gamma:
@@ -117,12 +130,12 @@ class TrainConfig:
 
 
 def read_config(path: str | Path | None, overrides: dict[str, Any] | None = None) -> TrainConfig:
-    """Reads a YAML or JSON file of `TrainConfig` fields; `overrides` win.
+    """`make_config` of `read_settings`."""
+    return make_config(read_settings(path, overrides))
 
-    Raises:
-        ValueError: an unreadable file, an unknown field (with the known ones), or a value of the wrong type
-            or out of range.
-    """
+
+def read_settings(path: str | Path | None, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Reads a YAML or JSON file of `TrainConfig` fields; `overrides` win. Raises ValueError if it is unreadable."""
     given: dict[str, Any] = {}
     if path is not None:
         import yaml
@@ -133,7 +146,15 @@ def read_config(path: str | Path | None, overrides: dict[str, Any] | None = None
             raise ValueError(f"{path} must be YAML or JSON: {str(error).splitlines()[0]}") from error
         if not isinstance(given, dict):
             raise ValueError(f"{path} must hold named settings, got {type(given).__name__}")
-    given = given | (overrides or {})
+    return given | (overrides or {})
+
+
+def make_config(given: dict[str, Any]) -> TrainConfig:
+    """Checked settings.
+
+    Raises:
+        ValueError: an unknown field (with the known ones), or a value of the wrong type or out of range.
+    """
     fields = {field.name: field.type for field in dataclasses.fields(TrainConfig)}
     if unknown := [name for name in given if name not in fields]:
         raise ValueError(f"unknown settings {', '.join(map(str, unknown))}; known are {', '.join(fields)}")
@@ -160,6 +181,11 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     return float(value) if kind is float else value
 
 
-def write_config(path: Path, config: TrainConfig) -> None:
-    """Writes every setting, so that a run can be repeated."""
-    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file whole or not at all, and only if it says something new."""
+    text = json.dumps(value, indent=2) + "\n"
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    beside = path.with_name(path.name + ".writing")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

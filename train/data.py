@@ -51,7 +51,7 @@ class Dataset:
 
 
 def read_examples(path: str | Path, length: int, vocab_size: int) -> Dataset:
-    """Reads `{"prompt_token_ids", "response_token_ids"}` or `{"token_ids", "loss_mask"}` lines.
+    """Reads `{"prompt_token_ids", "response_token_ids", "loss_mask"?}` or `{"token_ids", "loss_mask"}` lines.
 
     Sequences longer than `length` are cut; what then has fewer than two consecutive answer tokens is left out.
 
@@ -96,7 +96,11 @@ def _parse(row: Any) -> tuple[np.ndarray, np.ndarray]:
     if "prompt_token_ids" not in row or "response_token_ids" not in row:
         raise ValueError("expected prompt_token_ids and response_token_ids, or token_ids and loss_mask")
     prompt, answer = _ids(row["prompt_token_ids"]), _ids(row["response_token_ids"])
-    return np.concatenate([prompt, answer]), np.arange(len(prompt) + len(answer)) >= len(prompt)
+    tokens = np.concatenate([prompt, answer])
+    mask = _ids(row["loss_mask"]).astype(bool) if "loss_mask" in row else np.arange(len(tokens)) >= len(prompt)
+    if len(mask) != len(tokens):
+        raise ValueError(f"prompt and answer have {len(tokens)} tokens, loss_mask {len(mask)}")
+    return tokens, mask
 
 
 def _ids(value: Any) -> np.ndarray:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import checkpoint
-from dflash_jax.config import RopeConfig
+from dflash_jax.config import RopeConfig, token_ids
 from dflash_jax.drafter import Drafter, tensors
 from dflash_jax.drafter_config import default_target_layer_ids, drafter_config
 from dflash_jax.infer.text import Text
@@ -93,6 +93,11 @@ def choose_mask_token(target: Target, wanted: int | None) -> int:
     """
     text = Text(target.directory) if target.directory else None
     forbidden = set(target.config.eos_token_ids) | (text.reserved_tokens if text else set())
+    for name in ("config.json", "generation_config.json"):
+        path = Path(target.directory) / name
+        if target.directory and path.is_file():
+            raw = checkpoint.read_json(path)
+            forbidden |= {*token_ids(raw.get("pad_token_id")), *token_ids(raw.get("eos_token_id"))}
     size = target.config.vocab_size
     token = wanted
     if token is None and text is not None:
@@ -108,6 +113,17 @@ def choose_mask_token(target: Target, wanted: int | None) -> int:
     if not 0 <= token < size or token in forbidden:
         raise ValueError(f"mask_token_id {token} must lie in 0..{size - 1} and be neither pad nor end token")
     return token
+
+
+def with_block_size(drafter: Drafter, raw: dict[str, Any], block_size: int) -> tuple[Drafter, dict[str, Any]]:
+    """The drafter and its `config.json` for blocks of this size, at most its own."""
+    own = drafter.config.block_size
+    if block_size > own:
+        raise ValueError(f"block_size {block_size} is above the drafter's {own}; lower it")
+    nested = dict(raw.get("dflash_config") or {})
+    nested.pop("block_size", None)
+    raw = raw | {"block_size": block_size} | ({"dflash_config": nested} if nested else {})
+    return drafter.replace(config=dataclasses.replace(drafter.config, block_size=block_size)), raw
 
 
 def save_drafter(directory: str | Path, drafter: Drafter, raw: dict[str, Any], dtype: Any = None) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 from dflash_jax.drafter import Drafter
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import acceptance_summary, read_lines
-from dflash_jax.infer.requests import Request
+from dflash_jax.infer.requests import Request, RequestError
 from dflash_jax.infer.text import Text
+from dflash_jax.speculative import Proposals
 from dflash_jax.target import Target
 
 
@@ -24,8 +25,13 @@ def read_prompts(path: str | Path, target: Target, max_samples: int | None = Non
     with Path(path).open("rb") as file:
         lines = read_lines(file, text, Request((), stop_token_ids=stops))
     for number, line in enumerate(lines, 1):
-        if line.error is not None:
-            raise ValueError(f"{path}, prompt {number}: {line.error}")
+        try:
+            if line.error is not None:
+                raise line.error
+            if line.request is not None:
+                line.request.check(target.config.vocab_size, 2**31)
+        except RequestError as error:
+            raise ValueError(f"{path}, prompt {number}: {error}") from error
     requests = [line.request for line in lines[:max_samples] if line.request is not None]
     if not requests:
         raise ValueError(f"{path} has no prompts")
@@ -42,6 +48,7 @@ def evaluate(
     top_p: float = 1.0,
     top_k: int = 0,
     block_size: int | None = None,
+    proposals: Proposals = "coupled",
     batch_size: int = 8,
     baseline: bool = False,
 ) -> dict[str, Any]:
@@ -56,7 +63,7 @@ def evaluate(
     requests = [replace(request, **settings) for request in requests]
     longest = max(len(r.prompt_token_ids) for r in requests) + max_new_tokens
     slots, max_length = min(batch_size, len(requests)), -(-longest // 256) * 256
-    engines = [Engine(target, drafter, block_size=block_size, slots=slots, max_length=max_length)]
+    engines = [Engine(target, drafter, block_size=block_size, proposals=proposals, slots=slots, max_length=max_length)]
     if baseline:
         engines.append(Engine(target, None, slots=slots, max_length=max_length))
     for engine in engines:

@@ -6,6 +6,7 @@ example by example in the order of the data file. Full recipes fill terabytes: c
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,17 +15,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflash_jax.drafter import Drafter
 from dflash_jax.target import Target
 from dflash_jax.train.blocks import target_features
+from dflash_jax.train.config import write_json
 from dflash_jax.train.data import Example, Packing
 
 BATCH = 4  # rows of a target pass
 
 
-def target_fingerprint(target: Target) -> str:
-    """Tells one target from another: its configuration and a sample of every parameter."""
-    digest = hashlib.sha256(repr(target.config).encode())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
+def model_fingerprint(model: Target | Drafter) -> str:
+    """Tells one model from another: its configuration and a sample of every parameter."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
         digest.update(jax.tree_util.keystr(path).encode())
         digest.update(np.asarray(leaf.reshape(-1)[:256]).tobytes())
     return digest.hexdigest()[:16]
@@ -140,13 +143,13 @@ def write_features(
                     at += size
             store.flush()
         done = index
-        _write_json(directory / "features.json", description | {"done": done})
+        write_json(directory / "features.json", description | {"done": done})
         yield done
 
 
 def _description(target: Target, taps: tuple[int, ...], examples: Sequence[Example], hidden: bool) -> dict[str, Any]:
     return {
-        "target": target_fingerprint(target),
+        "target": model_fingerprint(target),
         "data": data_fingerprint(examples),
         "target_layer_ids": list(taps),
         "hidden_size": target.config.hidden_size,
@@ -169,7 +172,10 @@ def _open(directory: Path, mode: Any, description: dict[str, Any], tokens: int) 
     width, dtype = description["hidden_size"], jax.numpy.dtype(description["dtype"])
 
     def store(name: str, columns: int) -> np.memmap:
-        return np.memmap(directory / name, dtype, mode, shape=(tokens, columns))
+        if mode == "w+":  # claim the space now: a full disk met through a memory map is a crash, not an error
+            with (directory / name).open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, tokens * columns * dtype.itemsize)
+        return np.memmap(directory / name, dtype, "r" if mode == "r" else "r+", shape=(tokens, columns))
 
     features = store("features.bin", width * len(description["target_layer_ids"]))
     return features, store("hidden.bin", width) if description["hidden"] else None
@@ -177,9 +183,3 @@ def _open(directory: Path, mode: Any, description: dict[str, Any], tokens: int) 
 
 def _offsets(examples: Sequence[Example]) -> list[int]:
     return [0, *np.cumsum([len(example.tokens) for example in examples]).tolist()]
-
-
-def _write_json(path: Path, value: Any) -> None:
-    beside = path.with_name(path.name + ".writing")
-    beside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    beside.replace(path)

@@ -20,14 +20,15 @@ from dflash_jax.drafter import Drafter, load_drafter
 from dflash_jax.speculative import block_compiler_options
 from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
-from dflash_jax.train.config import TrainConfig, write_config
+from dflash_jax.train.config import TrainConfig, write_json
 from dflash_jax.train.data import Example, Packing
 from dflash_jax.train.drafters import save_drafter
-from dflash_jax.train.features import FeatureCache, data_fingerprint, target_fingerprint
+from dflash_jax.train.features import FeatureCache, data_fingerprint, model_fingerprint
 from dflash_jax.train.step import Batch, init_state, split_params, train_step
 
 # Settings that may change when a run continues: they decide what is reported and kept, not what is learnt.
 FREE = ("log_every", "save_every", "evaluate_every", "evaluate_samples", "evaluate_max_new_tokens", "keep")
+FREE += ("accumulate", "loss_chunk", "remat")
 
 
 class NotFiniteError(RuntimeError):
@@ -77,13 +78,14 @@ class Run:
         self.target, self.drafter, self.raw, self.config = target, drafter, raw, config
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", config.keep)
         self._check_same_run(examples)
         self._features, self._evaluate = features, evaluate
         self._packing = Packing(examples, config.length, config.batch_size, config.seed)
         self.steps = self._packing.steps(config.epochs)
         if config.max_steps:
             self.steps = min(self.steps, config.max_steps)
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", config.keep)
+        self._every = config.evaluate_every or max(1, self.steps // 10)
         self.state = init_state(drafter, config, self.steps)
         if self.checkpoints.steps:
             self.state = self.checkpoints.restore(self.state)
@@ -118,30 +120,39 @@ class Run:
     def _loop(self, progress: Callable[[int, dict[str, Any]], None], stopping: list[int]) -> dict[str, Any]:
         config, metrics = self.config, {}
         begin, at = time.perf_counter(), int(self.state.step)
+        self._evaluate_if_due(at, progress)
         for step in range(at, self.steps):
             self.state, values = self._step(self.target, self.drafter, self.state, self.batch(step))
             done = step + 1
+            if step == at:
+                begin = time.perf_counter()
             if not bool(values["finite"]):
                 raise NotFiniteError(
                     f"step {done}: loss {float(values['loss'])}, gradient norm {float(values['gradient_norm'])}; the "
-                    f"state before it is saved in {self.directory}. Lower learning_rate, or look at this step's data"
+                    f"state before it is saved in {self.directory}. Look at this step's data, or begin a new run with "
+                    "a lower learning_rate"
                 )
             if done % config.log_every == 0 or done == self.steps or step == at:
                 metrics = {name: float(value) for name, value in values.items()}
-                rate = (done - at) / (time.perf_counter() - begin)
+                rate = (step - at) / (time.perf_counter() - begin)  # the first step compiles
                 metrics = {"step": done, **metrics, "steps_per_second": rate}
                 self._log(metrics)
                 progress(done, metrics)
             if config.save_every and done % config.save_every == 0:
                 self.checkpoints.save(self.state)
-            if config.evaluate_every and done % config.evaluate_every == 0 and done < self.steps:
-                progress(done, self.evaluate())
+            metrics = metrics | self._evaluate_if_due(done, progress)
             if stopping:
                 raise KeyboardInterrupt
-        if self._evaluate is not None and not self._evaluated(self.steps):
-            metrics = metrics | self.evaluate()
-            progress(self.steps, metrics)
         return metrics
+
+    def _evaluate_if_due(self, step: int, progress: Callable[[int, dict[str, Any]], None]) -> dict[str, Any]:
+        due = step > 0 and (step % self._every == 0 or step == self.steps)
+        if self._evaluate is None or not due or any("tau" in x and x["step"] == step for x in self._metrics()):
+            return {}
+        self.checkpoints.save(self.state)  # an evaluation that fails must not cost the training
+        figures = self.evaluate()
+        progress(step, figures)
+        return figures
 
     def batch(self, step: int) -> Batch:
         """The rows of a step, with their cached features if there are any."""
@@ -171,8 +182,12 @@ class Run:
         path = self.directory / "run.json"
         settings = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in FREE}
         identity = json.loads(json.dumps(settings))
-        identity |= {"target": target_fingerprint(self.target), "data": data_fingerprint(examples)}
-        if path.exists():
+        identity |= {
+            "target": model_fingerprint(self.target),
+            "data": data_fingerprint(examples),
+            "initial drafter": model_fingerprint(self.drafter),
+        }
+        if path.exists() and self.checkpoints.steps:  # nothing is lost before the first checkpoint
             found = json.loads(path.read_text(encoding="utf-8"))
             differ = [name for name in identity if found.get(name) != identity[name]]
             if differ:
@@ -181,9 +196,9 @@ class Run:
                     + "; ".join(f"{name} {found.get(name)!r}, now {identity[name]!r}" for name in differ)
                     + ". Choose another directory"
                 )
-        path.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-        write_config(self.directory / "config.json", self.config)
-        (self.directory / "drafter.json").write_text(json.dumps(self.raw, indent=2) + "\n", encoding="utf-8")
+        write_json(path, identity)
+        write_json(self.directory / "config.json", dataclasses.asdict(self.config))
+        write_json(self.directory / "drafter.json", self.raw)
 
     def _metrics(self) -> list[dict[str, Any]]:
         path = self.directory / "metrics.jsonl"
@@ -197,13 +212,14 @@ class Run:
                 break
         return lines
 
-    def _evaluated(self, step: int) -> bool:
-        return any("tau" in line and line["step"] == step for line in self._metrics())
-
     def _cut_metrics(self, step: int) -> None:
         """Drops what was logged after the checkpoint that the run continues from."""
-        kept = [line for line in self._metrics() if line["step"] <= step]
-        (self.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        path = self.directory / "metrics.jsonl"
+        text = "".join(json.dumps(line) + "\n" for line in self._metrics() if line["step"] <= step)
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            beside = path.with_name(path.name + ".writing")
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(path)
 
     def _log(self, metrics: dict[str, Any]) -> None:
         with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -227,13 +243,16 @@ def _stop_between_steps() -> Iterator[list[int]]:
 
 
 def load_run(directory: str | Path, step: int | None = None) -> tuple[Drafter, dict[str, Any]]:
-    """The drafter of a run's checkpoint (the newest, or that of `step`), in float32, and its `config.json`.
+    """The drafter of a run in float32, and its `config.json`: of the checkpoint of `step`, else `best` if the run
+    was evaluated, else of the newest checkpoint.
 
     Raises:
         ValueError: the directory holds no run, or no such checkpoint.
     """
     directory = Path(directory)
     raw = read_json(directory / "drafter.json")
+    if step is None and (directory / "best").is_dir():
+        return load_drafter(directory / "best", dtype="float32"), raw
     drafter = load_drafter(directory / "last", dtype="float32")  # for what is not trained
     checkpoints = Checkpoints(directory / "checkpoints")
     params = checkpoints.restore_params(step)

@@ -1,19 +1,18 @@
 """Stage one: the target answers the prompts itself. No other choice matters as much (method, section 8)."""
 
-import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import Line, error_record
 from dflash_jax.infer.requests import Completion, RequestError
+from dflash_jax.train.config import write_json
 
 
-def settings(target: Any, text: Any, defaults: Any, seed: int) -> dict[str, Any]:
+def settings(target: Any, text: Any, defaults: Any, seed: int, max_length: int | None) -> dict[str, Any]:
     """What the answers depend on, as recorded beside them."""
-    template = text.chat_template or ""
     return {
         "target": target.directory,
         "max_new_tokens": defaults.max_new_tokens,
@@ -22,15 +21,17 @@ def settings(target: Any, text: Any, defaults: Any, seed: int) -> dict[str, Any]
         "top_k": defaults.top_k,
         "seed": seed,
         "stop_token_ids": list(defaults.stop_token_ids),
-        "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest(),
+        "max_length": max_length,
+        "dtype": target.dtype.name,
+        "chat_template": text.chat_template,
     }
 
 
-def resume(output: Path, wanted: dict[str, Any]) -> set[int]:
+def resume(output: Path, wanted: dict[str, Any], lines: Sequence[Line]) -> set[int]:
     """Indices already answered in `output`; cuts a torn last line, and records the settings beside it.
 
     Raises:
-        ValueError: the file was made with other settings, or is no output of `regenerate`.
+        ValueError: the file was made with other settings or prompts, or is no output of `regenerate`.
     """
     beside = output.with_name(output.name + ".settings.json")
     done: set[int] = set()
@@ -49,7 +50,7 @@ def resume(output: Path, wanted: dict[str, Any]) -> set[int]:
         with output.open("rb") as file:
             for line in file:
                 try:
-                    done.add(int(json.loads(line)["index"]))
+                    int(json.loads(line)["index"])
                 except (ValueError, KeyError, TypeError):
                     break
                 if not line.endswith(b"\n"):
@@ -61,14 +62,23 @@ def resume(output: Path, wanted: dict[str, Any]) -> set[int]:
                 if tail.count(b"\n") > 1:
                     raise ValueError(f"{output} is damaged after {good} bytes, in more than its last line")
                 file.truncate(good)
-            done = _indices(output)
-    beside.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        done = _done(output, {line.index: line for line in lines})
+    write_json(beside, wanted)
     return done
 
 
-def _indices(output: Path) -> set[int]:
+def _done(output: Path, lines: dict[int, Line]) -> set[int]:
+    done = set()
     with output.open("rb") as file:
-        return {json.loads(line)["index"] for line in file}
+        for record in map(json.loads, file):
+            line = lines.get(record["index"])
+            request = line.request if line else None
+            if line is None or (
+                request and record.get("prompt_token_ids", request.prompt_token_ids) != list(request.prompt_token_ids)
+            ):
+                raise ValueError(f"{output} answers other prompts than this input (line {record['index'] + 1})")
+            done.add(record["index"])
+    return done
 
 
 def regenerate(engine: Engine, lines: list[Line]) -> Iterator[tuple[dict[str, Any], Completion | None]]:

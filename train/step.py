@@ -157,14 +157,15 @@ def train_step(
         updates, optimizer = make_optimizer(config, steps).update(gradient, state.optimizer, state.params)
         learning_rate = make_schedule(config, steps)(state.step)
     new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer)
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    update_norm = optax.tree.norm(updates)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(update_norm)
     metrics = {
         "loss": loss,
         "accuracy": sums.correct / jnp.maximum(sums.labels, 1),
         "teacher_forced_tau": sums.lengths / jnp.maximum(sums.blocks, 1),
         "labels": sums.labels,
         "gradient_norm": norm,
-        "update_norm": optax.tree.norm(updates),
+        "update_norm": update_norm,
         "learning_rate": learning_rate,
         "finite": finite,
     }
@@ -177,7 +178,8 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
     draw = lambda key, *row: draw_blocks(
         key,
         *(x[None] for x in row),
-        count=config.anchors,
+        count=config.blocks,
+        per_document=config.anchors,
         block_size=config.block_size,
         anchor_predicts=drafter.config.anchor_predicts,
     )

@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import load_drafter
+from dflash_jax import load_drafter, load_target
 from dflash_jax.cache import commit
 from dflash_jax.train.blocks import Blocks, draft_hidden, draw_blocks, target_features
 from tests import tiny
 
 LENGTH = 48
 SIZES = [[17, 20, 5], [30, 12]]  # documents of two packed rows; the rest is empty
+
+
+WINDOWED = {"layer_types": ["sliding_attention"] * 4, "sliding_window": 5, "use_sliding_window": True}
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +36,27 @@ def rows():
     return jnp.asarray(tokens), jnp.asarray(starts), jnp.asarray(supervised)
 
 
-def test_features_of_a_packed_document_are_those_it_has_alone(target, rows, monkeypatch):
-    monkeypatch.setattr("dflash_jax.train.blocks.TARGET_CHUNK", 16)
+@pytest.mark.parametrize("kind", ["full", "windowed"])
+def test_features_of_a_packed_document_are_those_it_has_alone(target, rows, kind, monkeypatch, tmp_path):
+    monkeypatch.setattr("dflash_jax.train.blocks.TARGET_CHUNK", 16)  # more than a window's ring holds
+    if kind == "windowed":
+        target = load_target(tiny.write_target(tmp_path, tiny.target_config(**WINDOWED)))
     tokens, starts, _ = rows
     features, hidden = jax.jit(lambda t: target_features(t, (0, 2), tokens, starts))(target)
+    alone = jax.jit(lambda t, x: t.forward(x, jnp.arange(LENGTH)[None], None, t.init_cache(1, LENGTH), taps=(0, 2)))
     at = 0
     for size in SIZES[0]:
-        alone = tokens[:1, at : at + size]
-        positions, cache = jnp.arange(size)[None], target.init_cache(1, 1)
-        expected, tapped, _ = target.forward(alone, positions, None, cache, taps=(0, 2))
-        np.testing.assert_allclose(features[0, at : at + size], tapped[0], atol=2e-5)
-        np.testing.assert_allclose(hidden[0, at : at + size], expected[0], atol=2e-5)
+        expected, tapped, _ = alone(target, jnp.roll(tokens[:1], -at, axis=1))
+        np.testing.assert_allclose(features[0, at : at + size], tapped[0, :size], atol=2e-5)
+        np.testing.assert_allclose(hidden[0, at : at + size], expected[0, :size], atol=2e-5)
         at += size
 
 
 @pytest.mark.parametrize("predicts", [False, True])
 def test_anchors_and_labels_against_a_truth_table(rows, predicts):
     tokens, starts, supervised = (np.asarray(x) for x in rows)
-    draw = lambda seed, count: draw_blocks(
-        jax.random.key(seed), *rows, count=count, block_size=4, anchor_predicts=predicts
+    draw = lambda seed, count, most=LENGTH: draw_blocks(
+        jax.random.key(seed), *rows, count=count, per_document=most, block_size=4, anchor_predicts=predicts
     )
     everything = draw(0, LENGTH)
     for row in range(2):
@@ -74,6 +79,28 @@ def test_anchors_and_labels_against_a_truth_table(rows, predicts):
     assert (np.diff(few.anchors, axis=1) > 0).all()  # without replacement, ascending
     assert np.asarray(few.labelled).any(axis=-1).all()
     assert (few.anchors != other.anchors).any()  # fresh at every visit
+    three = draw(2, LENGTH, 3)
+    for row in range(2):
+        used = np.asarray(three.labelled[row]).any(axis=-1)
+        drawn = np.unique(np.asarray(three.starts[row])[used], return_counts=True)
+        places = np.cumsum([0, *SIZES[row]])[: len(SIZES[row])]
+        enough = [
+            min(
+                3,
+                int(
+                    (
+                        np.asarray(everything.starts[row])[: len(everything.labelled[row])][
+                            np.asarray(everything.labelled[row]).any(axis=-1)
+                        ]
+                        == place
+                    ).sum()
+                ),
+            )
+            for place in places
+        ]
+        assert dict(zip(drawn[0].tolist(), drawn[1].tolist(), strict=True)) == dict(
+            zip(places.tolist(), enough, strict=True)
+        )
 
 
 @partial(jax.jit, static_argnames="block_size")
@@ -115,7 +142,7 @@ def test_packed_blocks_equal_decoding(target, rows, name, tmp_path):
     predicts = drafter.config.anchor_predicts
     tokens, starts, _ = rows
     features, _ = target_features(target, drafter.taps, tokens, starts)
-    blocks = draw_blocks(jax.random.key(3), *rows, count=9, block_size=8, anchor_predicts=predicts)
+    blocks = draw_blocks(jax.random.key(3), *rows, count=9, per_document=9, block_size=8, anchor_predicts=predicts)
     packed = jax.jit(draft_hidden)(drafter, target, features, starts, blocks)
 
     other, _ = target_features(target, tuple(tap + 1 for tap in drafter.taps), tokens, starts)
@@ -143,25 +170,28 @@ def test_labels_are_what_decoding_proposes_for(target, drafter, rows):
     proposals = jnp.argmax(drafter.unembed(target, hidden[None])[0], axis=-1)
     written = tokens.at[0, anchor + 1 : anchor + 1 + len(proposals)].set(proposals)
     supervised = jnp.zeros_like(rows[2]).at[0, anchor : anchor + 8].set(True)
-    blocks = draw_blocks(jax.random.key(0), written, starts, supervised, count=1, block_size=8, anchor_predicts=False)
-    only = lambda blocks: Blocks(*(x[:1] for x in blocks))
-
-    def accuracy(blocks):
-        logits = drafter.unembed(target, draft_hidden(drafter, target, features[:1], starts[:1], only(blocks))[0])
-        return np.asarray(jnp.argmax(logits, axis=-1) == blocks.labels[0])
-
-    blocks = blocks._replace(anchors=jnp.full_like(blocks.anchors, anchor), starts=jnp.full_like(blocks.starts, 17))
-    blocks = blocks._replace(tokens=jnp.full_like(blocks.tokens, tokens[0, anchor]))
-    labels = written[0, anchor + 1 : anchor + 8][None, None]
-    assert accuracy(blocks._replace(labels=jnp.broadcast_to(labels, blocks.labels.shape))).all()
-    shifted = written[0, anchor + 2 : anchor + 9][None, None]
-    assert not accuracy(blocks._replace(labels=jnp.broadcast_to(shifted, blocks.labels.shape))).all()
+    blocks = draw_blocks(
+        jax.random.key(0), written, starts, supervised, count=8, per_document=8, block_size=8, anchor_predicts=False
+    )
+    blocks = Blocks(*(x[:1] for x in blocks))
+    (at,) = np.flatnonzero(np.asarray(blocks.anchors[0]) == anchor)[:1]
+    hidden = draft_hidden(drafter, target, features[:1], starts[:1], blocks)
+    best = jnp.argmax(drafter.unembed(target, hidden[0])[at], axis=-1)
+    np.testing.assert_array_equal(best, blocks.labels[0, at])
+    assert (best[:-1] != blocks.labels[0, at, 1:]).any()  # labels shifted by one would be seen
 
 
 def test_unused_blocks_and_empty_rows_have_finite_gradients(target, drafter, rows):
     tokens, starts, supervised = rows
     blocks = draw_blocks(
-        jax.random.key(0), tokens, starts, supervised.at[1].set(False), count=40, block_size=8, anchor_predicts=False
+        jax.random.key(0),
+        tokens,
+        starts,
+        supervised.at[1].set(False),
+        count=40,
+        per_document=40,
+        block_size=8,
+        anchor_predicts=False,
     )
     assert not np.asarray(blocks.labelled[1]).any()
     features, _ = target_features(target, drafter.taps, tokens, starts)

@@ -65,6 +65,11 @@ def test_regenerating_continues(place, capsys):
     assert sorted((place / "torn.jsonl").read_text().splitlines()) == sorted(whole.splitlines())
     assert regenerate(place, "torn.jsonl", "--temperature", "0.8") == 2
     assert "temperature 0.7, now 0.8" in capsys.readouterr().err
+    prompts = (place / "prompts.jsonl").read_text()
+    (place / "prompts.jsonl").write_text('{"prompt": "else"}\n' * 6)
+    assert regenerate(place, "torn.jsonl", "--temperature", "0.7") == 2
+    assert "answers other prompts" in capsys.readouterr().err
+    (place / "prompts.jsonl").write_text(prompts)
     (place / "torn.jsonl").write_text("rubbish\n" + whole)
     assert regenerate(place, "torn.jsonl", "--temperature", "0.7") == 2
     assert "damaged" in capsys.readouterr().err
@@ -73,6 +78,10 @@ def test_regenerating_continues(place, capsys):
 def test_unusable_arguments_exit_2(place, tmp_path, capsys):
     (tmp_path / "data.jsonl").write_text('{"prompt_token_ids": [1], "response_token_ids": []}\n')
     models, data = ["--target", str(place / "target")], ["--data", str(tmp_path / "data.jsonl")]
+    (tmp_path / "good.jsonl").write_text('{"prompt_token_ids": [1], "response_token_ids": [2, 3, 4]}\n')
+    good = ["--data", str(tmp_path / "good.jsonl"), "--length", "16"]
+    fine = ["fit", *models, *good, "--out", str(tmp_path / "never")]
+    tiny.write_drafter(tmp_path / "d", tiny.drafter_config())
     cases = {
         "nothing to train on": ["fit", *models, *data, "--out", str(tmp_path / "run")],
         "unknown settings": ["fit", *models, *data, "--out", "x", "--config", str(tmp_path / "c.yaml")],
@@ -80,6 +89,9 @@ def test_unusable_arguments_exit_2(place, tmp_path, capsys):
         "No such file": ["fit", *models, "--data", str(tmp_path / "gone"), "--out", "x"],
         "drafter.json": ["export", "--run", str(tmp_path), "--out", str(tmp_path / "new")],
         "exists; choose": ["export", "--run", str(tmp_path), "--out", str(tmp_path)],
+        "evaluate_every needs": ["fit", *models, *good, "--out", str(tmp_path / "r"), "--evaluate-every", "3"],
+        "--init-from decides mask": [*fine, "--init-from", str(tmp_path / "d"), "--mask-token-id", "3"],
+        "above the drafter's 8": [*fine, "--init-from", str(tmp_path / "d"), "--block-size", "9"],
         "either --run or --drafter": ["evaluate", *models, "--prompts", "x"],
         "that `fit` wrote": ["plot", "--run", str(tmp_path), "--out", str(tmp_path / "p.png")],
     }

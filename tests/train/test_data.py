@@ -26,6 +26,9 @@ def test_forms_of_a_line(tmp_path):
     assert data.examples[0].supervised.tolist() == [False] * 3 + [True] * 4
     assert data.examples[1].supervised.tolist() == [False, True, True, False, True]
     assert (data.without_answer, data.cut) == (3, 0)
+    thinking = pair(2, 4) | {"loss_mask": [0, 0, 0, 0, 1, 1]}
+    (example,) = read_examples(write(tmp_path / "b.jsonl", [thinking]), 64, 64).examples
+    assert example.supervised.tolist() == [False] * 4 + [True] * 2
 
 
 def test_long_sequences_are_cut_and_counted(tmp_path):
@@ -43,6 +46,7 @@ def test_long_sequences_are_cut_and_counted(tmp_path):
         ({"prompt_token_ids": [1, "2"], "response_token_ids": [3]}, "list of integers"),
         ({"prompt_token_ids": [1], "response_token_ids": [3, 64]}, "0..63"),
         ({"token_ids": [1, 2], "loss_mask": [1]}, "loss_mask 1"),
+        ({"prompt_token_ids": [1], "response_token_ids": [3, 4], "loss_mask": [1]}, "have 3 tokens, loss_mask 1"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, row, message):
@@ -130,6 +134,8 @@ def test_settings_come_from_yaml_json_and_overrides(tmp_path):
         ({"warmup": 4}, "0..1"),
         ({"cross_entropy": 0}, "all losses are off"),
         ({"length": 0}, "positive"),
+        ({"clip_norm": 0}, "positive"),
+        ({"b1": 1}, "1 excluded"),
         ({"remat": 1}, "remat must be bool"),
     ],
 )

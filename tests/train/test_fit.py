@@ -95,11 +95,14 @@ def test_a_finished_run_has_nothing_left_to_do(target, start, examples, whole):
 
 def test_another_run_is_refused(target, start, examples, whole, tmp_path):
     other = dataclasses.replace(CONFIG, learning_rate=1e-4)
+    began = start[0].replace(params=jax.tree.map(lambda x: x * 1.01, start[0].params))
+    with pytest.raises(ValueError, match="initial drafter"):
+        Run(whole[1], target, began, start[1], examples, CONFIG)
     with pytest.raises(ValueError, match=r"another run: learning_rate 0.001, now 0.0001"):
         Run(whole[1], target, *start, examples, other)
     with pytest.raises(ValueError, match="data"):
         Run(whole[1], target, *start, examples[1:], CONFIG)
-    Run(whole[1], target, *start, examples, dataclasses.replace(CONFIG, log_every=7))
+    Run(whole[1], target, *start, examples, dataclasses.replace(CONFIG, log_every=7, accumulate=2, remat=True))
     masked = [Example(np.asarray([1, 2, tiny.MASK, 4], np.int32), np.ones(4, bool))]
     with pytest.raises(ValueError, match="mask token 63 occurs"):
         Run(tmp_path / "a", target, *start, masked, CONFIG)
@@ -125,20 +128,26 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_state(target, start, exa
 
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(target, start, examples, tmp_path):
+    import resource
+
     run = Run(tmp_path, target, *start, examples, CONFIG)
-    save, manager = run.checkpoints.save, run.checkpoints
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def full(state):
-        if int(state.step) > 3:
-            raise OSError(28, "No space left on device")
-        save(state)
+    def full(step, metrics):
+        if step == 4:  # from here on every file ends after a few bytes, in the middle of a checkpoint
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
 
-    manager.save = full
-    with pytest.raises(OSError, match="No space left"):
-        run.fit()
-    assert int(Run(tmp_path, target, *start, examples, CONFIG).state.step) == 3
+    try:
+        with pytest.raises(Exception, match="File too large|EFBIG|too large|No space"):
+            run.fit(full)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    again = Run(tmp_path, target, *start, examples, CONFIG)
+    assert int(again.state.step) == 3
+    again.fit()
 
 
+@pytest.mark.slow
 def test_feature_cache(target, start, examples, whole, tmp_path):
     drafter, raw = start
     config = dataclasses.replace(CONFIG, epochs=1)
@@ -164,6 +173,19 @@ def test_feature_cache(target, start, examples, whole, tmp_path):
         FeatureCache(tmp_path / "f", other, drafter.taps, examples, False)
     with pytest.raises(ValueError, match="no feature cache"):
         FeatureCache(tmp_path / "none", target, drafter.taps, examples, False)
+
+
+def test_an_evaluation_that_fails_costs_nothing(target, start, examples, tmp_path):
+    def judge(drafter):
+        raise RuntimeError("no memory")
+
+    run = Run(tmp_path, target, *start, examples, dataclasses.replace(CONFIG, evaluate_every=4), evaluate=judge)
+    with pytest.raises(RuntimeError, match="no memory"):
+        run.fit()
+    late = Run(tmp_path, target, *start, examples, CONFIG, evaluate=lambda drafter: {"tau": 1.5})
+    assert int(late.state.step) == 4
+    late.fit()
+    assert [line["step"] for line in lines(tmp_path) if "tau" in line] == [*range(4, late.steps + 1)]
 
 
 def test_the_best_drafter_is_the_one_that_decodes_best(target, start, examples, tmp_path):
@@ -206,6 +228,7 @@ def test_exports_load_and_decode_alike(target, whole, tmp_path):
         load_run(whole[1], 1)
 
 
+@pytest.mark.slow
 def test_a_published_drafter_can_be_continued(target, drafter, pair_directory, examples, tmp_path):
     raw = json.loads((pair_directory / "drafter" / "config.json").read_text())
     run = Run(tmp_path, target, drafter, raw, examples, dataclasses.replace(CONFIG, epochs=1, block_size=8))

@@ -16,7 +16,9 @@ from dflash_jax.train.drafters import new_drafter
 from dflash_jax.train.step import Batch, init_state, make_optimizer, make_schedule, muon_dimensions, train_step
 from tests import tiny
 
-CONFIG = TrainConfig(block_size=6, num_layers=2, length=32, anchors=12, batch_size=4, learning_rate=1e-3, remat=False)
+CONFIG = TrainConfig(
+    block_size=6, num_layers=2, length=32, anchors=12, row_anchors=12, batch_size=4, learning_rate=1e-3, remat=False
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,7 @@ def test_the_step_does_not_depend_on_how_it_is_computed(target, batch, plain, na
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"weighting": "dpace"}, {"kl": 0.5}, {"cross_entropy": 0.1, "total_variation": 0.9}]
 )
@@ -66,6 +69,30 @@ def test_other_losses_are_finite_and_differ(target, batch, plain, changes):
     assert abs(float(metrics["loss"] - plain[1]["loss"])) > 1e-3
 
 
+def test_distillation_compares_with_the_target_at_the_position_before(target):
+    """KL of one conversation alone in its row, against the target's and the drafter's plain passes."""
+    from dflash_jax.train.blocks import Blocks, draft_hidden, draw_blocks, target_features
+
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 60, (1, 32)), jnp.int32)
+    rows = Batch(tokens, jnp.zeros((1, 32), jnp.int32), jnp.arange(32)[None] > 3)
+    config = {"batch_size": 1, "cross_entropy": 0.0, "kl": 1.0, "row_anchors": 32, "anchors": 32}
+    (_, metrics), (drafter, _) = one_step(target, rows, **config)
+    hidden, _, _ = target.forward(tokens, jnp.arange(32)[None], None, target.init_cache(1, 32))
+    p = jax.nn.log_softmax(target.unembed(hidden)[0])
+    blocks: Blocks = draw_blocks(  # all of them, so that the key does not matter
+        jax.random.key(0), *rows[:3], count=32, per_document=32, block_size=6, anchor_predicts=False
+    )
+    features, _ = target_features(target, drafter.taps, tokens, rows.starts)
+    q = jax.nn.log_softmax(drafter.unembed(target, draft_hidden(drafter, target, features, rows.starts, blocks)[0]))
+    weights = np.where(blocks.labelled[0], np.exp(-np.arange(5) / TrainConfig(block_size=6).decay)[None], 0)
+    kl = lambda shift: jnp.sum(jnp.exp(p[at + shift]) * (p[at + shift] - q), axis=-1)
+    at = np.minimum(np.asarray(blocks.anchors[0])[:, None] + 1 + np.arange(5)[None], 31)
+    right, wrong = (float((kl(shift) * weights).sum() / weights.sum()) for shift in (-1, 0))
+    assert metrics["loss"] == pytest.approx(right, rel=1e-4)
+    assert abs(right - wrong) > 10 * abs(metrics["loss"] - right)
+
+
+@pytest.mark.slow
 def test_feature_noise_changes_the_loss_a_little(target, batch, plain):
     _, metrics = one_step(target, batch, feature_noise=0.05)[0]
     assert 0 < abs(float(metrics["loss"] - plain[1]["loss"])) < 0.5
@@ -96,6 +123,7 @@ def test_a_batch_without_labels_is_no_step_in_any_direction(target, batch):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_with_float32_parameters(target, batch, plain):
     half = target.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params))
     (state, metrics), _ = one_step(half, batch)
@@ -137,6 +165,7 @@ def test_schedules():
     make_optimizer(cosine, 1)  # a run of one step
 
 
+@pytest.mark.slow
 def test_overfitting_reaches_the_block_size(target):
     """A drafter trained on the target's answers to three prompts is accepted nearly whole on these prompts."""
     prompts = [[5, 9, 2, 40], [11, 3, 3, 8, 20], [30, 31, 17]]
@@ -145,7 +174,7 @@ def test_overfitting_reaches_the_block_size(target):
         Example(np.asarray(prompt + answer, np.int32), np.arange(len(prompt) + 25) >= len(prompt))
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    config = dataclasses.replace(CONFIG, anchors=24, batch_size=3, learning_rate=3e-3)
+    config = dataclasses.replace(CONFIG, anchors=24, row_anchors=24, batch_size=3, learning_rate=3e-3)
     drafter, _ = new_drafter(target, config, tiny.MASK)
     steps, packing = 250, Packing(examples, 32, 3, 0)
     state = init_state(drafter, config, steps)
