@@ -127,6 +127,9 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_state(target, start, exa
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(again.state.params))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves coroutines behind
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_keeps_the_last_good_checkpoint(target, start, examples, tmp_path):
     import resource
 
