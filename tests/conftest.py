@@ -26,6 +26,13 @@ from dflash_jax import load_drafter, load_target
 from tests import tiny
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Every compiled program holds memory maps, of which a process may have some 65,000; then XLA crashes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def pair_directory(tmp_path_factory):
     """A directory with `target` and `drafter`: random weights, 64 tokens, 4 and 2 layers."""

@@ -55,7 +55,8 @@ def test_features_of_a_packed_document_are_those_it_has_alone(target, rows, kind
 @pytest.mark.parametrize("predicts", [False, True])
 def test_anchors_and_labels_against_a_truth_table(rows, predicts):
     tokens, starts, supervised = (np.asarray(x) for x in rows)
-    draw = lambda seed, count, most=LENGTH: draw_blocks(
+    compiled = jax.jit(draw_blocks, static_argnames=("count", "per_document", "block_size", "anchor_predicts"))
+    draw = lambda seed, count, most=LENGTH: compiled(
         jax.random.key(seed), *rows, count=count, per_document=most, block_size=4, anchor_predicts=predicts
     )
     everything = draw(0, LENGTH)
