@@ -42,6 +42,7 @@ def test_official_needs_greedy_batch_one(pair, capsys):
     assert "greedy" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_degenerate_runs_are_refused(pair, tmp_path, capsys):
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"prompt": "a"}')

@@ -195,7 +195,10 @@ def test_drafter_hidden_states_equal_the_official_ones_over_rounds(name, tmp_pat
         np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+SOME = ["full", "mixed windows", "windows, not causal"]  # the rest on the slow track
+
+
+@pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in DRAFTERS])
 def test_generations_equal_the_official_loop(name, tmp_path):
     """Tokens always; acceptance lengths for rounds that begin at least a block before the budget's end."""
     their_target = make_target(tmp_path / "target")
