@@ -243,6 +243,20 @@ def save(directory: str | Path, params: Mapping[str, Any], table: Table, config:
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, and only if it says something new."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    beside = path.with_name(path.name + ".writing")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of a value as JSON."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
 def default_dtype() -> Any:
     """float32 on CPU, where bfloat16 products are slow, bfloat16 on accelerators."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,14 @@ def _serve(args: argparse.Namespace) -> int:
                 raise ValueError(f"{path} is the input; choose another file for the results")
             path.open("ab").close()
         pair, text, defaults = load(args)
-        from dflash_jax.infer.jobs import read_lines, rewrite_in_order, run_job, summarise
+        from dflash_jax.infer.jobs import answer_record, read_lines, rewrite_in_order, run_job, summarise
 
         lines = read_lines(source, text, defaults)
     engine = make_engine(args, pair, [line.request for line in lines if line.request])
     engine.warm_up()
     completions, failed = [], 0
-    with _progress(len(lines)) as bar, Path(args.output).open("w", encoding="utf-8") as sink:
-        for _, record, completion in run_job(engine, lines, text):
+    with progress_bar(len(lines), "request") as bar, Path(args.output).open("w", encoding="utf-8") as sink:
+        for record, completion in run_job(engine, lines, partial(answer_record, text=text)):
             if record is not None:
                 sink.write(json.dumps(record, ensure_ascii=False) + "\n")
                 sink.flush()
@@ -109,7 +110,7 @@ def _serve(args: argparse.Namespace) -> int:
                 if completion:
                     completions.append(completion)
                 bar.update()
-            bar.set_postfix_str(_rates(engine, completions))
+            bar.set_postfix_str(engine_rates(engine))
     if args.ordered:
         rewrite_in_order(Path(args.output))
     if args.summary:
@@ -141,12 +142,7 @@ def _answer(args: argparse.Namespace) -> int:
         shown = answer
     print()
     if completion is not None and completion.tau is not None:
-        stats = engine.stats
-        rate = stats.decode_tokens / stats.decode_seconds
-        print(
-            f"[{len(completion.token_ids)} tokens, tau {completion.tau:.2f}, {rate:.0f} tokens/s]",
-            file=sys.stderr,
-        )
+        print(f"[{len(completion.token_ids)} tokens, {engine_rates(engine)}]", file=sys.stderr)
     return 0
 
 
@@ -223,17 +219,19 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _progress(total: int) -> Any:
+def progress_bar(total: int, unit: str) -> Any:
+    """A bar on stderr."""
     from tqdm import tqdm
 
-    return tqdm(total=total, unit="request", file=sys.stderr, mininterval=0.5)
+    return tqdm(total=total, unit=unit, file=sys.stderr, mininterval=0.5)
 
 
-def _rates(engine: Any, completions: list[Any]) -> str:
-    stats = engine.stats
-    rate = f"{stats.decode_tokens / stats.decode_seconds:.0f} tok/s" if stats.decode_seconds else ""
-    lengths = [length for completion in completions for length in completion.acceptance_lengths]
-    return f"{rate} tau {sum(lengths) / len(lengths):.2f}" if lengths else rate
+def engine_rates(engine: Any) -> str:
+    """Tokens per second and tau so far, for a progress bar."""
+    if not engine.stats.steps:
+        return ""
+    rate = f"{engine.stats.tokens_per_second:.0f} tok/s"
+    return f"{rate} tau {engine.stats.tau:.2f}" if engine.drafter else rate
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class Stats:
 
     Attributes:
         steps: device steps.
+        row_steps: steps counted once per row they advanced.
         decode_tokens: tokens committed by them; first tokens come from prefill and do not count.
         wall times include the transfer of tokens to the host.
     """
@@ -36,7 +37,18 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: int = 0
+    row_steps: int = 0
     decode_tokens: int = 0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of decoding; None before the first step."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else None
+
+    @property
+    def tau(self) -> float | None:
+        """Mean acceptance length so far; None before the first step."""
+        return self.decode_tokens / self.row_steps if self.row_steps else None
 
     def reset(self) -> None:
         """Back to zero."""
@@ -225,6 +237,7 @@ class Engine:
                     break  # the device ran on past a stop string
                 committed = self._extend(row, tokens[step, slot, : counts[step, slot]].tolist())
                 self.stats.decode_tokens += committed
+                self.stats.row_steps += 1
                 if self.drafter:
                     row.completion.acceptance_lengths.append(committed)
             if row.completion.finish_reason and row.request.find_stop:

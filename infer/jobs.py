@@ -2,11 +2,12 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from dflash_jax.checkpoint import write_text
 from dflash_jax.infer.engine import Engine, Stats
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.text import Text, cut_at_stop, valid_text
@@ -152,9 +153,13 @@ def _prompt(row: Mapping[str, Any], text: Text) -> list[int]:
 
 
 def run_job(
-    engine: Engine, lines: list[Line], text: Text
-) -> Iterator[tuple[Line, dict[str, Any] | None, Completion | None]]:
-    """Answers every line: yields (line, output record or None while in progress, completion)."""
+    engine: Engine, lines: list[Line], record: Callable[[Line, Completion], dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any] | None, Completion | None]]:
+    """Answers every line: yields (output record or None while in progress, completion or None of a bad line).
+
+    Args:
+        record: what to write of a finished request.
+    """
     ready = []
     for line in lines:
         if line.error is None and line.request is not None:
@@ -163,13 +168,12 @@ def run_job(
             except RequestError as error:
                 line = replace(line, error=error)
         if line.error is not None:
-            yield line, error_record(line), None
+            yield error_record(line), None
         else:
             ready.append(line)
     requests = [line.request for line in ready if line.request is not None]
     for i, completion in engine.stream(requests):
-        line = ready[i]
-        yield line, (answer_record(line, completion, text) if completion.finish_reason else None), completion
+        yield (record(ready[i], completion) if completion.finish_reason else None), completion
 
 
 def answer_record(line: Line, completion: Completion, text: Text) -> dict[str, Any]:
@@ -201,12 +205,10 @@ def error_record(line: Line) -> dict[str, Any]:
 
 
 def rewrite_in_order(path: Path) -> None:
-    """Sorts an output file by input order, through a temporary file, so that nothing is lost on the way."""
+    """Sorts an output file by input order."""
     with path.open(encoding="utf-8") as file:
         records = sorted(file, key=lambda record: json.loads(record)["index"])
-    temporary = path.with_name(path.name + ".ordering")
-    temporary.write_text("".join(records), encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, "".join(records))
 
 
 def acceptance_summary(lengths: list[int], width: int) -> dict[str, Any]:
@@ -231,7 +233,6 @@ def summarise(
 ) -> dict[str, Any]:
     """The summary of a job."""
     lengths = [length for completion in completions for length in completion.acceptance_lengths]
-    decoding = stats.decode_seconds
     return {
         "requests": len(completions) + failed,
         "failed": failed,
@@ -239,8 +240,8 @@ def summarise(
         "wall_seconds": wall_seconds,
         "compile_seconds": stats.compile_seconds,
         "prefill_seconds": stats.prefill_seconds,
-        "decode_seconds": decoding,
-        "decode_tokens_per_second": stats.decode_tokens / decoding if decoding else None,
+        "decode_seconds": stats.decode_seconds,
+        "decode_tokens_per_second": stats.tokens_per_second,
         "device_steps": stats.steps,
         **acceptance_summary(lengths, width),
     }

@@ -79,7 +79,7 @@ def _side(engine: Engine, answers: list[Completion]) -> dict[str, Any]:
     stats = engine.stats
     lengths = [n for completion in answers for n in completion.acceptance_lengths]
     return {
-        "tokens_per_second": stats.decode_tokens / stats.decode_seconds,
+        "tokens_per_second": stats.tokens_per_second,
         "tokens": stats.decode_tokens,
         "decode_seconds": stats.decode_seconds,
         "prefill_seconds": stats.prefill_seconds,

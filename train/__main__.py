@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.serve import add_generation_arguments, add_model_arguments
+from dflash_jax.serve import add_generation_arguments, add_model_arguments, progress_bar
 from dflash_jax.train.config import TrainConfig, make_config, read_settings
 
 EPILOG = """\
@@ -130,9 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _regenerate(args: argparse.Namespace) -> int:
-    from dflash_jax.infer.jobs import acceptance_summary, read_lines
-    from dflash_jax.serve import load, make_engine
-    from dflash_jax.train.regenerate import regenerate, resume, settings
+    from dflash_jax.infer.jobs import read_lines, run_job
+    from dflash_jax.serve import engine_rates, load, make_engine
+    from dflash_jax.train.regenerate import answer_record, resume, settings
 
     args.no_speculation = not args.drafter
     output = Path(args.output)
@@ -147,17 +147,16 @@ def _regenerate(args: argparse.Namespace) -> int:
         return 0
     engine = make_engine(args, pair, [line.request for line in lines if line.request])
     engine.warm_up()
-    failed, cut, lengths = 0, 0, []
-    with output.open("a", encoding="utf-8") as sink, _progress(len(lines), "answer") as bar:
-        for record, completion in regenerate(engine, lines):
-            sink.write(json.dumps(record) + "\n")
-            sink.flush()
-            failed += "error" in record
-            cut += record.get("finish_reason") == "length"
-            lengths += completion.acceptance_lengths if completion else []
-            bar.update()
-            if lengths:
-                bar.set_postfix_str(f"tau {acceptance_summary(lengths, engine.width)['tau']:.2f}")
+    failed = cut = 0
+    with output.open("a", encoding="utf-8") as sink, progress_bar(len(lines), "answer") as bar:
+        for record, _ in run_job(engine, lines, answer_record):
+            if record is not None:
+                sink.write(json.dumps(record) + "\n")
+                sink.flush()
+                failed += "error" in record
+                cut += record.get("finish_reason") == "length"
+                bar.update()
+            bar.set_postfix_str(engine_rates(engine))
     if cut:
         print(f"{cut} of {len(lines)} answers were cut at {args.max_new_tokens} tokens", file=sys.stderr)
     if failed:
@@ -216,7 +215,7 @@ def _cache_features(args: argparse.Namespace) -> int:
     config, target, data, drafter, _ = _prepare(args)
     from dflash_jax.train.features import write_features
 
-    with _progress(len(data.examples), "conversation") as bar:
+    with progress_bar(len(data.examples), "conversation") as bar:
         for done in write_features(args.out, target, drafter.taps, data.examples, config.length, hidden=args.hidden):
             bar.update(done - bar.n)
     return 0
@@ -251,7 +250,7 @@ def _fit(args: argparse.Namespace) -> int:
         from tensorboardX import SummaryWriter
 
         writer = SummaryWriter(args.tensorboard)
-    with _progress(run.steps, "step") as bar:
+    with progress_bar(run.steps, "step") as bar:
         bar.update(int(run.state.step))
 
         def report(step: int, metrics: dict[str, Any]) -> None:
@@ -332,12 +331,6 @@ def _plot(args: argparse.Namespace) -> int:
 
     plot(args.run, args.out)
     return 0
-
-
-def _progress(total: int, unit: str) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit=unit, file=sys.stderr, mininterval=0.5)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
 
 
 def draw_blocks(
-    key: Key[Array, ""],
+    keys: Key[Array, " B"],
     tokens: Int[Array, "B S"],
     starts: Int[Array, "B S"],
     supervised: Bool[Array, "B S"],
@@ -51,12 +51,12 @@ def draw_blocks(
     """Draws anchors without replacement: up to `per_document`, and up to `count` per row (method, section 8.1).
 
     An anchor is an answer token followed by an answer token of the same document. A block may reach past
-    the end of its document; such labels do not count.
+    the end of its document; such labels do not count. A row's draw follows from its key alone.
     """
     S = tokens.shape[1]
     count = min(count, S)
     follows = jnp.pad(supervised[:, 1:] & (starts[:, 1:] == starts[:, :-1]), ((0, 0), (0, 1)))
-    noise = jnp.where(supervised & follows, jax.random.uniform(key, tokens.shape), -1.0)
+    noise = jnp.where(supervised & follows, jax.vmap(lambda key: jax.random.uniform(key, (S,)))(keys), -1.0)
     # Sorted by document and noise, a document's positions stay within its own stretch of the row.
     order = jnp.lexsort((-noise, starts), axis=1)
     places = jnp.arange(S)[None] - jnp.take_along_axis(starts, order, axis=1)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,13 +178,3 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     if type(value) not in expected or (kind is float and not abs(value) < math.inf):
         raise ValueError(f"{name} must be {getattr(kind, '__name__', 'int')}, got {value!r}")
     return float(value) if kind is float else value
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file whole or not at all, and only if it says something new."""
-    text = json.dumps(value, indent=2) + "\n"
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return
-    beside = path.with_name(path.name + ".writing")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

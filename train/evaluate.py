@@ -80,7 +80,7 @@ def evaluate(
         "block_size": engines[0].block_size,
     }
     if baseline:
-        speeds = [e.stats.decode_tokens / e.stats.decode_seconds if e.stats.decode_seconds else 0.0 for e in engines]
+        speeds = [engine.stats.tokens_per_second or 0.0 for engine in engines]
         figures["tokens_per_second"] = {"speculative": speeds[0], "autoregressive": speeds[1]}
         figures["speedup"] = speeds[0] / speeds[1] if speeds[1] else None
         figures["equal_outputs"] = sum(a.token_ids == b.token_ids for a, b in zip(*answers, strict=True))

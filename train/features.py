@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflash_jax.checkpoint import write_json
 from dflash_jax.drafter import Drafter
 from dflash_jax.target import Target
 from dflash_jax.train.blocks import target_features
-from dflash_jax.train.config import write_json
 from dflash_jax.train.data import Example, Packing
 
 BATCH = 4  # rows of a target pass

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.checkpoint import read_json
+from dflash_jax.checkpoint import read_json, write_json, write_text
 from dflash_jax.drafter import Drafter, load_drafter
 from dflash_jax.speculative import block_compiler_options
 from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
-from dflash_jax.train.config import TrainConfig, write_json
+from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example, Packing
 from dflash_jax.train.drafters import save_drafter
 from dflash_jax.train.features import FeatureCache, data_fingerprint, model_fingerprint
@@ -28,7 +28,7 @@ from dflash_jax.train.step import Batch, init_state, split_params, train_step
 
 # Settings that may change when a run continues: they decide what is reported and kept, not what is learnt.
 FREE = ("log_every", "save_every", "evaluate_every", "evaluate_samples", "evaluate_max_new_tokens", "keep")
-FREE += ("accumulate", "loss_chunk", "remat")
+FREE += ("evaluate_temperature", "accumulate", "loss_chunk", "remat")
 
 
 class NotFiniteError(RuntimeError):
@@ -70,10 +70,9 @@ class Run:
         mask = drafter.config.mask_token_id
         if any(np.any(example.tokens == mask) for example in examples):
             raise ValueError(f"the mask token {mask} occurs in the training data; choose another mask_token_id")
-        if drafter.config.block_size < config.block_size:
-            raise ValueError(
-                f"block_size {config.block_size} is above the drafter's {drafter.config.block_size}; lower it"
-            )
+        if drafter.config.block_size != config.block_size:  # an export would claim what was not trained
+            own = drafter.config.block_size
+            raise ValueError(f"block_size {config.block_size} is not the drafter's {own}; see `with_block_size`")
         drafter.config.check_pair(target.config)
         self.target, self.drafter, self.raw, self.config = target, drafter, raw, config
         self.directory = Path(directory)
@@ -216,10 +215,7 @@ class Run:
         """Drops what was logged after the checkpoint that the run continues from."""
         path = self.directory / "metrics.jsonl"
         text = "".join(json.dumps(line) + "\n" for line in self._metrics() if line["step"] <= step)
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            beside = path.with_name(path.name + ".writing")
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(path)
+        write_text(path, text)
 
     def _log(self, metrics: dict[str, Any]) -> None:
         with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.drafter import Drafter
 from dflash_jax.target import Target
-from dflash_jax.train.blocks import Blocks, draft_hidden, draw_blocks, target_features
+from dflash_jax.train.blocks import draft_hidden, draw_blocks, target_features
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.losses import decay_weights, dpace_weights, teacher_forced_lengths, token_losses
 
@@ -175,15 +175,16 @@ def train_step(
 def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any, batch: Batch, keys: Array) -> Sums:
     """Loss sums of some rows with the trained parameters `params`."""
     drafter = drafter.replace(params=cast(params, target.dtype) | split_params(drafter.params)[1])
-    draw = lambda key, *row: draw_blocks(
-        key,
-        *(x[None] for x in row),
+    blocks = draw_blocks(
+        keys,
+        batch.tokens,
+        batch.starts,
+        batch.supervised,
         count=config.blocks,
         per_document=config.anchors,
         block_size=config.block_size,
         anchor_predicts=drafter.config.anchor_predicts,
     )
-    blocks = Blocks(*(x[:, 0] for x in jax.vmap(draw)(keys, batch.tokens, batch.starts, batch.supervised)))
     features, hidden = batch.features, batch.hidden
     distill = bool(config.kl or config.total_variation)
     if features is None:

@@ -57,7 +57,12 @@ def test_anchors_and_labels_against_a_truth_table(rows, predicts):
     tokens, starts, supervised = (np.asarray(x) for x in rows)
     compiled = jax.jit(draw_blocks, static_argnames=("count", "per_document", "block_size", "anchor_predicts"))
     draw = lambda seed, count, most=LENGTH: compiled(
-        jax.random.key(seed), *rows, count=count, per_document=most, block_size=4, anchor_predicts=predicts
+        jax.random.split(jax.random.key(seed), 2),
+        *rows,
+        count=count,
+        per_document=most,
+        block_size=4,
+        anchor_predicts=predicts,
     )
     everything = draw(0, LENGTH)
     for row in range(2):
@@ -143,7 +148,9 @@ def test_packed_blocks_equal_decoding(target, rows, name, tmp_path):
     predicts = drafter.config.anchor_predicts
     tokens, starts, _ = rows
     features, _ = target_features(target, drafter.taps, tokens, starts)
-    blocks = draw_blocks(jax.random.key(3), *rows, count=9, per_document=9, block_size=8, anchor_predicts=predicts)
+    blocks = draw_blocks(
+        jax.random.split(jax.random.key(3), 2), *rows, count=9, per_document=9, block_size=8, anchor_predicts=predicts
+    )
     packed = jax.jit(draft_hidden)(drafter, target, features, starts, blocks)
 
     other, _ = target_features(target, tuple(tap + 1 for tap in drafter.taps), tokens, starts)
@@ -172,7 +179,14 @@ def test_labels_are_what_decoding_proposes_for(target, drafter, rows):
     written = tokens.at[0, anchor + 1 : anchor + 1 + len(proposals)].set(proposals)
     supervised = jnp.zeros_like(rows[2]).at[0, anchor : anchor + 8].set(True)
     blocks = draw_blocks(
-        jax.random.key(0), written, starts, supervised, count=8, per_document=8, block_size=8, anchor_predicts=False
+        jax.random.split(jax.random.key(0), 2),
+        written,
+        starts,
+        supervised,
+        count=8,
+        per_document=8,
+        block_size=8,
+        anchor_predicts=False,
     )
     blocks = Blocks(*(x[:1] for x in blocks))
     (at,) = np.flatnonzero(np.asarray(blocks.anchors[0]) == anchor)[:1]
@@ -185,7 +199,7 @@ def test_labels_are_what_decoding_proposes_for(target, drafter, rows):
 def test_unused_blocks_and_empty_rows_have_finite_gradients(target, drafter, rows):
     tokens, starts, supervised = rows
     blocks = draw_blocks(
-        jax.random.key(0),
+        jax.random.split(jax.random.key(0), 2),
         tokens,
         starts,
         supervised.at[1].set(False),

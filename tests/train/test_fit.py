@@ -106,7 +106,7 @@ def test_another_run_is_refused(target, start, examples, whole, tmp_path):
     masked = [Example(np.asarray([1, 2, tiny.MASK, 4], np.int32), np.ones(4, bool))]
     with pytest.raises(ValueError, match="mask token 63 occurs"):
         Run(tmp_path / "a", target, *start, masked, CONFIG)
-    with pytest.raises(ValueError, match="above the drafter's 4"):
+    with pytest.raises(ValueError, match="not the drafter's 4"):
         Run(tmp_path / "b", target, *start, examples, dataclasses.replace(CONFIG, block_size=8))
 
 

@@ -80,7 +80,7 @@ def test_distillation_compares_with_the_target_at_the_position_before(target):
     hidden, _, _ = target.forward(tokens, jnp.arange(32)[None], None, target.init_cache(1, 32))
     p = jax.nn.log_softmax(target.unembed(hidden)[0])
     blocks: Blocks = draw_blocks(  # all of them, so that the key does not matter
-        jax.random.key(0), *rows[:3], count=32, per_document=32, block_size=6, anchor_predicts=False
+        jax.random.key(0)[None], *rows[:3], count=32, per_document=32, block_size=6, anchor_predicts=False
     )
     features, _ = target_features(target, drafter.taps, tokens, rows.starts)
     q = jax.nn.log_softmax(drafter.unembed(target, draft_hidden(drafter, target, features, rows.starts, blocks)[0]))
@@ -132,11 +132,18 @@ def test_bfloat16_computes_with_float32_parameters(target, batch, plain):
     np.testing.assert_allclose(metrics["gradient_norm"], plain[1]["gradient_norm"], rtol=0.1)
 
 
-def test_the_target_and_its_head_are_frozen(target, batch):
-    (state, _), (drafter, _) = one_step(target, batch)
-    assert "embed_tokens" not in state.params
+def test_embedding_and_head_are_frozen_and_all_else_learns(target, batch):
+    own = {name: target.params["embed_tokens"] * scale for name, scale in (("embed_tokens", 0.9), ("lm_head", 1.1))}
+    drafter, _ = new_drafter(target, CONFIG, tiny.MASK)
+    owner = dataclasses.replace(drafter.config, own_embedding=True, own_head=True)
+    drafter = drafter.replace(params=drafter.params | own, config=owner)
+    state = init_state(drafter, CONFIG, 100)
+    state, metrics = jax.jit(partial(train_step, CONFIG, 100))(target, drafter, state, batch)
+    assert metrics["finite"]
+    assert set(drafter.params) - set(state.params) == {"embed_tokens", "lm_head"}
+    drafter = drafter.replace(params={name: drafter.params[name] for name in state.params})
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, drafter.params)
-    assert all(jax.tree.leaves(changed))  # and everything else learns
+    assert all(jax.tree.leaves(changed))
 
 
 def test_muon_takes_every_matrix_and_nothing_else(target, batch):
