@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from dflash_jax.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from dflash_jax.bundled import bundled_pair as bundled_pair
     from dflash_jax.drafter import Drafter as Drafter
     from dflash_jax.drafter import load_drafter as load_drafter
     from dflash_jax.generation import generate as generate
@@ -23,6 +24,7 @@ _PUBLIC = {
     "Engine": "infer.engine",
     "Request": "infer.requests",
     "Target": "target",
+    "bundled_pair": "bundled",
     "generate": "generation",
     "load_drafter": "drafter",
     "load_target": "target",

@@ -3,11 +3,14 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.serve import add_generation_arguments, add_model_arguments, load, make_engine
+from dflash_jax.serve import add_generation_arguments, add_model_arguments, load, make_engine, use_bundled_pair
+
+PROBLEM_SEED = 2  # of the held-out problems; any other asks other questions
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -18,8 +21,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--dataset",
-        default="gsm8k",
-        help="gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl",
+        help="problems (held-out ones of the bundled pair, and its default), gsm8k (default for other targets), "
+        "math500, aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl",
     )
     parser.add_argument("--max-samples", type=int, default=24, help="prompts, after the official shuffle (default 24)")
     parser.add_argument("--json", metavar="FILE", help="write all figures")
@@ -53,15 +56,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs everything; see `table` for what the figures mean."""
     if args.official and (args.temperature > 0 or args.batch_size != 1):
         raise ValueError("--official compares greedy decoding at batch size 1 only")
-    from dflash_jax.infer.datasets import load_dataset
-
-    samples = load_dataset(args.dataset, args.max_samples)
+    if use_bundled_pair(args) and args.dataset is None:
+        args.dataset = "problems"
+    args.dataset = args.dataset or "gsm8k"
+    samples, is_correct = questions(args.dataset, args.max_samples)
     (target, drafter), text, defaults = load(args)
     from dflash_jax.infer.measure import compare
 
     prompts = [
-        text.encode_chat([{"role": "user", "content": turns[0]}]) if text.has_chat_template else text.encode(turns[0])
-        for turns in samples
+        text.encode_chat([{"role": "user", "content": question}]) if text.has_chat_template else text.encode(question)
+        for question in samples
     ]
     from dataclasses import replace
 
@@ -81,6 +85,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         official = Official(target.directory, args.drafter)
     length = sum(map(len, prompts)) // len(prompts) + args.max_new_tokens // 2
+    figures, answers = compare(engines, requests, official, length)
+    if is_correct is not None:
+        figures["correct"] = {
+            name: sum(is_correct(i, text.decode(done.token_ids) or "") for i, done in enumerate(side))
+            for name, side in answers.items()
+        }
     return {
         "dataset": args.dataset,
         "samples": len(requests),
@@ -88,8 +98,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "block_size": engines["speculative"].block_size,
         "batch_size": args.batch_size,
         "max_new_tokens": args.max_new_tokens,
-        **compare(engines, requests, official, length),
+        **figures,
     }
+
+
+def questions(dataset: str, count: int) -> tuple[list[str], Callable[[int, str], bool] | None]:
+    """First user turns of a dataset, and, for made problems, whether a text answers the i-th."""
+    if dataset != "problems":
+        from dflash_jax.infer.datasets import load_dataset
+
+        return [turns[0] for turns in load_dataset(dataset, count)], None
+    from dflash_jax.train.problems import is_correct, problems
+
+    if count < 1:
+        raise ValueError(f"max_samples must be at least 1, got {count}")
+    chosen = list(islice(problems(PROBLEM_SEED, held_out=True), count))
+    return [problem.question for problem in chosen], lambda i, text: is_correct(chosen[i], text)
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -116,6 +140,9 @@ def table(figures: dict[str, Any]) -> str:
         f"fused step / its parts {figures['fused_step_over_parts']:.3f}   steps x step time / decode time   "
         + "   ".join(f"{name} {share:.3f}" for name, share in figures["device_loop_share"].items()),
     ]
+    if "correct" in figures:
+        correct = "   ".join(f"{name} {count}" for name, count in figures["correct"].items())
+        lines.append(f"correct answers of {figures['samples']}   {correct}")
     if "argmax_proposals" in figures:
         lines.append(f"tau with argmax proposals {figures['argmax_proposals']['tau']:.3f}")
     if "official" in figures:

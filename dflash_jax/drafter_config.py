@@ -29,7 +29,7 @@ class DrafterConfig(DecoderConfig):
     Attributes:
         block_size: slots of the draft pass, one anchor and `block_size - 1` masks.
         mask_token_id: token of the masked slots.
-        target_layer_ids: tapped target layers, 0-based; tap i is the output of layer i.
+        target_layer_ids: tapped target layers, 0-based; tap i is the output of layer i, tap -1 the embedding.
         num_target_layers: depth of the target it was trained for; None if the config does not say.
         target_hidden_size: width of one tapped feature.
         anchor_predicts: slot 0 predicts as well, so slot k predicts position a+k+1 instead of a+k.
@@ -226,8 +226,8 @@ def _taps(get: _Lookup, num_target_layers: int | None, depth: int) -> tuple[int,
         taps = default_target_layer_ids(num_target_layers, depth)
     # The last layer's output is published after the final norm, unlike all others.
     last = max(taps, default=0) if num_target_layers is None else num_target_layers - 2
-    if not taps or not all(isinstance(i, int) and 0 <= i <= last for i in taps):
-        raise ValueError(f"target_layer_ids must lie in 0..{last}, got {list(taps)}")
+    if not taps or not all(isinstance(i, int) and -1 <= i <= last for i in taps):
+        raise ValueError(f"target_layer_ids must lie in -1..{last}, got {list(taps)}")
     return tuple(taps)
 
 

@@ -1,7 +1,9 @@
-"""Batch generation: `python -m dflash_jax.serve --target DIR --drafter DIR --input FILE --output FILE`."""
+"""Batch generation: `python -m dflash_jax.serve --input FILE --output FILE [--target DIR --drafter DIR]`."""
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 import time
 from functools import partial
@@ -10,12 +12,19 @@ from typing import Any
 
 EPILOG = """\
 input lines   {"id"?, "prompt": str} | {"id"?, "messages": [...]} | {"id"?, "prompt_token_ids": [...]} |
-              {"id"?, "turns": [...]} (first turn), with optional max_new_tokens, temperature, top_p,
-              top_k, seed and stop (string or list)
-output lines  {"id", "index", "text", "token_ids", "finish_reason", "usage", "speculation"} or
-              {"id", "index", "error": {"code", "message"}}
-exit status   0 all lines answered, 1 some line has an error record, 2 unusable arguments or files
+              {"id"?, "turns": [...]} (a conversation, turn by turn), with optional max_new_tokens,
+              temperature, top_p, top_k, seed and stop (string or list); or OpenAI batch lines
+              {"custom_id", "method": "POST", "url": "/v1/chat/completions" | "/v1/completions", "body"}
+output lines  {"id", "index", "text", "token_ids", "finish_reason", "usage", "speculation", "turns"?} or
+              {"id", "index", "error": {"code", "message"}}; OpenAI batch output for batch lines
+stopping      a job that was killed goes on with the same command; an interrupt finishes what is in
+              progress, a second one stops at once
+exit status   0 all lines answered, 1 some line has an error record, 2 unusable arguments or files,
+              130 interrupted
 """
+
+
+HTTP_LENGTH = 4096  # tokens of a row where --max-length does not say
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,9 +35,21 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--input", metavar="FILE.jsonl", help="prompts, one JSON object a line")
+    what.add_argument(
+        "--input",
+        nargs="+",
+        metavar="FILE.jsonl",
+        help="prompts, one JSON object a line: files or globs, plain, .gz or .zst; - is standard input",
+    )
     what.add_argument("--prompt", metavar="TEXT", help="stream the answer to one prompt to the terminal")
-    parser.add_argument("--output", metavar="FILE.jsonl", help="answers, written as requests finish (needs --input)")
+    what.add_argument("--http", metavar="HOST:PORT", help="serve OpenAI's HTTP interface (needs dflash-jax[server])")
+    parser.add_argument(
+        "--output",
+        metavar="FILE.jsonl",
+        help="answers, written as requests finish (needs --input); continued if it is there",
+    )
+    parser.add_argument("--force", action="store_true", help="continue an output that was made with other settings")
+    parser.add_argument("--stats-interval", type=float, metavar="SECONDS", help="print figures every so often")
     parser.add_argument("--summary", metavar="FILE.json", help="write totals, tau and the acceptance histogram")
     parser.add_argument("--ordered", action="store_true", help="rewrite the output in input order at the end")
     add_model_arguments(parser)
@@ -39,13 +60,22 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         help="prompt and answer tokens per row (default: what the longest line needs)",
     )
+    http = parser.add_argument_group("with --http")
+    http.add_argument("--api-key", metavar="KEY", help="bearer key that requests must carry (or DFLASH_API_KEY)")
+    http.add_argument("--max-request-bytes", type=int, default=2**20, help="of a request body (default 1 MiB)")
     parser.add_argument("--no-speculation", action="store_true", help="decode with the target alone")
     return parser
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of every command that loads a pair."""
-    parser.add_argument("--target", required=True, metavar="DIR|ID", help="target checkpoint: directory or hub id")
+def add_model_arguments(parser: argparse.ArgumentParser, *, bundled: bool = True) -> None:
+    """Options of every command that loads a pair; `bundled` has one to fall back to."""
+    default = " (default: the bundled pair)" if bundled else ""
+    parser.add_argument(
+        "--target",
+        required=not bundled,
+        metavar="DIR|ID",
+        help=f"target checkpoint: directory or hub id{default}",
+    )
     parser.add_argument("--drafter", metavar="DIR|ID", help="its DFlash drafter")
     parser.add_argument(
         "--dtype", default="auto", help="float32, bfloat16, float16; auto: float32 on CPU, else bfloat16"
@@ -58,7 +88,13 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="in (0, 1]; 1 keeps every token (default)")
     parser.add_argument("--top-k", type=int, default=0, help="0 keeps every token (default)")
-    parser.add_argument("--block-size", type=int, help="draft slots per step, up to the checkpoint's (default)")
+    parser.add_argument(
+        "--block-size",
+        type=_block_size,
+        metavar="N|auto",
+        help="draft slots per step, up to the checkpoint's (default); auto measures what pays, no speculation included "
+        "(default of serve --input)",
+    )
     parser.add_argument("--batch-size", type=int, default=1, help="rows decoded together (default 1)")
     parser.add_argument(
         "--proposals",
@@ -68,17 +104,31 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _block_size(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a number or auto, got {text!r}") from error
+
+
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         if args.prompt is not None:
             return _answer(args)
+        if args.http is not None:
+            return _http(args)
         return _serve(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the answers finished so far are in the output", file=sys.stderr)
+        print(
+            "interrupted; the answers finished so far are in the output, and the same command continues",
+            file=sys.stderr,
+        )
         return 130
 
 
@@ -86,37 +136,102 @@ def _serve(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     if not args.output:
         raise ValueError("--input needs --output FILE.jsonl")
-    outputs = [Path(path) for path in (args.output, args.summary) if path]
-    with Path(args.input).open("rb") as source:
-        if len({path.resolve() for path in outputs}) < len(outputs):
-            raise ValueError(f"--output and --summary are both {args.output}; choose two files")
-        for path in outputs:  # before hours of work, not after
-            if path.exists() and path.samefile(args.input):
-                raise ValueError(f"{path} is the input; choose another file for the results")
-            path.open("ab").close()
-        pair, text, defaults = load(args)
-        from dflash_jax.infer.jobs import answer_record, read_lines, rewrite_in_order, run_job, summarise
+    from dflash_jax.infer.interrupt import stop_signals
+    from dflash_jax.infer.jobs import answer_record, job_settings, record_id, rewrite_in_order, run_job, summarise
+    from dflash_jax.infer.journal import Journal
+    from dflash_jax.infer.lines import input_lines, input_paths, read_lines
 
-        lines = read_lines(source, text, defaults)
-    engine = make_engine(args, pair, [line.request for line in lines if line.request])
-    engine.warm_up()
-    completions, failed = [], 0
-    with progress_bar(len(lines), "request") as bar, Path(args.output).open("w", encoding="utf-8") as sink:
-        for record, completion in run_job(engine, lines, partial(answer_record, text=text)):
+    if args.block_size is None:
+        args.block_size = "auto"
+    output = Path(args.output)
+    others = [Path(path) for path in (args.output, args.summary) if path]
+    if len({path.resolve() for path in others}) < len(others):
+        raise ValueError(f"--output and --summary are both {args.output}; choose two files")
+    for path in others:  # before hours of work, not after
+        for source in input_paths(args.input):
+            if path.exists() and source != "-" and path.samefile(source):
+                raise ValueError(f"{path} is the input; choose another file for the results")
+        path.open("ab").close()
+    pair, text, defaults = load(args)
+    lines = read_lines(input_lines(args.input), text, defaults)
+    known = {str(line.id) for line in lines}
+
+    def key(record: dict[str, Any]) -> str:
+        if (name := record_id(record)) not in known:
+            raise ValueError(f"id {name!r:.60} is not in the input")
+        return name
+
+    noted = job_settings(pair[0], text, defaults, args.seed, args.max_length)
+    with Journal(output, noted, key, force=args.force) as journal, stop_signals() as stopping:
+        left = [line for line in lines if str(line.id) not in journal.done]
+        if journal.done:
+            print(f"{len(journal.done)} lines are done, {len(left)} left", file=sys.stderr)
+        failed, completions = journal.failed, []
+        engine = make_engine(args, pair, [line.request for line in lines if line.request])
+        if left:
+            engine.warm_up()
+        report = _Reporter(engine, len(left), args.stats_interval)
+        job = run_job(engine, left, partial(answer_record, text=text), text, admit=lambda: not stopping)
+        for record, turns in job:
             if record is not None:
-                sink.write(json.dumps(record, ensure_ascii=False) + "\n")
-                sink.flush()
-                failed += "error" in record
-                if completion:
-                    completions.append(completion)
-                bar.update()
-            bar.set_postfix_str(engine_rates(engine))
-    if args.ordered:
-        rewrite_in_order(Path(args.output))
+                journal.append(record)
+                failed += bool(record.get("error"))
+                completions += turns
+            report.update(record is not None)
+        report.close()
+    unfinished = len(left) - report.finished
+    if args.ordered and not unfinished:
+        rewrite_in_order(output, lines)
     if args.summary:
-        summary = summarise(completions, failed, engine.stats, engine.width, time.perf_counter() - begin)
+        wall = time.perf_counter() - begin
+        summary = summarise(completions, len(lines), failed, engine.stats, engine.width, wall)
+        summary |= {"resumed": len(journal.done), "unfinished": unfinished}
+        summary["steps_by_block_size"] = (
+            engine.chooser.used if engine.chooser else {engine.block_size: engine.stats.steps}
+        )
         Path(args.summary).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if unfinished:
+        print(f"stopped; {unfinished} lines are left, which the same command continues with", file=sys.stderr)
+        return 130
     return 1 if failed else 0
+
+
+class _Reporter:
+    """Progress on a terminal, and a line of figures every so many seconds if that is asked for."""
+
+    def __init__(self, engine: Any, total: int, interval: float | None):
+        self._engine, self._interval, self._last = engine, interval, time.perf_counter()
+        self._bar = progress_bar(total, "request")
+        self.finished = 0
+
+    def update(self, finished: bool) -> None:
+        self.finished += finished
+        self._bar.update(int(finished))
+        self._bar.set_postfix_str(engine_rates(self._engine))
+        now = time.perf_counter()
+        if self._interval and now - self._last >= self._interval:
+            self._last = now
+            engine = self._engine
+            line = (
+                f"{self.finished}/{self._bar.total} done   {engine_rates(engine)}   slots {engine.busy}/{engine.slots}"
+            )
+            self._bar.write(f"{line}   waiting {engine.waiting}   memory {memory_mib():.0f} MiB", file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def memory_mib() -> float:
+    """Memory in use: of the first device where it tells, else resident memory of this process."""
+    import jax
+
+    found = jax.devices()[0].memory_stats()
+    if found and "bytes_in_use" in found:
+        return found["bytes_in_use"] / 2**20
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return float("nan")
 
 
 def _answer(args: argparse.Namespace) -> int:
@@ -146,11 +261,49 @@ def _answer(args: argparse.Namespace) -> int:
     return 0
 
 
+def _http(args: argparse.Namespace) -> int:
+    host, _, port = args.http.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"--http must be HOST:PORT, got {args.http!r}")
+    if args.output or args.summary:
+        raise ValueError("--http answers over the network; --output and --summary need --input")
+    try:
+        import uvicorn
+
+        from dflash_jax.infer.server import Worker, make_app
+    except ImportError as error:
+        raise ValueError(f"{error}; the server needs more packages: pip install 'dflash-jax[server]'") from error
+    if args.block_size is None:
+        args.block_size = "auto"
+    pair, text, defaults = load(args)
+    if args.max_length is None:
+        args.max_length = min(pair[0].config.max_position_embeddings or HTTP_LENGTH, HTTP_LENGTH)
+    engine = make_engine(args, pair, [])
+    print("compiling ...", file=sys.stderr)
+    engine.warm_up()
+    worker = Worker(engine)
+    app = make_app(
+        worker,
+        text,
+        defaults,
+        model=Path(pair[0].directory).name or "target",
+        api_key=args.api_key or os.environ.get("DFLASH_API_KEY"),
+        max_bytes=args.max_request_bytes,
+    )
+    worker.start()
+    try:
+        uvicorn.run(app, host=host.strip("[]"), port=int(port), log_level="info")
+    finally:
+        worker.stop()
+    return 0
+
+
 def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
     """Loads what the arguments name: (target, drafter or None), text, and the defaults of a request."""
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
     speculative = not getattr(args, "no_speculation", False)
+    use_bundled_pair(args)
     if speculative and not args.drafter:
         raise ValueError("--drafter is needed to speculate; without one, say --no-speculation")
     from dflash_jax.sampling import check_sampling
@@ -181,14 +334,31 @@ def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
     return (target, drafter), text, defaults
 
 
+def use_bundled_pair(args: argparse.Namespace) -> bool:
+    """Fills in the bundled pair where no target is named, and returns whether it did.
+
+    Raises:
+        ValueError: a drafter is named without its target.
+    """
+    if args.target:
+        return False
+    if args.drafter:
+        raise ValueError("--drafter needs its --target; with neither, the bundled pair is used")
+    from dflash_jax.bundled import bundled_pair
+
+    args.target, args.drafter = map(str, bundled_pair())
+    return True
+
+
 def make_engine(args: argparse.Namespace, pair: tuple[Any, Any], requests: list[Any]) -> Any:
     """An engine with room for the longest request, or for `--max-length`."""
     from dflash_jax.infer.engine import Engine
 
     length = getattr(args, "max_length", None)
+    vocab_size, most = pair[0].config.vocab_size, pair[0].config.max_position_embeddings
+    fit = [r for r in requests if r.prompt_token_ids and max(r.prompt_token_ids) < vocab_size]
+    prompt = max((len(r.prompt_token_ids) for r in fit), default=1)
     if length is None:
-        vocab_size, most = pair[0].config.vocab_size, pair[0].config.max_position_embeddings
-        fit = [r for r in requests if r.prompt_token_ids and max(r.prompt_token_ids) < vocab_size]
         needed = max((len(r.prompt_token_ids) + max(r.max_new_tokens, 1) for r in fit), default=1)
         length = min(-(-needed // 256) * 256, most or needed)
     try:
@@ -199,6 +369,7 @@ def make_engine(args: argparse.Namespace, pair: tuple[Any, Any], requests: list[
             block_size=args.block_size if pair[1] else None,
             proposals=args.proposals,
             seed=getattr(args, "seed", 0),
+            prefill_chunk=32 if requests and prompt <= 128 else 256,  # short prompts spare compiling long chunks
         )
     except (RuntimeError, OverflowError, MemoryError) as error:
         raise ValueError(

@@ -226,11 +226,14 @@ def committing(drafter: Drafter | None) -> Commit:
 def chain_step(
     target: Target, drafter: Drafter | None, block_size: int, proposals: Proposals
 ) -> Callable[[State], tuple[State, Committed]]:
-    """`speculative_step` of a target and a drafter; without a drafter, one autoregressive token."""
+    """`speculative_step` of a target and a drafter; without a drafter, one autoregressive token.
+
+    A `block_size` of 0 does not draft either, but keeps the draft cache up to date for later steps that do.
+    """
     vocab_size = target.config.vocab_size
-    if drafter is None:
+    if drafter is None or block_size == 0:
         nothing = lambda state, noise: jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
-        return partial(speculative_step, nothing, verifying(target, None), committing(None), vocab_size, 1)
+        return partial(speculative_step, nothing, verifying(target, drafter), committing(drafter), vocab_size, 1)
     width = drafter.proposals(block_size) + 1
     draft = drafting(target, drafter, block_size, proposals)
     return partial(speculative_step, draft, verifying(target, drafter), committing(drafter), vocab_size, width)

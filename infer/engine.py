@@ -1,19 +1,23 @@
 """Slots, admission and the host side of decoding.
 
-A fixed batch of slots decodes on the device for several steps per visit; whenever a row finishes, the
-next request is prefilled into its slot. What a request gets back does not depend on its neighbours.
+A fixed batch of slots decodes on the device for several steps per visit; whenever a row finishes, the next request
+takes its slot, and its prompt is read in chunks between the visits. What a request gets back does not depend on
+its neighbours.
 """
 
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import get_args
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.drafter import Drafter
+from dflash_jax.infer.adaptive import BlockChooser, candidates
 from dflash_jax.infer.requests import Completion, Request, RequestError, check_seed
 from dflash_jax.sampling import request_key
 from dflash_jax.speculative import Proposals, RowSettings, decode, init_state, prefill, release
@@ -57,9 +61,16 @@ class Stats:
 
 @dataclass
 class _Row:
-    index: int
+    """A request on its way: waiting, then in a slot, where it is first filled and then decoded."""
+
+    ticket: int
     request: Request
-    completion: Completion = field(default_factory=Completion)
+    completion: Completion
+    filled: int = 0  # prompt tokens committed
+
+    @property
+    def decoding(self) -> bool:
+        return self.filled == len(self.request.prompt_token_ids)
 
 
 class Engine:
@@ -70,7 +81,8 @@ class Engine:
         drafter: its DFlash drafter; None decodes autoregressively.
         slots: rows decoded at the same time.
         max_length: prompt and answer tokens a row can hold.
-        block_size: draft slots per step, at most the checkpoint's (the default); 1 does not speculate.
+        block_size: draft slots per step, at most the checkpoint's (the default); 1 does not speculate. "auto"
+            chooses a size for every visit, 1 included, by measured step times and acceptance.
         proposals: see `speculative.drafting`; never changes the output.
         seed: noise of requests without a seed of their own.
         prefill_chunk: prompts are processed in chunks of at most this many tokens.
@@ -87,7 +99,7 @@ class Engine:
         *,
         slots: int = 1,
         max_length: int = 2048,
-        block_size: int | None = None,
+        block_size: int | Literal["auto"] | None = None,
         proposals: Proposals = "coupled",
         seed: int = 0,
         prefill_chunk: int = 256,
@@ -100,19 +112,36 @@ class Engine:
         check_seed(seed)
         if proposals not in get_args(Proposals):
             raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {proposals!r}")
+        auto = block_size == "auto"
         if drafter is not None:
             drafter.config.check_pair(target.config)
-            block_size = check_block_size(drafter, block_size)
+            block_size = check_block_size(drafter, None if block_size == "auto" else block_size)
             if drafter.config.proposals(block_size) == 0:
                 drafter = None
         self.target, self.drafter = target, drafter
         self.max_length, self.slots, self.seed = max_length, slots, seed
-        self.block_size = block_size if drafter else 1
+        self.block_size: int = block_size if drafter else 1  # type: ignore[assignment]
+        self.chooser: BlockChooser | None = None
+        self._auto = auto and drafter is not None
         self.proposals: Proposals = proposals
         self.stats = Stats()
         self._chunks = sorted({min(32, prefill_chunk), prefill_chunk})
         self._capacity = steps_per_visit
         self._state = init_state(target, drafter, slots, max_length, STOP_WIDTH)
+        self._tickets = itertools.count()
+        self._waiting: deque[_Row] = deque()
+        self._rows: list[_Row | None] = [None] * slots
+        self._just_filled = False
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no slot yet."""
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> int:
+        """Requests in a slot."""
+        return sum(row is not None for row in self._rows)
 
     @property
     def width(self) -> int:
@@ -125,10 +154,41 @@ class Engine:
         settings = self._settings(Request([0]))
         for size in self._chunks:
             self._prefill_chunk(0, 0, np.zeros(size, np.int32), 0, False, settings)
-        self._visit(0, False)
+        for size in self._sizes():
+            self._visit(0, False, size)
         self._state = release(self._state, jnp.int32(0))
         jax.block_until_ready(self._state)
+        if self._auto:
+            self._measure()
         self.stats.compile_seconds += time.perf_counter() - begin
+
+    def _sizes(self) -> tuple[int, ...]:
+        return candidates(self.block_size) if self._auto else (self.block_size,)
+
+    def _proposed(self, size: int) -> int:
+        """Tokens proposed by a step of this block size."""
+        if self.drafter is None or (self._auto and size == 1):
+            return 0
+        return self.drafter.config.proposals(size)
+
+    def _measure(self) -> None:
+        """Times a step at each block size, all slots busy with a made-up prompt."""
+        request = Request([0] * max(1, min(self._chunks[0], self.max_length // 2)), self.max_length)
+        settings = self._settings(request)
+        times: dict[int, list[float]] = {size: [] for size in self._sizes()}
+        for _ in range(3):
+            for size in times:
+                for slot in range(self.slots):
+                    chunk = np.zeros(self._chunks[0], np.int32)
+                    self._prefill_chunk(slot, 0, chunk, len(request.prompt_token_ids), True, settings)
+                jax.block_until_ready(self._state)
+                begin = time.perf_counter()
+                _, counts = self._visit(min(self._capacity, 4), False, size)
+                times[size].append((time.perf_counter() - begin) / int(np.sum(counts.any(axis=1))))
+        for slot in range(self.slots):
+            self._state = release(self._state, jnp.int32(slot))
+        seconds = {size: min(measured) for size, measured in times.items()}
+        self.chooser = BlockChooser(seconds, self._proposed)
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Completions in the order of the requests; raises RequestError for one that cannot be served."""
@@ -136,36 +196,76 @@ class Engine:
         done = {index: completion for index, completion in self.stream(requests) if completion.finish_reason}
         return [done[index] for index in range(len(requests))]
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[tuple[int, Completion]]:
+    def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Completion]]:
         """Yields (index of the request, its completion so far) whenever tokens arrived.
 
         The completion object of a request is the same each time; it is final once it has a finish
         reason. All requests are checked before the first starts.
         """
+        requests = list(requests)
         for request in requests:
             self.check(request)
-        waiting = iter(enumerate(requests))
-        left = len(requests)
-        rows: list[_Row | None] = [None] * self.slots
+        index = {self.submit(request): i for i, request in enumerate(requests)}
+        left = set(index)
         try:
-            while True:
-                for slot in range(self.slots):
-                    while rows[slot] is None and left:
-                        left -= 1
-                        row = _Row(*next(waiting))
-                        self._admit(slot, row)
-                        rows[slot] = None if row.completion.finish_reason else row
-                        yield row.index, row.completion
-                if not any(rows):
-                    return
-                for slot, row in self._advance(rows, leave_on_finish=left > 0):
-                    if row.completion.finish_reason:
-                        rows[slot] = None
-                    yield row.index, row.completion
-        finally:  # a consumer that stops early leaves busy rows behind
-            for slot, row in enumerate(rows):
-                if row is not None:
-                    self._state = release(self._state, jnp.int32(slot))
+            while left:
+                for ticket, completion in self.step():
+                    if ticket in index:  # others may have been submitted besides
+                        left -= {ticket} if completion.finish_reason else set()
+                        yield index[ticket], completion
+        finally:  # a consumer that stops early
+            self.cancel(*left)
+
+    def submit(self, request: Request) -> int:
+        """Queues a request for `step` and returns its ticket; raises RequestError if it cannot be served."""
+        self.check(request)
+        if self._auto and self.chooser is None:
+            self.warm_up()
+        ticket = next(self._tickets)
+        size = len(request.prompt_token_ids)
+        self._waiting.append(_Row(ticket, request, Completion(prompt_tokens=size, submitted=time.perf_counter())))
+        return ticket
+
+    def step(self, *, admit: bool = True) -> list[tuple[int, Completion]]:
+        """One turn of work: a chunk of every prompt that is being read, or some decoding steps; in turns, if there
+        are both, so that a long prompt does not hold up the others.
+
+        Args:
+            admit: whether waiting requests may take free slots; without it the busy ones are finished.
+
+        Returns:
+            (ticket, completion so far) of the requests that got tokens; see `stream`.
+        """
+        for slot, row in enumerate(self._rows):
+            if row is None and admit and self._waiting:
+                self._rows[slot] = self._waiting.popleft()
+                self._rows[slot].completion.started = time.perf_counter()
+        filling = [slot for slot, row in enumerate(self._rows) if row and not row.decoding]
+        decoding = any(row and row.decoding for row in self._rows)
+        if filling and not (decoding and self._just_filled):
+            self._just_filled = True
+            events = [self._fill(slot) for slot in filling]
+        elif decoding:
+            self._just_filled = False
+            events = self._advance(leave_on_finish=bool(filling) or (admit and bool(self._waiting)))
+        else:
+            return []
+        now = time.perf_counter()
+        for row in filter(None, events):
+            row.completion.first_token = row.completion.first_token or now
+            if row.completion.finish_reason:
+                row.completion.finished = now
+                self._rows[self._rows.index(row)] = None
+        return [(row.ticket, row.completion) for row in events if row]
+
+    def cancel(self, *tickets: int) -> None:
+        """Forgets requests, waiting or in a slot; nothing happens for one that is finished or unknown."""
+        gone = set(tickets)
+        self._waiting = deque(row for row in self._waiting if row.ticket not in gone)
+        for slot, row in enumerate(self._rows):
+            if row and row.ticket in gone:
+                self._rows[slot] = None
+                self._state = release(self._state, jnp.int32(slot))
 
     def check(self, request: Request) -> None:
         """Raises RequestError if this engine cannot serve the request."""
@@ -175,22 +275,26 @@ class Engine:
                 "invalid_parameter", f"at most {STOP_WIDTH} stop tokens, got {len(request.stop_token_ids)}"
             )
 
-    def _admit(self, slot: int, row: _Row) -> None:
+    def _fill(self, slot: int) -> _Row | None:
+        """Commits the next chunk of a row's prompt; returns the row if it got its first token."""
         begin = time.perf_counter()
-        prompt = np.asarray(row.request.prompt_token_ids, np.int32)
-        settings, start, token = self._settings(row.request), 0, None
-        while start < len(prompt):
-            left = len(prompt) - start
-            size = self._chunks[-1] if left > self._chunks[-1] // 2 else self._chunks[0]
-            count = min(size, left)
-            chunk = np.zeros(size, np.int32)
-            chunk[:count] = prompt[start : start + count]
-            token = self._prefill_chunk(slot, start, chunk, count, count == left, settings)
-            start += count
-        self._extend(row, [int(token)])
+        row = self._rows[slot]
+        assert row is not None
+        prompt = row.request.prompt_token_ids
+        left = len(prompt) - row.filled
+        size = self._chunks[-1] if left > self._chunks[-1] // 2 else self._chunks[0]
+        count = min(size, left)
+        chunk = np.zeros(size, np.int32)
+        chunk[:count] = prompt[row.filled : row.filled + count]
+        settings = self._settings(row.request)
+        token = self._prefill_chunk(slot, row.filled, chunk, count, count == left, settings)
+        row.filled += count
+        if row.decoding:
+            self._extend(row, [int(token)])
+            if row.completion.finish_reason:
+                self._state = release(self._state, jnp.int32(slot))
         self.stats.prefill_seconds += time.perf_counter() - begin
-        if row.completion.finish_reason:
-            self._state = release(self._state, jnp.int32(slot))
+        return row if row.decoding else None
 
     def _prefill_chunk(
         self, slot: int, start: int, chunk: np.ndarray, count: int, last: bool, settings: RowSettings
@@ -208,29 +312,34 @@ class Engine:
         )
         return token
 
-    def _visit(self, max_steps: int, leave_on_finish: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _visit(self, max_steps: int, leave_on_finish: bool, size: int) -> tuple[np.ndarray, np.ndarray]:
         self._state, trace = decode(
             self.target,
             self.drafter,
             self._state,
             max_steps,
             leave_on_finish,
-            block_size=self.block_size,
+            block_size=size if self._proposed(size) else 0,
             proposals=self.proposals,
             capacity=self._capacity,
         )
         trace = jax.device_get(trace)
         return trace.tokens, trace.count
 
-    def _advance(self, rows: list[_Row | None], leave_on_finish: bool) -> list[tuple[int, _Row]]:
+    def _advance(self, leave_on_finish: bool) -> list[_Row]:
         """One visit to the device; returns the rows that got tokens."""
+        size = self.block_size
+        if self._auto:
+            assert self.chooser is not None
+            size = self.chooser.choose(row.ticket for row in self._rows if row and row.decoding)
         begin = time.perf_counter()
-        tokens, counts = self._visit(self._capacity, leave_on_finish)
-        self.stats.decode_seconds += time.perf_counter() - begin
-        self.stats.steps += int(np.sum(counts.any(axis=1)))
+        tokens, counts = self._visit(self._capacity, leave_on_finish, size)
+        seconds, steps = time.perf_counter() - begin, int(np.sum(counts.any(axis=1)))
+        self.stats.decode_seconds += seconds
+        self.stats.steps += steps
         advanced = []
-        for slot, row in enumerate(rows):
-            if row is None:
+        for slot, row in enumerate(self._rows):
+            if row is None or not row.decoding:
                 continue
             for step in np.flatnonzero(counts[:, slot]):
                 if row.completion.finish_reason:
@@ -242,7 +351,15 @@ class Engine:
                     row.completion.acceptance_lengths.append(committed)
             if row.completion.finish_reason and row.request.find_stop:
                 self._state = release(self._state, jnp.int32(slot))
-            advanced.append((slot, row))
+            advanced.append(row)
+        if self.chooser:
+            seen = {}
+            for slot, row in enumerate(self._rows):
+                if row in advanced:
+                    taken = counts[counts[:, slot] > 0, slot].tolist()
+                    # What cut a finished row's last step was its end, not a wrong proposal.
+                    seen[row.ticket] = taken[:-1] if row.completion.finish_reason else taken
+            self.chooser.observe(size, steps, seconds, seen)
         return advanced
 
     def _extend(self, row: _Row, tokens: list[int]) -> int:

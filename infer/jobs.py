@@ -1,195 +1,112 @@
-"""Batch jobs: JSON lines in, JSON lines out. The only part of `infer` that touches files."""
+"""Batch jobs: lines in, records out, and what they add up to."""
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+import numpy as np
 
 from dflash_jax.checkpoint import write_text
+from dflash_jax.infer import openai
 from dflash_jax.infer.engine import Engine, Stats
+from dflash_jax.infer.lines import Line
 from dflash_jax.infer.requests import Completion, Request, RequestError
-from dflash_jax.infer.text import Text, cut_at_stop, valid_text
-
-PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "turns")
-SETTINGS: dict[str, tuple[type, ...]] = {
-    "max_new_tokens": (int,),
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "top_k": (int,),
-    "seed": (int,),
-}
+from dflash_jax.infer.text import Text, cut_at_stop
+from dflash_jax.target import Target
 
 
-@dataclass(frozen=True)
-class Line:
-    """One input line: a request, or the reason why it is none.
-
-    Attributes:
-        index: line number in the input, blank lines not counted, from 0.
-        id: the line's own id, else its index.
-        request: what to generate.
-        stop: stop strings of the request.
-        error: instead of a request.
-        named: whether the id is the line's own.
-    """
-
-    index: int
-    id: Any
-    request: Request | None = None
-    stop: tuple[str, ...] = ()
-    error: RequestError | None = None
-    named: bool = False
-
-
-def _renamed(line: Line) -> Line:
-    name = f"line-{line.index}"
-    return replace(line, id=name, request=line.request and replace(line.request, id=name))
-
-
-def read_lines(stream: IO[bytes], text: Text, defaults: Request) -> list[Line]:
-    """Parses a whole input; a bad line becomes a `Line` with an error and stops nothing.
-
-    Raises:
-        ValueError: two lines with the same id.
-    """
-    lines = [parse_line(raw, i, text, defaults) for i, raw in enumerate(line for line in stream if line.strip())]
-    # Requests without a seed draw from their id, so 7 and "7" are one id; generated ids step aside.
-    given = Counter(str(line.id) for line in lines if line.named)
-    lines = [line if line.named or str(line.id) not in given else _renamed(line) for line in lines]
-    if repeated := [name for name, count in given.items() if count > 1]:
-        raise ValueError(f"ids must be unique, but these appear more than once: {', '.join(repeated[:5])}")
-    return lines
-
-
-def parse_line(raw: bytes, index: int, text: Text, defaults: Request) -> Line:
-    """Parses one input line against the job's defaults."""
-    line_id: Any = str(index)
-    named = False
-    try:
-        row = _parse_json(raw)
-        line_id = row.get("id", line_id)
-        if not isinstance(line_id, str | int) or isinstance(line_id, bool):
-            shown, line_id = line_id, str(index)
-            raise RequestError("invalid_request", f"id must be a string or an integer, got {shown!r:.80}")
-        if isinstance(line_id, str):
-            given, line_id = line_id, str(index)
-            line_id = valid_text(given)
-        named = "id" in row
-        stop = _stop_strings(row.get("stop"))
-        request = replace(
-            defaults,
-            prompt_token_ids=_prompt(row, text),
-            id=str(line_id),
-            find_stop=text.find_stop(stop),
-            **_settings(row),
-        )
-    except RequestError as error:
-        return Line(index, line_id, error=error, named=named)
-    return Line(index, line_id, request, stop, named=named)
-
-
-def _parse_json(raw: bytes) -> Mapping[str, Any]:
-    try:
-        row = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise RequestError("invalid_json", f"the line must be a JSON object in UTF-8: {error!s:.200}") from error
-    if not isinstance(row, dict):
-        raise RequestError("invalid_json", f"the line must be a JSON object, got {type(row).__name__}")
-    return row
-
-
-def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: row[name] for name in SETTINGS if row.get(name) is not None}
-    for name, value in given.items():
-        if not isinstance(value, SETTINGS[name]) or isinstance(value, bool):
-            kind = "an integer" if SETTINGS[name] == (int,) else "a number"
-            raise RequestError("invalid_parameter", f"{name} must be {kind}, got {value!r:.80}")
-        if not abs(value) < 2**63:
-            raise RequestError("invalid_parameter", f"{name} is out of range: {value!r:.80}")
-    if given.get("top_k", 0) >= 2**31:
-        raise RequestError("invalid_parameter", f"top_k is out of range: {given['top_k']}")
-    return given
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else stop or []
-    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise RequestError("invalid_parameter", f"stop must be a string or a list of strings, got {stop!r:.80}")
-    return tuple(stops)
-
-
-def _prompt(row: Mapping[str, Any], text: Text) -> list[int]:
-    given = [name for name in PROMPT_FIELDS if name in row]
-    if len(given) != 1:
-        raise RequestError(
-            "invalid_request",
-            f"the line must have exactly one of {', '.join(PROMPT_FIELDS)}; got {given or 'none'}",
-        )
-    kind, value = given[0], row[given[0]]
-    if kind == "prompt" and isinstance(value, str):
-        return text.encode(value)
-    if kind == "prompt_token_ids" and isinstance(value, list):
-        if all(isinstance(token, int) and not isinstance(token, bool) for token in value):
-            return value
-    elif kind == "turns" and isinstance(value, list) and value and isinstance(value[0], str):
-        return text.encode_chat([{"role": "user", "content": value[0]}])
-    elif kind == "messages" and isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
-        for message in value:
-            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                raise RequestError(
-                    "invalid_messages", f"a message needs a role and a content string, got {message!r:.80}"
-                )
-        return text.encode_chat(value)
-    expected = {"prompt": "a string", "prompt_token_ids": "a list of integers", "turns": "a list of strings"}
-    raise RequestError(
-        "invalid_request",
-        f"{kind} must be {expected.get(kind, 'a list of role and content objects')}, got {value!r:.80}",
-    )
-
-
-# --------------------------------------------------------------------------------------------------
+def job_settings(target: Target, text: Text, defaults: Request, seed: int, max_length: int | None) -> dict[str, Any]:
+    """What the answers of a job depend on, besides its lines."""
+    return {
+        "target": target.directory,
+        "max_new_tokens": defaults.max_new_tokens,
+        "temperature": defaults.temperature,
+        "top_p": defaults.top_p,
+        "top_k": defaults.top_k,
+        "seed": seed,
+        "stop_token_ids": list(defaults.stop_token_ids),
+        "max_length": max_length,
+        "dtype": target.dtype.name,
+        "chat_template": text.chat_template,
+    }
 
 
 def run_job(
-    engine: Engine, lines: list[Line], record: Callable[[Line, Completion], dict[str, Any]]
-) -> Iterator[tuple[dict[str, Any] | None, Completion | None]]:
-    """Answers every line: yields (output record or None while in progress, completion or None of a bad line).
+    engine: Engine,
+    lines: Iterable[Line],
+    record: Callable[[Line, list[Completion]], dict[str, Any]],
+    text: Text | None = None,
+    admit: Callable[[], bool] = lambda: True,
+) -> Iterator[tuple[dict[str, Any] | None, list[Completion]]]:
+    """Answers every line: yields (output record or None while in progress, completions of the line so far).
 
     Args:
-        record: what to write of a finished request.
+        record: what to write of a finished line.
+        text: continues conversations; without it their first turn is the whole line.
+        admit: asked before every turn of work; while it is false no request is begun, and the job ends when those
+            in progress are finished.
     """
-    ready = []
-    for line in lines:
-        if line.error is None and line.request is not None:
+    tickets: dict[int, tuple[Line, list[Completion]]] = {}  # and the turns before
+    try:
+        for line in lines:
             try:
-                engine.check(line.request)
+                if line.error is not None:
+                    raise line.error
+                assert line.request is not None
+                tickets[engine.submit(line.request)] = line, []
             except RequestError as error:
-                line = replace(line, error=error)
-        if line.error is not None:
-            yield error_record(line), None
-        else:
-            ready.append(line)
-    requests = [line.request for line in ready if line.request is not None]
-    for i, completion in engine.stream(requests):
-        yield (record(ready[i], completion) if completion.finish_reason else None), completion
+                yield error_record(replace(line, error=error)), []
+        while tickets:
+            going = admit()
+            if not going and not engine.busy:
+                return
+            for ticket, completion in engine.step(admit=going):
+                line, before = tickets[ticket]
+                turns = [*before, completion]
+                if not completion.finish_reason:
+                    yield None, turns
+                    continue
+                del tickets[ticket]
+                try:
+                    if text and line.later[len(before) :]:
+                        tickets[engine.submit(_next_turn(line, turns, text))] = line, turns
+                        yield None, turns
+                    else:
+                        yield record(line, turns), turns
+                except RequestError as error:  # the conversation has outgrown the engine
+                    yield error_record(replace(line, error=error)), turns
+    finally:
+        engine.cancel(*tickets)
 
 
-def answer_record(line: Line, completion: Completion, text: Text) -> dict[str, Any]:
-    """The output line of a finished request."""
+def _next_turn(line: Line, turns: Sequence[Completion], text: Text) -> Request:
+    """The request of a conversation's next user turn: all before it, answers included, under the chat template."""
     assert line.request is not None
+    messages = list(line.messages)
+    for completion, following in zip(turns, line.later, strict=False):
+        answer = cut_at_stop(text.decode(completion.token_ids), line.stop) or ""
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": following}]
+    return replace(line.request, prompt_token_ids=text.encode_chat(messages))
+
+
+def answer_record(line: Line, turns: Sequence[Completion], text: Text) -> dict[str, Any]:
+    """The output line of a finished line: its last answer, and all of them in `turns` if it was a conversation."""
+    if line.batch:
+        return openai.batch_record(line.id, line.batch, answer(turns[-1], line.stop, text))
+    record = {"id": line.id, "index": line.index, **answer(turns[-1], line.stop, text)}
+    return record | ({"turns": [answer(turn, line.stop, text) for turn in turns]} if line.later else {})
+
+
+def answer(completion: Completion, stop: Sequence[str], text: Text) -> dict[str, Any]:
+    """What an output record says of one answer."""
     lengths = completion.acceptance_lengths
     return {
-        "id": line.id,
-        "index": line.index,
-        "text": cut_at_stop(text.decode(completion.token_ids), line.stop),
+        "text": cut_at_stop(text.decode(completion.token_ids), stop),
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
-        "usage": {
-            "prompt_tokens": len(line.request.prompt_token_ids),
-            "completion_tokens": len(completion.token_ids),
-        },
+        "usage": {"prompt_tokens": completion.prompt_tokens, "completion_tokens": len(completion.token_ids)},
         "speculation": {"steps": len(lengths), "acceptance_lengths": lengths, "tau": completion.tau},
     }
 
@@ -197,6 +114,8 @@ def answer_record(line: Line, completion: Completion, text: Text) -> dict[str, A
 def error_record(line: Line) -> dict[str, Any]:
     """The output line of a request that cannot be served."""
     assert line.error is not None
+    if line.is_batch:
+        return openai.batch_error(line.id, line.error)
     return {
         "id": line.id,
         "index": line.index,
@@ -204,10 +123,16 @@ def error_record(line: Line) -> dict[str, Any]:
     }
 
 
-def rewrite_in_order(path: Path) -> None:
+def record_id(record: Mapping[str, Any]) -> str:
+    """The id of the line that an output record answers; raises KeyError if it has none."""
+    return str(record["custom_id"] if "custom_id" in record else record["id"])
+
+
+def rewrite_in_order(path: Path, lines: Sequence[Line]) -> None:
     """Sorts an output file by input order."""
+    place = {str(line.id): i for i, line in enumerate(lines)}
     with path.open(encoding="utf-8") as file:
-        records = sorted(file, key=lambda record: json.loads(record)["index"])
+        records = sorted(file, key=lambda record: place.get(record_id(json.loads(record)), len(place)))
     write_text(path, "".join(records))
 
 
@@ -229,12 +154,12 @@ def acceptance_summary(lengths: list[int], width: int) -> dict[str, Any]:
 
 
 def summarise(
-    completions: list[Completion], failed: int, stats: Stats, width: int, wall_seconds: float
+    completions: list[Completion], requests: int, failed: int, stats: Stats, width: int, wall_seconds: float
 ) -> dict[str, Any]:
-    """The summary of a job."""
+    """The summary of a job: lines and those without an answer, and what this run's `completions` add up to."""
     lengths = [length for completion in completions for length in completion.acceptance_lengths]
     return {
-        "requests": len(completions) + failed,
+        "requests": requests,
         "failed": failed,
         "tokens": sum(len(completion.token_ids) for completion in completions),
         "wall_seconds": wall_seconds,
@@ -243,5 +168,22 @@ def summarise(
         "decode_seconds": stats.decode_seconds,
         "decode_tokens_per_second": stats.tokens_per_second,
         "device_steps": stats.steps,
+        "latency_seconds": latencies(completions),
         **acceptance_summary(lengths, width),
+    }
+
+
+def latencies(completions: Sequence[Completion]) -> dict[str, dict[str, float]]:
+    """Percentiles in seconds: waiting for a slot, to the first token, per further token, and from end to end."""
+    done = [c for c in completions if c.finished]
+    measured = {
+        "queue": [c.started - c.submitted for c in done],
+        "first_token": [c.first_token - c.submitted for c in done],
+        "per_token": [(c.finished - c.first_token) / (len(c.token_ids) - 1) for c in done if len(c.token_ids) > 1],
+        "end_to_end": [c.finished - c.submitted for c in done],
+    }
+    return {
+        name: {f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)}
+        for name, values in measured.items()
+        if values
     }

@@ -29,12 +29,12 @@ from dflash_jax.target import Target
 
 def compare(
     engines: dict[str, Engine], requests: Sequence[Request], official: Official | None, length: int
-) -> dict[str, Any]:
-    """Runs every engine on every batch of requests in turn; all are warmed up first.
+) -> tuple[dict[str, Any], dict[str, list[Completion]]]:
+    """Runs every engine on every batch of requests in turn; returns figures, and each engine's answers.
 
-    Tokens per second count tokens committed by steps over decode wall time, prefill excluded. The parts of
-    a step (`StepTimes`, at `length` committed positions) take their turns between the batches, so that what
-    else the machine does weighs on all alike.
+    All are warmed up first. Tokens per second count tokens committed by steps over decode wall time, prefill
+    excluded. The parts of a step (`StepTimes`, at `length` committed positions) take their turns between the
+    batches, so that what else the machine does weighs on all alike.
     """
     steps = StepTimes(engines["autoregressive"], engines["speculative"], length)
     for engine in engines.values():
@@ -72,7 +72,7 @@ def compare(
     figures["fused_step_over_parts"] = seconds["speculative"] / sum(seconds[p] for p in ("draft", "verify", "commit"))
     if opponent:
         figures |= opponent.figures(answers["speculative"], speculative, plain)
-    return figures
+    return figures, answers
 
 
 def _side(engine: Engine, answers: list[Completion]) -> dict[str, Any]:

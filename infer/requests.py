@@ -77,11 +77,18 @@ class Completion:
         finish_reason: "stop" at a stop token or stop string, "length" at the budget; "" in progress.
         acceptance_lengths: tokens committed by each speculative step. The first token comes from the
             prefill and belongs to no step.
+        prompt_tokens: of the request.
+        submitted, started, first_token, finished: when, in seconds of `time.perf_counter`; 0 is not yet.
     """
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
     acceptance_lengths: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    submitted: float = 0.0
+    started: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
 
     @property
     def tau(self) -> float | None:

@@ -132,6 +132,19 @@ def valid_text(value: str) -> str:
     return value
 
 
+def settled(text: str, stops: Sequence[str]) -> str:
+    """The part of an unfinished text that later tokens cannot change: without half a character or half a stop string
+    at its end."""
+    text = text.rstrip("\ufffd")
+    held = 0
+    for stop in stops:
+        for size in range(min(len(stop) - 1, len(text)), held, -1):
+            if text.endswith(stop[:size]):
+                held = size
+                break
+    return text[: len(text) - held]
+
+
 def cut_at_stop(text: str | None, stops: Sequence[str]) -> str | None:
     """The text before the earliest stop string."""
     if text is None:

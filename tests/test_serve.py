@@ -22,9 +22,11 @@ def no_persistent_cache(monkeypatch):
     monkeypatch.setattr(serve, "enable_compilation_cache", lambda: None)
 
 
-def run(pair, tmp_path, lines, *arguments, drafter="drafter"):
+def run(pair, tmp_path, lines, *arguments, drafter="drafter", resume=False):
     """Exit status, output records and summary."""
     source, output, summary = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "summary.json"))
+    if not resume:
+        output.unlink(missing_ok=True)
     source.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
     models = ["--target", str(pair / "target"), "--drafter", str(pair / drafter)]
     files = ["--input", str(source), "--output", str(output), "--summary", str(summary)]
@@ -69,7 +71,9 @@ def test_every_line_form_is_answered_and_every_bad_line_reported(pair, tmp_path)
     assert [record["index"] for record in records] == list(range(27))
     good, bad = records[:4], records[4:]
     assert [record["id"] for record in good] == ["p", "1", 7, "t"]
-    for record in good:
+    answers = [answer for record in good for answer in record.get("turns", [record])]
+    assert len(answers) == 5
+    for record in answers:
         assert record["finish_reason"] in ("stop", "length")
         assert record["usage"]["completion_tokens"] == len(record["token_ids"])
         lengths = record["speculation"]["acceptance_lengths"]
@@ -91,7 +95,7 @@ def test_every_line_form_is_answered_and_every_bad_line_reported(pair, tmp_path)
         "invalid_request",
     ]
     assert (summary["requests"], summary["failed"]) == (27, 23)
-    assert summary["tokens"] == sum(len(record["token_ids"]) for record in good)
+    assert summary["tokens"] == sum(len(record["token_ids"]) for record in answers)
     assert sum(summary["acceptance_histogram"]) == summary["steps"]
     assert len(summary["acceptance_per_position"]) == 7
 
@@ -200,7 +204,8 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         "no memory for": [*models, *job, "--max-length", "2000000000", "--batch-size", "1000"],
         "top_k must lie in": [*models, *job, "--top-k", "3000000000"],
         "seed must lie in": [*models, *job, "--seed", "10000000000000000000"],
-        "both": [*models, *job, "--summary", output],
+        "are both": [*models, *job, "--summary", output],
+        "matches no file": [*models, "--input", str(tmp_path / "*.gone"), "--output", output],
         "dtype must be": [*models, *job, "--dtype", "int8"],
         "drafter must be a checkpoint directory": ["--target", target, "--drafter", "/no/where", *job],
     }

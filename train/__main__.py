@@ -20,6 +20,8 @@ stages
   evaluate        tau and speedup by real decoding       run/ or drafter, prompts.jsonl
   export          a Hugging Face directory               run/ -> drafter/
   plot            loss and tau over the steps            run/ -> plot.png
+  pair            the bundled pair, from text on         nothing -> directory/pair/
+  ablate          the paper's ablations on that pair     directory/ -> results.jsonl
 exit status   0 done, 1 stopped on the way (what is done is kept), 2 unusable arguments or files
 """
 
@@ -38,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     stage.add_argument("--output", required=True, metavar="FILE.jsonl", help="answers; continued if it exists")
     stage.add_argument("--seed", type=int, default=0, help="sampling noise (default 0)")
     stage.add_argument("--max-length", type=int, help="prompt and answer tokens per row")
-    add_model_arguments(stage)
+    add_model_arguments(stage, bundled=False)
     add_generation_arguments(stage)
     stage.set_defaults(max_new_tokens=2048)
 
@@ -60,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     stage.add_argument("--step", type=int, help="a checkpoint of the run instead")
     stage.add_argument("--max-samples", type=int, help="the first so many prompts")
     stage.add_argument("--json", metavar="FILE", help="write all figures")
-    add_model_arguments(stage)
+    add_model_arguments(stage, bundled=False)
     add_generation_arguments(stage)
 
     stage = stages.add_parser("export", help="write a drafter for this package, dflash, vLLM and SGLang")
@@ -72,6 +74,16 @@ def build_parser() -> argparse.ArgumentParser:
     stage = stages.add_parser("plot", help="draw loss and tau")
     stage.add_argument("--run", required=True, metavar="DIR", help="made by fit")
     stage.add_argument("--out", required=True, metavar="FILE.png")
+
+    stage = stages.add_parser("pair", help="make the bundled pair")
+    stage.add_argument("--out", required=True, metavar="DIR", help="all stages' results; continued if it is there")
+
+    stage = stages.add_parser("ablate", help="train and decode one drafter per row of the table")
+    stage.add_argument("--pair", required=True, metavar="DIR", help="made by pair")
+    stage.add_argument("--out", required=True, metavar="DIR", help="runs and results.jsonl; continued if it is there")
+    stage.add_argument("--rows", metavar="A,B", help="names of rows (default: all)")
+    stage.add_argument("--steps", type=int, default=300, help="of each row (default 300)")
+    stage.add_argument("--samples", type=int, default=64, help="held-out problems to decode (default 64)")
     return parser
 
 
@@ -110,6 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "evaluate": _evaluate,
         "export": _export,
         "plot": _plot,
+        "pair": _pair,
+        "ablate": _ablate,
     }
     try:
         return stages[args.stage](args)
@@ -130,33 +144,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _regenerate(args: argparse.Namespace) -> int:
-    from dflash_jax.infer.jobs import read_lines, run_job
+    from dflash_jax.infer.interrupt import stop_signals
+    from dflash_jax.infer.jobs import job_settings, run_job
+    from dflash_jax.infer.lines import read_lines
     from dflash_jax.serve import engine_rates, load, make_engine
-    from dflash_jax.train.regenerate import answer_record, resume, settings
+    from dflash_jax.train.regenerate import answer_record, journal
 
     args.no_speculation = not args.drafter
     output = Path(args.output)
     with Path(args.input).open("rb") as source:
         pair, text, defaults = load(args)
         lines = read_lines(source, text, defaults)
-    done = resume(output, settings(pair[0], text, defaults, args.seed, args.max_length), lines)
-    lines = [line for line in lines if line.index not in done]
-    if done:
-        print(f"{len(done)} lines are done, {len(lines)} left", file=sys.stderr)
-    if not lines:
-        return 0
-    engine = make_engine(args, pair, [line.request for line in lines if line.request])
-    engine.warm_up()
-    failed = cut = 0
-    with output.open("a", encoding="utf-8") as sink, progress_bar(len(lines), "answer") as bar:
-        for record, _ in run_job(engine, lines, answer_record):
-            if record is not None:
-                sink.write(json.dumps(record) + "\n")
-                sink.flush()
-                failed += "error" in record
-                cut += record.get("finish_reason") == "length"
-                bar.update()
-            bar.set_postfix_str(engine_rates(engine))
+    noted = job_settings(pair[0], text, defaults, args.seed, args.max_length)
+    with journal(output, noted, lines) as book, stop_signals() as stopping:
+        lines = [line for line in lines if line.index not in book.done]
+        if book.done:
+            print(f"{len(book.done)} lines are done, {len(lines)} left", file=sys.stderr)
+        if not lines:
+            return 1 if book.failed else 0
+        engine = make_engine(args, pair, [line.request for line in lines if line.request])
+        engine.warm_up()
+        failed = cut = 0
+        with progress_bar(len(lines), "answer") as bar:
+            for record, _ in run_job(engine, lines, answer_record, admit=lambda: not stopping):
+                if record is not None:
+                    book.append(record)
+                    failed += "error" in record
+                    cut += record.get("finish_reason") == "length"
+                    bar.update()
+                bar.set_postfix_str(engine_rates(engine))
+        if stopping:
+            raise KeyboardInterrupt
     if cut:
         print(f"{cut} of {len(lines)} answers were cut at {args.max_new_tokens} tokens", file=sys.stderr)
     if failed:
@@ -330,6 +348,39 @@ def _plot(args: argparse.Namespace) -> int:
     from dflash_jax.train.plot import plot
 
     plot(args.run, args.out)
+    return 0
+
+
+def _pair(args: argparse.Namespace) -> int:
+    from dflash_jax.train.pair import Recipe, build
+
+    recipe = Recipe()
+    with progress_bar(recipe.pretrain["max_steps"], "step") as bar:
+
+        def progress(step: int, steps: int, loss: float) -> None:
+            bar.update(step - bar.n)
+            bar.set_postfix_str(f"loss {loss:.3f}")
+
+        pair = build(args.out, recipe, main, progress)
+    print(f"wrote {pair}")
+    return 0
+
+
+def _ablate(args: argparse.Namespace) -> int:
+    from dflash_jax.serve import enable_compilation_cache
+    from dflash_jax.train.ablations import ROWS, ablate
+
+    enable_compilation_cache()
+    names = [name.strip() for name in args.rows.split(",")] if args.rows else list(ROWS)
+
+    def report(result: dict[str, Any]) -> None:
+        print(
+            f"{result['row']:22} decoded at {result['decoded_block']:2}   tau {result['tau']:.3f}   "
+            f"per prompt {result['tau_mean_of_prompts']:.3f} +- {result['tau_deviation_over_prompts']:.3f}",
+            flush=True,
+        )
+
+    ablate(args.out, args.pair, names, steps=args.steps, samples=args.samples, report=report)
     return 0
 
 

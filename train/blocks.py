@@ -47,16 +47,22 @@ def draw_blocks(
     per_document: int,
     block_size: int,
     anchor_predicts: bool,
+    placement: str = "random",
 ) -> Blocks:
     """Draws anchors without replacement: up to `per_document`, and up to `count` per row (method, section 8.1).
 
-    An anchor is an answer token followed by an answer token of the same document. A block may reach past
-    the end of its document; such labels do not count. A row's draw follows from its key alone.
+    An anchor is an answer token followed by an answer token of the same document; with `placement` "fixed", only
+    every `block_size`-th answer token of the document, from its first. A block may reach past the end of its
+    document; such labels do not count. A row's draw follows from its key alone.
     """
     S = tokens.shape[1]
     count = min(count, S)
     follows = jnp.pad(supervised[:, 1:] & (starts[:, 1:] == starts[:, :-1]), ((0, 0), (0, 1)))
-    noise = jnp.where(supervised & follows, jax.vmap(lambda key: jax.random.uniform(key, (S,)))(keys), -1.0)
+    candidates = supervised & follows
+    if placement == "fixed":
+        before = jnp.pad(jnp.cumsum(supervised, axis=1), ((0, 0), (1, 0)))[:, :-1]
+        candidates &= (before - jnp.take_along_axis(before, starts, axis=1)) % block_size == 0
+    noise = jnp.where(candidates, jax.vmap(lambda key: jax.random.uniform(key, (S,)))(keys), -1.0)
     # Sorted by document and noise, a document's positions stay within its own stretch of the row.
     order = jnp.lexsort((-noise, starts), axis=1)
     places = jnp.arange(S)[None] - jnp.take_along_axis(starts, order, axis=1)

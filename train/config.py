@@ -22,6 +22,7 @@ class TrainConfig:
             embedding row no token uses.
         length: tokens of a packed row; longer sequences are cut.
         anchors: blocks drawn per conversation at each visit.
+        anchor_placement: "random", drawn anew at each visit, or "fixed": every `block_size`-th answer token.
         row_anchors: blocks computed per packed row, of all its conversations; 0 takes half its tokens, or
             `anchors` if that is more.
         batch_size: packed rows per optimiser step.
@@ -57,6 +58,7 @@ class TrainConfig:
     mask_token_id: int | None = None
     length: int = 3072
     anchors: int = 512
+    anchor_placement: Literal["random", "fixed"] = "random"
     row_anchors: int = 0
     batch_size: int = 8
     accumulate: int = 1

@@ -7,7 +7,8 @@ from typing import Any
 
 from dflash_jax.drafter import Drafter
 from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.jobs import acceptance_summary, read_lines
+from dflash_jax.infer.jobs import acceptance_summary
+from dflash_jax.infer.lines import read_lines
 from dflash_jax.infer.requests import Request, RequestError
 from dflash_jax.infer.text import Text
 from dflash_jax.speculative import Proposals
@@ -75,6 +76,7 @@ def evaluate(
     lengths = [n for completion in answers[0] for n in completion.acceptance_lengths]
     figures = acceptance_summary(lengths, engines[0].width) | {
         "samples": len(requests),
+        "tau_per_prompt": [completion.tau for completion in answers[0]],
         "tokens": sum(len(completion.token_ids) for completion in answers[0]),
         "temperature": temperature,
         "block_size": engines[0].block_size,

@@ -1,12 +1,9 @@
 """The training loop: resumable, evaluated by real decoding, stopped by what is not finite."""
 
-import contextlib
 import dataclasses
 import json
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import numpy as np
 
 from dflash_jax.checkpoint import read_json, write_json, write_text
 from dflash_jax.drafter import Drafter, load_drafter
+from dflash_jax.infer.interrupt import stop_signals
 from dflash_jax.speculative import block_compiler_options
 from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
@@ -104,12 +102,15 @@ class Run:
         Raises:
             NotFiniteError: naming the step; the state before it is saved.
         """
+        stopping: list[int] = []
         try:
-            with _stop_between_steps() as stopping:
+            # Acted upon between steps: in the middle of one there is no state to save.
+            with stop_signals() as stopping:
                 metrics = self._loop(progress, stopping)
             self.checkpoints.save(self.state)
         except (KeyboardInterrupt, NotFiniteError):
-            self.checkpoints.save(self.state)
+            if len(stopping) < 2:
+                self.checkpoints.save(self.state)
             raise
         finally:
             self.checkpoints.close()
@@ -220,22 +221,6 @@ class Run:
     def _log(self, metrics: dict[str, Any]) -> None:
         with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
-
-
-@contextlib.contextmanager
-def _stop_between_steps() -> Iterator[list[int]]:
-    """Collects interrupt and termination signals: in the middle of a step there is no state to save."""
-    caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield caught  # signals reach the main thread only
-        return
-    names = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(name, lambda number, frame: caught.append(number)) for name in names]
-    try:
-        yield caught
-    finally:
-        for name, handler in zip(names, before, strict=True):
-            signal.signal(name, handler)
 
 
 def load_run(directory: str | Path, step: int | None = None) -> tuple[Drafter, dict[str, Any]]:

@@ -184,6 +184,7 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
         per_document=config.anchors,
         block_size=config.block_size,
         anchor_predicts=drafter.config.anchor_predicts,
+        placement=config.anchor_placement,
     )
     features, hidden = batch.features, batch.hidden
     distill = bool(config.kl or config.total_variation)

@@ -67,7 +67,7 @@ class Model(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Block, ...]]:
         """Returns normed hidden states, the outputs of the tapped layers side by side, and fresh keys and values."""
         x = self.embed(tokens)
-        blocks, outputs = [], {}
+        blocks, outputs = [], {-1: x}
         for i, layer in enumerate(self.layers):
             x, block = layer(x, at, cache.entries[i])
             blocks.append(block)

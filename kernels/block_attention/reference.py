@@ -69,11 +69,12 @@ def attend(
         p, keep = jnp.exp(s - higher), jnp.exp(top - higher)
         return higher, keep * total + jnp.sum(p, axis=-1, keepdims=True), keep * out + weigh(p, values)
 
-    used = jnp.minimum(jnp.max(lengths), S)
-    first = jnp.int32(1)
-    if starts is not None:  # skip what no query sees, unless a ring has wrapped and slots are no positions
-        first = jnp.where(jnp.max(lengths) > S, 1, jnp.maximum(1, jnp.min(starts) // chunk))
-    top, total, out = jax.lax.fori_loop(first, (used + chunk - 1) // chunk, one_chunk, (top, total, out))
+    if chunk < S:  # without further chunks there is no loop, and the pass is differentiable
+        used = jnp.minimum(jnp.max(lengths), S)
+        first = jnp.int32(1)
+        if starts is not None:  # skip what no query sees, unless a ring has wrapped and slots are no positions
+            first = jnp.where(jnp.max(lengths) > S, 1, jnp.maximum(1, jnp.min(starts) // chunk))
+        top, total, out = jax.lax.fori_loop(first, (used + chunk - 1) // chunk, one_chunk, (top, total, out))
     out = (out / total).astype(q.dtype)
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 

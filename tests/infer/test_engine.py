@@ -122,3 +122,41 @@ def test_replay_tells_the_targets_choices_from_others(target, drafter):
         assert found.mismatches > found.near_ties
     with pytest.raises(ValueError, match="empty"):
         replay(target, [1], [])
+
+
+def test_a_long_prompt_is_read_between_the_steps_of_others(target, drafter):
+    long = [(11 * i + 5) % 60 for i in range(60)]
+    alone = [generate(target, p, max_new_tokens=25, stop_token_ids=[]).tokens[0] for p in (PROMPTS[0], long)]
+    engine = Engine(target, drafter, slots=2, max_length=128, block_size=2, prefill_chunk=8, steps_per_visit=1)
+    first = engine.submit(Request(PROMPTS[0], 25))
+    engine.step()
+    second = engine.submit(Request(long, 25))
+    done, turns = {}, []
+    while engine.busy or engine.waiting:
+        turns.append(engine.step())
+        done |= dict(turns[-1])
+    assert [done[first].token_ids, done[second].token_ids] == alone
+    reading = turns[: next(i for i, events in enumerate(turns) if any(ticket == second for ticket, _ in events))]
+    assert len(reading) >= 2 * (60 // 8) - 1
+    assert sum(bool(events) for events in reading) >= len(reading) // 2  # every other turn decodes the first row
+
+
+def test_requests_come_and_go(target, drafter):
+    expected = {i: generate(target, p, max_new_tokens=12, stop_token_ids=[]).tokens[0] for i, p in enumerate(PROMPTS)}
+    engine = Engine(target, drafter, slots=2, max_length=64, steps_per_visit=1)
+    tickets = {engine.submit(Request(PROMPTS[i], 12)): i for i in range(3)}
+    done = dict(engine.step())
+    engine.cancel(next(iter(tickets)))  # in a slot
+    engine.cancel(12345)
+    tickets |= {engine.submit(Request(PROMPTS[i], 12)): i for i in (3, 4)}
+    engine.cancel(max(tickets))  # waiting
+    while engine.busy:
+        done |= dict(engine.step(admit=False))
+    assert engine.waiting == 2
+    assert engine.step(admit=False) == []
+    while engine.busy or engine.waiting:
+        done |= dict(engine.step())
+    finished = {tickets[ticket]: c.token_ids for ticket, c in done.items() if c.finish_reason}
+    assert finished == {i: expected[i] for i in (1, 2, 3)}
+    for completion in (c for c in done.values() if c.finish_reason):
+        assert completion.submitted <= completion.started <= completion.first_token <= completion.finished

@@ -52,6 +52,28 @@ def test_features_of_a_packed_document_are_those_it_has_alone(target, rows, kind
         at += size
 
 
+def test_fixed_anchors_divide_each_answer_into_blocks(rows):
+    _, starts, supervised = (np.asarray(x) for x in rows)
+    draw = lambda seed: draw_blocks(
+        jax.random.split(jax.random.key(seed), 2),
+        *rows,
+        count=LENGTH,
+        per_document=LENGTH,
+        block_size=4,
+        anchor_predicts=False,
+        placement="fixed",
+    )
+    drawn = draw(0)
+    for row in range(2):
+        expected = []
+        for start in np.cumsum([0, *SIZES[row]])[: len(SIZES[row])]:
+            answer = [i for i in range(LENGTH) if starts[row, i] == start and supervised[row, i]]
+            expected += [i for i in answer[::4] if i + 1 in answer]
+        used = np.asarray(drawn.labelled[row]).any(axis=-1)
+        assert np.asarray(drawn.anchors[row])[used].tolist() == expected
+    np.testing.assert_array_equal(drawn.anchors, draw(1).anchors)
+
+
 @pytest.mark.parametrize("predicts", [False, True])
 def test_anchors_and_labels_against_a_truth_table(rows, predicts):
     tokens, starts, supervised = (np.asarray(x) for x in rows)

@@ -1,0 +1,14 @@
+"""The small trained pair inside the package: what the command lines use when no checkpoint is named."""
+
+from importlib.resources import files
+from pathlib import Path
+
+
+def bundled_pair() -> tuple[Path, Path]:
+    """Directories of the bundled target and its drafter, checkpoints like any other.
+
+    Their card, `README.md` beside them, says how they were made (`python -m dflash_jax.train pair`) and what they
+    reach. They solve small word problems, conversions, equations and lists, and know nothing else.
+    """
+    directory = Path(str(files("dflash_jax"))) / "pair"
+    return directory / "target", directory / "drafter"

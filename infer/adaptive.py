@@ -1,0 +1,105 @@
+"""Which block size to decode with: the one that commits most tokens per second, as measured. Pure host code.
+
+Acceptance is watched position by position: how often proposal k is right, given that those before it were. That
+tells what a step of any size would commit, and measured step times tell what it would cost.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+SIZES = (1, 4, 8, 16)  # candidates, as far as the drafter goes, and its own size
+MEMORY = 400.0  # steps of a row after which an observation has lost most of its weight
+TRUST = 12.0  # observations of the whole batch that count as much as a new request's own
+FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # visits without speculation between two tries
+MARGIN = 1.03  # by how much a change must promise to pay
+
+
+def candidates(largest: int) -> tuple[int, ...]:
+    """Block sizes to choose from for a drafter of block size `largest`."""
+    return tuple(sorted({size for size in SIZES if size < largest} | {largest}))
+
+
+class Acceptance:
+    """How often each proposal of a block is accepted, given that those before it were; the past fades."""
+
+    def __init__(self, positions: int):
+        self.tried, self.right = [0.0] * positions, [0.0] * positions
+
+    def observe(self, proposed: int, committed: int) -> None:
+        """A step proposed so many tokens and committed `committed`, one of which was the target's own."""
+        keep = 1 - 1 / MEMORY
+        for k in range(min(proposed, committed)):
+            self.tried[k] = self.tried[k] * keep + 1
+            self.right[k] = self.right[k] * keep + (k + 1 < committed)
+
+    def rates(self, prior: Sequence[float] | float, weight: float) -> list[float]:
+        """Estimates that `weight` observations of `prior` are mixed into; of a single number for the first position,
+        and of each position's rate for the next, which also tells what was never tried."""
+        rates: list[float] = []
+        for k, (right, tried) in enumerate(zip(self.right, self.tried, strict=True)):
+            expected = prior[k] if isinstance(prior, Sequence) else rates[-1] if rates else prior
+            rates.append((right + weight * expected) / (tried + weight))
+        return rates
+
+
+def expected_tokens(rates: Sequence[float], proposed: int) -> float:
+    """Tokens a step commits on average if it proposes so many."""
+    total, reached = 1.0, 1.0
+    for rate in rates[:proposed]:
+        reached *= rate
+        total += reached
+    return total
+
+
+class BlockChooser:
+    """Chooses the block size of each visit to the device.
+
+    Args:
+        seconds: measured time of one step at each block size, kept up to date by `observe`.
+        proposals: tokens proposed at a block size.
+    """
+
+    def __init__(self, seconds: dict[int, float], proposals: Callable[[int], int]):
+        self.seconds, self._proposals = dict(seconds), proposals
+        self._most = max(map(proposals, seconds))
+        self._batch = Acceptance(self._most)
+        self._rows: dict[Hashable, Acceptance] = {}
+        self._size = max(seconds)
+        self._pause, self._quiet = FIRST_PAUSE, 0
+        self.used: dict[int, int] = dict.fromkeys(seconds, 0)  # steps at each size
+
+    def choose(self, rows: Iterable[Hashable]) -> int:
+        """The block size for the next visit, given which requests are decoding."""
+        rows = list(rows)
+        self._rows = {row: self._rows.get(row) or Acceptance(self._most) for row in rows}
+        # Nothing seen yet reads as half accepted: enough to try.
+        batch = self._batch.rates(0.5, 2.0)
+        rates = [row.rates(batch, TRUST) for row in self._rows.values()] or [batch]
+        speed = {
+            size: sum(expected_tokens(r, self._proposals(size)) for r in rates) / seconds
+            for size, seconds in self.seconds.items()
+        }
+        best = max(speed, key=lambda size: speed[size])
+        if self._size in speed and speed[best] < MARGIN * speed[self._size]:
+            best = self._size
+        self._size = best
+        if self._proposals(best):
+            self._pause, self._quiet = FIRST_PAUSE, 0
+            return best
+        self._quiet += 1
+        if self._quiet < self._pause:
+            return best
+        self._quiet, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
+        return min(size for size in self.seconds if self._proposals(size))  # a try, lest a change goes unnoticed
+
+    def observe(self, size: int, steps: int, seconds: float, committed: dict[Hashable, Sequence[int]]) -> None:
+        """A visit of `steps` steps at this size took so long; tokens each request committed, step by step."""
+        if not steps:
+            return
+        self.used[size] += steps
+        self.seconds[size] += 0.1 * (seconds / steps - self.seconds[size])
+        proposed = self._proposals(size)
+        for row, counts in committed.items():
+            for count in counts:
+                self._batch.observe(proposed, count)
+                if row in self._rows:
+                    self._rows[row].observe(proposed, count)

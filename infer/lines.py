@@ -1,0 +1,220 @@
+"""Job input: JSON lines of files, each a request or the reason why it is none."""
+
+import gzip
+import io
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from glob import glob
+from pathlib import Path
+from typing import IO, Any
+
+import zstandard
+
+from dflash_jax.infer import openai
+from dflash_jax.infer.requests import Request, RequestError
+from dflash_jax.infer.text import Text, valid_text
+
+PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "turns")
+SETTINGS: dict[str, tuple[type, ...]] = {
+    "max_new_tokens": (int,),
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": (int,),
+    "seed": (int,),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One input line: a request, or the reason why it is none.
+
+    Attributes:
+        index: line number in the input, blank lines not counted, from 0.
+        id: the line's own id, else its index.
+        request: what to generate.
+        stop: stop strings of the request.
+        error: instead of a request.
+        named: whether the id is the line's own.
+        messages: of a conversation whose `later` user turns follow one answer after the other.
+        later: see `messages`.
+        batch: of an OpenAI batch line, which is answered in that form.
+        is_batch: whether it was meant as one, even if it is none.
+    """
+
+    index: int
+    id: Any
+    request: Request | None = None
+    stop: tuple[str, ...] = ()
+    error: RequestError | None = None
+    named: bool = False
+    messages: tuple[dict[str, str], ...] = ()
+    later: tuple[str, ...] = ()
+    batch: openai.Batch | None = None
+    is_batch: bool = False
+
+
+def _renamed(line: Line) -> Line:
+    name = f"line-{line.index}"
+    return replace(line, id=name, request=line.request and replace(line.request, id=name))
+
+
+def read_lines(stream: Iterable[bytes], text: Text, defaults: Request) -> list[Line]:
+    """Parses the lines of a whole input; a bad line becomes a `Line` with an error and stops nothing.
+
+    Raises:
+        ValueError: two lines with the same id.
+    """
+    lines = [parse_line(raw, i, text, defaults) for i, raw in enumerate(line for line in stream if line.strip())]
+    # Requests without a seed draw from their id, so 7 and "7" are one id; generated ids step aside.
+    given = Counter(str(line.id) for line in lines if line.named)
+    lines = [line if line.named or str(line.id) not in given else _renamed(line) for line in lines]
+    if repeated := [name for name, count in given.items() if count > 1]:
+        raise ValueError(f"ids must be unique, but these appear more than once: {', '.join(repeated[:5])}")
+    return lines
+
+
+def input_lines(names: Sequence[str]) -> Iterator[bytes]:
+    """Lines of files one after the other: paths or globs, plain, `.gz` or `.zst`; `-` is standard input.
+
+    Raises:
+        ValueError: a glob that matches nothing, or a compressed file that is damaged.
+        OSError: a file that cannot be read.
+    """
+    for path in input_paths(names):
+        try:
+            with _open(path) as file:
+                yield from file
+        except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def input_paths(names: Sequence[str]) -> list[str]:
+    """The files that `input_lines` reads, globs expanded in order of name."""
+    paths: list[str] = []
+    for name in names:
+        found = [name] if name == "-" or Path(name).exists() else sorted(glob(name, recursive=True))
+        if not found and any(character in name for character in "*?["):
+            raise ValueError(f"{name} matches no file")
+        paths += found or [name]
+    return paths
+
+
+def _open(path: str) -> IO[bytes]:
+    if path == "-":
+        return sys.stdin.buffer
+    if path.endswith(".gz"):
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if path.endswith(".zst"):
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(Path(path).open("rb"), closefd=True))
+    return Path(path).open("rb")
+
+
+def parse_line(raw: bytes, index: int, text: Text, defaults: Request) -> Line:
+    """Parses one input line against the job's defaults."""
+    line_id: Any = str(index)
+    named, batch, is_batch = False, None, False
+    try:
+        row = _parse_json(raw)
+        name = "custom_id" if "custom_id" in row else "id"
+        line_id = row.get(name, line_id)
+        if not isinstance(line_id, str | int) or isinstance(line_id, bool):
+            shown, line_id = line_id, str(index)
+            raise RequestError("invalid_request", f"{name} must be a string or an integer, got {shown!r:.80}")
+        if isinstance(line_id, str):
+            given, line_id = line_id, str(index)
+            line_id = valid_text(given)
+        named = name in row
+        if is_batch := name == "custom_id":
+            row, batch = openai.plain_line(row)
+        request, stop, messages, later = plain_request(row, str(line_id), text, defaults)
+    except RequestError as error:
+        return Line(index, line_id, error=error, named=named, is_batch=is_batch)
+    return Line(
+        index,
+        line_id,
+        request,
+        stop,
+        named=named,
+        messages=messages,
+        later=later,
+        batch=batch,
+        is_batch=is_batch,
+    )
+
+
+def plain_request(
+    row: Mapping[str, Any], name: str, text: Text, defaults: Request
+) -> tuple[Request, tuple[str, ...], tuple[dict[str, str], ...], tuple[str, ...]]:
+    """Request, stop strings, and messages and later turns of a conversation, of a line in one of the plain forms.
+
+    Raises:
+        RequestError: it is in none of them.
+    """
+    stop = _stop_strings(row.get("stop"))
+    prompt, messages, later = _prompt(row, text)
+    settings = {"id": name, "find_stop": text.find_stop(stop), **_settings(row)}
+    return replace(defaults, prompt_token_ids=prompt, **settings), stop, messages, later
+
+
+def _parse_json(raw: bytes) -> Mapping[str, Any]:
+    try:
+        row = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RequestError("invalid_json", f"the line must be a JSON object in UTF-8: {error!s:.200}") from error
+    if not isinstance(row, dict):
+        raise RequestError("invalid_json", f"the line must be a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: row[name] for name in SETTINGS if row.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, SETTINGS[name]) or isinstance(value, bool):
+            kind = "an integer" if SETTINGS[name] == (int,) else "a number"
+            raise RequestError("invalid_parameter", f"{name} must be {kind}, got {value!r:.80}")
+        if not abs(value) < 2**63:
+            raise RequestError("invalid_parameter", f"{name} is out of range: {value!r:.80}")
+    if given.get("top_k", 0) >= 2**31:
+        raise RequestError("invalid_parameter", f"top_k is out of range: {given['top_k']}")
+    return given
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        raise RequestError("invalid_parameter", f"stop must be a string or a list of strings, got {stop!r:.80}")
+    return tuple(stops)
+
+
+def _prompt(row: Mapping[str, Any], text: Text) -> tuple[list[int], tuple[dict[str, str], ...], tuple[str, ...]]:
+    """Tokens of the first prompt; and its messages and later user turns, if it is a conversation."""
+    given = [name for name in PROMPT_FIELDS if name in row]
+    if len(given) != 1:
+        raise RequestError(
+            "invalid_request",
+            f"the line must have exactly one of {', '.join(PROMPT_FIELDS)}; got {given or 'none'}",
+        )
+    kind, value = given[0], row[given[0]]
+    if kind == "prompt" and isinstance(value, str):
+        return text.encode(value), (), ()
+    if kind == "prompt_token_ids" and isinstance(value, list):
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in value):
+            return value, (), ()
+    elif kind == "turns" and isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
+        messages = ({"role": "user", "content": value[0]},)
+        return text.encode_chat(messages), messages, tuple(map(valid_text, value[1:]))
+    elif kind == "messages" and isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
+        for message in value:
+            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+                raise RequestError(
+                    "invalid_messages", f"a message needs a role and a content string, got {message!r:.80}"
+                )
+        return text.encode_chat(value), (), ()
+    expected = {"prompt": "a string", "prompt_token_ids": "a list of integers", "turns": "a list of strings"}
+    raise RequestError(
+        "invalid_request",
+        f"{kind} must be {expected.get(kind, 'a list of role and content objects')}, got {value!r:.80}",
+    )

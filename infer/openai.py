@@ -1,0 +1,137 @@
+"""The OpenAI forms of requests and answers: batch lines in, batch records out."""
+
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from dflash_jax.infer.requests import RequestError
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+KNOWN = (
+    "model messages prompt max_tokens max_completion_tokens temperature top_p top_k seed stop stream user metadata"
+).split()
+# Parameters that are accepted at the value that changes nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+}
+
+
+class Batch(NamedTuple):
+    """What a batch line is answered for."""
+
+    endpoint: str
+    model: str
+
+
+def plain_line(row: Mapping[str, Any]) -> tuple[dict[str, Any], Batch]:
+    """The plain form of a batch line `{"custom_id", "method", "url", "body"}`; raises RequestError."""
+    if row.get("method") != "POST" or row.get("url") not in (CHAT, TEXT):
+        raise RequestError(
+            "invalid_request", f"a batch line needs method POST and url {CHAT} or {TEXT}, got {row.get('url')!r:.80}"
+        )
+    body = row.get("body")
+    if not isinstance(body, dict):
+        raise RequestError("invalid_request", f"body must be an object, got {type(body).__name__}")
+    return plain_body(body, row["url"]), Batch(row["url"], str(body.get("model") or "dflash-jax"))
+
+
+def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
+    """The plain form of a request body; raises RequestError for a parameter that would be ignored."""
+    for name, value in body.items():
+        if name in NEUTRAL:
+            if value is not None and value not in NEUTRAL[name]:
+                raise RequestError("unsupported_parameter", f"{name} {value!r:.60} is not supported; leave it out")
+        elif name not in KNOWN:
+            raise RequestError("unsupported_parameter", f"unknown parameter {name!r:.60}")
+    plain = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed", "stop") if name in body}
+    tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+    if tokens is not None:
+        plain["max_new_tokens"] = tokens
+    if endpoint == CHAT:
+        if "prompt" in body or "messages" not in body:
+            raise RequestError("invalid_request", f"{CHAT} needs messages, and no prompt")
+        return plain | {"messages": _flat(body["messages"])}
+    if "messages" in body or "prompt" not in body:
+        raise RequestError("invalid_request", f"{TEXT} needs a prompt, and no messages")
+    prompt = body["prompt"]
+    return plain | ({"prompt_token_ids": prompt} if isinstance(prompt, list) else {"prompt": prompt})
+
+
+def _flat(messages: Any) -> Any:
+    """Messages whose content is a list of text parts, as plain strings; anything else is left to be refused."""
+    if not isinstance(messages, list):
+        return messages
+    flat = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        ):
+            message = message | {"content": "".join(part["text"] for part in content)}
+        flat.append(message)
+    return flat
+
+
+def body(endpoint: str, model: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """A response body for an answer record of ours, with our `speculation` in addition."""
+    choice = {"index": 0, "logprobs": None, "finish_reason": answer["finish_reason"]}
+    if endpoint == CHAT:
+        choice["message"] = {"role": "assistant", "content": answer["text"], "refusal": None}
+    else:
+        choice["text"] = answer["text"]
+    kind = "chat.completion" if endpoint == CHAT else "text_completion"
+    return envelope(endpoint, kind, model) | {
+        "choices": [choice],
+        "usage": usage(answer),
+        "speculation": answer["speculation"],
+    }
+
+
+def envelope(endpoint: str, kind: str, model: str) -> dict[str, Any]:
+    """The fields every response object begins with."""
+    name = ("chatcmpl-" if endpoint == CHAT else "cmpl-") + uuid.uuid4().hex
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(answer: Mapping[str, Any]) -> dict[str, int]:
+    """Token counts with their sum."""
+    return answer["usage"] | {"total_tokens": sum(answer["usage"].values())}
+
+
+def chunk_choice(endpoint: str, text: str | None, finish_reason: str | None, first: bool) -> dict[str, Any]:
+    """The choice of a streamed chunk."""
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
+    if endpoint != CHAT:
+        return choice | {"text": text or ""}
+    delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+    return choice | {"delta": delta}
+
+
+def batch_record(custom_id: str, batch: Batch, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch output line of an answered request."""
+    name = f"batch_req_{uuid.uuid4().hex}"
+    response = {"status_code": 200, "request_id": name, "body": body(batch.endpoint, batch.model, answer)}
+    return {"id": name, "custom_id": custom_id, "response": response, "error": None}
+
+
+def batch_error(custom_id: str, error: RequestError) -> dict[str, Any]:
+    """The batch output line of a request that cannot be served."""
+    return {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": error.code, "message": str(error)},
+    }

@@ -1,0 +1,103 @@
+"""The choice of the block size: it finds what pays, notices changes, and is never far from not speculating."""
+
+import numpy as np
+import pytest
+
+from dflash_jax import Engine, Request
+from dflash_jax.infer.adaptive import Acceptance, BlockChooser, candidates, expected_tokens
+
+COSTS = {1: 1.0, 4: 1.7, 8: 2.0, 16: 2.5}
+
+
+def simulate(rate_of, visits, seed=0, costs=COSTS, rows=1):
+    """Tokens and seconds of `visits` visits with acceptance rate `rate_of(visit)`; and the sizes chosen."""
+    rng, chooser = np.random.default_rng(seed), BlockChooser(costs, lambda size: size - 1)
+    tokens = seconds = 0.0
+    sizes = []
+    for visit in range(visits):
+        size = chooser.choose(range(rows))
+        sizes.append(size)
+        seen = {}
+        for row in range(rows):
+            right = rng.random((16, size - 1)) < rate_of(visit)
+            seen[row] = (1 + np.cumprod(right, axis=1).sum(axis=1)).astype(int).tolist()
+            tokens += sum(seen[row])
+        took = 16 * costs[size] * rng.uniform(0.97, 1.03)
+        seconds += took
+        chooser.observe(size, 16, took, seen)
+    return tokens / rows / seconds, sizes
+
+
+def test_expected_tokens():
+    assert expected_tokens([0.5, 0.5, 1.0], 3) == pytest.approx(1 + 0.5 + 0.25 + 0.25)
+    assert expected_tokens([0.5, 0.5], 0) == 1
+    seen = Acceptance(3)
+    for committed in (1, 1, 2, 4):
+        seen.observe(3, committed)
+    assert seen.rates([0.0] * 3, 1e-9) == pytest.approx([0.5, 0.5, 1.0], abs=0.01)
+    assert candidates(16) == (1, 4, 8, 16)
+    assert candidates(10) == (1, 4, 8, 10)
+    assert candidates(3) == (1, 3)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_it_is_near_the_best_fixed_size(rate, rows):
+    best = max(expected_tokens([rate] * 15, size - 1) / cost for size, cost in COSTS.items())
+    speed, _ = simulate(lambda visit: rate, 600, rows=rows)
+    assert speed > 0.95 * best
+
+
+def test_it_follows_a_change():
+    _, sizes = simulate(lambda visit: 0.0 if visit < 200 else 0.95, 600)
+    assert set(sizes[100:190]) <= {1, 4}
+    assert set(sizes[400:]) == {16}
+    _, sizes = simulate(lambda visit: 0.95 if visit < 200 else 0.0, 400)
+    assert sizes[150:200] == [16] * 50
+    assert sizes[300:].count(1) > 90
+
+
+def test_a_slow_step_is_noticed():
+    chooser = BlockChooser(COSTS, lambda size: size - 1)
+    for _ in range(60):
+        size = chooser.choose([0])
+        chooser.observe(size, 16, 16 * (9.0 if size == 16 else COSTS[size]), {0: [size] * 16})
+    assert size == 8
+    assert sum(chooser.used.values()) == 60 * 16
+
+
+def test_the_choice_never_changes_the_answers(target, drafter):
+    requests = [Request([i + 1, 5, 9], 40, temperature=0.4 * (i % 2), id=str(i)) for i in range(5)]
+    expected = [done.token_ids for done in Engine(target, None, max_length=64).generate(requests)]
+    engine = Engine(target, drafter, slots=2, max_length=64, block_size="auto", steps_per_visit=2)
+    assert [done.token_ids for done in engine.generate(requests)] == expected
+    assert engine.chooser is not None
+    assert set(engine.chooser.used) == {1, 4, 8}
+    for size in (1, 4, 8):  # each of them, whatever pays
+        engine.chooser.choose = lambda rows, size=size: list(rows) and size
+        assert [done.token_ids for done in engine.generate(requests)] == expected
+    assert min(engine.chooser.used.values()) > 0
+
+
+def test_speculation_goes_on_where_it_was_left_out(target, drafter):
+    """Steps without speculation keep the draft cache alive: what follows is accepted as if it had never paused."""
+    request = Request([7, 3, 9], 40)
+    plain = Engine(target, drafter, max_length=64, block_size=8).generate([request])[0]
+    engine = Engine(target, drafter, max_length=64, block_size="auto", steps_per_visit=1)
+    engine.warm_up()
+    turn = iter([1] * 6)
+    engine.chooser.choose = lambda rows: list(rows) and next(turn, 8)
+    mixed = engine.generate([request])[0]
+    assert mixed.token_ids == plain.token_ids
+    assert mixed.acceptance_lengths[:6] == [1] * 6
+    at, begins = 1, {}
+    for n in plain.acceptance_lengths:
+        begins[at] = n
+        at += n
+    at, compared = 7, 0
+    for n in mixed.acceptance_lengths[6:]:
+        if at in begins:
+            assert n == begins[at]
+            compared += 1
+        at += n
+    assert compared > 0

@@ -1,0 +1,181 @@
+"""The HTTP server, spoken to by the official client over a real socket."""
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+from dflash_jax import Engine, Request, load_drafter, load_target  # noqa: E402
+from dflash_jax.infer.server import Worker, make_app  # noqa: E402
+from dflash_jax.infer.text import Text, settled  # noqa: E402
+from tests import tiny  # noqa: E402
+
+KEY = "secret"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("server")
+    tiny.write_target(directory, tiny.target_config())
+    tiny.write_tokenizer(directory)
+    return Text(str(directory))
+
+
+@pytest.fixture(scope="module")
+def server(text, tmp_path_factory):
+    """Address of a server with two slots, and its worker."""
+    target = load_target(text._directory)
+    drafter = load_drafter(tiny.write_drafter(tmp_path_factory.mktemp("drafter"), tiny.drafter_config()))
+    engine = Engine(target, drafter, slots=2, max_length=256, steps_per_visit=2)
+    engine.warm_up()
+    worker = Worker(engine)
+    app = make_app(worker, text, Request((), 16), model="tiny", api_key=KEY, max_bytes=5000)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    served = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
+    thread = threading.Thread(target=served.run, daemon=True)
+    worker.start()
+    thread.start()
+    while not served.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{port}", worker
+    served.should_exit = True
+    thread.join()
+    worker.stop()
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=server[0] + "/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+MESSAGES = [{"role": "user", "content": "hello there"}]
+
+
+def test_answers_and_streams_are_the_engines(client, server, text):
+    whole = client.chat.completions.create(model="any", messages=MESSAGES, max_tokens=20, seed=3, temperature=0.7)
+    prompt = text.encode_chat(MESSAGES)
+    engine = Engine(load_target(text._directory), None, max_length=256)
+    expected = engine.generate([Request(prompt, 20, seed=3, temperature=0.7)])[0]
+    assert whole.choices[0].message.content == text.decode(expected.token_ids)
+    assert whole.usage.completion_tokens == len(expected.token_ids)
+    assert whole.usage.total_tokens == len(prompt) + len(expected.token_ids)
+    assert sum(whole.model_extra["speculation"]["acceptance_lengths"]) == len(expected.token_ids) - 1
+    stream = client.chat.completions.create(
+        model="any",
+        messages=MESSAGES,
+        max_completion_tokens=20,
+        seed=3,
+        temperature=0.7,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage
+    plain = client.completions.create(model="any", prompt=prompt, max_tokens=20, seed=3, temperature=0.7)
+    assert plain.choices[0].text == whole.choices[0].message.content
+    parts = client.completions.create(model="any", prompt=prompt, max_tokens=20, seed=3, temperature=0.7, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == plain.choices[0].text
+
+
+def test_a_stop_string_never_shows_in_a_stream(client):
+    whole = client.completions.create(model="m", prompt="hello there", max_tokens=30).choices[0].text
+    stop = whole[5:8]
+    parts = list(client.completions.create(model="m", prompt="hello there", max_tokens=30, stop=stop, stream=True))
+    assert "".join(part.choices[0].text for part in parts) == whole[: whole.index(stop)]
+    assert parts[-1].choices[0].finish_reason == "stop"
+
+
+def test_settled():
+    assert settled("abc", ["cd"]) == "ab"
+    assert settled("abc", ["bcd", "cx"]) == "a"
+    assert settled("abc", ["x"]) == "abc"
+    assert settled("ab\ufffd", []) == "ab"
+
+
+def test_what_is_refused(client, server):
+    for arguments in (
+        {"temperature": -1},
+        {"n": 2},
+        {"logit_bias": {"5": 3}},
+        {"max_tokens": 0},
+        {"messages": [{"role": "user", "content": "a" * 300}]},
+        {"messages": []},
+        {"extra_body": {"colour": 1}},
+    ):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(**({"model": "m", "messages": MESSAGES} | arguments))
+        assert error.value.code in ("invalid_parameter", "invalid_request", "unsupported_parameter", "prompt_too_long")
+    with pytest.raises(openai.APIStatusError) as error:
+        client.completions.create(model="m", prompt="a" * 6000)
+    assert error.value.status_code == 413
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    for body in (b"{", b"[]", b"\xff", b"[" * 4000):
+        call = urllib.request.Request(
+            server[0] + "/v1/completions", body, {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        )
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(call)
+        assert refused.value.code == 400
+        assert json.loads(refused.value.read())["error"]["code"] == "invalid_json"
+
+
+def test_models_health_and_metrics(client, server):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert json.loads(urllib.request.urlopen(server[0] + "/health").read()) == {"status": "ok"}
+    client.completions.create(model="m", prompt="abc", max_tokens=4)
+    call = urllib.request.Request(server[0] + "/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    metrics = urllib.request.urlopen(call).read().decode()
+    assert 'dflash_requests_total{finish_reason="length"}' in metrics
+    assert "dflash_slots 2.0" in metrics
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_frees_its_slot(client, server, streamed, monkeypatch):
+    engine = server[1].engine
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda **options: time.sleep(0.02) or step(**options))
+    if streamed:
+        stream = client.completions.create(model="m", prompt="abc", max_tokens=200, stream=True)
+        next(iter(stream))
+        assert engine.busy == 1
+        stream.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.2).completions.create(model="m", prompt="abc", max_tokens=200)
+    deadline = time.monotonic() + 5
+    while engine.busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.busy == 0
+    assert client.completions.create(model="m", prompt="abc", max_tokens=4).usage.completion_tokens == 4
+
+
+def test_many_clients_at_once(client):
+    alone = [
+        client.completions.create(model="m", prompt="a" * (i + 1), max_tokens=12).choices[0].text for i in range(6)
+    ]
+    together = {}
+
+    def ask(i):
+        together[i] = client.completions.create(model="m", prompt="a" * (i + 1), max_tokens=12).choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[i] for i in range(6)] == alone

@@ -1,0 +1,240 @@
+"""Batch jobs that survive: continued after a kill, stopped in good order, every form of input."""
+
+import errno
+import gzip
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import zstandard
+
+from dflash_jax import serve
+from dflash_jax.infer import journal
+from dflash_jax.infer.journal import Journal
+from tests import tiny
+
+COMPARED = ("id", "token_ids", "text", "finish_reason", "usage", "turns")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("jobs")
+    tiny.write_target(directory / "target", tiny.target_config())
+    tiny.write_tokenizer(directory / "target")
+    tiny.write_drafter(directory / "drafter", tiny.drafter_config())
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def no_persistent_cache(monkeypatch):
+    monkeypatch.setattr(serve, "enable_compilation_cache", lambda: None)
+
+
+def command(pair, source, output, *more):
+    models = ["--target", str(pair / "target"), "--drafter", str(pair / "drafter")]
+    return [*models, "--input", *source, "--output", str(output), "--max-new-tokens", "12", *more]
+
+
+def records(path):
+    return {str(r["id"]): {k: r.get(k) for k in COMPARED} for r in map(json.loads, path.read_text().splitlines())}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(path)]
+
+
+ROWS = [{"id": f"r{i}", "prompt_token_ids": [i + 1, 5, 9], "temperature": 0.3 * (i % 3)} for i in range(7)]
+
+
+def test_a_job_continues_where_its_output_ends(pair, tmp_path, capsys):
+    source, output = write(tmp_path / "in.jsonl", [*ROWS, {"id": "bad"}]), tmp_path / "out.jsonl"
+    assert serve.main(command(pair, source, output)) == 1
+    whole, text = records(output), output.read_text().splitlines(keepends=True)
+    for cut in (0, 1, 17, len(text[0]), len("".join(text[:5])) + 3, len("".join(text)) - 1):
+        output.write_text("".join(text)[:cut])
+        assert serve.main(command(pair, source, output, "--summary", str(tmp_path / "s.json"))) == 1
+        assert records(output) == whole
+        assert len(output.read_text().splitlines()) == len(whole)
+    assert serve.main(command(pair, source, output)) == 1  # nothing left
+    assert "8 lines are done, 0 left" in capsys.readouterr().err
+    assert serve.main(command(pair, source, output, "--temperature", "0.5")) == 2
+    assert "temperature 0.0, now 0.5" in capsys.readouterr().err
+    assert serve.main(command(pair, source, output, "--temperature", "0.5", "--force")) == 1
+    output.write_text("rubbish\n" + "".join(text))
+    assert serve.main(command(pair, source, output)) == 2
+    assert "damaged in line 1" in capsys.readouterr().err
+    output.write_text("".join(text) + text[0])
+    assert serve.main(command(pair, source, output)) == 2
+    assert "there twice" in capsys.readouterr().err
+    output.write_text("".join(text))
+    write(tmp_path / "in.jsonl", ROWS[1:])
+    assert serve.main(command(pair, source, output)) == 2
+    assert "is not in the input" in capsys.readouterr().err
+
+
+def test_an_interrupt_finishes_what_is_in_progress(pair, tmp_path, monkeypatch, capsys):
+    source, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    assert serve.main(command(pair, source, tmp_path / "whole.jsonl")) == 0
+    append = Journal.append
+
+    def interrupted(self, record):
+        append(self, record)
+        if len(output.read_text().splitlines()) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Journal, "append", interrupted)
+    assert serve.main(command(pair, source, output, "--batch-size", "2")) == 130
+    found = records(output)
+    assert 2 <= len(found) <= 3  # the row beside it, but no new one
+    assert "lines are left" in capsys.readouterr().err
+    monkeypatch.setattr(Journal, "append", append)
+    assert serve.main(command(pair, source, output, "--batch-size", "2")) == 0
+    assert records(output) == records(tmp_path / "whole.jsonl")
+
+
+@pytest.mark.slow
+def test_a_job_killed_at_random_moments_ends_with_each_answer_once(pair, tmp_path):
+    source = write(tmp_path / "in.jsonl", [row | {"id": f"k{i}"} for i, row in enumerate(ROWS * 30)])
+    run = lambda name: [sys.executable, "-m", "dflash_jax.serve", *command(pair, source, tmp_path / name)]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    subprocess.run(run("whole.jsonl"), check=True, env=environment, capture_output=True)
+    rng, kills = random.Random(0), 0
+    for _ in range(40):
+        process = subprocess.Popen(run("out.jsonl"), env=environment, stderr=subprocess.DEVNULL)
+        begin = (tmp_path / "out.jsonl").stat().st_size if (tmp_path / "out.jsonl").exists() else 0
+        while process.poll() is None and (
+            not (tmp_path / "out.jsonl").exists() or (tmp_path / "out.jsonl").stat().st_size == begin
+        ):
+            time.sleep(0.01)  # it has not begun to answer
+        time.sleep(rng.random() * 0.3)
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+    assert process.wait() == 0
+    assert kills > 0
+    assert records(tmp_path / "out.jsonl") == records(tmp_path / "whole.jsonl")
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == len(ROWS) * 30
+
+
+def test_files_globs_compression_and_standard_input(pair, tmp_path, monkeypatch, capsys):
+    lines = [json.dumps(row).encode() + b"\n" for row in ROWS]
+    (tmp_path / "a.jsonl").write_bytes(lines[0] + b"\n" + lines[1][:-1])  # no newline at its end
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines[2] + lines[3]))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines[4]))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines[5] + lines[6])))
+    source = [str(tmp_path / "a.jsonl"), str(tmp_path / "[bc].*"), "-"]
+    output = tmp_path / "out.jsonl"
+    assert serve.main(command(pair, source, output, "--ordered")) == 0
+    assert list(records(output)) == [row["id"] for row in ROWS]
+    (tmp_path / "d.gz").write_bytes(gzip.compress(lines[0])[:-9])
+    (tmp_path / "e.zst").write_bytes(b"no zstandard")
+    for name in ("d.gz", "e.zst"):
+        assert serve.main(command(pair, [str(tmp_path / name)], tmp_path / "other.jsonl")) == 2
+        assert "damaged" in capsys.readouterr().err
+
+
+def test_openai_batch_lines(pair, tmp_path):
+    chat = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]}
+    rows = [
+        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat | {"max_tokens": 5}},
+        {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": [1, 2, 3], "n": 1}},
+        {"custom_id": "c", "method": "GET", "url": "/v1/completions", "body": {"prompt": "a"}},
+        {"custom_id": "d", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "n": 2}},
+        {"custom_id": "e", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "colour": 1}},
+        {"custom_id": "f", "method": "POST", "url": "/v1/completions", "body": {"messages": []}},
+        {"custom_id": "g", "method": "POST", "url": "/v1/chat/completions", "body": []},
+        {"id": "plain", "messages": [{"role": "user", "content": "abc"}], "max_new_tokens": 5},
+    ]
+    output = tmp_path / "out.jsonl"
+    assert serve.main(command(pair, write(tmp_path / "in.jsonl", rows), output, "--ordered")) == 1
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [r.get("custom_id", r["id"]) for r in found] == [*"abcdefg", "plain"]
+    body = found[0]["response"]["body"]
+    assert found[0]["error"] is None
+    assert found[0]["response"]["status_code"] == 200
+    assert (body["object"], body["model"]) == ("chat.completion", "m")
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": found[7]["text"], "refusal": None}
+    assert body["choices"][0]["finish_reason"] == found[7]["finish_reason"]
+    assert body["usage"] == found[7]["usage"] | {"total_tokens": sum(found[7]["usage"].values())}
+    assert body["speculation"] == found[7]["speculation"]
+    assert found[1]["response"]["body"]["object"] == "text_completion"
+    assert isinstance(found[1]["response"]["body"]["choices"][0]["text"], str)
+    for record in found[2:7]:
+        assert record["response"] is None
+        assert record["error"]["code"] in ("invalid_request", "unsupported_parameter")
+    assert serve.main(command(pair, [str(tmp_path / "in.jsonl")], output)) == 1  # continued: nothing is left
+    assert len(output.read_text().splitlines()) == 8
+
+
+def test_turns_are_a_conversation(pair, tmp_path):
+    output = tmp_path / "out.jsonl"
+    rows = [{"id": "c", "turns": ["ab", "cd", "ef"]}, {"id": "long", "turns": ["ab", "c" * 300]}]
+    source = write(tmp_path / "in.jsonl", rows)
+    assert serve.main(command(pair, source, output, "--ordered", "--max-length", "200", "--batch-size", "2")) == 1
+    talk, long = (json.loads(line) for line in output.read_text().splitlines())
+    assert len(talk["turns"]) == 3
+    assert talk["text"] == talk["turns"][2]["text"]
+    messages = [{"role": "user", "content": "ab"}]
+    for turn, following in zip(talk["turns"], ["cd", "ef", None], strict=True):
+        (tmp_path / "alone.jsonl").unlink(missing_ok=True)
+        alone = write(tmp_path / "alone-in.jsonl", [{"id": "c", "messages": messages}])
+        assert serve.main(command(pair, alone, tmp_path / "alone.jsonl", "--max-length", "200")) == 0
+        expected = json.loads((tmp_path / "alone.jsonl").read_text())
+        assert turn == {name: expected[name] for name in turn}
+        messages += [{"role": "assistant", "content": turn["text"]}, {"role": "user", "content": following}]
+    assert long["error"]["code"] == "prompt_too_long"
+
+
+def test_a_full_disk_pauses_the_job(tmp_path, monkeypatch, capsys):
+    class Disk(io.RawIOBase):
+        """Takes few bytes at a time, and is full now and then."""
+
+        def __init__(self):
+            self.data, self.calls = b"", 0
+
+        def write(self, data):
+            self.calls += 1
+            if self.calls % 3 == 2:
+                raise OSError(errno.ENOSPC, "full")
+            self.data += bytes(data[:7])
+            return len(data[:7])
+
+    slept = []
+    monkeypatch.setattr(journal.time, "sleep", slept.append)
+    book = Journal(tmp_path / "out.jsonl", {}, lambda record: record["id"])
+    book._file.close()
+    book._file = disk = Disk()
+    book.append({"id": 1, "text": "a long answer"})
+    assert json.loads(disk.data) == {"id": 1, "text": "a long answer"}
+    assert len(slept) >= 1
+    assert capsys.readouterr().err.count("no space left") == 1
+
+    class Broken(io.RawIOBase):
+        def write(self, data):
+            raise OSError(errno.EIO, "broken")
+
+    book._file = Broken()
+    with pytest.raises(OSError, match="broken"):
+        book.append({"id": 2})
+
+
+def test_figures_while_a_job_runs(pair, tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", ROWS)
+    summary = tmp_path / "summary.json"
+    arguments = ["--stats-interval", "1e-9", "--summary", str(summary), "--batch-size", "2"]
+    assert serve.main(command(pair, source, tmp_path / "out.jsonl", *arguments)) == 0
+    err = capsys.readouterr().err
+    assert "slots" in err
+    assert "MiB" in err
+    latency = json.loads(summary.read_text())["latency_seconds"]
+    assert set(latency) == {"queue", "first_token", "per_token", "end_to_end"}
+    assert latency["end_to_end"]["p50"] >= latency["first_token"]["p50"] >= latency["queue"]["p50"] >= 0

@@ -1,0 +1,147 @@
+"""The ablations of the paper on a small pair: one drafter per row, same seed and steps, tau by real decoding.
+
+Results are JSON lines, one per evaluation; the same command continues what was interrupted.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.checkpoint import read_json
+from dflash_jax.drafter import Drafter
+from dflash_jax.infer.requests import Request
+from dflash_jax.infer.text import Text
+from dflash_jax.target import Target, load_target
+from dflash_jax.train.config import TrainConfig, make_config
+from dflash_jax.train.data import Example, read_examples
+from dflash_jax.train.drafters import choose_mask_token, new_drafter
+from dflash_jax.train.evaluate import evaluate
+from dflash_jax.train.fit import Run
+from dflash_jax.train.pair import PROMPT_SEED, conversations
+from dflash_jax.train.problems import problems
+
+EVALUATION_SEED = 3  # of the held-out problems
+
+
+@dataclass(frozen=True)
+class Row:
+    """One drafter of the table.
+
+    Attributes:
+        settings: what differs from the pair's own drafter.
+        raw_answers: learn from the generator's answers instead of the target's.
+        blocks: sizes to decode with; empty is the trained one.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    raw_answers: bool = False
+    blocks: tuple[int, ...] = ()
+
+
+ROWS = {
+    "KV injection": Row(blocks=(16, 8, 4)),  # the method, and trained at 16, decoded narrower
+    "target features off": Row({"target_layer_ids": [-1]}),  # context keys and values of the text's embeddings
+    "fixed anchors": Row({"anchor_placement": "fixed"}),
+    "block 8": Row({"block_size": 8}),
+    "block 4": Row({"block_size": 4}),
+    "2 draft layers": Row({"num_layers": 2}),
+    "3 draft layers": Row({"num_layers": 3}),
+    "5 draft layers": Row({"num_layers": 5}),
+    "no loss decay": Row({"gamma": 1e6}),
+    "D-PACE": Row({"weighting": "dpace"}),
+    "raw answers": Row(raw_answers=True),
+}
+
+
+def ablate(
+    directory: str | Path,
+    pair: str | Path,
+    names: Sequence[str],
+    *,
+    steps: int,
+    samples: int,
+    report: Callable[[dict[str, Any]], None],
+) -> None:
+    """Trains and evaluates the named rows for `steps` steps each; what `results.jsonl` holds is not done again.
+
+    Args:
+        directory: of runs and results.
+        pair: directory that `train pair` made.
+        samples: held-out problems to decode, greedily.
+        report: called with each new result.
+
+    Raises:
+        ValueError: an unknown row, or results of another budget in the directory.
+    """
+    if unknown := [name for name in names if name not in ROWS]:
+        raise ValueError(f"unknown rows {', '.join(unknown)}; known are {', '.join(ROWS)}")
+    directory, pair = Path(directory), Path(pair)
+    directory.mkdir(parents=True, exist_ok=True)
+    results = directory / "results.jsonl"
+    done = {(line["row"], line["decoded_block"]) for line in _read(results, steps, samples)}
+    target = load_target(pair / "pair" / "target")
+    text = Text(target.directory)
+    asked = islice(problems(EVALUATION_SEED, held_out=True), samples)
+    requests = [
+        Request(tuple(text.encode_chat([{"role": "user", "content": p.question}])), id=str(i))
+        for i, p in enumerate(asked)
+    ]
+    for name in names:
+        row = ROWS[name]
+        config = make_config(read_json(pair / "drafter.json") | row.settings | {"max_steps": steps, "epochs": 1000})
+        blocks = [block for block in row.blocks or (config.block_size,) if (name, block) not in done]
+        if not blocks:
+            continue
+        drafter = _train(directory / name.replace(" ", "-"), target, config, _data(row, pair, target, config))
+        for block in blocks:
+            figures = evaluate(target, drafter, requests, max_new_tokens=160, block_size=block, baseline=True)
+            taus = [tau for tau in figures["tau_per_prompt"] if tau]
+            result = {
+                "row": name,
+                "decoded_block": block,
+                "steps": steps,
+                "samples": samples,
+                "tau": figures["tau"],
+                "tau_mean_of_prompts": statistics.fmean(taus),
+                "tau_deviation_over_prompts": statistics.stdev(taus),
+                "tau_standard_error": statistics.stdev(taus) / math.sqrt(len(taus)),
+                "speedup": figures["speedup"],
+                "settings": row.settings,
+            }
+            with results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
+            report(result)
+
+
+def _read(path: Path, steps: int, samples: int) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    for text in path.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        if (line["steps"], line["samples"]) != (steps, samples):
+            raise ValueError(
+                f"{path} holds results of {line['steps']} steps and {line['samples']} problems; "
+                "choose another directory"
+            )
+        yield line
+
+
+def _data(row: Row, pair: Path, target: Target, config: TrainConfig) -> list[Example]:
+    answers = pair / "answers.jsonl"
+    learnt = read_examples(answers, config.length, target.config.vocab_size).examples
+    if not row.raw_answers:
+        return learnt
+    corpus = list(islice(problems(PROMPT_SEED), len(learnt)))
+    return conversations(corpus, Text(target.directory), target.config.eos_token_ids[0])
+
+
+def _train(directory: Path, target: Target, config: TrainConfig, data: list[Example]) -> Drafter:
+    drafter, raw = new_drafter(target, config, choose_mask_token(target, None))
+    run = Run(directory, target, drafter, raw, data, config)
+    run.fit()
+    return run.trained()

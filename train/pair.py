@@ -1,0 +1,179 @@
+"""The whole recipe of the bundled pair, from text to exported target and drafter; also a worked example of the stages.
+
+A directory holds every stage's result; the same command continues where it was interrupted.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax import checkpoint, models
+from dflash_jax.infer.text import Text
+from dflash_jax.target import Target
+from dflash_jax.train.config import make_config
+from dflash_jax.train.data import Example
+from dflash_jax.train.pretrain import new_target, pretrain
+from dflash_jax.train.problems import Problem, problems
+from dflash_jax.train.tokenizer import END, PAD, train_tokenizer
+
+# Seeds of the generator. The held-out split shares no question with the others, whatever the seed.
+PRETRAIN_SEED, PROMPT_SEED = 0, 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Sizes and settings; the defaults make the bundled pair.
+
+    Attributes:
+        problems: to train the target on, each seen once.
+        tokenizer_problems: of these, how many the tokenizer is trained on.
+        shape: fields of the target's `config.json`; Qwen3, tied head.
+        pretrain: settings (see `TrainConfig`) of the target.
+        prompts: problems the target answers for the drafter to learn from.
+        drafter: settings of `fit`.
+        held_out: problems of the benchmark that goes into the card.
+    """
+
+    problems: int = 26000
+    tokenizer_problems: int = 8000
+    shape: dict[str, Any] = field(
+        default_factory=lambda: {
+            "vocab_size": 768,
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+        }
+    )
+    pretrain: dict[str, Any] = field(
+        default_factory=lambda: {
+            "length": 256,
+            "batch_size": 8,
+            "max_steps": 1200,
+            "optimizer": "muon",
+            "learning_rate": 5e-3,
+            "schedule": "wsd",
+            "warmup": 0.02,
+            "weight_decay": 0.1,
+            "save_every": 100,
+        }
+    )
+    prompts: int = 6000
+    drafter: dict[str, Any] = field(
+        default_factory=lambda: {
+            "num_layers": 1,
+            "target_layer_ids": [1, 3, 5, 8, 10],
+            "length": 256,
+            "anchors": 24,
+            "row_anchors": 64,
+            "batch_size": 16,
+            "optimizer": "muon",
+            "learning_rate": 3e-3,
+            "warmup": 0.05,
+            "epochs": 4.0,
+            "loss_chunk": 1024,
+            "remat": False,
+            "save_every": 200,
+        }
+    )
+    held_out: int = 200
+
+
+def build(
+    directory: str | Path,
+    recipe: Recipe,
+    stage: Callable[[list[str]], int],
+    progress: Callable[[int, int, float], None],
+) -> Path:
+    """Makes the pair in `directory`, and returns where it lies: `pair/target` and `pair/drafter`.
+
+    Args:
+        stage: runs a stage of the command line, `python -m dflash_jax.train`, and returns its exit status.
+        progress: called with step, steps and loss while the target trains.
+
+    Raises:
+        ValueError: the directory was made by another recipe.
+        RuntimeError: a stage failed; it has said why.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    noted, wanted = directory / "recipe.json", json.loads(json.dumps(asdict(recipe)))
+    if noted.exists() and checkpoint.read_json(noted) != wanted:
+        raise ValueError(f"{directory} was made by another recipe; choose another directory")
+    checkpoint.write_json(noted, wanted)
+    target, drafter = directory / "pair" / "target", directory / "pair" / "drafter"
+    if not target.exists():
+        _make_target(directory, target, recipe, progress)
+    prompts, answers = directory / "prompts.jsonl", directory / "answers.jsonl"
+    chosen = islice(problems(PROMPT_SEED), recipe.prompts)
+    lines = (json.dumps({"id": str(i), "turns": [problem.question]}) for i, problem in enumerate(chosen))
+    checkpoint.write_text(prompts, "".join(line + "\n" for line in lines))
+
+    def run(name: str, **options: Any) -> None:
+        arguments = [name]
+        for option, value in options.items():
+            arguments += ["--" + option.replace("_", "-"), str(value)]
+        if stage(arguments):
+            raise RuntimeError(f"stage {name} failed; the same command continues from there")
+
+    run("regenerate", target=target, input=prompts, output=answers, batch_size=32)
+    settings = directory / "drafter.json"
+    checkpoint.write_json(settings, recipe.drafter)
+    run("fit", target=target, data=answers, out=directory / "run", config=settings)
+    if not drafter.exists():
+        run("export", run=directory / "run", out=drafter)
+    return directory / "pair"
+
+
+def _make_target(directory: Path, out: Path, recipe: Recipe, progress: Callable[[int, int, float], None]) -> None:
+    corpus = list(islice(problems(PRETRAIN_SEED), recipe.problems))
+    texts = (f"{problem.question}\n{problem.working}" for problem in corpus[: recipe.tokenizer_problems])
+    tokenizer = train_tokenizer(texts, recipe.shape["vocab_size"])
+    beside = out.with_name("target.writing")
+    shutil.rmtree(beside, ignore_errors=True)
+    tokenizer.save_pretrained(beside)
+    raw = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "eos_token_id": tokenizer.convert_tokens_to_ids(END),
+        "pad_token_id": tokenizer.convert_tokens_to_ids(PAD),
+        **recipe.shape,
+    }
+    config = make_config(recipe.pretrain)
+    examples = conversations(corpus, Text(str(beside)), raw["eos_token_id"])
+    target = pretrain(directory / "pretrain", new_target(raw, config.seed), examples, config, progress)
+    save_target(beside, target, raw)
+    beside.rename(out)
+
+
+def conversations(corpus: Sequence[Problem], text: Text, end: int) -> list[Example]:
+    """Problems as the chat the target is served with: the question, then the worked answer and its end token."""
+    examples = []
+    for problem in corpus:
+        prompt = text.encode_chat([{"role": "user", "content": problem.question}])
+        answer = [*text.encode(problem.working), end]
+        tokens = np.asarray([*prompt, *answer], np.int32)
+        examples.append(Example(tokens, np.arange(len(tokens)) >= len(prompt)))
+    return examples
+
+
+def save_target(directory: Path, target: Target, raw: dict[str, Any]) -> None:
+    """Writes config and weights in bfloat16; every later stage reads those, so that it meets what is shipped."""
+    params = jax.tree.map(lambda x: np.asarray(x.astype("bfloat16")), target.params)
+    table = models.family(target.config.model_type).tensors(target.config)
+    checkpoint.save(directory, params, table, raw | {"dtype": "bfloat16"})
