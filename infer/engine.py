@@ -59,7 +59,7 @@ class Stats:
         self.__init__()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row:
     """A request on its way: waiting, then in a slot, where it is first filled and then decoded."""
 

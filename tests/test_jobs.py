@@ -38,7 +38,7 @@ def no_persistent_cache(monkeypatch):
 
 def command(pair, source, output, *more):
     models = ["--target", str(pair / "target"), "--drafter", str(pair / "drafter")]
-    return [*models, "--input", *source, "--output", str(output), "--max-new-tokens", "12", *more]
+    return [*models, "--input", *source, "--output", str(output), "--max-new-tokens", "12", "--block-size", "4", *more]
 
 
 def records(path):
@@ -57,7 +57,7 @@ def test_a_job_continues_where_its_output_ends(pair, tmp_path, capsys):
     source, output = write(tmp_path / "in.jsonl", [*ROWS, {"id": "bad"}]), tmp_path / "out.jsonl"
     assert serve.main(command(pair, source, output)) == 1
     whole, text = records(output), output.read_text().splitlines(keepends=True)
-    for cut in (0, 1, 17, len(text[0]), len("".join(text[:5])) + 3, len("".join(text)) - 1):
+    for cut in (0, 17, len(text[0]), len("".join(text[:5])) + 3, len("".join(text)) - 1):
         output.write_text("".join(text)[:cut])
         assert serve.main(command(pair, source, output, "--summary", str(tmp_path / "s.json"))) == 1
         assert records(output) == whole
@@ -67,6 +67,7 @@ def test_a_job_continues_where_its_output_ends(pair, tmp_path, capsys):
     assert serve.main(command(pair, source, output, "--temperature", "0.5")) == 2
     assert "temperature 0.0, now 0.5" in capsys.readouterr().err
     assert serve.main(command(pair, source, output, "--temperature", "0.5", "--force")) == 1
+    assert serve.main(command(pair, source, output, "--force")) == 1
     output.write_text("rubbish\n" + "".join(text))
     assert serve.main(command(pair, source, output)) == 2
     assert "damaged in line 1" in capsys.readouterr().err
