@@ -72,9 +72,13 @@ class Model(nn.Module):
             blocks.append(block)
         return self.norm(x), tuple(blocks)
 
+    def fuse(self, features: Float[Array, "B T FD"]) -> Float[Array, "B T D"]:
+        """One context vector per position."""
+        return self.hidden_norm(self.fc(features))
+
     def context(self, features: Float[Array, "B T FD"], rope: Rope) -> tuple[Block, ...]:
         """KV injection: keys and values of every layer for committed positions (method 2.5)."""
-        fused = self.hidden_norm(self.fc(features))
+        fused = self.fuse(features)
         kv = matmul(fused, self.kv_proj.reshape(-1, fused.shape[-1]))
         if self.config.attention_bias:
             kv = kv + self.kv_bias.reshape(1, 1, -1)
@@ -135,9 +139,25 @@ class Drafter(struct.PyTreeNode):
         at = Pass(positions, self._rope(within), None, lengths, jnp.int32(0), starts, per_row)
         return self._apply("forward", x, at, cache)[0]
 
-    def context(self, features: Float[Array, "B T FD"], positions: Int[Array, "B T"]) -> tuple[Block, ...]:
-        """Keys and values of target features, for `cache.commit` into the draft cache."""
-        return self._apply("context", features.astype(self.dtype), self._rope(positions))
+    def context(
+        self,
+        features: Float[Array, "B T FD"],
+        positions: Int[Array, "B T"],
+        cache: Cache | None = None,
+        *,
+        row: Int[Array, ""] | int = 0,
+        starts: Int[Array, "B T"] | None = None,
+    ) -> tuple[Block, ...]:
+        """Keys and values of target features, for `cache.commit` into the draft cache.
+
+        Args:
+            features, positions: of the target's committed positions.
+            cache, row: what is committed before them, from which cache row on. Not read here: every position's
+                keys and values follow from its own features alone.
+            starts: where the document of each position begins (see `Target.forward`).
+        """
+        within = positions if starts is None else positions - starts
+        return self._apply("context", features.astype(self.dtype), self._rope(within))
 
     def logits(
         self,

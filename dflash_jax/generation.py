@@ -39,6 +39,7 @@ def spec_generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
     block_size: int | None = None,
@@ -53,7 +54,7 @@ def spec_generate(
         input_ids: one prompt or a batch of prompts, ragged lists or an array [B, P].
         max_new_tokens: budget per row.
         temperature: 0 is greedy.
-        top_p, top_k: sampling filters; 1.0 and 0 keep every token.
+        top_p, top_k, min_p: sampling filters; 1.0, 0 and 0.0 keep every token.
         seed: row i draws from this seed and i alone.
         stop_token_ids: tokens that end a row; None takes the checkpoint's, an empty list none.
         block_size: draft slots per step up to the checkpoint's (the default); 1 does not speculate.
@@ -71,7 +72,7 @@ def spec_generate(
         max_length = -(-max(longest, 1) // 256) * 256
     stops = target.config.eos_token_ids if stop_token_ids is None else tuple(stop_token_ids)
     requests = [
-        Request(prompt, max_new_tokens, temperature, top_p, top_k, stop_token_ids=stops, id=str(row))
+        Request(prompt, max_new_tokens, temperature, top_p, top_k, min_p, stop_token_ids=stops, id=str(row))
         for row, prompt in enumerate(prompts)
     ]
     engine = Engine(

@@ -22,16 +22,18 @@ class Sampling(struct.PyTreeNode):
         temperature: 0 is greedy, and ignores the rest.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: of those, keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all.
+        min_p: of those, drop tokens less likely than this share of the most likely one; 0 drops none.
         key: one typed key per request (see `request_key`).
     """
 
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]
     top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
     key: Key[Array, " B"]
 
 
-def check_sampling(temperature: float, top_p: float, top_k: int) -> None:
+def check_sampling(temperature: float, top_p: float, top_k: int, min_p: float = 0.0) -> None:
     """Raises ValueError for settings that name no distribution."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
@@ -39,21 +41,25 @@ def check_sampling(temperature: float, top_p: float, top_k: int) -> None:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}; 1 keeps every token")
     if not 0 <= top_k < 2**31:
         raise ValueError(f"top_k must lie in 0..2**31 - 1, got {top_k}; 0 keeps every token")
+    if not 0 <= min_p <= 1:
+        raise ValueError(f"min_p must lie in 0..1, got {min_p}; 0 keeps every token")
 
 
 def greedy_rows(rows: int) -> Sampling:
     """Settings of `rows` greedy rows."""
-    return Sampling(
-        jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.ones(rows), jax.random.split(jax.random.key(0), rows)
-    )
+    zeros, keys = jnp.zeros(rows), jax.random.split(jax.random.key(0), rows)
+    return Sampling(zeros, jnp.zeros(rows, jnp.int32), jnp.ones(rows), jnp.zeros(rows), keys)
 
 
-def request_key(seed: int | None, job_seed: int, request_id: str) -> Key[Array, ""]:
-    """The key of one request: its own seed, else the job's folded with a stable hash of its id."""
+def request_key(seed: int | None, job_seed: int, request_id: str, sample: int = 0) -> Key[Array, ""]:
+    """The key of one request: its own seed, else the job's folded with a stable hash of its id; further samples of the
+    same request fold in their number."""
     if seed is not None:
-        return _key(seed)
-    digest = hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).digest()
-    return jax.random.fold_in(_key(job_seed), int.from_bytes(digest[:4], "little"))
+        key = _key(seed)
+    else:
+        digest = hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).digest()
+        key = jax.random.fold_in(_key(job_seed), int.from_bytes(digest[:4], "little"))
+    return jax.random.fold_in(key, sample) if sample else key
 
 
 def _key(seed: int) -> Key[Array, ""]:
@@ -97,7 +103,7 @@ def perturbed_scores(
 ) -> Float[Array, "B T V"]:
     """Scores whose argmax is the chosen token: logits of greedy rows, filtered and noisy ones of others.
 
-    Order as in the reference: temperature, top-k, top-p. Tokens tied with the last one kept are kept.
+    Order as in the reference: temperature, top-k, top-p; then min-p. Tokens tied with the last one kept are kept.
     """
     temperature = sampling.temperature[:, None, None]
     # Relative to the best, so that a tiny temperature cannot overflow.
@@ -106,7 +112,7 @@ def perturbed_scores(
 
 
 def filter_scores(scores: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
-    """Sets tokens outside each row's top-k and top-p to minus infinity; costs nothing where neither is set.
+    """Sets tokens outside each row's top-k, top-p and min-p to minus infinity; costs next to nothing where none is set.
 
     The thresholds are found by bisection over the floats, without sorting the vocabulary.
     """
@@ -129,8 +135,10 @@ def filter_scores(scores: Float[Array, "B T V"], sampling: Sampling) -> Float[Ar
         keep = (order >= cut[..., None]) | (top_p >= 1)[..., None]
         return jnp.where(keep, scores, -jnp.inf)
 
-    scores = jax.lax.cond(jnp.any(limited), by_count, lambda s: s, scores)
-    return jax.lax.cond(jnp.any(sampling.top_p < 1), by_mass, lambda s: s, scores)
+    least = jnp.max(scores, axis=-1, keepdims=True) + jnp.log(sampling.min_p)[:, None, None]
+    kept = jax.lax.cond(jnp.any(limited), by_count, lambda s: s, scores)
+    kept = jax.lax.cond(jnp.any(sampling.top_p < 1), by_mass, lambda s: s, kept)
+    return jnp.where(scores >= least, kept, -jnp.inf)
 
 
 def _ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:

@@ -13,7 +13,7 @@ from typing import Any
 EPILOG = """\
 input lines   {"id"?, "prompt": str} | {"id"?, "messages": [...]} | {"id"?, "prompt_token_ids": [...]} |
               {"id"?, "turns": [...]} (a conversation, turn by turn), with optional max_new_tokens,
-              temperature, top_p, top_k, seed and stop (string or list); or OpenAI batch lines
+              temperature, top_p, top_k, min_p, seed and stop (string or list); or OpenAI batch lines
               {"custom_id", "method": "POST", "url": "/v1/chat/completions" | "/v1/completions", "body"}
 output lines  {"id", "index", "text", "token_ids", "finish_reason", "usage", "speculation", "turns"?} or
               {"id", "index", "error": {"code", "message"}}; OpenAI batch output for batch lines
@@ -88,6 +88,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="in (0, 1]; 1 keeps every token (default)")
     parser.add_argument("--top-k", type=int, default=0, help="0 keeps every token (default)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="in 0..1; 0 keeps every token (default)")
     parser.add_argument(
         "--block-size",
         type=_block_size,
@@ -308,7 +309,7 @@ def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
         raise ValueError("--drafter is needed to speculate; without one, say --no-speculation")
     from dflash_jax.sampling import check_sampling
 
-    check_sampling(args.temperature, args.top_p, args.top_k)
+    check_sampling(args.temperature, args.top_p, args.top_k, args.min_p)
     enable_compilation_cache()
     from dflash_jax.drafter import load_drafter
     from dflash_jax.infer.requests import Request
@@ -329,6 +330,7 @@ def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
         args.temperature,
         args.top_p,
         args.top_k,
+        args.min_p,
         stop_token_ids=stops,
     )
     return (target, drafter), text, defaults

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.cache import Block, Cache, commit
 from dflash_jax.config import DecoderConfig
@@ -46,7 +46,14 @@ class Drafter(Protocol):
     def init_cache(self, rows: int, slots: int) -> Cache: ...
     def proposals(self, block_size: int) -> int: ...
     def logits(self, target: Any, anchor: Int[Array, " B"], cache: Cache, block_size: int) -> Float[Array, "B P V"]: ...
-    def context(self, features: Float[Array, "B T FD"], positions: Int[Array, "B T"]) -> tuple[Block, ...]: ...
+    def context(
+        self,
+        features: Float[Array, "B T FD"],
+        positions: Int[Array, "B T"],
+        cache: Cache,
+        *,
+        row: Int[Array, ""] | int = 0,
+    ) -> tuple[Block, ...]: ...
 
 
 class State(struct.PyTreeNode):
@@ -92,14 +99,11 @@ class Verified(NamedTuple):
 
 
 class RowSettings(NamedTuple):
-    """Settings of one row at admission; the fields are those of `State` and `Sampling`."""
+    """Settings of one row at admission; the fields are those of `State`, `sampling` without its row axis."""
 
     max_new_tokens: Int[Array, ""]
     stop_tokens: Int[Array, " Q"]
-    temperature: Float[Array, ""]
-    top_k: Int[Array, ""]
-    top_p: Float[Array, ""]
-    key: Key[Array, ""]
+    sampling: Sampling
 
 
 Draft = Callable[[State, Float[Array, "B T V"]], Int[Array, "B P"]]
@@ -217,7 +221,7 @@ def committing(drafter: Drafter | None) -> Commit:
         if drafter is None:
             return state
         assert state.draft_cache is not None
-        context = drafter.context(verified.features, verified.positions)
+        context = drafter.context(verified.features, verified.positions, state.draft_cache)
         return state.replace(draft_cache=commit(state.draft_cache, context, count))
 
     return keep
@@ -270,7 +274,7 @@ def run(
     return state, trace
 
 
-def decode(
+def decode_call(
     target: Target,
     drafter: Drafter | None,
     state: State,
@@ -280,11 +284,12 @@ def decode(
     block_size: int,
     proposals: Proposals = "coupled",
     capacity: int,
-) -> tuple[State, Committed]:
-    """`run` of `chain_step`, compiled: one program per batch shape and block size. `state` is donated."""
-    program = _decode_program(drafter is not None)
+) -> tuple[Any, tuple[Any, ...]]:
+    """`run` of `chain_step` as a jitted function and its arguments: one program per batch shape and block size.
+    `state` is donated."""
     steps, leave = jnp.asarray(max_steps, jnp.int32), jnp.asarray(leave_on_finish)
-    return program(target, drafter, state, steps, leave, block_size, proposals, capacity)
+    arguments = target, drafter, state, steps, leave, block_size, proposals, capacity
+    return _decode_program(drafter is not None and block_size > 0), arguments
 
 
 @cache
@@ -350,8 +355,9 @@ def prefill(
     if drafter is not None:
         assert state.draft_cache is not None
         cache = state.draft_cache.replace(lengths=lengths)
-        state = state.replace(draft_cache=commit(cache, drafter.context(features, positions), kept, row=row))
-    sampling = Sampling(*(x[None] for x in (settings.temperature, settings.top_k, settings.top_p, settings.key)))
+        context = drafter.context(features, positions, cache, row=row)
+        state = state.replace(draft_cache=commit(cache, context, kept, row=row))
+    sampling = jax.tree.map(lambda x: x[None], settings.sampling)
     logits = target.unembed(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
     noise = gumbel_noise(sampling, (start + count)[None, None], target.config.vocab_size)
     token = select(logits, noise, sampling)[0, 0]

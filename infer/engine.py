@@ -9,8 +9,9 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,8 @@ import numpy as np
 from dflash_jax.drafter import Drafter
 from dflash_jax.infer.adaptive import BlockChooser, candidates
 from dflash_jax.infer.requests import Completion, Request, RequestError, check_seed
-from dflash_jax.sampling import request_key
-from dflash_jax.speculative import Proposals, RowSettings, decode, init_state, prefill, release
+from dflash_jax.sampling import Sampling, request_key
+from dflash_jax.speculative import Proposals, RowSettings, decode_call, init_state, prefill, release
 from dflash_jax.target import Target
 
 STOP_WIDTH = 8  # stop tokens a row can hold
@@ -152,8 +153,14 @@ class Engine:
         """Compiles every program this engine will run; afterwards none is compiled any more."""
         begin = time.perf_counter()
         settings = self._settings(Request([0]))
-        for size in self._chunks:
-            self._prefill_chunk(0, 0, np.zeros(size, np.int32), 0, False, settings)
+        chunks = [(0, 0, np.zeros(size, np.int32), 0, False, settings) for size in self._chunks]
+        calls = [(prefill, self._prefill_arguments(*chunk)) for chunk in chunks]
+        calls += [self._decode_call(0, False, size) for size in self._sizes()]
+        lowered = [program.lower(*arguments) for program, arguments in calls]
+        with ThreadPoolExecutor() as pool:  # the calls below find what is compiled here
+            list(pool.map(lambda program: program.compile(), lowered))
+        for chunk in chunks:
+            self._prefill_chunk(*chunk)
         for size in self._sizes():
             self._visit(0, False, size)
         self._state = release(self._state, jnp.int32(0))
@@ -223,7 +230,8 @@ class Engine:
             self.warm_up()
         ticket = next(self._tickets)
         size = len(request.prompt_token_ids)
-        self._waiting.append(_Row(ticket, request, Completion(prompt_tokens=size, submitted=time.perf_counter())))
+        completion = Completion(prompt_tokens=size, sample=request.sample, submitted=time.perf_counter())
+        self._waiting.append(_Row(ticket, request, completion))
         return ticket
 
     def step(self, *, admit: bool = True) -> list[tuple[int, Completion]]:
@@ -296,24 +304,18 @@ class Engine:
         self.stats.prefill_seconds += time.perf_counter() - begin
         return row if row.decoding else None
 
-    def _prefill_chunk(
+    def _prefill_arguments(
         self, slot: int, start: int, chunk: np.ndarray, count: int, last: bool, settings: RowSettings
-    ) -> jax.Array:
-        self._state, token = prefill(
-            self.target,
-            self.drafter,
-            self._state,
-            np.int32(slot),
-            np.int32(start),
-            chunk,
-            np.int32(count),
-            np.bool_(last),
-            settings,
-        )
+    ) -> tuple:
+        place = np.int32(slot), np.int32(start), chunk, np.int32(count), np.bool_(last)
+        return self.target, self.drafter, self._state, *place, settings
+
+    def _prefill_chunk(self, *chunk: Any) -> jax.Array:
+        self._state, token = prefill(*self._prefill_arguments(*chunk))
         return token
 
-    def _visit(self, max_steps: int, leave_on_finish: bool, size: int) -> tuple[np.ndarray, np.ndarray]:
-        self._state, trace = decode(
+    def _decode_call(self, max_steps: int, leave_on_finish: bool, size: int) -> tuple[Any, tuple]:
+        return decode_call(
             self.target,
             self.drafter,
             self._state,
@@ -323,6 +325,10 @@ class Engine:
             proposals=self.proposals,
             capacity=self._capacity,
         )
+
+    def _visit(self, max_steps: int, leave_on_finish: bool, size: int) -> tuple[np.ndarray, np.ndarray]:
+        program, arguments = self._decode_call(max_steps, leave_on_finish, size)
+        self._state, trace = program(*arguments)
         trace = jax.device_get(trace)
         return trace.tokens, trace.count
 
@@ -382,14 +388,14 @@ class Engine:
     def _settings(self, request: Request) -> RowSettings:
         stops = np.full(STOP_WIDTH, -1, np.int32)
         stops[: len(request.stop_token_ids)] = request.stop_token_ids
-        return RowSettings(
-            np.int32(self._budget(request)),
-            stops,
+        sampling = Sampling(
             np.float32(request.temperature),
             np.int32(request.top_k),
             np.maximum(np.float32(request.top_p), np.finfo(np.float32).tiny),
-            request_key(request.seed, self.seed, request.id),
+            np.float32(request.min_p),
+            request_key(request.seed, self.seed, request.id, request.sample),
         )
+        return RowSettings(np.int32(self._budget(request)), stops, sampling)
 
 
 def check_block_size(drafter: Drafter, block_size: int | None) -> int:

@@ -25,6 +25,7 @@ def job_settings(target: Target, text: Text, defaults: Request, seed: int, max_l
         "temperature": defaults.temperature,
         "top_p": defaults.top_p,
         "top_k": defaults.top_k,
+        "min_p": defaults.min_p,
         "seed": seed,
         "stop_token_ids": list(defaults.stop_token_ids),
         "max_length": max_length,
@@ -40,22 +41,24 @@ def run_job(
     text: Text | None = None,
     admit: Callable[[], bool] = lambda: True,
 ) -> Iterator[tuple[dict[str, Any] | None, list[Completion]]]:
-    """Answers every line: yields (output record or None while in progress, completions of the line so far).
+    """Answers every line: yields (output record or None while in progress, its answers so far).
 
     Args:
-        record: what to write of a finished line.
+        record: what to write of a finished line, given its answers: one a turn of a conversation, one a sample.
         text: continues conversations; without it their first turn is the whole line.
         admit: asked before every turn of work; while it is false no request is begun, and the job ends when those
             in progress are finished.
     """
-    tickets: dict[int, tuple[Line, list[Completion]]] = {}  # and the turns before
+    tickets: dict[int, tuple[Line, list[Completion]]] = {}  # and its answers
     try:
         for line in lines:
             try:
                 if line.error is not None:
                     raise line.error
                 assert line.request is not None
-                tickets[engine.submit(line.request)] = line, []
+                answers: list[Completion] = []
+                for sample in range(line.n):
+                    tickets[engine.submit(replace(line.request, sample=sample))] = line, answers
             except RequestError as error:
                 yield error_record(replace(line, error=error)), []
         while tickets:
@@ -63,20 +66,23 @@ def run_job(
             if not going and not engine.busy:
                 return
             for ticket, completion in engine.step(admit=going):
-                line, before = tickets[ticket]
-                turns = [*before, completion]
+                line, answers = tickets[ticket]
                 if not completion.finish_reason:
-                    yield None, turns
+                    yield None, [*answers, completion]
                     continue
                 del tickets[ticket]
+                answers.append(completion)
                 try:
-                    if text and line.later[len(before) :]:
-                        tickets[engine.submit(_next_turn(line, turns, text))] = line, turns
-                        yield None, turns
+                    if len(answers) < line.n:
+                        yield None, answers
+                    elif text and line.later[len(answers) - 1 :]:
+                        tickets[engine.submit(_next_turn(line, answers, text))] = line, answers
+                        yield None, answers
                     else:
-                        yield record(line, turns), turns
+                        answers.sort(key=lambda completion: completion.sample)
+                        yield record(line, answers), answers
                 except RequestError as error:  # the conversation has outgrown the engine
-                    yield error_record(replace(line, error=error)), turns
+                    yield error_record(replace(line, error=error)), answers
     finally:
         engine.cancel(*tickets)
 
@@ -91,12 +97,14 @@ def _next_turn(line: Line, turns: Sequence[Completion], text: Text) -> Request:
     return replace(line.request, prompt_token_ids=text.encode_chat(messages))
 
 
-def answer_record(line: Line, turns: Sequence[Completion], text: Text) -> dict[str, Any]:
-    """The output line of a finished line: its last answer, and all of them in `turns` if it was a conversation."""
+def answer_record(line: Line, completions: Sequence[Completion], text: Text) -> dict[str, Any]:
+    """The output line of a finished line: its last answer; all of them in `turns` if it was a conversation, in
+    `samples` if more than one was asked for."""
+    answers = [answer(completion, line.stop, text) for completion in completions]
     if line.batch:
-        return openai.batch_record(line.id, line.batch, answer(turns[-1], line.stop, text))
-    record = {"id": line.id, "index": line.index, **answer(turns[-1], line.stop, text)}
-    return record | ({"turns": [answer(turn, line.stop, text) for turn in turns]} if line.later else {})
+        return openai.batch_record(line.id, line.batch, answers if line.n > 1 else answers[-1:])
+    record = {"id": line.id, "index": line.index, **(answers[0] if line.n > 1 else answers[-1])}
+    return record | ({"turns": answers} if line.later else {}) | ({"samples": answers} if line.n > 1 else {})
 
 
 def answer(completion: Completion, stop: Sequence[str], text: Text) -> dict[str, Any]:

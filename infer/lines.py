@@ -18,11 +18,13 @@ from dflash_jax.infer.requests import Request, RequestError
 from dflash_jax.infer.text import Text, valid_text
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "turns")
+MOST_SAMPLES = 128  # answers to one prompt
 SETTINGS: dict[str, tuple[type, ...]] = {
     "max_new_tokens": (int,),
     "temperature": (int, float),
     "top_p": (int, float),
     "top_k": (int,),
+    "min_p": (int, float),
     "seed": (int,),
 }
 
@@ -40,6 +42,7 @@ class Line:
         named: whether the id is the line's own.
         messages: of a conversation whose `later` user turns follow one answer after the other.
         later: see `messages`.
+        n: answers to give to the prompt.
         batch: of an OpenAI batch line, which is answered in that form.
         is_batch: whether it was meant as one, even if it is none.
     """
@@ -52,6 +55,7 @@ class Line:
     named: bool = False
     messages: tuple[dict[str, str], ...] = ()
     later: tuple[str, ...] = ()
+    n: int = 1
     batch: openai.Batch | None = None
     is_batch: bool = False
 
@@ -130,6 +134,9 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: Request) -> Line:
         if is_batch := name == "custom_id":
             row, batch = openai.plain_line(row)
         request, stop, messages, later = plain_request(row, str(line_id), text, defaults)
+        n = sample_count(row)
+        if n > 1 and later:
+            raise RequestError("invalid_parameter", "n is of a single prompt, not of a conversation's turns")
     except RequestError as error:
         return Line(index, line_id, error=error, named=named, is_batch=is_batch)
     return Line(
@@ -140,6 +147,7 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: Request) -> Line:
         named=named,
         messages=messages,
         later=later,
+        n=n,
         batch=batch,
         is_batch=is_batch,
     )
@@ -180,6 +188,16 @@ def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("top_k", 0) >= 2**31:
         raise RequestError("invalid_parameter", f"top_k is out of range: {given['top_k']}")
     return given
+
+
+def sample_count(row: Mapping[str, Any]) -> int:
+    """The field `n`, 1 by default; raises RequestError."""
+    n = row.get("n")
+    if n is None:
+        return 1
+    if type(n) is not int or not 1 <= n <= MOST_SAMPLES:
+        raise RequestError("invalid_parameter", f"n must be an integer in 1..{MOST_SAMPLES}, got {n!r:.60}")
+    return n
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

@@ -2,19 +2,20 @@
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dflash_jax.infer.requests import RequestError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 KNOWN = (
-    "model messages prompt max_tokens max_completion_tokens temperature top_p top_k seed stop stream user metadata"
+    "model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p n seed stop stream user "
+    "metadata"
 ).split()
+COMMON = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop")  # named alike in both forms
 # Parameters that are accepted at the value that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "n": (1,),
     "best_of": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -55,7 +56,9 @@ def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
                 raise RequestError("unsupported_parameter", f"{name} {value!r:.60} is not supported; leave it out")
         elif name not in KNOWN:
             raise RequestError("unsupported_parameter", f"unknown parameter {name!r:.60}")
-    plain = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed", "stop") if name in body}
+    plain = {
+        name: body[name] for name in ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop") if name in body
+    }
     tokens = body.get("max_completion_tokens", body.get("max_tokens"))
     if tokens is not None:
         plain["max_new_tokens"] = tokens
@@ -85,18 +88,22 @@ def _flat(messages: Any) -> Any:
     return flat
 
 
-def body(endpoint: str, model: str, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """A response body for an answer record of ours, with our `speculation` in addition."""
-    choice = {"index": 0, "logprobs": None, "finish_reason": answer["finish_reason"]}
-    if endpoint == CHAT:
-        choice["message"] = {"role": "assistant", "content": answer["text"], "refusal": None}
-    else:
-        choice["text"] = answer["text"]
+def body(endpoint: str, model: str, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A response body for the answers to one prompt, in our own form; with their `speculation` in addition."""
+    choices = []
+    for index, answer in enumerate(answers):
+        choice = {"index": index, "logprobs": None, "finish_reason": answer["finish_reason"]}
+        if endpoint == CHAT:
+            choice["message"] = {"role": "assistant", "content": answer["text"], "refusal": None}
+        else:
+            choice["text"] = answer["text"]
+        choices.append(choice)
     kind = "chat.completion" if endpoint == CHAT else "text_completion"
+    speculation = [answer["speculation"] for answer in answers]
     return envelope(endpoint, kind, model) | {
-        "choices": [choice],
-        "usage": usage(answer),
-        "speculation": answer["speculation"],
+        "choices": choices,
+        "usage": usage(answers),
+        "speculation": speculation[0] if len(speculation) == 1 else speculation,
     }
 
 
@@ -106,9 +113,11 @@ def envelope(endpoint: str, kind: str, model: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
-def usage(answer: Mapping[str, Any]) -> dict[str, int]:
-    """Token counts with their sum."""
-    return answer["usage"] | {"total_tokens": sum(answer["usage"].values())}
+def usage(answers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Tokens of the prompt, of all answers to it, and their sum."""
+    prompt = answers[0]["usage"]["prompt_tokens"]
+    generated = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
 def chunk_choice(endpoint: str, text: str | None, finish_reason: str | None, first: bool) -> dict[str, Any]:
@@ -120,10 +129,10 @@ def chunk_choice(endpoint: str, text: str | None, finish_reason: str | None, fir
     return choice | {"delta": delta}
 
 
-def batch_record(custom_id: str, batch: Batch, answer: Mapping[str, Any]) -> dict[str, Any]:
+def batch_record(custom_id: str, batch: Batch, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The batch output line of an answered request."""
     name = f"batch_req_{uuid.uuid4().hex}"
-    response = {"status_code": 200, "request_id": name, "body": body(batch.endpoint, batch.model, answer)}
+    response = {"status_code": 200, "request_id": name, "body": body(batch.endpoint, batch.model, answers)}
     return {"id": name, "custom_id": custom_id, "response": response, "error": None}
 
 

@@ -45,9 +45,11 @@ def replay(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
     seed: int = 0,
     request_id: str = "0",
     request_seed: int | None = None,
+    sample: int = 0,
     chunk: int = 128,
 ) -> Replay:
     """Scores `tokens` as a continuation of `prompt` with the plain target, `chunk` positions at a time.
@@ -61,7 +63,8 @@ def replay(
         jnp.full(1, temperature, jnp.float32),
         jnp.full(1, top_k, jnp.int32),
         jnp.full(1, top_p, jnp.float32),
-        request_key(request_seed, seed, request_id)[None],
+        jnp.full(1, min_p, jnp.float32),
+        request_key(request_seed, seed, request_id, sample)[None],
     )
     inputs, labels = sequence[:-1], sequence[1:]
     cache, gaps = target.init_cache(1, -(-len(inputs) // 256) * 256), []

@@ -27,7 +27,8 @@ class Request:
     Attributes:
         prompt_token_ids: at least one token.
         max_new_tokens: at most this many are generated, fewer if the engine's `max_length` is reached.
-        temperature, top_p, top_k: see `sampling.Sampling`.
+        temperature, top_p, top_k, min_p: see `sampling.Sampling`.
+        sample: number of this answer, where a prompt is answered more than once; each has noise of its own.
         seed: of this request; None derives its noise from the engine's seed and `id`.
         stop_token_ids: tokens that end the answer; the one that does is its last token.
         id: any string; it decides the noise of a request without a seed.
@@ -40,6 +41,8 @@ class Request:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    sample: int = 0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     id: str = ""
@@ -63,7 +66,7 @@ class Request:
         try:
             if self.seed is not None:
                 check_seed(self.seed)
-            check_sampling(self.temperature, self.top_p, self.top_k)
+            check_sampling(self.temperature, self.top_p, self.top_k, self.min_p)
         except ValueError as error:
             raise RequestError("invalid_parameter", str(error)) from error
 
@@ -77,7 +80,7 @@ class Completion:
         finish_reason: "stop" at a stop token or stop string, "length" at the budget; "" in progress.
         acceptance_lengths: tokens committed by each speculative step. The first token comes from the
             prefill and belongs to no step.
-        prompt_tokens: of the request.
+        prompt_tokens, sample: of the request.
         submitted, started, first_token, finished: when, in seconds of `time.perf_counter`; 0 is not yet.
     """
 
@@ -85,6 +88,7 @@ class Completion:
     finish_reason: str = ""
     acceptance_lengths: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
+    sample: int = 0
     submitted: float = 0.0
     started: float = 0.0
     first_token: float = 0.0

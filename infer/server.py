@@ -24,7 +24,7 @@ from starlette.routing import Route
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import answer
-from dflash_jax.infer.lines import plain_request
+from dflash_jax.infer.lines import plain_request, sample_count
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.text import Text, cut_at_stop, settled
 
@@ -178,6 +178,9 @@ def make_app(
             # Without a seed of its own a request draws from its name, so names never repeat.
             plain = openai.plain_body(options, endpoint)
             asked, stop, _, _ = plain_request(plain, uuid.uuid4().hex, text, defaults)
+            n = sample_count(plain)
+            if n > 1 and streamed:
+                raise RequestError("unsupported_parameter", f"n {n} cannot be streamed; leave out one of the two")
             worker.engine.check(asked)
         except RequestError as error:
             return _error(400, error.code, str(error))
@@ -186,12 +189,13 @@ def make_app(
             chunks = _chunks(worker, asked, stop, text, endpoint, name, with_usage)
             return StreamingResponse(chunks, media_type="text/event-stream")
         try:
-            done = await _until_disconnected(request, _last(worker, asked))
+            work = asyncio.gather(*(_last(worker, replace(asked, sample=i)) for i in range(n)))
+            done = await _until_disconnected(request, work)
         except Exception as error:
             return _error(500, "engine_failed", str(error))
         if done is None:
             return Response(status_code=499)
-        return JSONResponse(openai.body(endpoint, name, answer(done, stop, text)))
+        return JSONResponse(openai.body(endpoint, name, [answer(completion, stop, text) for completion in done]))
 
     return Starlette(
         routes=[
@@ -236,14 +240,14 @@ async def _last(worker: Worker, request: Request) -> Completion:
     return done
 
 
-async def _until_disconnected(request: HTTPRequest, work: Any) -> Completion | None:
+async def _until_disconnected(request: HTTPRequest, work: asyncio.Future) -> list[Completion] | None:
     """The result of the work; None, and the work cancelled, if the client goes away."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    tasks = work, asyncio.ensure_future(gone())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return tasks[0].result() if tasks[0].done() else None
@@ -275,5 +279,5 @@ async def _chunks(
         yield f"data: {json.dumps({'error': {'message': str(error), 'code': 'engine_failed'}})}\n\n"
         return
     if with_usage:
-        yield event(choices=[], usage=openai.usage(answer(done, stop, text)))
+        yield event(choices=[], usage=openai.usage([answer(done, stop, text)]))
     yield "data: [DONE]\n\n"

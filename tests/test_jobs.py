@@ -149,7 +149,7 @@ def test_openai_batch_lines(pair, tmp_path):
         {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat | {"max_tokens": 5}},
         {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": [1, 2, 3], "n": 1}},
         {"custom_id": "c", "method": "GET", "url": "/v1/completions", "body": {"prompt": "a"}},
-        {"custom_id": "d", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "n": 2}},
+        {"custom_id": "d", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "best_of": 2}},
         {"custom_id": "e", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "colour": 1}},
         {"custom_id": "f", "method": "POST", "url": "/v1/completions", "body": {"messages": []}},
         {"custom_id": "g", "method": "POST", "url": "/v1/chat/completions", "body": []},
@@ -174,6 +174,28 @@ def test_openai_batch_lines(pair, tmp_path):
         assert record["error"]["code"] in ("invalid_request", "unsupported_parameter")
     assert serve.main(command(pair, [str(tmp_path / "in.jsonl")], output)) == 1  # continued: nothing is left
     assert len(output.read_text().splitlines()) == 8
+
+
+def test_several_answers_to_one_prompt(pair, tmp_path):
+    line = {"prompt": "hello", "temperature": 1.2, "seed": 4, "max_new_tokens": 9}
+    body = {name: value for name, value in line.items() if name != "max_new_tokens"} | {"max_tokens": 9, "n": 3}
+    rows = [
+        line | {"id": "one"},
+        line | {"id": "three", "n": 3},
+        {"custom_id": "batch", "method": "POST", "url": "/v1/completions", "body": body},
+        {"id": "none", "prompt": "a", "n": 0},
+        {"id": "talk", "turns": ["a", "b"], "n": 2},
+    ]
+    output = tmp_path / "out.jsonl"
+    arguments = command(pair, write(tmp_path / "in.jsonl", rows), output, "--ordered", "--batch-size", "2")
+    assert serve.main(arguments) == 1
+    one, three, batch, none, talk = (json.loads(text) for text in output.read_text().splitlines())
+    texts = [sample["text"] for sample in three["samples"]]
+    assert len(set(texts)) == 3
+    assert texts[0] == three["text"] == one["text"]
+    choices = batch["response"]["body"]["choices"]
+    assert [(choice["index"], choice["text"]) for choice in choices] == list(enumerate(texts))
+    assert none["error"]["code"] == talk["error"]["code"] == "invalid_parameter"
 
 
 def test_turns_are_a_conversation(pair, tmp_path):

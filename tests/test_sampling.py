@@ -16,11 +16,12 @@ from dflash_jax.sampling import (
 )
 
 
-def settings(temperature, top_k, top_p, rows=1):
+def settings(temperature, top_k, top_p, rows=1, min_p=0.0):
     return Sampling(
         jnp.full(rows, temperature, jnp.float32),
         jnp.full(rows, top_k, jnp.int32),
         jnp.full(rows, top_p, jnp.float32),
+        jnp.full(rows, min_p, jnp.float32),
         jax.random.split(jax.random.key(7), rows),
     )
 
@@ -49,12 +50,23 @@ def test_filters_keep_what_a_sort_keeps(top_k, top_p):
         np.testing.assert_array_equal(kept[np.isfinite(kept)], np.asarray(row)[np.isfinite(kept)])
 
 
+@pytest.mark.parametrize("min_p", [0.05, 0.5, 1.0])
+def test_min_p_is_a_share_of_the_best(min_p):
+    logits = 3 * jax.random.normal(jax.random.key(2), (1, 6, 200))
+    kept = np.isfinite(filter_scores(logits, settings(1.0, 0, 1.0, min_p=min_p)))
+    p = np.asarray(jax.nn.softmax(logits, axis=-1))
+    np.testing.assert_array_equal(kept, p >= min_p * p.max(axis=-1, keepdims=True) * (1 - 1e-6))
+    both = np.isfinite(filter_scores(logits, settings(1.0, 5, 0.9, min_p=min_p)))
+    np.testing.assert_array_equal(both, kept & np.isfinite(filter_scores(logits, settings(1.0, 5, 0.9))))
+
+
 def test_rows_are_filtered_by_their_own_settings():
     logits = jax.random.normal(jax.random.key(0), (3, 1, 50))
     mixed = Sampling(
         jnp.ones(3),
         jnp.asarray([0, 3, 0]),
         jnp.asarray([1.0, 1.0, 0.3]),
+        jnp.zeros(3),
         jax.random.split(jax.random.key(1), 3),
     )
     kept = np.isfinite(filter_scores(logits, mixed)).sum(axis=-1)[:, 0]
@@ -85,6 +97,7 @@ def test_greedy_rows_ignore_everything_else():
         jnp.asarray([0.0, 1.0]),
         jnp.asarray([3, 0]),
         jnp.asarray([0.1, 1.0]),
+        jnp.zeros(2),
         jax.random.split(jax.random.key(1), 2),
     )
     noise = gumbel_noise(sampling, jnp.broadcast_to(jnp.arange(3)[None], (2, 3)), 40)

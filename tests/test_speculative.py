@@ -9,13 +9,13 @@ import pytest
 
 from dflash_jax import Engine, Request, generate, load_drafter, spec_generate
 from dflash_jax.cache import commit
-from dflash_jax.sampling import select
+from dflash_jax.sampling import Sampling, select
 from dflash_jax.speculative import (
     RowSettings,
     accept,
     chain_step,
     committing,
-    decode,
+    decode_call,
     init_state,
     prefill,
     speculative_step,
@@ -24,7 +24,12 @@ from dflash_jax.speculative import (
 from tests import tiny
 
 PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2, 19, 50]]
-SETTINGS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}]
+SETTINGS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.02}]
+
+
+def decode(*arguments, **options):
+    program, arguments = decode_call(*arguments, **options)
+    return program(*arguments)
 
 
 def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
@@ -36,10 +41,13 @@ def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
         asked = RowSettings(
             np.int32(max_new_tokens),
             np.full(2, -1, np.int32),
-            np.float32(settings.get("temperature", 0)),
-            np.int32(settings.get("top_k", 0)),
-            np.float32(settings.get("top_p", 1)),
-            jax.random.key(row),
+            Sampling(
+                np.float32(settings.get("temperature", 0)),
+                np.int32(settings.get("top_k", 0)),
+                np.float32(settings.get("top_p", 1)),
+                np.float32(settings.get("min_p", 0)),
+                jax.random.key(row),
+            ),
         )
         count = np.int32(len(prompt))
         state, first = prefill(target, drafter, state, np.int32(row), np.int32(0), chunk, count, np.bool_(True), asked)
@@ -118,7 +126,7 @@ def test_full_cache(target, drafter):
 def test_gold_drafts_are_accepted_whole_and_garbage_drafts_change_nothing(target, drafter, settings):
     width = 6
     free = start(target, None, PROMPTS, **settings)[0]
-    _, trace = decode(target, None, free, 30, False, block_size=1, capacity=30)
+    _, trace = decode(target, None, free, 30, False, block_size=0, capacity=30)
     truth = np.asarray(trace.tokens)[:, :, 0].T  # [B, 30]
     lengths = np.array([len(prompt) for prompt in PROMPTS])
 
@@ -351,11 +359,11 @@ def test_committing_a_path_gathers_it(target):
 
 def test_select_is_deterministic_per_position():
     """The choice depends on key, position and logits, not on the row or slot they stand in."""
-    from dflash_jax.sampling import Sampling, gumbel_noise
+    from dflash_jax.sampling import gumbel_noise
 
     logits = jax.random.normal(jax.random.key(0), (2, 3, 50))
     keys = jax.random.split(jax.random.key(1), 2)
-    sampling = Sampling(jnp.full(2, 0.9), jnp.zeros(2, jnp.int32), jnp.ones(2), keys)
+    sampling = Sampling(jnp.full(2, 0.9), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2), keys)
     positions = jnp.asarray([[4, 5, 6], [9, 10, 11]])
     both = select(logits, gumbel_noise(sampling, positions, 50), sampling)
     alone = jax.tree.map(lambda x: x[1:], sampling)

@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     stage = stages.add_parser("ablate", help="train and decode one drafter per row of the table")
     stage.add_argument("--pair", required=True, metavar="DIR", help="made by pair")
     stage.add_argument("--out", required=True, metavar="DIR", help="runs and results.jsonl; continued if it is there")
-    stage.add_argument("--rows", metavar="A,B", help="names of rows (default: all)")
+    stage.add_argument("--rows", metavar="A;B", help="names of rows (default: all)")
     stage.add_argument("--steps", type=int, default=300, help="of each row (default 300)")
     stage.add_argument("--samples", type=int, default=64, help="held-out problems to decode (default 64)")
     return parser
@@ -301,7 +301,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from dflash_jax.train.evaluate import evaluate, read_prompts
     from dflash_jax.train.fit import load_run
 
-    check_sampling(args.temperature, args.top_p, args.top_k)
+    check_sampling(args.temperature, args.top_p, args.top_k, args.min_p)
     enable_compilation_cache()
     target = load_target(args.target, dtype=args.dtype)
     if args.run:
@@ -318,6 +318,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
+        min_p=args.min_p,
         block_size=args.block_size,
         proposals=args.proposals,
         batch_size=args.batch_size,
@@ -371,7 +372,7 @@ def _ablate(args: argparse.Namespace) -> int:
     from dflash_jax.train.ablations import ROWS, ablate
 
     enable_compilation_cache()
-    names = [name.strip() for name in args.rows.split(",")] if args.rows else list(ROWS)
+    names = [name.strip() for name in args.rows.split(";")] if args.rows else list(ROWS)
 
     def report(result: dict[str, Any]) -> None:
         print(

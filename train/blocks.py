@@ -107,8 +107,9 @@ def draft_hidden(
 ) -> Float[Array, "B A P D"]:
     """Hidden states of every prediction of every block, as decoding computes them for these anchors."""
     B, A, P = blocks.labels.shape
-    positions = jnp.arange(features.shape[1])[None] - starts
-    entries = tuple(KV(block.k, block.v) for block in drafter.context(features, positions))
+    positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], starts.shape)
+    context = drafter.context(features, positions, drafter.init_cache(B, 0), starts=starts)
+    entries = tuple(KV(block.k, block.v) for block in context)
     cache = Cache(entries, jnp.zeros(B, jnp.int32))
     flat = lambda x: x.reshape(B * A)
     hidden = drafter.denoise(

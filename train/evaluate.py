@@ -48,6 +48,7 @@ def evaluate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
     block_size: int | None = None,
     proposals: Proposals = "coupled",
     batch_size: int = 8,
@@ -56,11 +57,12 @@ def evaluate(
     """Decodes all prompts speculatively and returns tau and how the steps went.
 
     Args:
-        max_new_tokens, temperature, top_p, top_k: those of serving; noise follows from the prompt's id.
+        max_new_tokens, temperature, top_p, top_k, min_p: those of serving; noise follows from the prompt's id.
         batch_size: rows at a time.
         baseline: also decode autoregressively, taking turns, for `speedup` and `equal_outputs`.
     """
-    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    settings |= {"top_p": top_p, "top_k": top_k, "min_p": min_p}
     requests = [replace(request, **settings) for request in requests]
     longest = max(len(r.prompt_token_ids) for r in requests) + max_new_tokens
     slots, max_length = min(batch_size, len(requests)), -(-longest // 256) * 256

@@ -91,6 +91,16 @@ def test_answers_and_streams_are_the_engines(client, server, text):
     assert "".join(part.choices[0].text for part in parts) == plain.choices[0].text
 
 
+def test_several_answers_to_one_prompt(client):
+    ask = lambda n: client.completions.create(model="m", prompt="abc", max_tokens=9, n=n, seed=3, temperature=1.0)
+    three, one = ask(3), ask(1)
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+    assert len({choice.text for choice in three.choices}) == 3
+    assert three.choices[0].text == one.choices[0].text
+    assert three.usage.prompt_tokens == one.usage.prompt_tokens
+    assert len(three.model_extra["speculation"]) == 3
+
+
 def test_a_stop_string_never_shows_in_a_stream(client):
     whole = client.completions.create(model="m", prompt="hello there", max_tokens=30).choices[0].text
     stop = whole[5:8]
@@ -109,7 +119,8 @@ def test_settled():
 def test_what_is_refused(client, server):
     for arguments in (
         {"temperature": -1},
-        {"n": 2},
+        {"n": 0},
+        {"n": 2, "stream": True},
         {"logit_bias": {"5": 3}},
         {"max_tokens": 0},
         {"messages": [{"role": "user", "content": "a" * 300}]},
