@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -71,7 +72,9 @@ class Target(struct.PyTreeNode):
         rope = rope_tables(self.config.rope, self.config.head_dim, within, self.dtype)
         row = jnp.asarray(row, jnp.int32)
         at = Pass(positions, rope, visible, caches.row_lengths(cache, row, tokens.shape[0]), row, starts)
-        return self._apply("forward", tokens, at, cache, taps)
+        # Handed out when all is read: were `commit` free to write a layer's cache before the pass has read it, XLA
+        # would copy every cache first.
+        return jax.lax.optimization_barrier(self._apply("forward", tokens, at, cache, taps))
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of final-normed hidden states (the drafter's, too)."""

@@ -300,6 +300,16 @@ def test_device_loop_leaves_when_asked(target, drafter):
     assert state.remaining.tolist() == [0, 0, 0, 0]
 
 
+def test_prefill_updates_its_state_in_place(target, drafter):
+    """The caches of all rows lie still while one row's prompt is read."""
+    state = jax.eval_shape(lambda: init_state(target, drafter, 4, 4096, 2))
+    sampling = Sampling(np.float32(0), np.int32(0), np.float32(1), np.float32(0), jax.random.key(0))
+    asked = RowSettings(np.int32(9), np.full(2, -1, np.int32), sampling)
+    place = np.int32(1), np.int32(0), np.zeros(16, np.int32), np.int32(16), np.bool_(True), asked
+    memory = prefill.lower(target, drafter, state, *place).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < int(np.prod(state.target_cache.entries[0].k.shape)) * 4
+
+
 def test_a_decode_program_updates_its_state_in_place(target, drafter):
     """The donated caches are aliased, and no temporary is as large as one of them."""
     slots = 4096

@@ -25,6 +25,7 @@ from dflash_jax.train.tokenizer import END, PAD, train_tokenizer
 
 # Seeds of the generator. The held-out split shares no question with the others, whatever the seed.
 PRETRAIN_SEED, PROMPT_SEED = 0, 1
+MOST_TOKENS = 160  # of an answer; the longest right one has about 110
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def build(
         if stage(arguments):
             raise RuntimeError(f"stage {name} failed; the same command continues from there")
 
-    run("regenerate", target=target, input=prompts, output=answers, batch_size=32)
+    run("regenerate", target=target, input=prompts, output=answers, batch_size=32, max_new_tokens=MOST_TOKENS)
     settings = directory / "drafter.json"
     checkpoint.write_json(settings, recipe.drafter)
     run("fit", target=target, data=answers, out=directory / "run", config=settings)
