@@ -79,6 +79,16 @@ def row_lengths(cache: Cache, row: Int[Array, ""] | int, rows: int) -> Int[Array
     return jax.lax.dynamic_slice(cache.lengths, (row,), (rows,))
 
 
+def once_read(kept: Int[Array, " B"], hidden: Float[Array, "B T D"]) -> Int[Array, " B"]:
+    """`kept`, as a value that is not known before the pass that returned `hidden` is complete.
+
+    How many positions are committed often follows from that pass. Where it does not, as for a prompt, nothing keeps
+    XLA from writing a layer's cache before the pass has read it, and so it copies every cache first. (Its
+    optimization barrier helps from jax 0.12 on only.)
+    """
+    return kept + (jnp.sum(jnp.isnan(hidden)) < 0).astype(kept.dtype)  # a count is never negative: adds 0
+
+
 def commit(
     cache: Cache,
     blocks: Sequence[Block],

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.cache import Block, Cache, commit
+from dflash_jax.cache import Block, Cache, commit, once_read
 from dflash_jax.config import DecoderConfig
 from dflash_jax.sampling import Sampling, first_argmax, greedy_rows, gumbel_noise, select
 
@@ -350,7 +350,7 @@ def prefill(
     positions = start + jnp.arange(tokens.shape[0])[None]
     taps = drafter.taps if drafter else ()
     hidden, features, blocks = target.forward(tokens[None], positions, None, cache, taps=taps, row=row)
-    kept = count[None]
+    kept = once_read(count[None], hidden)
     state = state.replace(target_cache=commit(cache, blocks, kept, row=row))
     if drafter is not None:
         assert state.draft_cache is not None

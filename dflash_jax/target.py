@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -72,9 +71,7 @@ class Target(struct.PyTreeNode):
         rope = rope_tables(self.config.rope, self.config.head_dim, within, self.dtype)
         row = jnp.asarray(row, jnp.int32)
         at = Pass(positions, rope, visible, caches.row_lengths(cache, row, tokens.shape[0]), row, starts)
-        # Handed out when all is read: were `commit` free to write a layer's cache before the pass has read it, XLA
-        # would copy every cache first.
-        return jax.lax.optimization_barrier(self._apply("forward", tokens, at, cache, taps))
+        return self._apply("forward", tokens, at, cache, taps)
 
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of final-normed hidden states (the drafter's, too)."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.cache import Cache, commit
+from dflash_jax.cache import Cache, commit, once_read
 from dflash_jax.sampling import Sampling, gumbel_noise, perturbed_scores, request_key
 from dflash_jax.target import Target
 
@@ -100,4 +100,4 @@ def _gaps(
     logits = target.unembed(hidden)
     scores = perturbed_scores(logits, gumbel_noise(sampling, positions + 1, logits.shape[-1]), sampling)
     chosen = jnp.take_along_axis(scores, labels[..., None], axis=-1)[..., 0]
-    return commit(cache, blocks, count), jnp.max(scores, axis=-1) - chosen
+    return commit(cache, blocks, once_read(count, hidden)), jnp.max(scores, axis=-1) - chosen

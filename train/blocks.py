@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from dflash_jax.cache import KV, Cache, commit
+from dflash_jax.cache import KV, Cache, commit, once_read
 from dflash_jax.drafter import Drafter
 from dflash_jax.target import Target
 
@@ -94,7 +94,7 @@ def target_features(
         tokens, starts = xs
         positions = cache.lengths[:, None] + jnp.arange(chunk)[None]
         hidden, features, blocks = target.forward(tokens, positions, None, cache, taps=taps, starts=starts)
-        return commit(cache, blocks, jnp.full(B, chunk, jnp.int32)), (features, hidden)
+        return commit(cache, blocks, once_read(jnp.full(B, chunk, jnp.int32), hidden)), (features, hidden)
 
     _, outputs = jax.lax.scan(one, target.init_cache(B, S + short), (split(tokens), split(starts)))
     join = lambda x: x.swapaxes(0, 1).reshape(B, S + short, -1)[:, :S]
