@@ -240,6 +240,7 @@ def save(directory: str | Path, params: Mapping[str, Any], table: Table, config:
         for part in leaf.parts:
             tensors[part.name] = np.ascontiguousarray(host[part.index])
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)  # written for its owner alone otherwise
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

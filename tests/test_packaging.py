@@ -47,7 +47,10 @@ def test_wheel_installs_and_imports_elsewhere(tmp_path):
     run = lambda *command, **options: subprocess.run(command, check=True, capture_output=True, text=True, **options)
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT))
     wheel = next(tmp_path.glob("*.whl"))
-    names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    files = zipfile.ZipFile(wheel).namelist()
+    for file in (ROOT / "dflash_jax" / "pair").rglob("*.*"):
+        assert str(file.relative_to(ROOT)) in files
+    names = {name.split("/")[0] for name in files}
     assert {name for name in names if not name.endswith(".dist-info")} == {"dflash_jax"}
     venv.create(tmp_path / "env", with_pip=True, system_site_packages=False)
     python = str(tmp_path / "env" / "bin" / "python")

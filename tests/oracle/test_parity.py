@@ -157,6 +157,7 @@ DRAFTERS = {
         "is_causal": False,
     },
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}},
+    "the embedding as a tap": {"dflash_config": {"target_layer_ids": [-1, 2]}},
 }
 
 
