@@ -116,6 +116,7 @@ def _block_size(text: str) -> int | str:
 
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it regrets the absence of torch, which nobody needs here
     try:
         if args.prompt is not None:
             return _answer(args)
