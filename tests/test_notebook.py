@@ -12,7 +12,8 @@ NOTEBOOK = Path(__file__).parent.parent / "colab" / "quickstart.ipynb"
 
 
 @pytest.mark.slow
-def test_quickstart(tmp_path):
+def test_quickstart(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parent.parent))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)  # committed clean
     done = nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
