@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.serve import add_generation_arguments, add_model_arguments, load, make_engine, use_bundled_pair
+from dflash_jax.cli import add_generation_arguments, add_model_arguments, load, make_engine, use_bundled_pair
 
 PROBLEM_SEED = 2  # of the held-out problems; any other asks other questions
 

@@ -22,7 +22,7 @@ with install_import_hook([f"dflash_jax.{name}" for name in ("kernels", "models")
     import dflash_jax.kernels.block_attention
     import dflash_jax.models  # noqa: F401
 
-from dflash_jax import load_drafter, load_target
+from dflash_jax import cli, load_drafter, load_target
 from tests import tiny
 
 
@@ -31,6 +31,22 @@ def forget_programs():
     """Every compiled program holds memory maps, of which a process may have some 65,000; then XLA crashes."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def no_persistent_cache(monkeypatch):
+    """Commands run in a test leave no compiled programs in the user's cache."""
+    monkeypatch.setattr(cli, "enable_compilation_cache", lambda: None)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory):
+    """The pair of `pair_directory` with a tokenizer, for the command lines."""
+    directory = tmp_path_factory.mktemp("served")
+    tiny.write_target(directory / "target", tiny.target_config())
+    tiny.write_tokenizer(directory / "target")
+    tiny.write_drafter(directory / "drafter", tiny.drafter_config())
+    return directory
 
 
 @pytest.fixture(scope="session")

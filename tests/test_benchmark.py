@@ -4,18 +4,13 @@ import json
 
 import pytest
 
-from dflash_jax import benchmark, serve
+from dflash_jax import benchmark
 from dflash_jax.infer.datasets import SOURCES, load_dataset
-from tests import tiny
 
 
 @pytest.fixture
-def pair(tmp_path, monkeypatch):
-    monkeypatch.setattr(serve, "enable_compilation_cache", lambda: None)
-    tiny.write_target(tmp_path / "target", tiny.target_config())
-    tiny.write_tokenizer(tmp_path / "target")
-    tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config())
-    return ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter")]
+def pair(pair):
+    return ["--target", str(pair / "target"), "--drafter", str(pair / "drafter")]
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])

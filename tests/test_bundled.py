@@ -3,16 +3,9 @@
 import json
 from itertools import islice
 
-import pytest
-
 from dflash_jax import benchmark, bundled_pair, load_drafter, load_target, serve, spec_generate
 from dflash_jax.infer.text import Text
 from dflash_jax.train.problems import is_correct, problems
-
-
-@pytest.fixture(autouse=True)
-def no_persistent_cache(monkeypatch):
-    monkeypatch.setattr(serve, "enable_compilation_cache", lambda: None)
 
 
 def test_shape_and_size():

@@ -17,23 +17,8 @@ import zstandard
 from dflash_jax import serve
 from dflash_jax.infer import journal
 from dflash_jax.infer.journal import Journal
-from tests import tiny
 
 COMPARED = ("id", "token_ids", "text", "finish_reason", "usage", "turns")
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("jobs")
-    tiny.write_target(directory / "target", tiny.target_config())
-    tiny.write_tokenizer(directory / "target")
-    tiny.write_drafter(directory / "drafter", tiny.drafter_config())
-    return directory
-
-
-@pytest.fixture(autouse=True)
-def no_persistent_cache(monkeypatch):
-    monkeypatch.setattr(serve, "enable_compilation_cache", lambda: None)
 
 
 def command(pair, source, output, *more):

@@ -8,20 +8,6 @@ from dflash_jax import generate, load_target, serve
 from tests import tiny
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("served")
-    tiny.write_target(directory / "target", tiny.target_config())
-    tiny.write_tokenizer(directory / "target")
-    tiny.write_drafter(directory / "drafter", tiny.drafter_config())
-    return directory
-
-
-@pytest.fixture(autouse=True)
-def no_persistent_cache(monkeypatch):
-    monkeypatch.setattr(serve, "enable_compilation_cache", lambda: None)
-
-
 def run(pair, tmp_path, lines, *arguments, drafter="drafter", resume=False):
     """Exit status, output records and summary."""
     source, output, summary = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "summary.json"))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.serve import add_generation_arguments, add_model_arguments, progress_bar
+from dflash_jax.cli import add_generation_arguments, add_model_arguments, progress_bar
 from dflash_jax.train.config import TrainConfig, make_config, read_settings
 
 EPILOG = """\
@@ -144,10 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _regenerate(args: argparse.Namespace) -> int:
+    from dflash_jax.cli import engine_rates, load, make_engine
     from dflash_jax.infer.interrupt import stop_signals
     from dflash_jax.infer.jobs import job_settings, run_job
     from dflash_jax.infer.lines import read_lines
-    from dflash_jax.serve import engine_rates, load, make_engine
     from dflash_jax.train.regenerate import answer_record, journal
 
     args.no_speculation = not args.drafter
@@ -193,7 +193,7 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
             overrides[field.name] = yaml.safe_load(given) if field.type is not str else given
     given = read_settings(args.config, overrides)
     make_config(given)  # complain before anything is loaded
-    from dflash_jax.serve import enable_compilation_cache
+    from dflash_jax.cli import enable_compilation_cache
 
     enable_compilation_cache()
     from dflash_jax.checkpoint import read_json, resolve
@@ -294,9 +294,9 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise ValueError("--step is of a --run")
     import jax
 
+    from dflash_jax.cli import enable_compilation_cache
     from dflash_jax.drafter import load_drafter
     from dflash_jax.sampling import check_sampling
-    from dflash_jax.serve import enable_compilation_cache
     from dflash_jax.target import load_target
     from dflash_jax.train.evaluate import evaluate, read_prompts
     from dflash_jax.train.fit import load_run
@@ -368,7 +368,7 @@ def _pair(args: argparse.Namespace) -> int:
 
 
 def _ablate(args: argparse.Namespace) -> int:
-    from dflash_jax.serve import enable_compilation_cache
+    from dflash_jax.cli import enable_compilation_cache
     from dflash_jax.train.ablations import ROWS, ablate
 
     enable_compilation_cache()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import load_drafter, serve, spec_generate
+from dflash_jax import load_drafter, spec_generate
 from dflash_jax.cache import commit
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.ablations import ROWS, InputInjection
@@ -15,11 +15,6 @@ from dflash_jax.train.blocks import draft_hidden, draw_blocks
 from dflash_jax.train.pair import build
 from tests import tiny
 from tests.train.test_pair import RECIPE
-
-
-@pytest.fixture(autouse=True)
-def no_persistent_cache(monkeypatch):
-    monkeypatch.setattr(serve, "enable_compilation_cache", lambda: None)
 
 
 def test_input_injection_trains_what_it_decodes(target, drafter):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_jax import load_drafter, serve
+from dflash_jax import load_drafter
 from dflash_jax.train.__main__ import main
 from tests import tiny
 
@@ -19,11 +19,6 @@ def place(tmp_path_factory):
     words = ["hello there", "what is it", "one two", "abc", "zz top", "more"]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": word}) + "\n" for word in words))
     return directory
-
-
-@pytest.fixture(autouse=True)
-def no_persistent_cache(monkeypatch):
-    monkeypatch.setattr(serve, "enable_compilation_cache", lambda: None)
 
 
 def regenerate(place, name="answers.jsonl", *more):

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from dflash_jax import load_drafter, load_target, serve, spec_generate
+from dflash_jax import load_drafter, load_target, spec_generate
 from dflash_jax.infer.text import Text
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.config import TrainConfig
@@ -20,11 +20,6 @@ from dflash_jax.train.pretrain import language_loss, new_target, pretrain
 from dflash_jax.train.problems import is_correct, is_held_out, problems
 from dflash_jax.train.tokenizer import train_tokenizer
 from tests import tiny
-
-
-@pytest.fixture(autouse=True)
-def no_persistent_cache(monkeypatch):
-    monkeypatch.setattr(serve, "enable_compilation_cache", lambda: None)
 
 
 def first(count, seed, **options):
