@@ -42,7 +42,7 @@ class Recipe:
         held_out: problems of the benchmark that goes into the card.
     """
 
-    problems: int = 26000
+    problems: int = 44000
     tokenizer_problems: int = 8000
     shape: dict[str, Any] = field(
         default_factory=lambda: {
@@ -59,7 +59,7 @@ class Recipe:
         default_factory=lambda: {
             "length": 256,
             "batch_size": 8,
-            "max_steps": 1200,
+            "max_steps": 2000,
             "optimizer": "muon",
             "learning_rate": 5e-3,
             "schedule": "wsd",

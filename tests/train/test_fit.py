@@ -1,6 +1,7 @@
 """A run: killed and continued, refused where it is another, stopped where it must, exported and loaded."""
 
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -148,6 +149,8 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(target, start, examples, tmp
     again = Run(tmp_path, target, *start, examples, CONFIG)
     assert int(again.state.step) == 3
     again.fit()
+    del run, again
+    gc.collect()  # here, where their warnings are expected
 
 
 @pytest.mark.slow
