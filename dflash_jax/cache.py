@@ -11,6 +11,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig
+from dflash_jax.kernels.cache_update import append
 
 
 class Block(struct.PyTreeNode):
@@ -34,17 +35,7 @@ class KV(struct.PyTreeNode):
 
     def write(self, block: Block, lengths: Int[Array, " B"], kept: Int[Array, " B"], row: Int[Array, ""] | int) -> "KV":
         """Writes the first `kept` block positions behind `lengths`; what does not fit is dropped."""
-        S, T = self.k.shape[2], block.k.shape[2]
-        j = jnp.arange(T)[None]
-        slots = lengths[:, None] + j
-        written = j < kept[:, None]
-        if self.ring:
-            slots = slots % S
-            written = written & (j >= kept[:, None] - S)  # of a chunk longer than the ring, the last S
-        slots = jnp.where(written, slots, S)
-        rows = row + jnp.arange(lengths.shape[0])[:, None]
-        k = self.k.at[rows, :, slots].set(block.k.swapaxes(1, 2), mode="drop")
-        v = self.v.at[rows, :, slots].set(block.v.swapaxes(1, 2), mode="drop")
+        k, v = append(self.k, self.v, block.k, block.v, lengths, kept, row, ring=self.ring)
         return self.replace(k=k, v=v)
 
 

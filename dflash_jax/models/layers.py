@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import KV, Block
 from dflash_jax.config import DecoderConfig, LayerConfig, RopeConfig
-from dflash_jax.kernels.block_attention import Visible, attend, attend_anchored
+from dflash_jax.kernels.anchored_attention import attend_anchored
+from dflash_jax.kernels.block_attention import Visible, attend
 
 FEW_ROWS = 256  # of a product: the widest block or prompt chunk that is multiplied weight first
 
@@ -157,7 +158,12 @@ class Attention(nn.Module):
             starts = jnp.zeros_like(at.lengths) if at.starts is None else at.starts[:, 0]
             fold = lambda x: x.reshape(-1, at.per_row, *x.shape[1:])
             out = attend_anchored(
-                fold(q), fold(k), fold(v), entry, fold(at.lengths), fold(starts), visible=visible, window=window
+                *map(fold, (q, k, v)),
+                entry.k,
+                entry.v,
+                *map(fold, (at.lengths, starts)),
+                visible=visible,
+                window=window,
             )
         out = Linear((N * H, D), config.attention_bias, name="o_proj")(out.reshape(B, T, N * H))
         return out, Block(k, v)

@@ -2,4 +2,3 @@
 
 from .api import Visible as Visible
 from .api import attend as attend
-from .api import attend_anchored as attend_anchored

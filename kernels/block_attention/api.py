@@ -1,6 +1,7 @@
 """The one attention of the project: drafting, verifying, plain decoding and prefill.
 
-Shapes: B rows, T block positions, S cache slots, N query heads, K key-value heads, H head dim.
+Shapes: B rows, T block positions, S cache slots, N query heads, K key-value heads, H head dim of queries and
+keys, Hv head dim of values, G queries that share a key-value head (N // K heads at T positions).
 """
 
 from typing import Literal, Protocol, runtime_checkable
@@ -8,10 +9,13 @@ from typing import Literal, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from . import anchored, reference
+from ..dispatch import Name, choose
+from . import mosaic_gpu, pallas_tpu, reference
 
 # "causal" and "full" over the block, or an explicit matrix (row i sees column j) for token trees.
 Visible = Literal["causal", "full"] | Bool[Array, "T T"] | Bool[Array, "B T T"]
+
+IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": mosaic_gpu}
 
 
 @runtime_checkable
@@ -19,23 +23,26 @@ class Entry(Protocol):
     """Committed keys and values of one layer."""
 
     k: Float[Array, "R K S H"]
-    v: Float[Array, "R K S H"]
+    v: Float[Array, "R K S Hv"]
 
 
 def attend(
     q: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],
     k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
+    v: Float[Array, "B K T Hv"],
     cache: Entry,
     lengths: Int[Array, " B"],
     *,
     visible: Visible,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
     row: Int[Array, ""] | int = 0,
     starts: Int[Array, "B T"] | None = None,
-) -> Float[Array, "B T N H"]:
+    implementation: Name | None = None,
+) -> Float[Array, "B T N Hv"]:
     """Softmax attention over committed positions `0..lengths-1` and the block's own keys and values.
 
     Cache slot s of a row holds the last committed position congruent to s modulo S, so a ring buffer
@@ -45,64 +52,34 @@ def attend(
     Args:
         q: rotated queries.
         positions: absolute positions of the block.
-        k, v: fresh keys and values of the block.
+        k, v: fresh keys and values of the block; `v` may alias `k`.
         cache: committed entry; its row axis R may be larger than B.
         lengths: committed length per row, 0 for an empty row.
         visible: which block keys a block query sees; a query always sees itself.
         window: a query at p sees keys with |p - key position| < window only; None is unbounded.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma); None leaves them.
+        sinks: per query head, the score of a key that has no value (gpt-oss).
         scale: of the scores, `H ** -0.5` by default.
         row: first cache row of the block; its B rows are contiguous.
         starts: a query sees no position before this one (packed documents); None is 0.
+        implementation: "xla", "tpu" (Pallas) or "gpu" (Pallas on Hopper and later); see `dispatch`.
 
     Returns:
         The attended values in the dtype of `q`.
+
+    Raises:
+        ValueError: the named implementation does not serve this case; the message says why.
     """
     mask = block_mask(visible, positions, window)
+    low = starts
     if starts is not None:
         mask = mask & (positions[:, None, :] >= starts[:, :, None])
-    return reference.attend(
-        q,
-        positions,
-        k,
-        v,
-        cache.k,
-        cache.v,
-        lengths,
-        mask,
-        window,
-        q.shape[-1] ** -0.5 if scale is None else scale,
-        row,
-        starts,
-    )
-
-
-def attend_anchored(
-    q: Float[Array, "B A T N H"],
-    k: Float[Array, "B A K T H"],
-    v: Float[Array, "B A K T H"],
-    cache: Entry,
-    anchors: Int[Array, "B A"],
-    starts: Int[Array, "B A"],
-    *,
-    visible: Literal["causal", "full"],
-    window: int | None = None,
-    scale: float | None = None,
-) -> Float[Array, "B A T N H"]:
-    """Many blocks of one sequence at once, differentiable: the attention of training.
-
-    Block a of row b stands at positions `anchors[b, a] + 0..T-1` and sees cache positions
-    `starts[b, a]..anchors[b, a] - 1`, strictly before its anchor, and itself; never another block. Each block
-    gets what `attend` gives it alone with `lengths = anchors`. Memory does not grow with A x S, and where
-    anchors are sorted, stretches of the cache that nobody sees cost nothing.
-
-    Args:
-        q, k, v: rotated queries, keys and values of the blocks; B rows, A blocks.
-        cache: context of each row, position p in slot p; no ring.
-        anchors, starts: the interval each block sees; empty where they are equal.
-        visible, window, scale: as in `attend`.
-    """
+    if window is not None:
+        low = jnp.maximum(0 if low is None else low, positions - window + 1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return anchored.attend(q, k, v, cache.k, cache.v, anchors, starts, visible == "causal", window, scale)
+    chosen = choose(IMPLEMENTATIONS, q, v, cache.k, implementation=implementation)
+    row = jnp.asarray(row, jnp.int32)
+    return chosen.attend(q, k, v, cache.k, cache.v, lengths, low, mask, scale, softcap, sinks, row)
 
 
 def block_mask(visible: Visible, positions: Int[Array, "B T"], window: int | None) -> Bool[Array, "#B T T"]:

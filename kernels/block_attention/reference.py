@@ -9,23 +9,31 @@ CHUNK = 128
 MASKED = -1e30  # finite: infinities would turn into NaN where a query sees nothing of a chunk
 
 
+def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
+    """Why these shapes are not served: never."""
+    return None
+
+
 def attend(
     q: Float[Array, "B T N H"],
-    positions: Int[Array, "B T"],
     k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
+    v: Float[Array, "B K T Hv"],
     cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S H"],
+    cache_v: Float[Array, "R K S Hv"],
     lengths: Int[Array, " B"],
+    low: Int[Array, "B T"] | None,
     mask: Bool[Array, "#B T T"],
-    window: int | None,
     scale: float,
-    row: Int[Array, ""] | int,
-    starts: Int[Array, "B T"] | None,
-) -> Float[Array, "B T N H"]:
-    """See `api.attend`. Online softmax: block and first chunk of the cache together, then chunk by chunk."""
+    softcap: float | None,
+    sinks: Float[Array, " N"] | None,
+    row: Int[Array, ""],
+) -> Float[Array, "B T N Hv"]:
+    """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block.
+
+    Online softmax: block and first chunk of the cache together, then chunk by chunk.
+    """
     B, T, N, H = q.shape
-    K, S = cache_k.shape[1:3]
+    K, S, Hv = *cache_k.shape[1:3], v.shape[-1]
     chunk = min(CHUNK, S)
     rows = N // K * T  # queries of one key-value head, group by group
     q = (q * scale).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, rows, H)
@@ -34,24 +42,24 @@ def attend(
         """Keys, values and visibility [B, T, chunk] of the i-th chunk of slots."""
         # The last chunk of a cache that is no multiple of the chunk starts early; its repeats are masked.
         start = jnp.minimum(i * chunk, S - chunk)
-        at, size = (row, 0, start, 0), (B, K, chunk, H)
         slots = start + jnp.arange(chunk)
         held = slot_positions(slots, lengths, S)
         valid = (held >= 0) & (slots >= i * chunk)[None]
         seen = jnp.broadcast_to(valid[:, None, :], (B, T, chunk))
-        if window is not None:
-            seen = seen & (positions[:, :, None] - held[:, None, :] < window)
-        if starts is not None:
-            seen = seen & (held[:, None, :] >= starts[:, :, None])
-        values = jax.lax.dynamic_slice(cache_v, at, size)
+        if low is not None:
+            seen = seen & (held[:, None, :] >= low[:, :, None])
+        keys = jax.lax.dynamic_slice(cache_k, (row, 0, start, 0), (B, K, chunk, H))
+        values = jax.lax.dynamic_slice(cache_v, (row, 0, start, 0), (B, K, chunk, Hv))
         values = jnp.where(valid[:, None, :, None], values, 0)  # unwritten slots may hold anything, even NaN
-        return jax.lax.dynamic_slice(cache_k, at, size), values, seen
+        return keys, values, seen
 
     def scores(keys: Float[Array, "B K C H"], seen: Bool[Array, "B T C"]) -> Float[Array, "B K rows C"]:
         s = jnp.einsum("bkrh,bkch->bkrc", q, keys, preferred_element_type=jnp.float32)
+        if softcap is not None:
+            s = softcap * jnp.tanh(s / softcap)
         return jnp.where(jnp.tile(seen, (1, N // K, 1))[:, None], s, MASKED)
 
-    def weigh(p: Float[Array, "B K rows C"], values: Float[Array, "B K C H"]) -> Float[Array, "B K rows H"]:
+    def weigh(p: Float[Array, "B K rows C"], values: Float[Array, "B K C Hv"]) -> Float[Array, "B K rows Hv"]:
         return jnp.einsum("bkrc,bkch->bkrh", p.astype(q.dtype), values, preferred_element_type=jnp.float32)
 
     keys, values, seen = read(0)
@@ -72,11 +80,15 @@ def attend(
     if chunk < S:  # without further chunks there is no loop, and the pass is differentiable
         used = jnp.minimum(jnp.max(lengths), S)
         first = jnp.int32(1)
-        if starts is not None:  # skip what no query sees, unless a ring has wrapped and slots are no positions
-            first = jnp.where(jnp.max(lengths) > S, 1, jnp.maximum(1, jnp.min(starts) // chunk))
+        if low is not None:  # skip what no query sees, unless a ring has wrapped and slots are no positions
+            first = jnp.where(jnp.max(lengths) > S, 1, jnp.maximum(1, jnp.min(low) // chunk))
         top, total, out = jax.lax.fori_loop(first, (used + chunk - 1) // chunk, one_chunk, (top, total, out))
+    if sinks is not None:
+        sink = jnp.repeat(sinks.astype(jnp.float32).reshape(K, N // K), T, axis=1)[None, :, :, None]
+        higher = jnp.maximum(top, sink)
+        total, out = total * jnp.exp(top - higher) + jnp.exp(sink - higher), out * jnp.exp(top - higher)
     out = (out / total).astype(q.dtype)
-    return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return out.reshape(B, K, N // K, T, Hv).transpose(0, 3, 1, 2, 4).reshape(B, T, N, Hv)
 
 
 def slot_positions(slots: Int[Array, " C"], lengths: Int[Array, " B"], S: int) -> Int[Array, "B C"]:

@@ -1,0 +1,42 @@
+"""The attention of training.
+
+Shapes: B rows, A blocks, T block positions, S context slots, N query heads, K key-value heads, H head dim.
+"""
+
+from typing import Literal
+
+from jaxtyping import Array, Float, Int
+
+from . import reference
+
+
+def attend_anchored(
+    q: Float[Array, "B A T N H"],
+    k: Float[Array, "B A K T H"],
+    v: Float[Array, "B A K T H"],
+    context_k: Float[Array, "B K S H"],
+    context_v: Float[Array, "B K S H"],
+    anchors: Int[Array, "B A"],
+    starts: Int[Array, "B A"],
+    *,
+    visible: Literal["causal", "full"],
+    window: int | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B A T N H"]:
+    """Many blocks of one sequence at once, differentiable in all arrays but the bounds.
+
+    Block a of row b stands at positions `anchors[b, a] + 0..T-1` and sees context positions
+    `starts[b, a]..anchors[b, a] - 1`, strictly before its anchor, and itself; never another block. Each block
+    gets what `block_attention.attend` gives it alone with `lengths = anchors`. Memory does not grow with A x S,
+    and where anchors are sorted, stretches of the context that nobody sees cost nothing.
+
+    Args:
+        q, k, v: rotated queries, keys and values of the blocks.
+        context_k, context_v: context of each row, position p in slot p; no ring.
+        anchors, starts: the interval each block sees; empty where they are equal.
+        visible: which positions of its own block a query sees.
+        window: a query at p sees keys with |p - key position| < window only; None is unbounded.
+        scale: of the scores, `H ** -0.5` by default.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return reference.attend(q, k, v, context_k, context_v, anchors, starts, visible == "causal", window, scale)

@@ -1,0 +1,209 @@
+"""TPU implementation: one Pallas kernel that streams the cache through VMEM once, however few queries look at it.
+
+A grid step holds a chunk of slots of several key-value heads. The queries that share a head are the rows of one
+matrix product. Steps over the chunks of one row of the batch run in order with an online softmax, which begins with
+the block's own keys (and the sink) and so needs no merge at the end. What a row cannot see is not fetched: the
+chunk index stands still, and the pipeline copies nothing.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+HEAD_DIMS = (64, 128, 256)
+LANES = 128
+STEP_BYTES = 1 << 20  # keys and values a grid step reads; much less, and the step's fixed cost shows
+HEADS = 8  # key-value heads per grid step, at most
+ROWS = 512  # queries of one key-value head per grid step, at most
+FEW_ROWS = 128  # of which the loop over heads is unrolled
+MASKED = -1e30  # finite: infinities would turn into NaN where a query sees nothing of a chunk
+
+
+def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
+    """Why these shapes are not served, or None."""
+    for size in (q.shape[-1], v.shape[-1]):
+        if size not in HEAD_DIMS:
+            return f"head dim {size}; it serves {', '.join(map(str, HEAD_DIMS))}"
+    if q.dtype not in (jnp.float32, jnp.bfloat16) or cache_k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; it serves float32 and bfloat16"
+    if cache_k.shape[2] == 0:
+        return "the cache has no slots"
+    return None
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T Hv"],
+    cache_k: Float[Array, "R K S H"],
+    cache_v: Float[Array, "R K S Hv"],
+    lengths: Int[Array, " B"],
+    low: Int[Array, "B T"] | None,
+    mask: Bool[Array, "#B T T"],
+    scale: float,
+    softcap: float | None,
+    sinks: Float[Array, " N"] | None,
+    row: Int[Array, ""],
+) -> Float[Array, "B T N Hv"]:
+    """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block."""
+    B, T, N, H = q.shape
+    K, S, Hv = *cache_k.shape[1:3], v.shape[-1]
+    G = N // K
+    heads = _heads(B, K)
+    tile = T if T * G <= ROWS else max(1, ROWS // G)  # positions of a tile of queries
+    tiles = -(-T // tile)
+    more, rows = tiles * tile - T, tile * G
+    chunk = _chunk(S, heads * (H + Hv) * q.dtype.itemsize)
+
+    def fold(x: Array) -> Array:
+        """[b, T, n, X] -> [b, tiles, n, tile, X]; positions added at the end see nothing."""
+        x = jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
+        return x.reshape(x.shape[0], tiles, tile, *x.shape[2:]).swapaxes(2, 3)
+
+    # XLA lays out an array of narrower heads with the slots along the lanes. To ask for any other is to copy it.
+    turned_k, turned_v = H < LANES, Hv < LANES
+    wide = max(T, 8)  # a product with a single column is no matrix product
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wide - T), (0, 0))) for x in (k, v))
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, wide - T)))
+
+    per_query = lambda x: jnp.repeat(fold(x[:, :, None]), G, axis=2).reshape(x.shape[0], tiles, rows, x.shape[-1])
+    queries = fold((q * scale).astype(q.dtype)).reshape(B, tiles, K, rows, H)
+    bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
+    first, count = _span(bounds, lengths, S, chunk)
+    sink = jnp.full((K, G), MASKED) if sinks is None else sinks.astype(jnp.float32).reshape(K, G)
+    sink = jnp.repeat(sink, tile, axis=1)[..., None]
+
+    def cache_spec(width: int, turned: bool) -> pl.BlockSpec:
+        def index(b, h, r, i, lengths, first, count, row):
+            at = first[b] + jnp.clip(i, 0, jnp.maximum(count[b] - 1, 0))
+            return (row[0] + b, h, 0, at) if turned else (row[0] + b, h, at, 0)
+
+        return pl.BlockSpec((None, heads, *((width, chunk) if turned else (chunk, width))), index)
+
+    of_block = lambda b, h, r, i, *_: (b, h, 0, 0)
+    of_queries = lambda b, h, r, i, *_: (b, r, h, 0, 0)
+    of_mask = lambda b, h, r, i, *_: (b if mask.shape[0] > 1 else 0, r, 0, 0)
+    in_specs = [
+        pl.BlockSpec((None, None, heads, rows, H), of_queries),
+        pl.BlockSpec((None, None, rows, 1), lambda b, h, r, i, *_: (b, r, 0, 0)),
+        pl.BlockSpec((None, None, rows, wide), of_mask),
+        pl.BlockSpec((heads, rows, 1), lambda b, h, r, i, *_: (h, 0, 0)),
+        pl.BlockSpec((None, heads, wide, H), of_block),
+        pl.BlockSpec((None, heads, wide, Hv), of_block),
+        cache_spec(H, turned_k),
+        cache_spec(Hv, turned_v),
+    ]
+    scratch = [pltpu.VMEM((heads, rows, width), jnp.float32) for width in (1, 1, Hv)]
+    out = pl.pallas_call(
+        partial(_kernel, slots=S, turned_k=turned_k, turned_v=turned_v, softcap=softcap),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(B, K // heads, tiles, jnp.maximum(jnp.max(count), 1)),
+            in_specs=in_specs,
+            out_specs=pl.BlockSpec((None, None, heads, rows, Hv), of_queries),
+            scratch_shapes=scratch,
+        ),
+        out_shape=jax.ShapeDtypeStruct((B, tiles, K, rows, Hv), q.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+        ),
+        name="block_attention",
+    )(
+        lengths.astype(jnp.int32),
+        first,
+        count,
+        row.reshape(1),
+        queries,
+        per_query(bounds[..., None]),
+        per_query(mask.astype(jnp.int32)),
+        sink,
+        k,
+        v,
+        cache_k.swapaxes(2, 3) if turned_k else cache_k,
+        cache_v.swapaxes(2, 3) if turned_v else cache_v,
+    )
+    out = out.reshape(B, tiles, N, tile, Hv).swapaxes(2, 3).reshape(B, tiles * tile, N, Hv)
+    return out[:, :T]
+
+
+def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, softcap: float | None):
+    """One chunk of slots of one row of the batch: see the module. All rows of `q[h]` share key-value head h."""
+    lengths, first, count, _, q, low, mask, sink, k, v, cache_k, cache_v, out, top, total, acc = refs
+    b, i, heads = pl.program_id(0), pl.program_id(3), cache_k.shape[0]
+    chunk = cache_k.shape[2 if turned_k else 1]
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    def each_head(do):
+        # Unrolled, one head's products overlap another's exponentials; of large tiles that takes long to compile.
+        jax.lax.fori_loop(0, heads, lambda h, _: do(h), None, unroll=q.shape[1] <= FEW_ROWS)
+
+    def dot(x, y, turned):
+        """x @ y, or x @ y.T where y is turned."""
+        dims = ((1,), (1 if turned else 0,)), ((), ())
+        return jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+
+    def visit(h, scores, values, turned, seen):
+        """One step of the online softmax of head h, over scores and visibility [rows, C] and C values."""
+        s = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        s = jnp.where(seen, s, MASKED)
+        higher = jnp.maximum(top[h], jnp.max(s, axis=-1, keepdims=True))
+        p, keep = jnp.where(seen, jnp.exp(s - higher), 0.0), jnp.exp(top[h] - higher)
+        total[h] = keep * total[h] + jnp.sum(p, axis=-1, keepdims=True)
+        acc[h] = keep * acc[h] + dot(p.astype(values.dtype), values, turned)
+        top[h] = higher
+
+    @pl.when(i == 0)
+    def _():
+        top[...] = sink[...]
+        total[...] = jnp.where(sink[...] > MASKED, 1.0, 0.0)
+        acc[...] = jnp.zeros_like(acc)
+        seen = mask[...] != 0
+        each_head(lambda h: visit(h, dot(q[h], k[h], True), v[h], False, seen))
+
+    @pl.when(i < count[b])
+    def _():
+        # A slot holds the last position before `length` that is congruent to it; a plain cache has not wrapped.
+        start, last = (first[b] + i) * chunk, lengths[b] - 1
+        newest = last % slots
+
+        def held(shape, axis):
+            slot = start + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+            position = last - newest + slot - jnp.where(slot > newest, slots, 0)
+            return jnp.where(slot < slots, position, -1)
+
+        seen = held((1, chunk), 1)
+        written = (seen if turned_v else held((chunk, 1), 0)) >= 0
+        seen = (seen >= 0) & (seen >= low[...])
+        # What was never written may hold anything, even NaN.
+        values = lambda h: jnp.where(written, cache_v[h], 0)
+        each_head(lambda h: visit(h, dot(q[h], cache_k[h], not turned_k), values(h), turned_v, seen))
+
+    @pl.when(i == pl.num_programs(3) - 1)
+    def _():
+        # Only positions added to fill a tile see nothing at all.
+        out[...] = (acc[...] / jnp.where(total[...] > 0, total[...], 1.0)).astype(out.dtype)
+
+
+def _heads(B: int, K: int) -> int:
+    """Key-value heads per grid step; a single row of the batch leaves work for two cores."""
+    most = min(HEADS, max(1, K // 2) if B == 1 else K)
+    return max(h for h in range(1, most + 1) if K % h == 0)
+
+
+def _chunk(S: int, bytes_per_slot: int) -> int:
+    """Slots per grid step: a power of two that keeps to `STEP_BYTES`, at least 128; all of a small cache."""
+    fits = max(LANES, 1 << max(1, STEP_BYTES // bytes_per_slot).bit_length() - 1)
+    return S if fits >= S else min(fits, 2048)
+
+
+def _span(
+    low: Int[Array, "B T"], lengths: Int[Array, " B"], S: int, chunk: int
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """First chunk and number of chunks that hold what some query of the row sees."""
+    first = jnp.where(lengths > S, 0, jnp.minimum(jnp.min(low, axis=1), lengths) // chunk)
+    used = jnp.minimum(lengths, S)
+    return first.astype(jnp.int32), jnp.maximum(0, -(-used // chunk) - first).astype(jnp.int32)

@@ -1,0 +1,3 @@
+"""Appends fresh keys and values to a cache, in place."""
+
+from .api import append as append

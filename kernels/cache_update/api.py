@@ -1,0 +1,40 @@
+"""The only writer of committed keys and values.
+
+Shapes: R cache rows, B block rows, K key-value heads, S slots, T block positions, H head dim (Hv of values).
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..dispatch import Name, choose
+from . import pallas_tpu, reference
+
+IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu}
+
+
+def append(
+    cache_k: Float[Array, "R K S H"],
+    cache_v: Float[Array, "R K S Hv"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T Hv"],
+    lengths: Int[Array, " B"],
+    kept: Int[Array, " B"],
+    row: Int[Array, ""] | int = 0,
+    *,
+    ring: bool = False,
+    implementation: Name | None = None,
+) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"]]:
+    """Writes the first `kept` block positions behind `lengths`; what does not fit is dropped.
+
+    Position p goes to slot p, or to slot p modulo S of a ring. Other slots keep what they hold. Where the caches are
+    donated, they are updated in place.
+
+    Args:
+        row: cache row of the first block row; the others follow.
+        implementation: "xla" or "tpu" (Pallas); see `dispatch`.
+
+    Raises:
+        ValueError: the named implementation does not serve this case; the message says why.
+    """
+    chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation)
+    return chosen.append(cache_k, cache_v, k, v, lengths, kept, jnp.asarray(row, jnp.int32), ring)

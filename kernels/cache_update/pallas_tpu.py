@@ -1,0 +1,119 @@
+"""TPU implementation. XLA's scatter wants a layout of its own and copies the whole cache into it, twice a step.
+
+Of each row, the one or two aligned windows of slots that the block falls into are read, changed and written back. A
+product with a 0/1 matrix moves the block to its slots: positions shift by any amount, and every sum has one term.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+LANES = 128
+SUBLANES = 16  # rows of a bfloat16 tile
+
+
+def declines(
+    cache_k: Float[Array, "R K S H"], cache_v: Float[Array, "R K S Hv"], k: Float[Array, "B K T H"]
+) -> str | None:
+    """Why these shapes are not served, or None."""
+    if k.dtype not in (jnp.float32, jnp.bfloat16) or not cache_k.dtype == cache_v.dtype == k.dtype:
+        return f"block in {k.dtype}, cache in {cache_k.dtype}; it serves float32 and bfloat16"
+    for x in (cache_k, cache_v):
+        if x.shape[2] % (window := _window(x, k)):
+            return f"{x.shape[2]} slots; it serves multiples of {window}, as wide as the block"
+    return None
+
+
+def append(
+    cache_k: Float[Array, "R K S H"],
+    cache_v: Float[Array, "R K S Hv"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T Hv"],
+    lengths: Int[Array, " B"],
+    kept: Int[Array, " B"],
+    row: Int[Array, ""],
+    ring: bool,
+) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"]]:
+    """See `api.append`."""
+    scalars = lengths.astype(jnp.int32), kept.astype(jnp.int32), row.reshape(1)
+    return _append(cache_k, k, scalars, ring), _append(cache_v, v, scalars, ring)
+
+
+def _append(cache: Array, block: Array, scalars: tuple[Array, ...], ring: bool) -> Array:
+    turned, window = _turned(cache), _window(cache, block)
+    (B, K, T, H), S = block.shape, cache.shape[2]
+
+    def of_cache(b, j, lengths, kept, row):
+        at = _place(lengths[b], j, window, S, ring)
+        return (row[0] + b, 0, 0, at) if turned else (row[0] + b, 0, at, 0)
+
+    spec = pl.BlockSpec((None, K, H, window) if turned else (None, K, window, H), of_cache)
+    view = cache.swapaxes(2, 3) if turned else cache
+    out = pl.pallas_call(
+        partial(_kernel, slots=S, window=window, turned=turned, ring=ring),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(B, 2),
+            in_specs=[pl.BlockSpec((None, K, T, H), lambda b, j, *_: (b, 0, 0, 0)), spec],
+            out_specs=spec,
+        ),
+        out_shape=jax.ShapeDtypeStruct(view.shape, view.dtype),
+        input_output_aliases={4: 0},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        name="cache_update",
+    )(*scalars, block, view)
+    return out.swapaxes(2, 3) if turned else out
+
+
+def _kernel(lengths, kept, row, block, cache, out, *, slots, window, turned, ring):
+    """Row b, its j-th window."""
+    b, j = pl.program_id(0), pl.program_id(1)
+    length, T = lengths[b], block.shape[1]
+    at = _place(length, j, window, slots, ring)
+    fresh = (j == 0) | (at != _place(length, 0, window, slots, ring))
+
+    def moved(axis):
+        """Whether block position t goes to slot s of the window; s lies along `axis`."""
+        shape = (T, window) if axis else (window, T)
+        slot = at * window + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+        t = jax.lax.broadcasted_iota(jnp.int32, shape, 1 - axis)
+        target = length + t
+        return (slot == (jax.lax.rem(target, jnp.int32(slots)) if ring else target)) & (t < kept[b])
+
+    @pl.when(fresh)  # else the window of j = 0 is still held, and already changed
+    def _():
+        move = moved(1 if turned else 0)
+        hit = jnp.sum(move.astype(jnp.float32), axis=0 if turned else 1, keepdims=True) > 0
+        precision = jax.lax.Precision.HIGHEST if block.dtype == jnp.float32 else None
+        wanted = jax.lax.broadcasted_iota(jnp.int32, (T, 1), 0) < kept[b]
+
+        def one(h, _):
+            # What is not kept may be anything, even infinite, and must not meet a zero.
+            rows = jnp.where(wanted, block[h], 0)
+            pair, dims = ((rows, move), ((0,), (0,))) if turned else ((move, rows), ((1,), (0,)))
+            a, c = (x.astype(rows.dtype) for x in pair)
+            new = jax.lax.dot_general(a, c, (dims, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+            out[h] = jnp.where(hit, new.astype(out.dtype), cache[h])
+
+        jax.lax.fori_loop(0, block.shape[0], one, None)
+
+
+def _turned(cache: Array) -> bool:
+    """Whether XLA lays the slots along the lanes: it does for narrow heads (see block attention)."""
+    return cache.shape[3] < LANES
+
+
+def _window(cache: Array, block: Array) -> int:
+    least = LANES if _turned(cache) else SUBLANES
+    return -(-block.shape[2] // least) * least
+
+
+def _place(length, j, window: int, slots: int, ring: bool):
+    """The j-th window of slots behind `length`, of all windows."""
+    windows = slots // window
+    at = jax.lax.div(length, jnp.int32(window)) + j  # no sign to mind, unlike `//`
+    return jax.lax.rem(at, jnp.int32(windows)) if ring else jnp.minimum(at, windows - 1)

@@ -1,0 +1,36 @@
+"""XLA implementation: one scatter."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def declines(
+    cache_k: Float[Array, "R K S H"], cache_v: Float[Array, "R K S Hv"], k: Float[Array, "B K T H"]
+) -> str | None:
+    """Why these shapes are not served: never."""
+    return None
+
+
+def append(
+    cache_k: Float[Array, "R K S H"],
+    cache_v: Float[Array, "R K S Hv"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T Hv"],
+    lengths: Int[Array, " B"],
+    kept: Int[Array, " B"],
+    row: Int[Array, ""],
+    ring: bool,
+) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"]]:
+    """See `api.append`."""
+    S, T = cache_k.shape[2], k.shape[2]
+    j = jnp.arange(T)[None]
+    slots = lengths[:, None] + j
+    written = j < kept[:, None]
+    if ring:
+        slots = slots % S
+        written = written & (j >= kept[:, None] - S)  # of a chunk longer than the ring, the last S
+    slots = jnp.where(written, slots, S)
+    rows = row + jnp.arange(lengths.shape[0])[:, None]
+    cache_k = cache_k.at[rows, :, slots].set(k.swapaxes(1, 2), mode="drop")
+    cache_v = cache_v.at[rows, :, slots].set(v.swapaxes(1, 2), mode="drop")
+    return cache_k, cache_v

@@ -1,0 +1,42 @@
+"""The attention of real models, for the conformance tests and the benchmark."""
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """One call of `block_attention.attend`.
+
+    Attributes:
+        T, N, K, H: block positions, query heads, key-value heads, head dim.
+        causal: whether the block is causal (targets) or sees all of itself (drafters).
+        window: of a sliding layer.
+        sinks: whether heads have an attention sink.
+        softcap: of the scores.
+    """
+
+    T: int
+    N: int
+    K: int
+    H: int
+    causal: bool = True
+    window: int | None = None
+    sinks: bool = False
+    softcap: float | None = None
+
+
+SHAPES = {
+    "qwen3-8b decode": Shape(1, 32, 8, 128),
+    "qwen3-8b verify": Shape(16, 32, 8, 128),  # and Qwen3-4B
+    "qwen3-8b draft": Shape(16, 32, 8, 128, causal=False),  # and Qwen3-4B, Qwen3.5-4B
+    "qwen3-coder-30b-a3b verify": Shape(16, 32, 4, 128),  # and its drafter, Qwen3.5-35B-A3B's
+    "llama-3.1-8b verify": Shape(10, 32, 8, 128),
+    "gpt-oss decode": Shape(1, 64, 8, 64, sinks=True),
+    "gpt-oss verify": Shape(8, 64, 8, 64, sinks=True),
+    "gpt-oss verify, sliding": Shape(8, 64, 8, 64, sinks=True, window=128),
+    "qwen3.5-9b verify": Shape(16, 16, 4, 256),
+    "gemma-4-31b verify, sliding": Shape(16, 32, 16, 256, window=1024),
+    "gemma-4-31b verify, global": Shape(16, 32, 4, 512),
+    "gemma-4-31b draft, sliding": Shape(16, 64, 8, 128, causal=False, window=2048),
+    "gemma-2-9b decode": Shape(1, 16, 8, 256, softcap=50.0),
+    "qwen3-8b prefill": Shape(512, 32, 8, 128),
+}

@@ -1,0 +1,70 @@
+"""Every implementation of the cache update against a loop over positions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import SingleDeviceSharding
+
+from dflash_jax.kernels.cache_update import append
+from tests.tpu import topology
+
+
+def expected(cache, block, lengths, kept, row, ring):
+    cache, S = np.array(cache), cache.shape[2]
+    for b, (length, count) in enumerate(zip(lengths, kept, strict=True)):
+        for t in range(count):
+            if ring or length + t < S:
+                cache[row + b, :, (length + t) % S] = block[b, :, t]
+    return cache
+
+
+@pytest.mark.parametrize("implementation", ["xla", "tpu"])
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize(
+    ("widths", "S", "T", "lengths", "kept"),
+    [
+        ((128, 128), 64, 5, [0, 14, 60], [5, 3, 5]),  # empty; over a border; over the end
+        ((128, 128), 32, 16, [16, 31, 3], [16, 1, 0]),
+        ((64, 64), 256, 6, [125, 250, 0], [6, 6, 0]),
+        ((128, 64), 128, 20, [120, 127, 10], [20, 2, 7]),
+    ],
+)
+def test_equals_a_loop(implementation, ring, widths, S, T, lengths, kept):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    R, B, K, row = 5, 3, 2, 1
+    caches, blocks = [draw(R, K, S, w) for w in widths], [draw(B, K, T, w) for w in widths]
+    wanted = [expected(c, x, lengths, kept, row, ring) for c, x in zip(caches, blocks, strict=True)]
+    for b, count in enumerate(kept):  # what is not kept may be anything
+        for x in blocks:
+            x[b, :, count:] = np.inf
+    place = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())
+    arguments = *map(jnp.asarray, (*caches, *blocks)), jnp.asarray(lengths), jnp.asarray(kept)
+    with place:
+        got = append(*arguments, jnp.int32(row), ring=ring, implementation=implementation)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_declines_by_name():
+    cache, block = jnp.zeros((1, 1, 40, 128)), jnp.zeros((1, 1, 4, 128))
+    one = jnp.ones(1, jnp.int32)
+    with pytest.raises(ValueError, match="'tpu' does not serve this case: 40 slots; it serves multiples of 16"):
+        append(cache, cache, block, block, one, one, implementation="tpu")
+    with pytest.raises(ValueError, match="block in float32, cache in bfloat16"):
+        append(*[cache.astype(jnp.bfloat16)] * 2, block, block, one, one, implementation="tpu")
+
+
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("T", [1, 16, 256])
+def test_compiles_for_tpu_in_place(H, T):
+    place = SingleDeviceSharding(topology("v5e:2x2").devices[0])
+    spec = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype, sharding=place)
+    cache, block, ints = spec(8, 8, 4096, H), spec(8, 8, T, H), spec(8, dtype=jnp.int32)
+    call = lambda *arguments: append(*arguments, implementation="tpu")
+    program = jax.jit(call, donate_argnums=(0, 1)).lower(cache, cache, block, block, ints, ints).compile()
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * 8 * 8 * 4096 * H * 2
+    assert memory.temp_size_in_bytes < 8 * 8 * 4096 * H * 2

@@ -1,0 +1,168 @@
+"""Every implementation of the block attention at the shapes of real models, against a dense softmax in float64.
+
+Pallas kernels run in the interpreter. Slots beyond a row's length are poisoned with NaN.
+"""
+
+from contextlib import nullcontext
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash_jax.cache import KV
+from dflash_jax.kernels.block_attention import attend, pallas_tpu
+from dflash_jax.kernels.shapes import SHAPES, Shape
+
+INTERPRETED = {"xla": nullcontext, "tpu": lambda: pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())}
+SLOTS = 300  # more than one chunk, and no multiple of any
+
+
+def small(shape: Shape) -> Shape:
+    """The shape with fewer heads and a narrower window, for the interpreter; the group stays."""
+    K = min(shape.K, 2)
+    window = shape.window and min(shape.window, 100)
+    return shape._replace(N=shape.N // shape.K * K, K=K, T=min(shape.T, 40), window=window)
+
+
+def draw(shape: Shape, lengths, slots, dtype, seed=0, values=None):
+    rng = np.random.default_rng(seed)
+    fill = lambda *size: rng.standard_normal(size).astype(np.float32)
+    B, Hv = len(lengths), values or shape.H
+    q, k, v = fill(B, shape.T, shape.N, shape.H), fill(B, shape.K, shape.T, shape.H), fill(B, shape.K, shape.T, Hv)
+    cache_k, cache_v = fill(B, shape.K, slots, shape.H), fill(B, shape.K, slots, Hv)
+    for row, length in enumerate(lengths):
+        cache_k[row, :, length:] = cache_v[row, :, length:] = np.nan
+    arrays = [jnp.asarray(x, dtype) for x in (q, k, v, cache_k, cache_v)]
+    positions = jnp.asarray(np.asarray(lengths)[:, None] + np.arange(shape.T), jnp.int32)
+    sinks = jnp.asarray(fill(shape.N), dtype) if shape.sinks else None
+    return *arrays, positions, jnp.asarray(lengths, jnp.int32), sinks
+
+
+def dense(shape: Shape, q, k, v, cache_k, cache_v, positions, lengths, sinks, mask):
+    """[B, T, N, Hv] in float64; plain cache, no ring."""
+    q, k, v, cache_k, cache_v = (np.nan_to_num(np.asarray(x, np.float64)) for x in (q, k, v, cache_k, cache_v))
+    B, S = cache_k.shape[0], cache_k.shape[2]
+    group = shape.N // shape.K
+    keys = np.concatenate([cache_k, k], axis=2).repeat(group, axis=1)
+    values = np.concatenate([cache_v, v], axis=2).repeat(group, axis=1)
+    s = np.einsum("btnh,bnsh->bnts", q, keys) * shape.H**-0.5
+    if shape.softcap is not None:
+        s = shape.softcap * np.tanh(s / shape.softcap)
+    at = np.asarray(positions)
+    seen = np.broadcast_to(np.arange(S) < np.asarray(lengths)[:, None, None], (B, shape.T, S))
+    held = np.broadcast_to(np.arange(S), (B, S))
+    seen, held = np.concatenate([seen, mask], axis=2), np.concatenate([held, at], axis=1)
+    if shape.window is not None:
+        seen = seen & (np.abs(at[:, :, None] - held[:, None]) < shape.window)
+    s = np.where(seen[:, None], s, -np.inf)
+    if sinks is not None:
+        sink = np.broadcast_to(np.asarray(sinks, np.float64)[None, :, None, None], (*s.shape[:3], 1))
+        s, values = np.concatenate([s, sink], axis=3), np.concatenate([values, 0 * values[:, :, :1]], axis=2)
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    return np.einsum("bnts,bnsh->btnh", p / p.sum(axis=-1, keepdims=True), values)
+
+
+def check(implementation, shape, lengths, *, dtype=jnp.float32, mask=None, atol=3e-6, slots=SLOTS, **options):
+    T, seed = shape.T, options.pop("seed", 0)
+    *arrays, positions, count, sinks = draw(shape, lengths, slots, dtype, seed, options.pop("values", None))
+    q, k, v, cache_k, cache_v = arrays
+    own = mask if mask is not None else np.tril(np.ones((T, T), bool)) if shape.causal else np.ones((T, T), bool)
+    expected = dense(shape, *arrays, positions, count, sinks, np.broadcast_to(own, (len(lengths), T, T)))
+    visible = ("causal" if shape.causal else "full") if mask is None else jnp.asarray(mask)
+    with INTERPRETED[implementation]():
+        got = attend(
+            q,
+            positions,
+            k,
+            v,
+            KV(cache_k, cache_v),
+            count,
+            visible=visible,
+            window=shape.window,
+            softcap=shape.softcap,
+            sinks=sinks,
+            implementation=implementation,
+        )
+    assert got.dtype == dtype
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=atol)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(pallas_tpu, "STEP_BYTES", 1)  # 128 slots, the least
+    monkeypatch.setattr(pallas_tpu, "ROWS", 96)  # more than one tile of queries for a prompt
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("implementation", INTERPRETED)
+def test_real_shapes(implementation, name):
+    shape = small(SHAPES[name])
+    if implementation == "tpu" and shape.H > 256:
+        with pytest.raises(ValueError, match="'tpu' does not serve this case: head dim 512; it serves 64, 128, 256"):
+            check(implementation, shape, [5])
+        return
+    rng = np.random.default_rng(sorted(SHAPES).index(name))
+    check(implementation, shape, [0, int(rng.integers(1, SLOTS)), SLOTS])
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+def test_bfloat16(implementation):
+    check(implementation, small(SHAPES["qwen3-8b verify"]), [200, 129], dtype=jnp.bfloat16, atol=0.02)
+
+
+TREE = np.tril(np.random.default_rng(3).random((2, 10, 10)) < 0.4) | np.eye(10, dtype=bool)
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+def test_a_tree_for_each_row(implementation):
+    check(implementation, small(SHAPES["llama-3.1-8b verify"]), [150, 3], mask=TREE)
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+def test_values_of_another_width(implementation):
+    check(implementation, Shape(4, 4, 1, 128), [130, 40], values=64)
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+@pytest.mark.parametrize(("length", "slots"), [(30, 9), (500, 150)])
+def test_a_ring_reads_what_a_plain_cache_holds(implementation, length, slots):
+    shape = Shape(4, 4, 2, 64, window=min(slots + 1, 140))
+    q, k, v, cache_k, cache_v, positions, lengths, _ = draw(shape, [length, 3], length, jnp.float32)
+    at = np.arange(length - slots, length)
+    ring = KV(*(jnp.full((2, 2, slots, 64), jnp.nan).at[:, :, at % slots].set(x[:, :, at]) for x in (cache_k, cache_v)))
+    few = [r.at[1].set(jnp.nan).at[1, :, :3].set(x[1, :, :3]) for r, x in ((ring.k, cache_k), (ring.v, cache_v))]
+    expected = dense(shape, q, k, v, cache_k, cache_v, positions, lengths, None, np.tril(np.ones((2, 4, 4), bool)))
+    with INTERPRETED[implementation]():
+        got = attend(
+            q,
+            positions,
+            k,
+            v,
+            KV(*few, ring=True),
+            lengths,
+            visible="causal",
+            window=shape.window,
+            implementation=implementation,
+        )
+    np.testing.assert_allclose(got, expected, atol=3e-6)
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+def test_rows_and_documents(implementation):
+    """The block belongs to the second row of the cache, and a query sees nothing before its document."""
+    shape = Shape(4, 4, 2, 64)
+    q, k, v, cache_k, cache_v, positions, lengths, _ = draw(shape, [200, 250], SLOTS, jnp.float32)
+    starts = jnp.asarray([[140, 140, 252, 252]])
+    call = {"visible": "causal", "row": 1, "starts": starts}
+    block = q[1:], positions[1:], k[1:], v[1:], KV(cache_k, cache_v), lengths[1:]
+    with INTERPRETED[implementation]():
+        got = attend(*block, **call, implementation=implementation)
+    arrays = [np.asarray(x)[1:] for x in (q, k, v, cache_k, cache_v)]
+    arrays[3], arrays[4] = arrays[3][:, :, 140:], arrays[4][:, :, 140:]
+    own = np.tril(np.ones((1, 4, 4), bool))
+    first = dense(shape, *arrays, positions[1:] - 140, lengths[1:] - 140, None, own)
+    np.testing.assert_allclose(got[:, :2], first[:, :2], atol=3e-6)
+    own = own & (np.arange(4) >= 2)[None, None]
+    second = dense(shape, *arrays, positions[1:], 0 * lengths[1:], None, own | np.eye(4, dtype=bool))
+    np.testing.assert_allclose(got[:, 2:], second[:, 2:], atol=3e-6)
