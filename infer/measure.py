@@ -142,16 +142,18 @@ class StepTimes:
     """Times of one autoregressive step, one fused speculative step, and its draft, verify and commit.
 
     Every part runs `loops` times inside one compiled loop with the engines' own batch and cache sizes and
-    `length` committed positions a row.
+    `length` committed positions a row, at one `temperature`.
     """
 
-    def __init__(self, plain: Engine, speculative: Engine, length: int, loops: int = 30):
+    def __init__(self, plain: Engine, speculative: Engine, length: int, loops: int = 30, *, temperature: float = 0.0):
         target, drafter = speculative.target, speculative.drafter
         if drafter is None:
             raise ValueError("the parts of a speculative step need a block size that proposes tokens")
         block, proposals, width = speculative.block_size, speculative.proposals, speculative.width
         self._parts = {
-            "autoregressive": _Looped(partial(_fused, block=1, proposals=proposals), target, None, plain, length, loops)
+            "autoregressive": _Looped(
+                partial(_fused, block=1, proposals=proposals), target, None, plain, length, loops, temperature
+            )
         }
         for name, step in {
             "speculative": partial(_fused, block=block, proposals=proposals),
@@ -159,7 +161,7 @@ class StepTimes:
             "verify": partial(_verify, width=width),
             "commit": partial(_commit, width=width),
         }.items():
-            self._parts[name] = _Looped(step, target, drafter, speculative, length, loops)
+            self._parts[name] = _Looped(step, target, drafter, speculative, length, loops, temperature)
         self._times: dict[str, list[float]] = {name: [] for name in self._parts}
         self.samples = 0
 
@@ -178,7 +180,14 @@ class _Looped:
     """One part, compiled into a loop whose state starts at `length` committed positions."""
 
     def __init__(
-        self, step: Callable, target: Target, drafter: Drafter | None, engine: Engine, length: int, loops: int
+        self,
+        step: Callable,
+        target: Target,
+        drafter: Drafter | None,
+        engine: Engine,
+        length: int,
+        loops: int,
+        temperature: float,
     ):
         length = min(length, engine.max_length - engine.width)
         options = block_compiler_options() if drafter else None
@@ -188,7 +197,10 @@ class _Looped:
 
         self._arguments, self._loops = (target, drafter), loops
         state = _at(init_state(target, drafter, engine.slots, engine.max_length, STOP_WIDTH), length)
-        self._state = state.replace(remaining=jnp.full(engine.slots, jnp.iinfo(jnp.int32).max, jnp.int32))
+        self._state = state.replace(
+            remaining=jnp.full(engine.slots, jnp.iinfo(jnp.int32).max, jnp.int32),
+            sampling=state.sampling.replace(temperature=jnp.full(engine.slots, temperature)),
+        )
         self._program = jax.jit(loop, donate_argnums=2, compiler_options=options)
         self.seconds()
 

@@ -79,6 +79,7 @@ def test_the_choice_never_changes_the_answers(target, drafter):
     assert min(engine.chooser.used.values()) > 0
 
 
+@pytest.mark.slow
 def test_speculation_goes_on_where_it_was_left_out(target, drafter):
     """Steps without speculation keep the draft cache alive: what follows is accepted as if it had never paused."""
     request = Request([7, 3, 9], 40)

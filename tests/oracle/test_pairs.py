@@ -40,12 +40,14 @@ def compare(target_directory, drafter_directory, questions):
     return sum(steps) / len(steps)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PAIR.is_dir(), reason="the shared pair is not here")
 def test_the_shared_pair():
     rows = (SHARED / "data" / "bench" / "gsm8k.jsonl").read_text().splitlines()[:6]
     assert compare(PAIR / "target", PAIR / "drafter", [json.loads(row)["turns"][0] for row in rows]) > 2.8
 
 
+@pytest.mark.slow
 def test_the_bundled_pair():
     questions = [problem.question for problem in islice(problems(7, held_out=True), 6)]
     assert compare(*bundled_pair(), questions) > 4

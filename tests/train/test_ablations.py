@@ -17,6 +17,7 @@ from tests import tiny
 from tests.train.test_pair import RECIPE
 
 
+@pytest.mark.slow
 def test_input_injection_trains_what_it_decodes(target, drafter):
     """As `test_blocks` for the published drafters: the packed pass equals context committed piece by piece."""
     drafter = InputInjection(drafter.params, drafter.config)

@@ -209,6 +209,7 @@ def test_the_best_drafter_is_the_one_that_decodes_best(target, start, examples, 
     assert equal(load_drafter(tmp_path / "best").params, seen[1])
 
 
+@pytest.mark.slow
 def test_evaluation_decodes(target, start):
     requests = [Request([5, 9, 2], id="a"), Request([8, 1], id="b")]
     figures = evaluate(target, start[0], requests, max_new_tokens=9, baseline=True)
@@ -218,6 +219,7 @@ def test_evaluation_decodes(target, start):
     assert figures["speedup"] > 0
 
 
+@pytest.mark.slow
 def test_exports_load_and_decode_alike(target, whole, tmp_path):
     drafter, raw = load_run(whole[1])
     assert equal(drafter.params, whole[0].trained().params)

@@ -77,13 +77,18 @@ def test_distillation_compares_with_the_target_at_the_position_before(target):
     rows = Batch(tokens, jnp.zeros((1, 32), jnp.int32), jnp.arange(32)[None] > 3)
     config = {"batch_size": 1, "cross_entropy": 0.0, "kl": 1.0, "row_anchors": 32, "anchors": 32}
     (_, metrics), (drafter, _) = one_step(target, rows, **config)
-    hidden, _, _ = target.forward(tokens, jnp.arange(32)[None], None, target.init_cache(1, 32))
-    p = jax.nn.log_softmax(target.unembed(hidden)[0])
+
+    @jax.jit
+    def passes(tokens, blocks):
+        hidden, _, _ = target.forward(tokens, jnp.arange(32)[None], None, target.init_cache(1, 32))
+        features, _ = target_features(target, drafter.taps, tokens, rows.starts)
+        draft = draft_hidden(drafter, target, features, rows.starts, blocks)[0]
+        return jax.nn.log_softmax(target.unembed(hidden)[0]), jax.nn.log_softmax(drafter.unembed(target, draft))
+
     blocks: Blocks = draw_blocks(  # all of them, so that the key does not matter
         jax.random.key(0)[None], *rows[:3], count=32, per_document=32, block_size=6, anchor_predicts=False
     )
-    features, _ = target_features(target, drafter.taps, tokens, rows.starts)
-    q = jax.nn.log_softmax(drafter.unembed(target, draft_hidden(drafter, target, features, rows.starts, blocks)[0]))
+    p, q = passes(tokens, blocks)
     weights = np.where(blocks.labelled[0], np.exp(-np.arange(5) / TrainConfig(block_size=6).decay)[None], 0)
     kl = lambda shift: jnp.sum(jnp.exp(p[at + shift]) * (p[at + shift] - q), axis=-1)
     at = np.minimum(np.asarray(blocks.anchors[0])[:, None] + 1 + np.arange(5)[None], 31)

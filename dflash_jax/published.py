@@ -1,0 +1,80 @@
+"""Published pairs by their configurations alone: shapes to plan with and random weights to time, without a download."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax import checkpoint, models
+from dflash_jax.config import Raw
+from dflash_jax.drafter import Drafter
+from dflash_jax.drafter import tensors as drafter_tensors
+from dflash_jax.drafter_config import drafter_config
+from dflash_jax.target import Target
+
+MASK = 151669
+
+
+def _qwen3(hidden: int, inner: int, depth: int, heads: int, taps: tuple[int, ...], *, tied: bool) -> tuple[Raw, Raw]:
+    """`config.json` of a dense Qwen3 and of its drafter with five layers and blocks of 16."""
+    target = {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": depth,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "eos_token_id": 151645,
+    }
+    drafter = target | {
+        "architectures": ["DFlashDraftModel"],
+        "num_attention_heads": 32,
+        "num_hidden_layers": 5,
+        "num_target_layers": depth,
+        "block_size": 16,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(taps)},
+    }
+    return target, drafter
+
+
+PAIRS: dict[str, tuple[Raw, Raw]] = {
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, (1, 9, 17, 25, 33), tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, (1, 9, 17, 25, 33), tied=False),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40, (1, 10, 19, 28, 37), tied=False),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, (1, 16, 31, 46, 61), tied=False),  # the drafter's shape is assumed
+}
+
+
+def random_pair(target: Raw, drafter: Raw, dtype: Any = jnp.bfloat16) -> tuple[Target, Drafter]:
+    """A pair of these configurations with random weights; `jax.eval_shape` of it gives the shapes alone.
+
+    Raises:
+        ValueError: a configuration is unsupported, or the two do not belong together.
+    """
+    target_config, draft_config = models.target_config(target), drafter_config(drafter)
+    draft_config.check_pair(target_config)
+    tables = models.family(target_config.model_type).tensors(target_config), drafter_tensors(draft_config)
+    first, second = (_random(table, dtype) for table in tables)
+    return Target(first, target_config), Drafter(second, draft_config)
+
+
+def _random(table: checkpoint.Table, dtype: Any) -> dict[str, Any]:
+    """Matrices N(0, 1 / width), norms one."""
+    params: dict[str, Any] = {}
+    for seed, (path, leaf) in enumerate(table.items()):
+        if "norm" in path:
+            value = jnp.ones(leaf.shape, dtype)
+        else:
+            value = jax.random.normal(jax.random.key(seed), leaf.shape, dtype) / jnp.asarray(
+                leaf.shape[-1] ** 0.5, dtype
+            )
+        checkpoint.put(params, path, value)
+    return params

@@ -1,0 +1,173 @@
+"""`python -m dflash_jax.kernels.bench`: the kernels and a whole step against the memory-bandwidth ceiling.
+
+Attention: every shape of `shapes.py` at a context and batch, keys and values read per second. Step: a published pair
+with random weights: autoregressive step, draft, verify, commit, and what their ratio means at a given tau. It runs
+anywhere; the figures mean something on an accelerator. On one H100 or H200 it takes under ten minutes.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# Bytes per second of the chip's memory, as published.
+BANDWIDTH = {
+    "h100": 3.35e12,
+    "h200": 4.8e12,
+    "b200": 8.0e12,
+    "a100": 2.04e12,
+    "v4": 1.23e12,
+    "v5 lite": 0.82e12,
+    "v5p": 2.77e12,
+    "v6 lite": 1.64e12,
+    "v7": 3.69e12,  # of one of the chip's two devices
+}
+TAU = 6.49  # the paper's average on Qwen3-8B
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dflash_jax.kernels.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("attention", "step"), help="one part (default: both)")
+    parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192], help="tokens (default 1024 8192)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="rows (default 1 8)")
+    parser.add_argument("--pair", default="qwen3-8b", help="of the step: a name of dflash_jax.published")
+    parser.add_argument("--dtype", default="bfloat16", help="float32 or bfloat16 (default)")
+    parser.add_argument("--bandwidth", type=float, help="of the device's memory, GB/s, if it is not known by name")
+    parser.add_argument("--loops", type=int, default=30, help="repetitions inside one program (default 30)")
+    parser.add_argument("--json", help="write the figures to this file, too")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    import jax
+
+    from dflash_jax.published import PAIRS
+
+    if args.pair not in PAIRS:
+        print(f"error: --pair must be one of {', '.join(PAIRS)}, got {args.pair}", file=sys.stderr)
+        return 2
+    kind = jax.devices()[0].device_kind
+    ceiling = args.bandwidth * 1e9 if args.bandwidth else bandwidth(kind)
+    figures: dict[str, Any] = {"device": kind, "bandwidth": ceiling, "attention": [], "step": []}
+    print(f"{kind}, memory bandwidth " + (f"{ceiling / 1e9:.0f} GB/s" if ceiling else "unknown (see --bandwidth)"))
+    for batch in args.batch:
+        for context in args.context:
+            if args.only != "step":
+                for row in attention(batch, context, args.dtype, args.loops, ceiling):
+                    figures["attention"].append(row)
+                    print(line(row), flush=True)
+            if args.only != "attention":
+                row = step(args.pair, batch, context, args.dtype, args.loops, ceiling)
+                figures["step"].append(row)
+                print(line(row), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def bandwidth(kind: str) -> float | None:
+    """Of a device by its name, or None."""
+    return next((value for name, value in BANDWIDTH.items() if name in kind.lower()), None)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of figures as text."""
+    cells = (f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+    return "   ".join(cells)
+
+
+def attention(batch: int, context: int, dtype: str, loops: int, ceiling: float | None):
+    """Yields the figures of every shape and every implementation that runs here."""
+    import jax
+    import jax.numpy as jnp
+
+    from dflash_jax.cache import KV
+    from dflash_jax.kernels.block_attention import attend
+    from dflash_jax.kernels.shapes import SHAPES
+
+    backend = jax.default_backend()
+    for name, shape in SHAPES.items():
+        T, N, K, H = shape[:4]
+        slots = -(-context // 128) * 128
+        normal = lambda seed, *size: jax.random.normal(jax.random.key(seed), size, dtype)
+        cache = KV(normal(0, batch, K, slots, H), normal(1, batch, K, slots, H))
+        q, k, v = normal(2, batch, T, N, H), normal(3, batch, K, T, H), normal(4, batch, K, T, H)
+        lengths = jnp.full(batch, context, jnp.int32)
+        positions = lengths[:, None] + jnp.arange(T)[None]
+        sinks = normal(5, N) if shape.sinks else None
+        read = min(context, shape.window or context) * 2 * batch * K * H * q.dtype.itemsize
+        call = partial(
+            attend,
+            visible="causal" if shape.causal else "full",
+            window=shape.window,
+            softcap=shape.softcap,
+            sinks=sinks,
+        )
+        for implementation in ("xla", *(() if backend == "cpu" else (backend,))):
+            try:
+                once = partial(call, implementation=implementation)
+                seconds = looped(once, q, positions, k, v, cache, lengths, loops=loops)
+            except ValueError:  # it declines
+                continue
+            row = {"attention": name, "rows": batch, "context": context, "by": implementation}
+            row |= {"microseconds": 1e6 * seconds, "megabytes": read / 1e6}
+            yield row | ({"of bandwidth": read / seconds / ceiling} if ceiling else {})
+
+
+def looped(once: Callable, q: Any, *rest: Any, loops: int) -> float:
+    """Seconds of one call, the median of five runs of a loop inside one program; each call waits for the last."""
+    import jax
+
+    def loop(q, *rest):
+        return jax.lax.fori_loop(0, loops, lambda _, x: once(x, *rest), q)
+
+    program = jax.jit(loop)
+    jax.block_until_ready(program(q, *rest))
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(q, *rest))
+        times.append((time.perf_counter() - begin) / loops)
+    return sorted(times)[2]
+
+
+def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: float | None) -> dict[str, Any]:
+    """Times of a pair's steps, the speedup they mean at the paper's tau, and their share of the bandwidth."""
+    import jax
+    import jax.numpy as jnp
+
+    from dflash_jax.infer.engine import Engine
+    from dflash_jax.infer.measure import StepTimes
+    from dflash_jax.published import PAIRS, random_pair
+
+    target, drafter = random_pair(*PAIRS[pair], jnp.dtype(dtype))
+    length = -(-(context + 64) // 128) * 128
+    engines = [Engine(target, d, slots=batch, max_length=length) for d in (None, drafter)]
+    times = StepTimes(*engines, context, loops)
+    sampled = StepTimes(*engines, context, loops, temperature=1.0)
+    for _ in range(5):
+        times.sample()
+        sampled.sample()
+    seconds = times.seconds()
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    c = target.config
+    cache = 2 * batch * context * c.num_key_value_heads * c.head_dim * len(c.layers) * target.dtype.itemsize
+    # The embedding is not read as a whole, but for a tied head.
+    weights = size(target.params) - (0 if c.tie_word_embeddings else size(target.params["embed_tokens"]))
+    ratio = seconds["speculative"] / seconds["autoregressive"]
+    row: dict[str, Any] = {"step": pair, "rows": batch, "context": context}
+    row |= {f"{name} ms": 1e3 * value for name, value in seconds.items()}
+    row |= {"ratio": ratio, f"speedup at tau {TAU}": TAU / ratio}
+    row["sampled / greedy"] = sampled.seconds()["speculative"] / seconds["speculative"]
+    if ceiling:
+        row["autoregressive of bandwidth"] = (weights + cache) / seconds["autoregressive"] / ceiling
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())
