@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import DecoderConfig
 from dflash_jax.kernels.cache_update import append
 
+TILE = 128  # slots
+
 
 class Block(struct.PyTreeNode):
     """Fresh keys (rotated) and values of one layer, not yet committed."""
@@ -52,12 +54,16 @@ class Cache(struct.PyTreeNode):
 
 
 def init_cache(config: DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> Cache:
-    """Allocates an empty cache of `rows` rows; a windowed layer gets a ring of its window's width."""
+    """Allocates an empty cache of `rows` rows with room for `slots` positions; a windowed layer gets a ring that holds
+    its window. More than a tile of slots is rounded up to whole tiles: a kernel would have to copy any other cache."""
+
+    def whole(size: int) -> int:
+        return -(-size // TILE) * TILE if size > TILE // 2 else size
 
     def entry(window: int | None) -> KV:
-        ring, size = False, slots
-        if window is not None and window - 1 < slots:
-            ring, size = True, max(window - 1, 1)
+        ring, size = False, whole(slots)
+        if window is not None and whole(max(window - 1, 1)) < size:
+            ring, size = True, whole(max(window - 1, 1))
         shape = (rows, config.num_key_value_heads, size, config.head_dim)
         # One buffer a leaf: donation fails on a shared one.
         return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring)

@@ -61,4 +61,4 @@ def test_windowed_layers_are_allocated_as_rings():
         layer_types=["sliding_attention", "full_attention"], sliding_window=9, use_sliding_window=True
     )
     cache = init_cache(drafter_config(raw), 2, 100, jnp.float32)
-    assert [(entry.ring, entry.k.shape[2]) for entry in cache.entries] == [(True, 8), (False, 100)]
+    assert [(entry.ring, entry.k.shape[2]) for entry in cache.entries] == [(True, 8), (False, 128)]
