@@ -6,7 +6,8 @@ each goes. Loading fuses along it, saving takes it backwards. Weights keep torch
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,16 @@ _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor inside a parameter: `parameter[index]`."""
+    """Rows of one checkpoint tensor inside a parameter: `parameter[index] = tensor[rows]`.
+
+    Attributes:
+        shape: of the whole tensor.
+    """
 
     name: str
+    shape: tuple[int, ...]
     index: tuple[int | slice, ...]
+    rows: slice
 
 
 @dataclass(frozen=True)
@@ -37,44 +44,50 @@ class Leaf:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
-    def part_shape(self, part: Part) -> tuple[int, ...]:
-        """Shape of a part's tensor."""
-        axes = zip(part.index, self.shape, strict=True)
-        return tuple(len(range(*s.indices(size))) for s, size in axes if isinstance(s, slice))
-
 
 Table = dict[str, Leaf]
 
 
 def copied(name: str, *shape: int) -> Leaf:
     """A tensor taken as it is."""
-    return Leaf(shape, (Part(name, (slice(None),) * len(shape)),))
+    whole = tuple(slice(0, size) for size in shape)
+    return Leaf(shape, (Part(name, shape, whole, whole[0]),))
 
 
-def fused(outputs: Sequence[tuple[str, int]], *rest: int) -> Leaf:
-    """Tensors `(name, size)` of shape [size, *rest] one after another along the first axis."""
+def fused(outputs: Sequence[tuple[str, int]], *rest: int, shards: int = 1, copies: Mapping[str, int] = {}) -> Leaf:
+    """Tensors `(name, size)` of shape [size, *rest] one after another along the first axis.
+
+    In `shards` parts: the first holds the first part of each tensor, and so on, so that a device that holds one part
+    holds rows of every tensor. A tensor with `copies` is there so many times: that many shards in a row hold the same.
+    """
     parts, start = [], 0
-    for name, size in outputs:
-        parts.append(Part(name, (slice(start, start + size), *(slice(None),) * len(rest))))
-        start += size
+    for shard in range(shards):
+        for name, size in outputs:
+            times = copies.get(name, 1)
+            count = size * times // shards
+            first = shard // times * count
+            index = slice(start, start + count), *(slice(0, n) for n in rest)
+            parts.append(Part(name, (size, *rest), index, slice(first, first + count)))
+            start += count
     return Leaf((start, *rest), tuple(parts))
 
 
 def stacked(leaves: Sequence[Leaf]) -> Leaf:
     """Leaves of one shape along a new first axis."""
-    parts = tuple(Part(part.name, (i, *part.index)) for i, leaf in enumerate(leaves) for part in leaf.parts)
+    parts = tuple(replace(part, index=(i, *part.index)) for i, leaf in enumerate(leaves) for part in leaf.parts)
     return Leaf((len(leaves), *leaves[0].shape), parts)
 
 
 def decoder_layer(config: DecoderConfig, path: str, prefix: str, *, fuse_qkv: bool) -> Table:
     """A pre-norm decoder layer; without `fuse_qkv`, keys, values and their norm live elsewhere."""
-    D, inner, H = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_attention_heads * H, config.num_key_value_heads * H
+    D, inner, H, shards = config.hidden_size, config.intermediate_size, config.head_dim, config.shards
+    queries, keys = config.num_attention_heads * H, config.num_key_value_heads // config.key_value_copies * H
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     heads = [(f"{attention}.q_proj", queries)]
     if fuse_qkv:
         heads += [(f"{attention}.k_proj", keys), (f"{attention}.v_proj", keys)]
     projection = "qkv_proj" if fuse_qkv else "q_proj"
+    copies = {f"{attention}.{x}_proj.{kind}": config.key_value_copies for x in "kv" for kind in ("weight", "bias")}
 
     def each(names: list[tuple[str, int]], kind: str) -> list[tuple[str, int]]:
         return [(f"{name}.{kind}", size) for name, size in names]
@@ -84,15 +97,15 @@ def decoder_layer(config: DecoderConfig, path: str, prefix: str, *, fuse_qkv: bo
         "input_layernorm/weight": copied(f"{prefix}.input_layernorm.weight", D),
         "post_attention_layernorm/weight": copied(f"{prefix}.post_attention_layernorm.weight", D),
         "self_attn/q_norm/weight": copied(f"{attention}.q_norm.weight", H),
-        f"self_attn/{projection}/weight": fused(each(heads, "weight"), D),
+        f"self_attn/{projection}/weight": fused(each(heads, "weight"), D, shards=shards, copies=copies),
         "self_attn/o_proj/weight": copied(f"{attention}.o_proj.weight", D, queries),
-        "mlp/gate_up_proj/weight": fused(gate_up, D),
+        "mlp/gate_up_proj/weight": fused(gate_up, D, shards=shards),
         "mlp/down_proj/weight": copied(f"{mlp}.down_proj.weight", D, inner),
     }
     if fuse_qkv:
         table["self_attn/k_norm/weight"] = copied(f"{attention}.k_norm.weight", H)
     if config.attention_bias:
-        table[f"self_attn/{projection}/bias"] = fused(each(heads, "bias"))
+        table[f"self_attn/{projection}/bias"] = fused(each(heads, "bias"), shards=shards, copies=copies)
         table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", D)
     return {f"{path}/{name}": leaf for name, leaf in table.items()}
 
@@ -175,9 +188,10 @@ class Reader:
         handle, stored, _ = self._tensors[name]
         return handle.get_slice(stored).get_dtype()
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a tensor; nothing else of it is read."""
         handle, stored, _ = self._tensors[name]
-        return handle.get_tensor(stored)
+        return handle.get_slice(stored)[index]
 
 
 def _open(path: Path) -> Any:
@@ -187,10 +201,20 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path} is no complete safetensors file ({error}); download it again") from error
 
 
-def load(reader: Reader, table: Table, dtype: Any, *, ignored: tuple[str, ...] = ()) -> dict[str, Any]:
+def load(
+    reader: Reader,
+    table: Table,
+    dtype: Any,
+    *,
+    ignored: tuple[str, ...] = (),
+    place: Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None] = lambda path, shape: None,
+) -> dict[str, Any]:
     """Reads every parameter of `table` as a nested dict of device arrays of `dtype`.
 
-    Only one parameter is on the host at a time.
+    Args:
+        ignored: endings of tensor names that may be there without use.
+        place: the sharding of a parameter by its path and shape. Each shard goes from the file to its device; only
+            one is on the host at a time.
 
     Raises:
         ValueError: one message listing every missing, unexpected and misshapen tensor.
@@ -198,15 +222,37 @@ def load(reader: Reader, table: Table, dtype: Any, *, ignored: tuple[str, ...] =
     _check(reader, table, ignored)
     params: dict[str, Any] = {}
     for path, leaf in table.items():
-        host = np.empty(leaf.shape, dtype)
-        for part in leaf.parts:
-            host[part.index] = reader.read(part.name)
-        put(params, path, jax.device_put(host))
+        sharding = place(path, leaf.shape)
+        if sharding is None:
+            value = jax.device_put(_assemble(reader, leaf, (slice(None),) * len(leaf.shape), dtype))
+        else:
+            read = partial(_assemble, reader, leaf, dtype=dtype)
+            value = jax.block_until_ready(jax.make_array_from_callback(leaf.shape, sharding, read))
+        put(params, path, value)
     return params
 
 
+def _assemble(reader: Reader, leaf: Leaf, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+    """`parameter[index]` from the tensors it is made of."""
+    wanted = [range(*s.indices(size)) for s, size in zip(index, leaf.shape, strict=True)]
+    host = np.empty([len(axis) for axis in wanted], dtype)
+    for part in leaf.parts:
+        there, source = [], []
+        for axis, at in zip(wanted, part.index, strict=True):
+            if isinstance(at, int):
+                there.append(at - axis.start if at in axis else None)
+                continue
+            start, stop = max(axis.start, at.start), min(axis.stop, at.stop)
+            there.append(slice(start - axis.start, stop - axis.start) if start < stop else None)
+            offset = part.rows.start if not source else 0
+            source.append(slice(start - at.start + offset, stop - at.start + offset))
+        if None not in there:
+            host[tuple(there)] = reader.read(part.name, tuple(source))
+    return host
+
+
 def _check(reader: Reader, table: Table, ignored: tuple[str, ...]) -> None:
-    wanted = {part.name: leaf.part_shape(part) for leaf in table.values() for part in leaf.parts}
+    wanted = {part.name: part.shape for leaf in table.values() for part in leaf.parts}
     names = reader.names()
     problems = [f"missing {name} {list(shape)}" for name, shape in wanted.items() if name not in names]
     problems += [f"unexpected {name}" for name in sorted(names - set(wanted)) if not name.endswith(ignored or ("\0",))]
@@ -234,11 +280,11 @@ def save(directory: str | Path, params: Mapping[str, Any], table: Table, config:
     flat = {"/".join(k.key for k in path): x for path, x in jax.tree_util.tree_flatten_with_path(dict(params))[0]}
     if set(flat) != set(table):
         raise ValueError(f"parameters and table differ in {sorted(set(flat) ^ set(table))}")
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     for path, leaf in table.items():
         host = np.asarray(flat[path])
         for part in leaf.parts:
-            tensors[part.name] = np.ascontiguousarray(host[part.index])
+            tensors.setdefault(part.name, np.empty(part.shape, host.dtype))[part.rows] = host[part.index]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # written for its owner alone otherwise
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

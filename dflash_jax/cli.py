@@ -17,6 +17,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, bundled: bool = True
     )
     parser.add_argument("--drafter", metavar="DIR|ID", help="its DFlash drafter")
     parser.add_argument(
+        "--mesh",
+        default="auto",
+        metavar="AXES",
+        help="devices, like data=2,model=4 (axes data, fsdp, model; -1 is the rest); auto: heads over the devices of a "
+        "host as far as they divide, rows over the others (default)",
+    )
+    parser.add_argument(
         "--dtype", default="auto", help="float32, bfloat16, float16; auto: float32 on CPU, else bfloat16"
     )
 
@@ -70,8 +77,9 @@ def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
     from dflash_jax.infer.text import Text
     from dflash_jax.target import load_target
 
-    drafter = load_drafter(args.drafter, dtype=args.dtype) if speculative else None
-    target = load_target(args.target, dtype=args.dtype)
+    mesh = choose_mesh(args.mesh, args.target, args.drafter if speculative else None)
+    drafter = load_drafter(args.drafter, dtype=args.dtype, mesh=mesh) if speculative else None
+    target = load_target(args.target, dtype=args.dtype, mesh=mesh)
     if drafter:
         drafter.config.check_pair(target.config)
     text = Text(target.directory)
@@ -88,6 +96,24 @@ def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
         stop_token_ids=stops,
     )
     return (target, drafter), text, defaults
+
+
+def choose_mesh(text: str, target: str, drafter: str | None) -> Any:
+    """The mesh that `--mesh` names, or None where there is one device only."""
+    import jax
+
+    from dflash_jax import checkpoint, models, sharding
+    from dflash_jax.drafter_config import drafter_config
+
+    if text != "auto":
+        return sharding.make_mesh(sharding.parse_mesh(text))
+    if len(jax.devices()) == 1:
+        return None
+    raw = lambda source, what: checkpoint.read_json(checkpoint.resolve(source, what) / "config.json")
+    configs: list[Any] = [models.target_config(raw(target, "target"))]
+    if drafter:
+        configs.append(drafter_config(raw(drafter, "drafter")))
+    return sharding.make_mesh(sharding.auto_mesh(configs))
 
 
 def use_bundled_pair(args: argparse.Namespace) -> bool:
@@ -109,7 +135,9 @@ def use_bundled_pair(args: argparse.Namespace) -> bool:
 def make_engine(args: argparse.Namespace, pair: tuple[Any, Any], requests: list[Any]) -> Any:
     """An engine with room for the longest request, or for `--max-length`."""
     from dflash_jax.infer.engine import Engine
+    from dflash_jax.sharding import mesh_of, rows_of
 
+    parts = rows_of(mesh_of(pair[0].params))
     length = getattr(args, "max_length", None)
     vocab_size, most = pair[0].config.vocab_size, pair[0].config.max_position_embeddings
     fit = [r for r in requests if r.prompt_token_ids and max(r.prompt_token_ids) < vocab_size]
@@ -120,7 +148,7 @@ def make_engine(args: argparse.Namespace, pair: tuple[Any, Any], requests: list[
     try:
         return Engine(
             *pair,
-            slots=args.batch_size,
+            slots=-(-args.batch_size // parts) * parts,
             max_length=length,
             block_size=args.block_size if pair[1] else None,
             proposals=args.proposals,

@@ -5,7 +5,7 @@ A field that would change the arithmetic and is not implemented raises; none is 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Raw = Mapping[str, Any]
@@ -65,7 +65,13 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Fields shared by a target and a drafter; the names are Hugging Face's."""
+    """Fields shared by a target and a drafter; the names are Hugging Face's.
+
+    Attributes:
+        shards: parts that fused weights are interleaved in, one for each device of a tensor-parallel group.
+        key_value_copies: how many times each key-value head of the checkpoint is there, where a group has more devices
+            than heads; `num_key_value_heads` counts them all.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -77,6 +83,8 @@ class DecoderConfig:
     rope: RopeConfig
     attention_bias: bool
     layers: tuple[LayerConfig, ...]
+    shards: int = field(default=1, kw_only=True)
+    key_value_copies: int = field(default=1, kw_only=True)
 
     @property
     def num_hidden_layers(self) -> int:

@@ -12,10 +12,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import cache as caches
-from dflash_jax import checkpoint
+from dflash_jax import checkpoint, sharding
 from dflash_jax.cache import Block, Cache
 from dflash_jax.drafter_config import DrafterConfig, drafter_config
 from dflash_jax.models.layers import (
@@ -29,6 +30,7 @@ from dflash_jax.models.layers import (
     rms_norm,
     rope_tables,
     rotate,
+    unfuse,
 )
 from dflash_jax.target import Target
 
@@ -79,15 +81,19 @@ class Model(nn.Module):
     def context(self, features: Float[Array, "B T FD"], rope: Rope) -> tuple[Block, ...]:
         """KV injection: keys and values of every layer for committed positions (method 2.5)."""
         fused = self.fuse(features)
-        kv = matmul(fused, self.kv_proj.reshape(-1, fused.shape[-1]))
+        if self.config.shards == 1:
+            kv = matmul(fused, self.kv_proj.reshape(-1, fused.shape[-1]))
+            layers = jnp.split(kv, len(self.layers), axis=-1)
+        else:  # rows are sharded within a layer, and would have to move to be one axis with the layers
+            kv = jnp.einsum("btd,lmd->lbtm", fused, self.kv_proj, preferred_element_type=jnp.float32)
+            layers = list(kv.astype(fused.dtype))
         if self.config.attention_bias:
-            kv = kv + self.kv_bias.reshape(1, 1, -1)
-        layers = jnp.split(kv, len(self.layers), axis=-1)
+            layers = [kv + self.kv_bias[i][None, None] for i, kv in enumerate(layers)]
         return tuple(Block(*self._heads(kv, self.k_norm[i], rope)) for i, kv in enumerate(layers))
 
     def _heads(self, kv: Float[Array, "B T M"], weight: Float[Array, " H"], rope: Rope) -> tuple[Array, Array]:
         B, T, K, H = *kv.shape[:2], self.config.num_key_value_heads, self.config.head_dim
-        k, v = jnp.split(kv.reshape(B, T, 2 * K, H), 2, axis=2)
+        k, v = (x.reshape(B, T, K, H) for x in unfuse(kv, (K * H, K * H), self.config.shards))
         k = rotate(rms_norm(k, weight, self.config.rms_norm_eps), rope)
         return k.swapaxes(1, 2), v.swapaxes(1, 2)
 
@@ -219,7 +225,7 @@ class Drafter(struct.PyTreeNode):
         return Model(self.config).apply({"params": params}, *args, method=method)
 
 
-def load_drafter(source: str | Path, *, dtype: str | None = None) -> Drafter:
+def load_drafter(source: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Drafter:
     """Loads a DFlash v1 drafter from a local directory or a hub id; arguments and errors as `load_target`."""
     array_type = checkpoint.parse_dtype(dtype)
     directory = checkpoint.resolve(source, "drafter")
@@ -229,7 +235,9 @@ def load_drafter(source: str | Path, *, dtype: str | None = None) -> Drafter:
     config = dataclasses.replace(
         config, own_embedding="embed_tokens.weight" in names, own_head="lm_head.weight" in names
     )
-    return Drafter(checkpoint.load(reader, tensors(config), array_type, ignored=("rotary_emb.inv_freq",)), config)
+    config, place = sharding.shard_config(config, mesh), sharding.placement(mesh)
+    params = checkpoint.load(reader, tensors(config), array_type, ignored=("rotary_emb.inv_freq",), place=place)
+    return Drafter(params, config)
 
 
 def _canonical_name(name: str) -> str:
@@ -248,12 +256,13 @@ def _canonical_name(name: str) -> str:
 def tensors(config: DrafterConfig) -> checkpoint.Table:
     """Checkpoint tensors of every parameter (method 7.3)."""
     D, H, depth = config.hidden_size, config.head_dim, config.num_hidden_layers
-    keys = config.num_key_value_heads * H
+    keys = config.num_key_value_heads // config.key_value_copies * H
     features = len(config.target_layer_ids) * config.target_hidden_size
 
     def keys_and_values(layer: int, kind: str, *rest: int) -> checkpoint.Leaf:
         names = [f"layers.{layer}.self_attn.{name}_proj.{kind}" for name in "kv"]
-        return checkpoint.fused([(name, keys) for name in names], *rest)
+        copies = dict.fromkeys(names, config.key_value_copies)
+        return checkpoint.fused([(name, keys) for name in names], *rest, shards=config.shards, copies=copies)
 
     norms = [checkpoint.copied(f"layers.{i}.self_attn.k_norm.weight", H) for i in range(depth)]
     table = {

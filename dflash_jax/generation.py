@@ -9,6 +9,7 @@ import numpy as np
 from dflash_jax.drafter import Drafter
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.requests import Request
+from dflash_jax.sharding import mesh_of, rows_of
 from dflash_jax.speculative import Proposals
 from dflash_jax.target import Target
 
@@ -75,10 +76,11 @@ def spec_generate(
         Request(prompt, max_new_tokens, temperature, top_p, top_k, min_p, stop_token_ids=stops, id=str(row))
         for row, prompt in enumerate(prompts)
     ]
+    parts = rows_of(mesh_of(target.params))
     engine = Engine(
         target,
         drafter,
-        slots=max(len(prompts), 1),
+        slots=-(-max(len(prompts), 1) // parts) * parts,
         max_length=max_length,
         block_size=block_size,
         proposals=proposals,

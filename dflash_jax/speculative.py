@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.cache import Block, Cache, commit, once_read
 from dflash_jax.config import DecoderConfig
 from dflash_jax.sampling import Sampling, first_argmax, greedy_rows, gumbel_noise, select
+from dflash_jax.sharding import pin
 
 Proposals = Literal["coupled", "argmax", "independent"]
 
@@ -296,7 +297,8 @@ def decode_call(
 def _decode_program(speculative: bool) -> Callable:
     def program(target, drafter, state, max_steps, leave_on_finish, block_size, proposals, capacity):
         step = chain_step(target, drafter, block_size, proposals)
-        return run(step, state, max_steps, leave_on_finish, capacity)
+        state, trace = run(step, state, max_steps, leave_on_finish, capacity)
+        return pin(state), trace
 
     names = ("block_size", "proposals", "capacity")
     options = block_compiler_options() if speculative else None
@@ -368,10 +370,10 @@ def prefill(
         stop_tokens=state.stop_tokens.at[row].set(settings.stop_tokens),
         sampling=jax.tree.map(lambda all, one: all.at[row].set(one[0]), state.sampling, sampling),
     )
-    return state, token
+    return pin(state), token
 
 
 @partial(jax.jit, donate_argnames="state")
 def release(state: State, row: Int[Array, ""]) -> State:
     """Ends a row from the host, at a stop string or a cancelled request."""
-    return state.replace(remaining=state.remaining.at[row].set(0))
+    return pin(state.replace(remaining=state.remaining.at[row].set(0)))

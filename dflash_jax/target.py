@@ -6,10 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import cache as caches
-from dflash_jax import checkpoint, models
+from dflash_jax import checkpoint, models, sharding
 from dflash_jax.cache import Block, Cache
 from dflash_jax.config import TargetConfig, token_ids
 from dflash_jax.kernels.block_attention import Visible
@@ -82,15 +83,17 @@ class Target(struct.PyTreeNode):
         return model.apply({"params": self.params}, *args, method=method)
 
 
-def load_target(source: str | Path, *, dtype: str | None = None) -> Target:
+def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Target:
     """Loads a target from a local directory or a hub id.
 
     Args:
         source: directory with `config.json` and safetensors (single file or sharded), or `owner/name`.
         dtype: "float32", "bfloat16", "float16"; None takes float32 on CPU, bfloat16 elsewhere.
+        mesh: devices to spread the weights over (see `sharding`); each shard is read straight to its device.
 
     Raises:
-        ValueError: unsupported configuration, or files that are missing, corrupt or do not match it.
+        ValueError: unsupported configuration, a mesh that its heads cannot be split over, or files that are missing,
+            corrupt or do not match it.
     """
     array_type = checkpoint.parse_dtype(dtype)
     directory = checkpoint.resolve(source, "target")
@@ -98,7 +101,8 @@ def load_target(source: str | Path, *, dtype: str | None = None) -> Target:
     generation = directory / "generation_config.json"
     if generation.is_file() and (ends := token_ids(checkpoint.read_json(generation).get("eos_token_id"))):
         config = dataclasses.replace(config, eos_token_ids=ends)
+    config = sharding.shard_config(config, mesh)
     family = models.family(config.model_type)
-    reader = checkpoint.Reader(directory)
-    params = checkpoint.load(reader, family.tensors(config), array_type, ignored=family.ignored(config))
+    reader, place = checkpoint.Reader(directory), sharding.placement(mesh)
+    params = checkpoint.load(reader, family.tensors(config), array_type, ignored=family.ignored(config), place=place)
     return Target(params, config, str(directory))

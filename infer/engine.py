@@ -10,7 +10,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -21,6 +23,7 @@ from dflash_jax.drafter import Drafter
 from dflash_jax.infer.adaptive import BlockChooser, candidates
 from dflash_jax.infer.requests import Completion, Request, RequestError, check_seed
 from dflash_jax.sampling import Sampling, request_key
+from dflash_jax.sharding import mesh_of, pin, rows_of
 from dflash_jax.speculative import Proposals, RowSettings, decode_call, init_state, prefill, release
 from dflash_jax.target import Target
 
@@ -128,11 +131,20 @@ class Engine:
         self.stats = Stats()
         self._chunks = sorted({min(32, prefill_chunk), prefill_chunk})
         self._capacity = steps_per_visit
-        self._state = init_state(target, drafter, slots, max_length, STOP_WIDTH)
+        self._mesh = mesh_of(target.params)
+        if slots % (parts := rows_of(self._mesh)):
+            raise ValueError(f"slots must be a multiple of {parts}, the mesh's parts of rows; got {slots}")
+        make = partial(init_state, target, drafter, slots, max_length, STOP_WIDTH)
+        with self._on_mesh():
+            self._state = make() if self._mesh is None else jax.jit(lambda: pin(make()))()
         self._tickets = itertools.count()
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row | None] = [None] * slots
         self._just_filled = False
+
+    def _on_mesh(self) -> Any:
+        """The context in which programs are traced and run."""
+        return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     @property
     def waiting(self) -> int:
@@ -156,14 +168,15 @@ class Engine:
         chunks = [(0, 0, np.zeros(size, np.int32), 0, False, settings) for size in self._chunks]
         calls = [(prefill, self._prefill_arguments(*chunk)) for chunk in chunks]
         calls += [self._decode_call(0, False, size) for size in self._sizes()]
-        lowered = [program.lower(*arguments) for program, arguments in calls]
+        with self._on_mesh():
+            lowered = [program.lower(*arguments) for program, arguments in calls]
         with ThreadPoolExecutor() as pool:  # the calls below find what is compiled here
             list(pool.map(lambda program: program.compile(), lowered))
         for chunk in chunks:
             self._prefill_chunk(*chunk)
         for size in self._sizes():
             self._visit(0, False, size)
-        self._state = release(self._state, jnp.int32(0))
+        self._release(0)
         jax.block_until_ready(self._state)
         if self._auto:
             self._measure()
@@ -193,7 +206,7 @@ class Engine:
                 _, counts = self._visit(min(self._capacity, 4), False, size)
                 times[size].append((time.perf_counter() - begin) / int(np.sum(counts.any(axis=1))))
         for slot in range(self.slots):
-            self._state = release(self._state, jnp.int32(slot))
+            self._release(slot)
         seconds = {size: min(measured) for size, measured in times.items()}
         self.chooser = BlockChooser(seconds, self._proposed)
 
@@ -273,7 +286,7 @@ class Engine:
         for slot, row in enumerate(self._rows):
             if row and row.ticket in gone:
                 self._rows[slot] = None
-                self._state = release(self._state, jnp.int32(slot))
+                self._release(slot)
 
     def check(self, request: Request) -> None:
         """Raises RequestError if this engine cannot serve the request."""
@@ -300,7 +313,7 @@ class Engine:
         if row.decoding:
             self._extend(row, [int(token)])
             if row.completion.finish_reason:
-                self._state = release(self._state, jnp.int32(slot))
+                self._release(slot)
         self.stats.prefill_seconds += time.perf_counter() - begin
         return row if row.decoding else None
 
@@ -311,8 +324,13 @@ class Engine:
         return self.target, self.drafter, self._state, *place, settings
 
     def _prefill_chunk(self, *chunk: Any) -> jax.Array:
-        self._state, token = prefill(*self._prefill_arguments(*chunk))
+        with self._on_mesh():
+            self._state, token = prefill(*self._prefill_arguments(*chunk))
         return token
+
+    def _release(self, slot: int) -> None:
+        with self._on_mesh():
+            self._state = release(self._state, jnp.int32(slot))
 
     def _decode_call(self, max_steps: int, leave_on_finish: bool, size: int) -> tuple[Any, tuple]:
         return decode_call(
@@ -328,7 +346,8 @@ class Engine:
 
     def _visit(self, max_steps: int, leave_on_finish: bool, size: int) -> tuple[np.ndarray, np.ndarray]:
         program, arguments = self._decode_call(max_steps, leave_on_finish, size)
-        self._state, trace = program(*arguments)
+        with self._on_mesh():
+            self._state, trace = program(*arguments)
         trace = jax.device_get(trace)
         return trace.tokens, trace.count
 
@@ -356,7 +375,7 @@ class Engine:
                 if self.drafter:
                     row.completion.acceptance_lengths.append(committed)
             if row.completion.finish_reason and row.request.find_stop:
-                self._state = release(self._state, jnp.int32(slot))
+                self._release(slot)
             advanced.append(row)
         if self.chooser:
             seen = {}

@@ -56,7 +56,7 @@ def random_tensors(table: checkpoint.Table, seed: int) -> dict[str, np.ndarray]:
     tensors = {}
     for path, leaf in sorted(table.items()):
         for part in leaf.parts:
-            x = rng.standard_normal(leaf.part_shape(part)).astype(np.float32)
+            x = rng.standard_normal(part.shape).astype(np.float32)
             norm = "norm" in path and x.ndim == 1
             tensors[part.name] = (1 + 0.2 * x if norm else x / max(1, x.shape[-1]) ** 0.5).astype(np.float32)
     return tensors

@@ -4,8 +4,9 @@ Strict Linen: `params` is the only collection; caches are arguments and fresh ke
 Shapes: B rows, T block positions, D model width, N query heads, K key-value heads, H head dim.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -85,6 +86,13 @@ class Linear(nn.Module):
         return y
 
 
+def unfuse(x: Float[Array, "B T M"], sizes: Sequence[int], shards: int) -> list[Float[Array, "B T _"]]:
+    """The outputs of a fused product, whose rows are interleaved in `shards` parts (see `checkpoint.fused`)."""
+    *cuts, _ = itertools.accumulate(size // shards for size in sizes)
+    parts = jnp.split(x.reshape(*x.shape[:2], shards, -1), cuts, axis=-1)
+    return [part.reshape(*x.shape[:2], -1) for part in parts]
+
+
 def matmul(x: Float[Array, "B T D"], weight: Float[Array, "M D"]) -> Float[Array, "B T M"]:
     """`x @ weight.T` in the dtype of `x`; see `project`."""
     return project(x, weight).astype(x.dtype)
@@ -109,7 +117,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         width, inner = self.config.hidden_size, self.config.intermediate_size
-        gate, up = jnp.split(Linear((width, 2 * inner), name="gate_up_proj")(x), 2, axis=-1)
+        gate, up = unfuse(Linear((width, 2 * inner), name="gate_up_proj")(x), (inner, inner), self.config.shards)
         return Linear((inner, width), name="down_proj")(nn.silu(gate) * up)
 
 
@@ -132,7 +140,7 @@ class Attention(nn.Module):
         q_norm = RMSNorm(H, config.rms_norm_eps, name="q_norm")
         if project is None:
             qkv = Linear((D, (N + 2 * K) * H), config.attention_bias, name="qkv_proj")(x)
-            q, k, v = jnp.split(qkv, [N * H, (N + K) * H], axis=-1)
+            q, k, v = unfuse(qkv, (N * H, K * H, K * H), config.shards)
             k = RMSNorm(H, config.rms_norm_eps, name="k_norm")(k.reshape(B, T, K, H))
             k, v = rotate(k, at.rope).swapaxes(1, 2), v.reshape(B, T, K, H).swapaxes(1, 2)
         else:

@@ -5,8 +5,10 @@ Shapes: B rows, A blocks, T block positions, S context slots, N query heads, K k
 
 from typing import Literal
 
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from ..dispatch import HEADS, ROWS, on_each_device
 from . import reference
 
 
@@ -39,4 +41,11 @@ def attend_anchored(
         scale: of the scores, `H ** -0.5` by default.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return reference.attend(q, k, v, context_k, context_v, anchors, starts, visible == "causal", window, scale)
+
+    def local(*arrays):
+        return reference.attend(*arrays, visible == "causal", window, scale)
+
+    queries, keys = P(ROWS, None, None, HEADS), P(ROWS, None, HEADS)
+    context = P(ROWS, HEADS)
+    run = on_each_device(local, (queries, keys, keys, context, context, P(ROWS), P(ROWS)), queries)
+    return run(q, k, v, context_k, context_v, anchors, starts)

@@ -7,9 +7,10 @@ keys, Hv head dim of values, G queries that share a key-value head (N // K heads
 from typing import Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from ..dispatch import Name, choose
+from ..dispatch import HEADS, ROWS, Name, choose, from_owner, local_row, on_each_device
 from . import mosaic_gpu, pallas_tpu, reference
 
 # "causal" and "full" over the block, or an explicit matrix (row i sees column j) for token trees.
@@ -77,9 +78,21 @@ def attend(
     if window is not None:
         low = jnp.maximum(0 if low is None else low, positions - window + 1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = choose(IMPLEMENTATIONS, q, v, cache.k, implementation=implementation)
-    row = jnp.asarray(row, jnp.int32)
-    return chosen.attend(q, k, v, cache.k, cache.v, lengths, low, mask, scale, softcap, sinks, row)
+    whole = q.shape[0] == cache.k.shape[0]
+
+    def local(q, k, v, cache_k, cache_v, lengths, low, mask, sinks, row):
+        chosen = choose(IMPLEMENTATIONS, q, v, cache_k, implementation=implementation)
+        row, here = local_row(row, cache_k.shape[0], whole)
+        lengths = jnp.where(here, lengths, 0)
+        out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, scale, softcap, sinks, row)
+        return out if whole else from_owner(out, here)
+
+    rows = ROWS if whole else None
+    queries, keys = P(rows, None, HEADS), P(rows, HEADS)
+    masks = P(rows if mask.shape[0] > 1 else None)
+    specs = (queries, keys, keys, P(ROWS, HEADS), P(ROWS, HEADS), P(rows), P(rows), masks, P(HEADS), P())
+    run = on_each_device(local, specs, queries)
+    return run(q, k, v, cache.k, cache.v, lengths, low, mask, sinks, jnp.asarray(row, jnp.int32))
 
 
 def block_mask(visible: Visible, positions: Int[Array, "B T"], window: int | None) -> Bool[Array, "#B T T"]:

@@ -4,9 +4,10 @@ Shapes: R cache rows, B block rows, K key-value heads, S slots, T block position
 """
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from ..dispatch import Name, choose
+from ..dispatch import HEADS, ROWS, Name, choose, local_row, on_each_device
 from . import pallas_tpu, reference
 
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu}
@@ -36,5 +37,14 @@ def append(
     Raises:
         ValueError: the named implementation does not serve this case; the message says why.
     """
-    chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation)
-    return chosen.append(cache_k, cache_v, k, v, lengths, kept, jnp.asarray(row, jnp.int32), ring)
+    whole = k.shape[0] == cache_k.shape[0]
+
+    def local(cache_k, cache_v, k, v, lengths, kept, row):
+        chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation)
+        row, here = local_row(row, cache_k.shape[0], whole)
+        return chosen.append(cache_k, cache_v, k, v, lengths, jnp.where(here, kept, 0), row, ring)
+
+    rows = ROWS if whole else None
+    cache, block = P(ROWS, HEADS), P(rows, HEADS)
+    run = on_each_device(local, (cache, cache, block, block, P(rows), P(rows), P()), (cache, cache))
+    return run(cache_k, cache_v, k, v, lengths, kept, jnp.asarray(row, jnp.int32))

@@ -1,0 +1,141 @@
+"""One mesh and one table of rules for both models, inference and training.
+
+Axes: `data` splits rows; `fsdp` splits rows and parameters (training); `model` splits heads, inner widths and the
+vocabulary (tensor parallelism). An axis of size 1 does nothing, so the smallest job is the largest with another mesh.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dflash_jax.config import DecoderConfig
+from dflash_jax.kernels.dispatch import HEADS, ROWS
+
+AXES = (*ROWS, HEADS)
+
+# Endings of parameter paths and the axes of each dimension. The weights are [out, in]; a product's output dimension is
+# split where its input comes from every device, its input dimension where a device holds only some of the input.
+RULES: tuple[tuple[str, P], ...] = (
+    (r"(embed_tokens|lm_head)", P("model", "fsdp")),
+    (r"(qkv_proj|q_proj|gate_up_proj)/weight", P("model", "fsdp")),
+    (r"(qkv_proj|q_proj)/bias", P("model")),
+    (r"(o_proj|down_proj|fc)/weight", P("fsdp", "model")),
+    (r"o_proj/bias", P()),
+    (r"kv_proj", P(None, "model", "fsdp")),  # of all draft layers
+    (r"kv_bias", P(None, "model")),
+    (r"\w*norm/weight", P()),
+    (r"k_norm", P()),  # of all draft layers
+)
+
+Config = TypeVar("Config", bound=DecoderConfig)
+
+
+def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> dict[str, int]:
+    """Sizes of the axes named in "data=2,model=4"; one of them may be -1, which is what is left of the devices.
+
+    Raises:
+        ValueError: an unknown axis, or sizes whose product is not the number of devices.
+    """
+    count = len(jax.devices() if devices is None else devices)
+    sizes = dict.fromkeys(AXES, 1)
+    for item in filter(None, text.split(",")):
+        name, _, size = item.partition("=")
+        if name.strip() not in AXES or not re.fullmatch(r"-1|[1-9]\d*", size.strip()):
+            raise ValueError(f"--mesh must be like data=2,model=4 with axes of {', '.join(AXES)}, got {text!r}")
+        sizes[name.strip()] = int(size)
+    known = 1
+    for size in sizes.values():
+        known *= max(size, 1)
+    if list(sizes.values()).count(-1) == 1 and count % known == 0:
+        sizes = {name: count // known if size == -1 else size for name, size in sizes.items()}
+        known = count
+    if known != count or -1 in sizes.values():
+        raise ValueError(f"--mesh {text}: its sizes multiply to {known}, but there are {count} devices")
+    return sizes
+
+
+def auto_mesh(configs: Sequence[DecoderConfig], devices: Sequence[jax.Device] | None = None) -> dict[str, int]:
+    """Tensor parallelism over as many devices of a host as the heads of all models allow, rows over the rest."""
+    devices = jax.devices() if devices is None else devices
+    count, within = len(devices), sum(d.process_index == devices[0].process_index for d in devices)
+    fits = [n for n in range(1, within + 1) if count % n == 0 and all(_divides(c, n) for c in configs)]
+    return {"data": count // fits[-1], "fsdp": 1, "model": fits[-1]}
+
+
+def _divides(config: DecoderConfig, shards: int) -> bool:
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    whole = heads % shards == 0 and config.intermediate_size % shards == 0 and config.vocab_size % shards == 0
+    return whole and (keys % shards == 0 or shards % keys == 0)
+
+
+def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of these axis sizes, all axes automatic."""
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(sizes[name] for name in AXES), AXES, axis_types=types, devices=devices)
+
+
+def shard_config(config: Config, mesh: Mesh | None) -> Config:
+    """The configuration of a model whose heads are split over the mesh; key-value heads that are too few are copied.
+
+    Raises:
+        ValueError: the heads, the inner width or the vocabulary cannot be split so.
+    """
+    shards = 1 if mesh is None else mesh.shape["model"]
+    if shards == 1:
+        return config
+    if not _divides(config, shards):
+        raise ValueError(
+            f"a model axis of {shards} does not divide {config.num_attention_heads} query heads, "
+            f"{config.num_key_value_heads} key-value heads, width {config.intermediate_size} and vocabulary "
+            f"{config.vocab_size}; choose a smaller one"
+        )
+    copies = max(1, shards // config.num_key_value_heads)
+    heads = config.num_key_value_heads * copies
+    return replace(config, shards=shards, key_value_copies=copies, num_key_value_heads=heads)
+
+
+def spec(path: str) -> P:
+    """The axes of a parameter, or of the optimizer's moments of it, by its path.
+
+    Raises:
+        ValueError: none or several rules match.
+    """
+    found = [axes for pattern, axes in RULES if re.search(rf"(^|/){pattern}$", path)]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} sharding rules match parameter {path}; exactly one must")
+    return found[0]
+
+
+def placement(mesh: Mesh | None) -> Any:
+    """For `checkpoint.load`: the sharding of a parameter by its path and shape."""
+    return lambda path, shape: None if mesh is None else NamedSharding(mesh, spec(path))
+
+
+def pin(state: Any) -> Any:
+    """Inside a jitted program: a decoding state laid out over the mesh that is set, so that every program finds it as
+    the last one left it. Rows are split, and the heads of the caches."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return state
+
+    def constrain(path: Any, leaf: jax.Array) -> jax.Array:
+        in_cache = any(getattr(key, "name", None) == "entries" for key in path)
+        return jax.lax.with_sharding_constraint(leaf, P(ROWS, HEADS) if in_cache else P(ROWS))
+
+    return jax.tree_util.tree_map_with_path(constrain, state)
+
+
+def rows_of(mesh: Mesh | None) -> int:
+    """In how many parts rows are split; the rows of a batch must be a multiple."""
+    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh that arrays are sharded over, or None."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)
