@@ -98,17 +98,23 @@ def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
     return (target, drafter), text, defaults
 
 
-def choose_mesh(text: str, target: str, drafter: str | None) -> Any:
-    """The mesh that `--mesh` names, or None where there is one device only."""
+def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool = False) -> Any:
+    """The mesh that `--mesh` names, or None for a single device.
+
+    Several CPU devices are the same cores; they are used only where the mesh is named.
+    """
     import jax
 
     from dflash_jax import checkpoint, models, sharding
     from dflash_jax.drafter_config import drafter_config
 
     if text != "auto":
-        return sharding.make_mesh(sharding.parse_mesh(text))
-    if len(jax.devices()) == 1:
+        sizes = sharding.parse_mesh(text)
+        return None if len(jax.devices()) == 1 else sharding.make_mesh(sizes)
+    if len(jax.devices()) == 1 or jax.default_backend() == "cpu":
         return None
+    if training:
+        return sharding.make_mesh(sharding.parse_mesh("fsdp=-1"))
     raw = lambda source, what: checkpoint.read_json(checkpoint.resolve(source, what) / "config.json")
     configs: list[Any] = [models.target_config(raw(target, "target"))]
     if drafter:

@@ -99,6 +99,12 @@ def shard_config(config: Config, mesh: Mesh | None) -> Config:
     return replace(config, shards=shards, key_value_copies=copies, num_key_value_heads=heads)
 
 
+def unsharded_config(config: Config) -> Config:
+    """The configuration as the checkpoint has it."""
+    heads = config.num_key_value_heads // config.key_value_copies
+    return replace(config, shards=1, key_value_copies=1, num_key_value_heads=heads)
+
+
 def spec(path: str) -> P:
     """The axes of a parameter, or of the optimizer's moments of it, by its path.
 
@@ -116,21 +122,43 @@ def placement(mesh: Mesh | None) -> Any:
     return lambda path, shape: None if mesh is None else NamedSharding(mesh, spec(path))
 
 
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """The sharding of every leaf of parameters, or of a training state, by its path."""
+
+    def of(path: Any, leaf: Any) -> NamedSharding:
+        names = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
+        return NamedSharding(mesh, spec("/".join(names)) if names and leaf.ndim else P())
+
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def constrain(x: jax.Array, axes: P) -> jax.Array:
+    """Inside a jitted program: `x` laid out so over the mesh that is set, if one is."""
+    return x if _mesh() is None else jax.lax.with_sharding_constraint(x, axes)
+
+
+def row_parts() -> int:
+    """Inside a jitted program: in how many parts the mesh that is set splits rows."""
+    return rows_of(_mesh())
+
+
+def _mesh() -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else mesh
+
+
 def pin(state: Any) -> Any:
     """Inside a jitted program: a decoding state laid out over the mesh that is set, so that every program finds it as
     the last one left it. Rows are split, and the heads of the caches."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return state
 
-    def constrain(path: Any, leaf: jax.Array) -> jax.Array:
+    def pinned(path: Any, leaf: jax.Array) -> jax.Array:
         in_cache = any(getattr(key, "name", None) == "entries" for key in path)
-        return jax.lax.with_sharding_constraint(leaf, P(ROWS, HEADS) if in_cache else P(ROWS))
+        return constrain(leaf, P(ROWS, HEADS) if in_cache else P(ROWS))
 
-    return jax.tree_util.tree_map_with_path(constrain, state)
+    return jax.tree_util.tree_map_with_path(pinned, state)
 
 
-def rows_of(mesh: Mesh | None) -> int:
+def rows_of(mesh: Any) -> int:
     """In how many parts rows are split; the rows of a batch must be a multiple."""
     return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
 

@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 8)
 
 # Shapes of every annotated call are checked. Not the modules that define pytrees or configs.
 with install_import_hook([f"dflash_jax.{name}" for name in ("kernels", "models")], "beartype.beartype"):

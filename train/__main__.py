@@ -91,6 +91,13 @@ def _add_data_arguments(stage: argparse.ArgumentParser) -> None:
     stage.add_argument("--target", required=True, metavar="DIR|ID", help="target checkpoint")
     stage.add_argument("--data", required=True, metavar="FILE.jsonl", help="made by regenerate")
     stage.add_argument("--config", metavar="FILE", help="YAML or JSON of settings")
+    stage.add_argument(
+        "--mesh",
+        default="auto",
+        metavar="AXES",
+        help="devices, like data=2,fsdp=4 (axes data, fsdp, model; -1 is the rest); auto: rows and parameters over all "
+        "of them (default)",
+    )
     stage.add_argument("--init-from", metavar="DIR|ID", help="continue from a published drafter")
     settings = stage.add_argument_group("settings (the paper's recipe by default; they win over --config)")
     texts = _attribute_texts()
@@ -193,7 +200,7 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
             overrides[field.name] = yaml.safe_load(given) if field.type is not str else given
     given = read_settings(args.config, overrides)
     make_config(given)  # complain before anything is loaded
-    from dflash_jax.cli import enable_compilation_cache
+    from dflash_jax.cli import choose_mesh, enable_compilation_cache
 
     enable_compilation_cache()
     from dflash_jax.checkpoint import read_json, resolve
@@ -215,7 +222,7 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
             raise ValueError(f"--init-from decides {', '.join(fixed)}; leave them out")
         given = {"block_size": started.config.block_size} | given | own
     config = make_config(given)
-    target = load_target(args.target, dtype=config.dtype)
+    target = load_target(args.target, dtype=config.dtype, mesh=choose_mesh(args.mesh, args.target, None, training=True))
     data = read_examples(args.data, config.length, target.config.vocab_size)
     print(
         f"{len(data.examples)} conversations; {data.cut} cut to {config.length} tokens, "
@@ -294,7 +301,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise ValueError("--step is of a --run")
     import jax
 
-    from dflash_jax.cli import enable_compilation_cache
+    from dflash_jax.cli import choose_mesh, enable_compilation_cache
     from dflash_jax.drafter import load_drafter
     from dflash_jax.sampling import check_sampling
     from dflash_jax.target import load_target
@@ -303,12 +310,13 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     check_sampling(args.temperature, args.top_p, args.top_k, args.min_p)
     enable_compilation_cache()
-    target = load_target(args.target, dtype=args.dtype)
+    mesh = choose_mesh(args.mesh, args.target, args.drafter)
+    target = load_target(args.target, dtype=args.dtype, mesh=mesh)
     if args.run:
         drafter, _ = load_run(args.run, args.step)
         drafter = drafter.replace(params=jax.tree.map(lambda x: x.astype(target.dtype), drafter.params))
     else:
-        drafter = load_drafter(args.drafter, dtype=args.dtype)
+        drafter = load_drafter(args.drafter, dtype=args.dtype, mesh=mesh)
     drafter.config.check_pair(target.config)
     figures = evaluate(
         target,

@@ -38,7 +38,7 @@ def new_drafter(target: Target, config: TrainConfig, mask_token_id: int) -> tupl
         "intermediate_size": c.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
+        "num_key_value_heads": c.num_key_value_heads // c.key_value_copies,
         "head_dim": c.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": c.rms_norm_eps,

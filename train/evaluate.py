@@ -11,6 +11,7 @@ from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.lines import read_lines
 from dflash_jax.infer.requests import Request, RequestError
 from dflash_jax.infer.text import Text
+from dflash_jax.sharding import mesh_of, rows_of
 from dflash_jax.speculative import Proposals
 from dflash_jax.target import Target
 
@@ -65,7 +66,8 @@ def evaluate(
     settings |= {"top_p": top_p, "top_k": top_k, "min_p": min_p}
     requests = [replace(request, **settings) for request in requests]
     longest = max(len(r.prompt_token_ids) for r in requests) + max_new_tokens
-    slots, max_length = min(batch_size, len(requests)), -(-longest // 256) * 256
+    parts = rows_of(mesh_of(target.params))
+    slots, max_length = -(-min(batch_size, len(requests)) // parts) * parts, -(-longest // 256) * 256
     engines = [Engine(target, drafter, block_size=block_size, proposals=proposals, slots=slots, max_length=max_length)]
     if baseline:
         engines.append(Engine(target, None, slots=slots, max_length=max_length))

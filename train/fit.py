@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dflash_jax.checkpoint import read_json, write_json, write_text
 from dflash_jax.drafter import Drafter, load_drafter
 from dflash_jax.infer.interrupt import stop_signals
+from dflash_jax.sharding import ROWS, mesh_of, rows_of, shardings
 from dflash_jax.speculative import block_compiler_options
 from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
@@ -83,14 +87,32 @@ class Run:
         if config.max_steps:
             self.steps = min(self.steps, config.max_steps)
         self._every = config.evaluate_every or max(1, self.steps // 10)
+        self.mesh = mesh_of(target.params)
+        if config.batch_size % (config.accumulate * rows_of(self.mesh)):
+            raise ValueError(
+                f"batch_size {config.batch_size} must be a multiple of accumulate {config.accumulate} times the mesh's "
+                f"{rows_of(self.mesh)} parts of rows"
+            )
         self.state = init_state(drafter, config, self.steps)
+        if self.mesh is not None:
+            # Its parameters stay as in the checkpoint, so that a run continues on any mesh.
+            if drafter.config.shards != 1 or drafter.config.num_key_value_heads % self.mesh.shape["model"]:
+                raise ValueError(
+                    f"the drafter's {drafter.config.num_key_value_heads} key-value heads must be a multiple of the "
+                    f"mesh's model axis, {self.mesh.shape['model']}, and the drafter loaded without a mesh"
+                )
+            self.drafter = drafter = jax.device_put(drafter, shardings(drafter, self.mesh))
+            self.state = jax.device_put(self.state, shardings(self.state, self.mesh))
         if self.checkpoints.steps:
             self.state = self.checkpoints.restore(self.state)
         else:
             save_drafter(self.directory / "last", drafter, raw)
         self._cut_metrics(int(self.state.step))
         self._step = jax.jit(
-            partial(train_step, config, self.steps), donate_argnums=2, compiler_options=block_compiler_options()
+            partial(train_step, config, self.steps),
+            donate_argnums=2,
+            compiler_options=block_compiler_options(),
+            out_shardings=None if self.mesh is None else (shardings(self.state, self.mesh), None),
         )
 
     def fit(self, progress: Callable[[int, dict[str, Any]], None] = lambda step, metrics: None) -> dict[str, Any]:
@@ -122,7 +144,8 @@ class Run:
         begin, at = time.perf_counter(), int(self.state.step)
         self._evaluate_if_due(at, progress)
         for step in range(at, self.steps):
-            self.state, values = self._step(self.target, self.drafter, self.state, self.batch(step))
+            with self._on_mesh():
+                self.state, values = self._step(self.target, self.drafter, self.state, self.batch(step))
             done = step + 1
             if step == at:
                 begin = time.perf_counter()
@@ -159,7 +182,11 @@ class Run:
         contents = self._packing.contents(step)
         rows = self._packing.rows(contents)
         features, hidden = self._features.rows(contents, self.config.length) if self._features else (None, None)
-        return Batch(*(None if x is None else jnp.asarray(x) for x in (*rows, features, hidden)))  # type: ignore
+        place = jnp.asarray if self.mesh is None else lambda x: jax.device_put(x, NamedSharding(self.mesh, P(ROWS)))
+        return Batch(*(None if x is None else place(x) for x in (*rows, features, hidden)))  # type: ignore
+
+    def _on_mesh(self) -> Any:
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def trained(self) -> Drafter:
         """The drafter as it is now, in float32."""

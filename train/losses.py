@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.sharding import row_parts
+
 DPACE_ALPHA = 0.5
 
 
@@ -56,9 +58,17 @@ def token_losses(
         cross_entropy, kl, total_variation: coefficients of -log q(label), of KL(target || draft), and of the
             sum over the vocabulary of |target - draft| (as DSpark has it).
     """
-    M, chunk = hidden.shape[0], min(chunk, hidden.shape[0])
-    fold = lambda x: jnp.pad(x, [(0, -M % chunk)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, chunk, *x.shape[1:])
-    unfold = lambda x: x.reshape(-1, *x.shape[2:])[:M]
+    M, parts = hidden.shape[0], row_parts()
+    each = M // parts  # predictions of one device: a chunk takes some of every one's
+    chunk = min(-(-chunk // parts), each)
+
+    def fold(x: Array) -> Array:
+        x = jnp.pad(x.reshape(parts, each, *x.shape[1:]), [(0, 0), (0, -each % chunk)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(parts, -1, chunk, *x.shape[2:]).swapaxes(0, 1).reshape(-1, parts * chunk, *x.shape[2:])
+
+    def unfold(x: Array) -> Array:
+        x = x.reshape(-1, parts, chunk, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(parts, -1, *x.shape[3:])[:, :each].reshape(M, *x.shape[3:])
 
     def chunk_losses(hidden, labels, target_hidden) -> tuple[Array, tuple[Array, Array]]:
         logits = draft(hidden[None])[0]

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.drafter import Drafter
+from dflash_jax.sharding import ROWS, constrain
 from dflash_jax.target import Target
 from dflash_jax.train.blocks import draft_hidden, draw_blocks, target_features
 from dflash_jax.train.config import TrainConfig
@@ -147,7 +149,9 @@ def train_step(
         (_, more), g = jax.value_and_grad(part_sums, has_aux=True)(state.params, part)
         return (jax.tree.map(jnp.add, gradient, g), jax.tree.map(jnp.add, sums, more)), None
 
-    split = lambda x: x.reshape(config.accumulate, rows // config.accumulate, *x.shape[1:])
+    def split(x: Array) -> Array:
+        return constrain(x.reshape(config.accumulate, rows // config.accumulate, *x.shape[1:]), P(None, ROWS))
+
     zeros = jax.tree.map(jnp.zeros_like, state.params), Sums(*[jnp.float32(0)] * len(Sums._fields))
     (gradient, sums), _ = jax.lax.scan(accumulate, zeros, jax.tree.map(split, (batch, keys)))
     gradient = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-9), gradient)

@@ -1,0 +1,113 @@
+"""Several devices: the same answers and the same losses on every mesh, and nothing large gathered."""
+
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax import generate, load_drafter, load_target, spec_generate
+from dflash_jax.checkpoint import Reader
+from dflash_jax.drafter import tensors as drafter_tensors
+from dflash_jax.drafter_config import drafter_config
+from dflash_jax.models import FAMILIES, target_config
+from dflash_jax.sharding import auto_mesh, make_mesh, parse_mesh, shard_config, spec
+from tests import tiny
+
+SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 64}
+PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [4] * 40, [9, 9]]
+SAMPLED = {"temperature": 1.0, "top_p": 0.9, "top_k": 30}
+
+
+def mesh(text):
+    devices = jax.devices()[: math.prod(int(n) for n in re.findall(r"\d+", text))]
+    return make_mesh(parse_mesh(text, devices), devices)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sharded")
+    tiny.write_target(directory / "target", tiny.target_config(**SHAPE, tie_word_embeddings=False))
+    tiny.write_drafter(directory / "drafter", tiny.drafter_config(**SHAPE, attention_bias=True))
+    return directory
+
+
+def answers(directory, mesh, **settings):
+    pair = load_target(directory / "target", mesh=mesh), load_drafter(directory / "drafter", mesh=mesh)
+    return spec_generate(*pair, PROMPTS, max_new_tokens=20, stop_token_ids=[], **settings)
+
+
+@pytest.fixture(scope="module")
+def alone(directory):
+    return {"greedy": answers(directory, None), "sampled": answers(directory, None, **SAMPLED)}
+
+
+# Query heads split; key-value heads split, and copied; rows split; all of it.
+@pytest.mark.parametrize("how", ["greedy", "sampled"])
+@pytest.mark.parametrize("axes", ["model=2", "model=8", "data=4", "data=2,model=4"])
+def test_every_mesh_gives_the_same_answers(directory, alone, axes, how):
+    got = answers(directory, mesh(axes), **(SAMPLED if how == "sampled" else {}))
+    assert got == alone[how]
+
+
+def test_without_a_drafter(directory, alone):
+    target = load_target(directory / "target", mesh=mesh("data=2,model=2"))
+    got = generate(target, PROMPTS, max_new_tokens=20, stop_token_ids=[])
+    assert got.tokens == alone["greedy"].tokens
+
+
+def test_every_parameter_matches_one_rule():
+    for family in FAMILIES.values():
+        for tied in (True, False):
+            config = target_config(tiny.target_config(tie_word_embeddings=tied, attention_bias=True))
+            for path, leaf in family.tensors(config).items():
+                assert len(spec(path)) <= len(leaf.shape)
+    for path, leaf in drafter_tensors(drafter_config(tiny.drafter_config(attention_bias=True))).items():
+        assert len(spec(path)) <= len(leaf.shape)
+    for path in ("layers_0/mlp/gate", "norm"):
+        with pytest.raises(ValueError, match=f"0 sharding rules match parameter {path}"):
+            spec(path)
+
+
+def test_meshes_by_name():
+    devices = range(8)
+    assert parse_mesh("data=2,model=4", devices) == {"data": 2, "fsdp": 1, "model": 4}
+    assert parse_mesh("model=2, data=-1", devices) == {"data": 4, "fsdp": 1, "model": 2}
+    for text in ("tensor=8", "model", "model=0", "model=x"):
+        with pytest.raises(ValueError, match="--mesh must be like data=2,model=4"):
+            parse_mesh(text, devices)
+    for text in ("model=3", "model=16", "model=3,data=-1", "model=-1,data=-1"):
+        with pytest.raises(ValueError, match="there are 8 devices"):
+            parse_mesh(text, devices)
+    config = target_config(tiny.target_config(**SHAPE))
+    assert auto_mesh([config], jax.devices()) == {"data": 1, "fsdp": 1, "model": 8}
+    few = target_config(tiny.target_config(num_attention_heads=6, num_key_value_heads=3))
+    assert auto_mesh([config, few], jax.devices()) == {"data": 4, "fsdp": 1, "model": 2} or few.vocab_size % 3
+    with pytest.raises(ValueError, match="a model axis of 8 does not divide 6 query heads"):
+        shard_config(few, mesh("model=8"))
+
+
+def test_a_shard_reads_its_rows_alone(directory, monkeypatch):
+    """From the file to the shards: no tensor is read whole that is split, and shards hold what they should."""
+    read = []
+    whole = Reader.read
+
+    def spy(self, name, index):
+        rows = whole(self, name, index)
+        read.append((name, rows.shape))
+        return rows
+
+    monkeypatch.setattr(Reader, "read", spy)
+    target = load_target(directory / "target", mesh=mesh("model=4"))
+    inner, keys = SHAPE["intermediate_size"], SHAPE["num_key_value_heads"] * 16
+    assert {shape for name, shape in read if name.endswith("gate_proj.weight")} == {(inner // 4, 32)}
+    assert {shape for name, shape in read if name.endswith("k_proj.weight")} == {(keys // 2, 32)}  # a head, twice each
+    assert {shape for name, shape in read if name.endswith("down_proj.weight")} == {(32, inner // 4)}
+    params = target.params["layers_0"]
+    assert params["mlp"]["gate_up_proj"]["weight"].addressable_shards[0].data.shape == (2 * inner // 4, 32)
+    assert params["self_attn"]["o_proj"]["weight"].addressable_shards[0].data.shape == (32, 8 * 16 // 4)
+    # The first shard's rows are its queries, then its keys and values.
+    shard = np.asarray(params["self_attn"]["qkv_proj"]["weight"].addressable_shards[0].data)
+    plain = np.asarray(load_target(directory / "target").params["layers_0"]["self_attn"]["qkv_proj"]["weight"])
+    np.testing.assert_array_equal(shard, plain[[*range(32), *range(128, 144), *range(160, 176)]])
