@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from dflash_jax import checkpoint, models
+from dflash_jax import checkpoint, models, sharding
 from dflash_jax.config import Raw
 from dflash_jax.drafter import Drafter
 from dflash_jax.drafter import tensors as drafter_tensors
@@ -53,14 +54,18 @@ PAIRS: dict[str, tuple[Raw, Raw]] = {
 }
 
 
-def random_pair(target: Raw, drafter: Raw, dtype: Any = jnp.bfloat16) -> tuple[Target, Drafter]:
-    """A pair of these configurations with random weights; `jax.eval_shape` of it gives the shapes alone.
+def random_pair(
+    target: Raw, drafter: Raw, dtype: Any = jnp.bfloat16, mesh: Mesh | None = None
+) -> tuple[Target, Drafter]:
+    """A pair of these configurations with random weights, in the shapes they have on a mesh; `jax.eval_shape` of it
+    gives the shapes alone.
 
     Raises:
         ValueError: a configuration is unsupported, or the two do not belong together.
     """
     target_config, draft_config = models.target_config(target), drafter_config(drafter)
     draft_config.check_pair(target_config)
+    target_config, draft_config = (sharding.shard_config(config, mesh) for config in (target_config, draft_config))
     tables = models.family(target_config.model_type).tensors(target_config), drafter_tensors(draft_config)
     first, second = (_random(table, dtype) for table in tables)
     return Target(first, target_config), Drafter(second, draft_config)

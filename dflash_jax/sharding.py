@@ -5,7 +5,7 @@ vocabulary (tensor parallelism). An axis of size 1 does nothing, so the smallest
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -63,8 +63,13 @@ def auto_mesh(configs: Sequence[DecoderConfig], devices: Sequence[jax.Device] | 
     """Tensor parallelism over as many devices of a host as the heads of all models allow, rows over the rest."""
     devices = jax.devices() if devices is None else devices
     count, within = len(devices), sum(d.process_index == devices[0].process_index for d in devices)
-    fits = [n for n in range(1, within + 1) if count % n == 0 and all(_divides(c, n) for c in configs)]
+    fits = [n for n in range(1, within + 1) if count % n == 0 and divides(configs, n)]
     return {"data": count // fits[-1], "fsdp": 1, "model": fits[-1]}
+
+
+def divides(configs: Iterable[DecoderConfig], shards: int) -> bool:
+    """Whether these models can be split over a model axis of this size."""
+    return all(_divides(config, shards) for config in configs)
 
 
 def _divides(config: DecoderConfig, shards: int) -> bool:
@@ -151,11 +156,17 @@ def pin(state: Any) -> Any:
     """Inside a jitted program: a decoding state laid out over the mesh that is set, so that every program finds it as
     the last one left it. Rows are split, and the heads of the caches."""
 
-    def pinned(path: Any, leaf: jax.Array) -> jax.Array:
-        in_cache = any(getattr(key, "name", None) == "entries" for key in path)
-        return constrain(leaf, P(ROWS, HEADS) if in_cache else P(ROWS))
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: constrain(leaf, _state_spec(path)), state)
 
-    return jax.tree_util.tree_map_with_path(pinned, state)
+
+def state_shardings(state: Any, mesh: Mesh) -> Any:
+    """The layout that `pin` gives a state."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, _state_spec(path)), state)
+
+
+def _state_spec(path: Any) -> P:
+    in_cache = any(getattr(key, "name", None) == "entries" for key in path)
+    return P(ROWS, HEADS) if in_cache else P(ROWS)
 
 
 def rows_of(mesh: Any) -> int:

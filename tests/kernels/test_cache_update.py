@@ -60,7 +60,7 @@ def test_declines_by_name():
 @pytest.mark.parametrize("H", [64, 128])
 @pytest.mark.parametrize("T", [1, 16, 256])
 def test_compiles_for_tpu_in_place(H, T):
-    place = SingleDeviceSharding(topology("v5e:2x2").devices[0])
+    place = SingleDeviceSharding(topology("v5e:2x2")[0])
     spec = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype, sharding=place)
     cache, block, ints = spec(8, 8, 4096, H), spec(8, 8, T, H), spec(8, dtype=jnp.int32)
     call = lambda *arguments: append(*arguments, implementation="tpu")

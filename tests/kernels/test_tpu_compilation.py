@@ -16,7 +16,7 @@ ONE_OF_EACH = ["qwen3-8b verify", "gpt-oss verify, sliding", "qwen3.5-9b verify"
 
 def compiled(chips: str, name: str, dtype=jnp.bfloat16, rows=4, slots=4096):
     shape = SERVED[name]
-    place = SingleDeviceSharding(topology(chips).devices[0])
+    place = SingleDeviceSharding(topology(chips)[0])
     spec = lambda *size, dtype=dtype: jax.ShapeDtypeStruct(size, dtype, sharding=place)
     T, N, K, H = shape[:4]
 

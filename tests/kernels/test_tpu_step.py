@@ -16,7 +16,7 @@ CHIP = 16 * 2**30  # bytes of a v5e
 @pytest.mark.slow
 def test_qwen3_4b_fits_one_chip_and_copies_nothing():
     rows, slots = 4, 4096
-    place = SingleDeviceSharding(topology("v5e:2x2").devices[0])
+    place = SingleDeviceSharding(topology("v5e:2x2")[0])
 
     def shapes():
         target, drafter = random_pair(*PAIRS["qwen3-4b"])

@@ -1,0 +1,343 @@
+"""`python -m dflash_jax.plan`: what a pair needs on a machine, from its configurations alone.
+
+For a TPU topology the step is compiled by the real compiler, on any Linux host (`pip install 'dflash-jax[tpu]'`): its
+memory, operations and collectives are the compiler's own. For GPUs, and for the times everywhere, figures follow from
+shapes and from what is published of the chip; they say what a step cannot beat.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
+_BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64, "u64": 64, "f64": 64}
+
+
+class Chip(NamedTuple):
+    """One device, as published.
+
+    Attributes:
+        memory: bytes.
+        bandwidth: of the memory, bytes per second.
+        flops: bfloat16 operations per second.
+        link: bytes per second to other devices, one direction, all links together.
+    """
+
+    memory: float
+    bandwidth: float
+    flops: float
+    link: float
+
+
+GIB, TERA = 2**30, 1e12
+CHIPS = {
+    "v4": Chip(16 * GIB, 0.61 * TERA, 137 * TERA, 0.15 * TERA),  # one of a chip's two cores
+    "v5e": Chip(16 * GIB, 0.82 * TERA, 197 * TERA, 0.2 * TERA),
+    "v5p": Chip(95 * GIB, 2.77 * TERA, 459 * TERA, 0.6 * TERA),
+    "v6e": Chip(32 * GIB, 1.64 * TERA, 918 * TERA, 0.45 * TERA),
+    "tpu7x": Chip(96 * GIB, 3.69 * TERA, 1153 * TERA, 0.6 * TERA),  # one of a chip's two cores
+    "a100": Chip(80 * GIB, 2.04 * TERA, 312 * TERA, 0.3 * TERA),
+    "h100": Chip(80 * GIB, 3.35 * TERA, 989 * TERA, 0.45 * TERA),
+    "h200": Chip(141 * GIB, 4.8 * TERA, 989 * TERA, 0.45 * TERA),
+    "b200": Chip(180 * GIB, 8.0 * TERA, 2250 * TERA, 0.9 * TERA),
+}
+GPUS = ("a100", "h100", "h200", "b200")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_jax.plan",
+        description="Memory, operations, collectives and the least time of a step, per device.",
+    )
+    parser.add_argument("--target", required=True, metavar="CONFIG", help="name (qwen3-8b), config.json or its folder")
+    parser.add_argument("--drafter", metavar="CONFIG", help="likewise (default: that of a target named by name)")
+    parser.add_argument(
+        "--topology", required=True, help=f"TPU, like v5e:2x2, or GPU and number, like h100:4 ({', '.join(CHIPS)})"
+    )
+    parser.add_argument("--mesh", default="auto", help="like data=2,model=4 (see serve)")
+    parser.add_argument("--batch", type=int, default=8, help="rows; of training, packed rows of a step (default 8)")
+    parser.add_argument("--max-length", type=int, default=8192, help="tokens of a row (default 8192)")
+    parser.add_argument("--block-size", type=int, help="draft slots (default: the drafter's)")
+    parser.add_argument("--tau", type=float, default=6.49, help="tokens a step commits (default 6.49)")
+    parser.add_argument("--training", action="store_true", help="the training step of the drafter instead")
+    parser.add_argument("--anchors", type=int, default=512, help="of a row, for --training (default 512)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures, too")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        figures = plan(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(f"error: {error}; a TPU topology needs pip install 'dflash-jax[tpu]'", file=sys.stderr)
+        return 2
+    print(table(figures))
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def plan(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of `table`; raises ValueError for what cannot be planned."""
+    from dflash_jax import sharding
+
+    name, _, shape = args.topology.partition(":")
+    if name not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape or "1"):
+        raise ValueError(f"--topology must be like v5e:2x2 or h100:4, of {', '.join(CHIPS)}; got {args.topology}")
+    raws = _configs(args.target, args.drafter)
+    devices = list(range(math.prod(map(int, (shape or "1").split("x"))))) if name in GPUS else topology(args.topology)
+    parsed = _parsed(raws)
+    if args.mesh != "auto":
+        sizes = sharding.parse_mesh(args.mesh, devices)
+    elif args.training:
+        sizes = sharding.parse_mesh("fsdp=-1", devices)
+    else:
+        most = max(n for n in range(1, len(devices) + 1) if len(devices) % n == 0 and sharding.divides(parsed, n))
+        sizes = {"data": len(devices) // most, "fsdp": 1, "model": most}
+    parts = sizes["data"] * sizes["fsdp"]
+    if args.batch % parts:
+        raise ValueError(f"--batch {args.batch} must be a multiple of the {parts} parts the mesh splits rows in")
+    figures: dict[str, Any] = {"topology": args.topology, "devices": len(devices), "mesh": sizes}
+    figures |= {"batch": args.batch, "max_length": args.max_length, "chip_bytes": CHIPS[name].memory}
+    if name in GPUS:
+        if args.training:
+            raise ValueError("--training is planned by a compiler; name a TPU topology")
+        figures |= analytic(parsed, sizes, args.batch, args.max_length, args.block_size)
+    else:
+        mesh = sharding.make_mesh(sizes, devices)
+        compiled = (
+            compile_training(raws, mesh, args.batch, args.max_length, args.anchors)
+            if args.training
+            else compile_step(raws, mesh, args.batch, args.max_length, args.block_size)
+        )
+        figures |= measured(compiled)
+        if not args.training:
+            figures |= {"parts": analytic(parsed, sizes, args.batch, args.max_length, args.block_size)}
+    figures["fits"] = figures["peak_bytes"] < CHIPS[name].memory
+    return figures | least_time(CHIPS[name], figures, None if args.training else args.tau, args.batch)
+
+
+def _configs(target: str, drafter: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    from dflash_jax.checkpoint import read_json, resolve
+    from dflash_jax.published import PAIRS
+
+    def read(source: str, what: str) -> dict[str, Any]:
+        path = Path(source)
+        return read_json(path) if path.is_file() else read_json(resolve(source, what) / "config.json")
+
+    if target in PAIRS:
+        own = PAIRS[target]
+        return dict(own[0]), dict(own[1]) if drafter is None else read(drafter, "drafter")
+    if drafter is None:
+        raise ValueError(f"--drafter is needed, unless --target is one of {', '.join(PAIRS)}")
+    return read(target, "target"), read(drafter, "drafter")
+
+
+def _parsed(raws: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, Any]:
+    from dflash_jax import models
+    from dflash_jax.drafter_config import drafter_config
+
+    pair = models.target_config(raws[0]), drafter_config(raws[1])
+    pair[1].check_pair(pair[0])
+    return pair
+
+
+# --------------------------------------------------------------------------------------------------
+# By the compiler
+
+
+def topology(name: str) -> list[Any]:
+    """Devices of a TPU topology, described by libtpu without any being there."""
+    import libtpu  # noqa: F401 (its absence is the user's to mend)
+
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor a device to take from another process
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    except Exception as error:  # XLA's own type, whatever was wrong with the name
+        raise ValueError(f"no topology {name}: {str(error).splitlines()[0]:.200}") from error
+
+
+def compile_step(raws: tuple[Any, Any], mesh: Any, batch: int, max_length: int, block_size: int | None = None) -> Any:
+    """The speculative step as compiled for the mesh's devices, its state donated; nothing is allocated."""
+    import jax
+
+    from dflash_jax import sharding
+    from dflash_jax.kernels.dispatch import using
+    from dflash_jax.published import random_pair
+    from dflash_jax.speculative import chain_step, init_state
+
+    def shapes() -> tuple[Any, Any, Any]:
+        target, drafter = random_pair(*raws, mesh=mesh)
+        return target, drafter, init_state(target, drafter, batch, max_length, 8)
+
+    target, drafter, state = jax.eval_shape(shapes)
+    target, drafter = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter))
+    state = _placed(state, sharding.state_shardings(state, mesh))
+
+    def step(target: Any, drafter: Any, state: Any) -> Any:
+        state, committed = chain_step(target, drafter, block_size or drafter.config.block_size, "coupled")(state)
+        return sharding.pin(state), committed
+
+    with using("tpu"), jax.set_mesh(mesh):
+        return jax.jit(step, donate_argnums=2).lower(target, drafter, state).compile()
+
+
+def compile_training(raws: tuple[Any, Any], mesh: Any, rows: int, length: int, anchors: int) -> Any:
+    """The drafter's training step as compiled for the mesh's devices, its state donated; nothing is allocated."""
+    from functools import partial
+
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+
+    from dflash_jax import sharding
+    from dflash_jax.drafter import Drafter
+    from dflash_jax.kernels.dispatch import using
+    from dflash_jax.published import random_pair
+    from dflash_jax.train.config import TrainConfig
+    from dflash_jax.train.step import Batch, init_state, train_step
+
+    config = TrainConfig(
+        length=length, anchors=anchors, row_anchors=anchors, batch_size=rows, block_size=raws[1]["block_size"]
+    )
+    target, _ = jax.eval_shape(lambda: random_pair(*raws, mesh=mesh))
+    _, drafter = jax.eval_shape(lambda: random_pair(*raws, dtype=jnp.float32))
+    state = jax.eval_shape(lambda drafter: init_state(drafter, config, 1000), drafter)
+    target, drafter, state = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter, state))
+    assert isinstance(drafter, Drafter)
+    ints = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    batch = Batch(ints, ints, jax.ShapeDtypeStruct((rows, length), bool))
+    batch = _placed(batch, jax.tree.map(lambda _: NamedSharding(mesh, sharding.P(sharding.ROWS)), batch))
+    program = jax.jit(
+        partial(train_step, config, 1000), donate_argnums=2, out_shardings=(sharding.shardings(state, mesh), None)
+    )
+    with using("tpu"), jax.set_mesh(mesh):
+        return program.lower(target, drafter, state, batch).compile()
+
+
+def _placed(tree: Any, shardings: Any) -> Any:
+    import jax
+
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+def measured(compiled: Any) -> dict[str, Any]:
+    """Per device, what the compiler says of a program."""
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    peak = memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "updated_in_place_bytes": memory.alias_size_in_bytes,
+        "peak_bytes": peak,
+        "flops": cost.get("flops"),
+        "bytes_accessed": cost.get("bytes accessed"),
+        "collectives": collectives(compiled.as_text()),
+    }
+
+
+def collectives(text: str) -> list[dict[str, Any]]:
+    """Collectives of a compiled program: kind, shape, bytes, and how often it stands there, largest first."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for result, kind in re.findall(rf"= (\S.*?) ({_COLLECTIVES})(?:-start)?\(", text):
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", re.sub(r"\{[^}]*\}", "", result))
+        if "(" in result and len(shapes) % 2 == 0 and f"{kind}-start(" in text:
+            shapes = shapes[len(shapes) // 2 :]  # operands, then results
+        size = sum(
+            math.prod(map(int, filter(None, dims.split(",")))) * _BITS.get(kind_, 32) // 8 for kind_, dims in shapes
+        )
+        shape = " ".join(f"{kind_}[{dims}]" for kind_, dims in shapes)
+        entry = found.setdefault((kind, shape), {"kind": kind, "shape": shape, "bytes": size, "count": 0})
+        entry["count"] += 1
+    return sorted(found.values(), key=lambda c: -c["bytes"])
+
+
+# --------------------------------------------------------------------------------------------------
+# By arithmetic
+
+
+def analytic(
+    pair: tuple[Any, Any], sizes: dict[str, int], batch: int, length: int, block: int | None
+) -> dict[str, Any]:
+    """Per device and step, in bfloat16: bytes of weights and caches, all read once, and operations of the products."""
+    from dflash_jax import models
+    from dflash_jax.drafter import tensors
+
+    target, drafter = pair
+    split, rows = sizes["model"], batch // (sizes["data"] * sizes["fsdp"])
+    width = drafter.proposals(block or drafter.block_size) + 1
+    count = lambda table: sum(math.prod(leaf.shape) for leaf in table.values())
+    weights = count(models.family(target.model_type).tensors(target)) + count(tensors(drafter))
+    head = target.vocab_size * target.hidden_size
+    # The embedding is looked up, not multiplied; the head multiplies twice, for draft and target.
+    multiplied = weights + head * (1 if target.tie_word_embeddings else 0)
+    keys = lambda c: 2 * max(1, c.num_key_value_heads // split) * c.head_dim * len(c.layers)
+    cache = rows * length * (keys(target) + keys(drafter)) * 2
+    scores = lambda c: 4 * c.num_attention_heads // split * c.head_dim * len(c.layers) * length * width * rows
+    reduced = (
+        2 * rows * width * (2 * len(target.layers) * target.hidden_size + 2 * len(drafter.layers) * drafter.hidden_size)
+    )
+    return {
+        "weight_bytes": 2 * weights // split,
+        "cache_bytes": cache,
+        "peak_bytes": 2 * weights // split + cache + 4 * rows * width * target.vocab_size // split * 3,
+        "flops": 2 * multiplied // split * width * rows + scores(target) + scores(drafter),
+        "bytes_accessed": 2 * multiplied // split + cache,
+        "collectives": []
+        if split == 1
+        else [{"kind": "all-reduce", "shape": "hidden states of all layers", "bytes": reduced, "count": 1}],
+    }
+
+
+def least_time(chip: Chip, figures: dict[str, Any], tau: float | None, batch: int) -> dict[str, Any]:
+    """What memory, arithmetic and links allow, one after the other for the links."""
+    moved = sum(c["bytes"] * c["count"] for c in figures["collectives"])
+    source = figures.get("parts", figures)  # a compiler counts a kernel's reads of the whole cache, or none
+    seconds = max(source["bytes_accessed"] / chip.bandwidth, source["flops"] / chip.flops) + 2 * moved / chip.link
+    out = {"collective_bytes": moved, "least_step_seconds": seconds}
+    return out | ({"tau": tau, "most_tokens_per_second": tau * batch / seconds} if tau else {})
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as text."""
+    size = lambda n: f"{n / GIB:.2f} GiB" if n > GIB / 100 else f"{n / 2**20:.2f} MiB"
+    axes = ", ".join(f"{name} {n}" for name, n in figures["mesh"].items() if n > 1) or "one device"
+    lines = [f"{figures['topology']}   {figures['devices']} devices   {axes}", "", "per device"]
+    shown = figures.get("parts", {}) | figures
+    for key in ("weight_bytes", "cache_bytes", "argument_bytes", "temporary_bytes", "updated_in_place_bytes"):
+        if key in shown:
+            lines.append(f"  {key.removesuffix('_bytes').replace('_', ' '):20} {size(shown[key])}")
+    verdict = "fits" if figures["fits"] else "DOES NOT FIT"
+    lines.append(f"  {'peak':20} {size(figures['peak_bytes'])} of {size(figures['chip_bytes'])}: {verdict}")
+    lines.append(
+        f"  {'operations a step':20} {shown['flops'] / 1e9:.1f} GFLOP, {size(shown['bytes_accessed'])} accessed"
+    )
+    lines.append("")
+    lines.append("collectives a step" + ("" if figures["collectives"] else "   none"))
+    for c in figures["collectives"]:
+        lines.append(f"  {c['count']:4} x {c['kind']:20} {size(c['bytes']):>12}   {c['shape']}")
+    lines.append("")
+    lines.append(
+        f"least time of a step {1e3 * figures['least_step_seconds']:.2f} ms (published bandwidth and FLOP rates)"
+    )
+    if "tau" in figures:
+        lines.append(f"at tau {figures['tau']}: at most {figures['most_tokens_per_second']:.0f} tokens/s, all rows")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
