@@ -1,5 +1,6 @@
 """Several devices: the same answers and the same losses on every mesh, and nothing large gathered."""
 
+import dataclasses
 import math
 import re
 
@@ -12,7 +13,13 @@ from dflash_jax.checkpoint import Reader
 from dflash_jax.drafter import tensors as drafter_tensors
 from dflash_jax.drafter_config import drafter_config
 from dflash_jax.models import FAMILIES, target_config
-from dflash_jax.sharding import auto_mesh, make_mesh, parse_mesh, shard_config, spec
+from dflash_jax.plan import collectives
+from dflash_jax.sharding import auto_mesh, make_mesh, parse_mesh, pin, shard_config, spec
+from dflash_jax.speculative import chain_step, init_state
+from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.data import Example
+from dflash_jax.train.drafters import new_drafter
+from dflash_jax.train.fit import Run
 from tests import tiny
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 64}
@@ -111,3 +118,64 @@ def test_a_shard_reads_its_rows_alone(directory, monkeypatch):
     shard = np.asarray(params["self_attn"]["qkv_proj"]["weight"].addressable_shards[0].data)
     plain = np.asarray(load_target(directory / "target").params["layers_0"]["self_attn"]["qkv_proj"]["weight"])
     np.testing.assert_array_equal(shard, plain[[*range(32), *range(128, 144), *range(160, 176)]])
+
+
+@pytest.mark.parametrize("axes", ["data=8", "fsdp=4,model=2"])
+def test_training_is_the_same_on_every_mesh(directory, axes, tmp_path):
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(12, 30, 24)
+    examples = [Example(rng.integers(0, 60, n).astype(np.int32), np.arange(n) > 3) for n in sizes]
+    config = TrainConfig(
+        block_size=4, num_layers=1, length=32, anchors=8, row_anchors=8, batch_size=8, learning_rate=1e-3, max_steps=4
+    )
+    config = dataclasses.replace(config, log_every=1, save_every=2, loss_chunk=16)
+
+    def run(where, mesh, stop=None):
+        target = load_target(directory / "target", mesh=mesh)
+        made = Run(tmp_path / where, target, *new_drafter(target, config, tiny.MASK), examples, config)
+        losses = []
+
+        def note(step, metrics):
+            losses.append(metrics["loss"])
+            if step == stop:
+                raise SystemExit
+
+        if stop:
+            with pytest.raises(SystemExit):
+                made.fit(note)
+        else:
+            made.fit(note)
+        return losses, made
+
+    alone, one = run("alone", None)
+    spread, many = run("spread", mesh(axes))
+    np.testing.assert_allclose(spread, alone, rtol=2e-5)
+    leaf = many.state.params["layers_0"]["mlp"]["gate_up_proj"]["weight"]
+    moments = [x for x in jax.tree.leaves(many.state.optimizer) if x.shape == leaf.shape]
+    parts = math.prod(many.mesh.shape[axis] for axis in ("fsdp", "model"))
+    for x in (leaf, *moments):
+        assert x.addressable_shards[0].data.size == x.size // parts
+    # A checkpoint of one mesh is continued on another, and on none.
+    before, _ = run("moved", mesh(axes), stop=3)
+    after, moved = run("moved", None)
+    np.testing.assert_allclose([*before[:2], *after], alone, rtol=2e-5)
+    for a, b in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(moved.state.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_nothing_large_is_gathered(directory):
+    """The collectives of a step: sums of hidden states, and maxima and counts over the vocabulary; never logits."""
+    where = mesh("model=4")
+    target, drafter = load_target(directory / "target", mesh=where), load_drafter(directory / "drafter", mesh=where)
+    with jax.set_mesh(where):
+        state = jax.jit(lambda: pin(init_state(target, drafter, 4, 64, 8)))()
+        step = jax.jit(lambda *pair: chain_step(*pair[:2], 8, "coupled")(pair[2]))
+        found = collectives(step.lower(target, drafter, state).compile().as_text())
+    hidden = 4 * 8 * 32 * 4  # rows, block, width, bytes
+    assert {c["kind"] for c in found} >= {"all-reduce"}
+    assert max(c["bytes"] for c in found) <= 2 * hidden
+    vocabulary = [c for c in found if str(tiny.VOCAB) in re.findall(r"\d+", c["shape"].split("[")[1])]
+    assert not vocabulary
+    # Two sums in every layer, for attention and MLP; of the target's layers, and of the drafter's.
+    sums = sum(c["count"] for c in found if c["kind"] == "all-reduce" and c["bytes"] >= hidden)
+    assert 2 * (4 + 2) <= sums <= 2 * (4 + 2) + 4
