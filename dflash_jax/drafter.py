@@ -60,11 +60,11 @@ class Model(nn.Module):
         self, x: Float[Array, "B T D"], at: Pass, cache: Cache
     ) -> tuple[Float[Array, "B T D"], tuple[Block, ...]]:
         """Final-normed hidden states of the block; its keys and values are never committed."""
-        blocks = []
+        blocks, kv_proj = [], sharding.whole(self.kv_proj, "kv_proj")
         for i, layer in enumerate(self.layers):
 
             def project(h: Float[Array, "B T D"], i: int = i) -> tuple[Array, Array]:
-                kv = matmul(h, self.kv_proj[i])
+                kv = matmul(h, kv_proj[i])
                 if self.config.attention_bias:
                     kv = kv + self.kv_bias[i][None, None]
                 return self._heads(kv, self.k_norm[i], at.rope)
@@ -80,12 +80,12 @@ class Model(nn.Module):
 
     def context(self, features: Float[Array, "B T FD"], rope: Rope) -> tuple[Block, ...]:
         """KV injection: keys and values of every layer for committed positions (method 2.5)."""
-        fused = self.fuse(features)
+        fused, kv_proj = self.fuse(features), sharding.whole(self.kv_proj, "kv_proj")
         if self.config.shards == 1:
-            kv = matmul(fused, self.kv_proj.reshape(-1, fused.shape[-1]))
+            kv = matmul(fused, kv_proj.reshape(-1, fused.shape[-1]))
             layers = jnp.split(kv, len(self.layers), axis=-1)
         else:  # rows are sharded within a layer, and would have to move to be one axis with the layers
-            kv = jnp.einsum("btd,lmd->lbtm", fused, self.kv_proj, preferred_element_type=jnp.float32)
+            kv = jnp.einsum("btd,lmd->lbtm", fused, kv_proj, preferred_element_type=jnp.float32)
             layers = list(kv.astype(fused.dtype))
         if self.config.attention_bias:
             layers = [kv + self.kv_bias[i][None, None] for i, kv in enumerate(layers)]

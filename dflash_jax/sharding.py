@@ -142,6 +142,17 @@ def constrain(x: jax.Array, axes: P) -> jax.Array:
     return x if _mesh() is None else jax.lax.with_sharding_constraint(x, axes)
 
 
+def whole(weight: jax.Array, path: str) -> jax.Array:
+    """Inside a jitted program: a parameter gathered over the `fsdp` axis, right before it is used.
+
+    Left to itself, the compiler at times gathers the rows of all devices instead, and computes them everywhere.
+    """
+    mesh = _mesh()
+    if mesh is None or mesh.shape["fsdp"] == 1:
+        return weight
+    return constrain(weight, P(*(None if axis == "fsdp" else axis for axis in spec(path))))
+
+
 def row_parts() -> int:
     """Inside a jitted program: in how many parts the mesh that is set splits rows."""
     return rows_of(_mesh())

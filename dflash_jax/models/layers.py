@@ -18,6 +18,7 @@ from dflash_jax.cache import KV, Block
 from dflash_jax.config import DecoderConfig, LayerConfig, RopeConfig
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import Visible, attend
+from dflash_jax.sharding import whole
 
 FEW_ROWS = 256  # of a product: the widest block or prompt chunk that is multiplied weight first
 
@@ -80,7 +81,8 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... M"]:
         inputs, outputs = self.features
-        y = matmul(x, self.param("weight", nn.initializers.normal(0.02), (outputs, inputs)))
+        weight = self.param("weight", nn.initializers.normal(0.02), (outputs, inputs))
+        y = matmul(x, whole(weight, "/".join((*self.path, "weight"))))
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, (outputs,))[None, None]
         return y

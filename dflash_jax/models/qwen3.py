@@ -21,6 +21,7 @@ from dflash_jax.config import (
     token_ids,
 )
 from dflash_jax.models.layers import DecoderLayer, Pass, RMSNorm, project
+from dflash_jax.sharding import whole
 
 
 def config(raw: Raw) -> TargetConfig:
@@ -60,7 +61,7 @@ class Model(nn.Module):
             self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), table)
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return self.embed_tokens[tokens]
+        return whole(self.embed_tokens, "embed_tokens")[tokens]
 
     def forward(
         self, tokens: Int[Array, "B T"], at: Pass, cache: Cache, taps: tuple[int, ...]
@@ -79,7 +80,7 @@ class Model(nn.Module):
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return project(hidden, head)
+        return project(hidden, whole(head, "lm_head"))
 
 
 def tensors(config: TargetConfig) -> checkpoint.Table:
