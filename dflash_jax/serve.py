@@ -61,6 +61,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--stats-interval", type=float, metavar="SECONDS", help="print figures every so often")
     parser.add_argument("--summary", metavar="FILE.json", help="write totals, tau and the acceptance histogram")
     parser.add_argument("--ordered", action="store_true", help="rewrite the output in input order at the end")
+    parser.add_argument(
+        "--processes",
+        metavar="I/N",
+        help="this is process I (from 0) of N that share job and storage; each answers every N-th line, the last merges; "
+        "any number of processes continues what others left",
+    )
     add_model_arguments(parser)
     add_generation_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="noise of lines without a seed of their own (default 0)")
@@ -100,6 +106,7 @@ def _serve(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     if not args.output:
         raise ValueError("--input needs --output FILE.jsonl")
+    from dflash_jax.infer import parts
     from dflash_jax.infer.interrupt import stop_signals
     from dflash_jax.infer.jobs import answer_record, job_settings, record_id, rewrite_in_order, run_job, summarise
     from dflash_jax.infer.journal import Journal
@@ -116,6 +123,8 @@ def _serve(args: argparse.Namespace) -> int:
             if path.exists() and source != "-" and path.samefile(source):
                 raise ValueError(f"{path} is the input; choose another file for the results")
         path.open("ab").close()
+    process, processes = _share(args.processes)
+    in_parts = processes > 1 or bool(parts.found_parts(output))
     pair, text, defaults = load(args)
     lines = read_lines(input_lines(args.input), text, defaults)
     known = {str(line.id) for line in lines}
@@ -126,10 +135,15 @@ def _serve(args: argparse.Namespace) -> int:
         return name
 
     noted = job_settings(pair[0], text, defaults, args.seed, args.max_length)
-    with Journal(output, noted, key, force=args.force) as journal, stop_signals() as stopping:
-        left = [line for line in lines if str(line.id) not in journal.done]
-        if journal.done:
-            print(f"{len(journal.done)} lines are done, {len(left)} left", file=sys.stderr)
+    written = parts.part_path(output, process, processes) if in_parts else output
+    if in_parts and not args.force:
+        parts.check_settings(output, noted)
+    with Journal(written, noted, key, force=args.force) as journal, stop_signals() as stopping:
+        done = set(parts.answered(output)) if in_parts else journal.done
+        mine = [line for i, line in enumerate(lines) if i % processes == process]
+        left = [line for line in mine if str(line.id) not in done]
+        if done:
+            print(f"{len(mine) - len(left)} lines are done, {len(left)} left", file=sys.stderr)
         failed, completions = journal.failed, []
         engine = make_engine(args, pair, [line.request for line in lines if line.request])
         if left:
@@ -144,20 +158,33 @@ def _serve(args: argparse.Namespace) -> int:
             report.update(record is not None)
         report.close()
     unfinished = len(left) - report.finished
-    if args.ordered and not unfinished:
+    if in_parts and not unfinished and not parts.merge(output, lines):
+        print("this process is done; the job is when the others are", file=sys.stderr)
+    if args.ordered and not in_parts and not unfinished:
         rewrite_in_order(output, lines)
     if args.summary:
         wall = time.perf_counter() - begin
         summary = summarise(completions, len(lines), failed, engine.stats, engine.width, wall)
-        summary |= {"resumed": len(journal.done), "unfinished": unfinished}
+        summary |= {"resumed": len(done & {str(line.id) for line in mine}), "unfinished": unfinished}
         summary["steps_by_block_size"] = (
             engine.chooser.used if engine.chooser else {engine.block_size: engine.stats.steps}
         )
-        Path(args.summary).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        summary |= {"process": process, "processes": processes}
+        Path(f"{args.summary}.{process}" if processes > 1 else args.summary).write_text(
+            json.dumps(summary, indent=2) + "\n", encoding="utf-8"
+        )
     if unfinished:
         print(f"stopped; {unfinished} lines are left, which the same command continues with", file=sys.stderr)
         return 130
     return 1 if failed else 0
+
+
+def _share(text: str | None) -> tuple[int, int]:
+    """Which of how many processes this is."""
+    process, _, processes = (text or "0/1").partition("/")
+    if not (process.isdecimal() and processes.isdecimal() and int(process) < int(processes)):
+        raise ValueError(f"--processes must be I/N with I from 0 to N - 1, got {text!r}")
+    return int(process), int(processes)
 
 
 class _Reporter:

@@ -1,6 +1,7 @@
 """Output files that a killed job continues: whole lines only, each key once, the settings noted beside them."""
 
 import errno
+import fcntl
 import json
 import sys
 import time
@@ -28,7 +29,8 @@ class Journal:
         failed: how many of them are error records.
 
     Raises:
-        ValueError: the file is no such output, is damaged other than at its end, or was made with other settings.
+        ValueError: the file is no such output, is damaged other than at its end, was made with other settings, or
+            another process is writing it.
     """
 
     def __init__(
@@ -43,12 +45,21 @@ class Journal:
         self.done: set[Hashable] = set()
         self.failed = 0
         beside = self.path.with_name(self.path.name + ".settings.json")
-        if self.path.exists() and self.path.stat().st_size:
-            if not force:
-                self._check_settings(beside, settings)
-            self._read(key)
-        write_json(beside, settings)
         self._file = self.path.open("ab", buffering=0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise ValueError(f"another process is writing {self.path}") from error
+        try:
+            if self.path.stat().st_size:
+                if not force:
+                    self._check_settings(beside, settings)
+                self._read(key)
+            write_json(beside, settings)
+        except BaseException:
+            self._file.close()
+            raise
 
     def _check_settings(self, beside: Path, settings: dict[str, Any]) -> None:
         settings = json.loads(json.dumps(settings))

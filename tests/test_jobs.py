@@ -65,6 +65,58 @@ def test_a_job_continues_where_its_output_ends(pair, tmp_path, capsys):
     assert "is not in the input" in capsys.readouterr().err
 
 
+def test_processes_share_a_job(pair, tmp_path, capsys):
+    """Each writes its part; what one has left, another number of processes finishes; the last merges in order."""
+    source, output = write(tmp_path / "in.jsonl", [*ROWS, {"id": "bad"}]), tmp_path / "out.jsonl"
+    assert serve.main(command(pair, source, tmp_path / "whole.jsonl", "--ordered")) == 1
+    shared = lambda share, *more: serve.main(command(pair, source, output, "--processes", share, *more))
+    assert shared("1/2") == 1  # of r1, r3, r5 and the bad line
+    assert "the job is when the others are" in capsys.readouterr().err
+    assert output.read_text() == ""
+    part = tmp_path / "out.jsonl.part-1-of-2"
+    assert list(records(part)) == ["bad", "r1", "r3", "r5"]
+    part.write_bytes(part.read_bytes()[:-10])  # it was killed: r5 is torn
+    assert shared("0/3", "--temperature", "1") == 2
+    assert "part-1-of-2 was made with other settings: temperature" in capsys.readouterr().err
+    assert [shared(f"{i}/3") for i in range(3)] == [0, 0, 0]
+    whole = (tmp_path / "whole.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in whole] == [
+        json.loads(line)["id"] for line in output.read_text().splitlines()
+    ]
+    assert records(output) == records(tmp_path / "whole.jsonl")
+    assert {path.name for path in tmp_path.glob("out.jsonl*")} == {"out.jsonl", "out.jsonl.settings.json"}
+    assert shared("3/4") == 0  # comes too late
+    assert shared("0/1") == 1  # one that failed is there, whoever answered it
+    assert {path.name for path in tmp_path.glob("out.jsonl*")} == {"out.jsonl", "out.jsonl.settings.json"}
+    for wrong in ("2/2", "1", "a/b"):
+        assert shared(wrong) == 2
+
+
+def test_two_processes_never_write_one_output(pair, tmp_path, capsys):
+    source, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    with Journal(output, {}, lambda record: record["id"]):
+        assert serve.main(command(pair, source, output)) == 2
+    assert "another process is writing" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_stops_no_other(pair, tmp_path):
+    rows = [{"id": f"r{i}", "prompt_token_ids": [i % 60 + 1, 5], "max_new_tokens": 60} for i in range(40)]
+    source, output = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert serve.main(command(pair, source, tmp_path / "whole.jsonl", "--ordered")) == 0
+    run = [sys.executable, "-m", "dflash_jax.serve", *command(pair, source, output)]
+    started = [subprocess.Popen([*run, "--processes", f"{i}/4"], stderr=subprocess.DEVNULL) for i in range(4)]
+    doomed = tmp_path / "out.jsonl.part-2-of-4"
+    while not (doomed.exists() and doomed.stat().st_size):
+        time.sleep(0.05)
+    started[2].kill()
+    assert [process.wait() for process in started] == [0, 0, -signal.SIGKILL, 0]
+    assert subprocess.run([*run, "--processes", "0/2"], stderr=subprocess.DEVNULL).returncode == 0
+    assert subprocess.run([*run, "--processes", "1/2"], stderr=subprocess.DEVNULL).returncode == 0
+    assert records(output) == records(tmp_path / "whole.jsonl")
+    assert [json.loads(line)["id"] for line in output.read_text().splitlines()] == [row["id"] for row in rows]
+
+
 def test_an_interrupt_finishes_what_is_in_progress(pair, tmp_path, monkeypatch, capsys):
     source, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     assert serve.main(command(pair, source, tmp_path / "whole.jsonl")) == 0
