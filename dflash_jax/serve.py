@@ -64,8 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--processes",
         metavar="I/N",
-        help="this is process I (from 0) of N that share job and storage; each answers every N-th line, the last merges; "
-        "any number of processes continues what others left",
+        help="this is process I (from 0) of N that share job and storage: each answers every N-th line, the last one "
+        "merges; any number of processes continues what others left",
     )
     add_model_arguments(parser)
     add_generation_arguments(parser)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -135,6 +136,29 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, spec("/".join(names)) if names and leaf.ndim else P())
 
     return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def spread(tree: Any, shardings: Any) -> Any:
+    """Host values onto a mesh, by their shardings; of several processes each has all values, and keeps its shards."""
+
+    def place(x: Any, sharding: NamedSharding) -> jax.Array:
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(place, tree, shardings)
+
+
+def gather(tree: Any) -> Any:
+    """The whole values on the host, in every process; all processes must ask."""
+
+    def whole(x: Any) -> np.ndarray:
+        if getattr(x, "is_fully_addressable", True):
+            return np.asarray(x)
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.tree.map(whole, tree)
 
 
 def constrain(x: jax.Array, axes: P) -> jax.Array:

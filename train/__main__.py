@@ -98,6 +98,14 @@ def _add_data_arguments(stage: argparse.ArgumentParser) -> None:
         help="devices, like data=2,fsdp=4 (axes data, fsdp, model; -1 is the rest); auto: rows and parameters over all "
         "of them (default)",
     )
+    stage.add_argument(
+        "--distributed",
+        nargs="?",
+        const="",
+        metavar="HOST:PORT,I/N",
+        help="this is process I (from 0) of N that train together, with the first at HOST:PORT; without a value as the "
+        "environment says (TPU pods, Slurm)",
+    )
     stage.add_argument("--init-from", metavar="DIR|ID", help="continue from a published drafter")
     settings = stage.add_argument_group("settings (the paper's recipe by default; they win over --config)")
     texts = _attribute_texts()
@@ -200,6 +208,7 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
             overrides[field.name] = yaml.safe_load(given) if field.type is not str else given
     given = read_settings(args.config, overrides)
     make_config(given)  # complain before anything is loaded
+    _join(args.distributed)
     from dflash_jax.cli import choose_mesh, enable_compilation_cache
 
     enable_compilation_cache()
@@ -234,6 +243,22 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
         return config, target, data, *with_block_size(started, raw, config.block_size)
     mask = choose_mask_token(target, config.mask_token_id)
     return config, target, data, *new_drafter(target, config, mask)
+
+
+def _join(group: str | None) -> None:
+    """Makes this one of several processes, if it is to be."""
+    if group is None:
+        return
+    import jax
+
+    silence = 60  # seconds after which a process counts as lost, and the others stop
+    if not group:
+        jax.distributed.initialize(heartbeat_timeout_seconds=silence)
+        return
+    found = re.fullmatch(r"(\S+:\d+),(\d+)/(\d+)", group)
+    if not found or int(found[2]) >= int(found[3]):
+        raise ValueError(f"--distributed must be HOST:PORT,I/N with I from 0 to N - 1, got {group}")
+    jax.distributed.initialize(found[1], int(found[3]), int(found[2]), heartbeat_timeout_seconds=silence)
 
 
 def _cache_features(args: argparse.Namespace) -> int:

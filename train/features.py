@@ -17,7 +17,7 @@ import numpy as np
 
 from dflash_jax.checkpoint import write_json
 from dflash_jax.drafter import Drafter
-from dflash_jax.sharding import unsharded_config
+from dflash_jax.sharding import gather, unsharded_config
 from dflash_jax.target import Target
 from dflash_jax.train.blocks import target_features
 from dflash_jax.train.data import Example, Packing
@@ -30,7 +30,7 @@ def model_fingerprint(model: Target | Drafter) -> str:
     digest = hashlib.sha256(repr(unsharded_config(model.config)).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
         digest.update(jax.tree_util.keystr(path).encode())
-        digest.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:256]).tobytes())  # the first row is first everywhere
+        digest.update(gather(leaf[(0,) * (leaf.ndim - 1)][:256]).tobytes())  # the first row is first on every mesh
     return digest.hexdigest()[:16]
 
 

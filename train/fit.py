@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from dflash_jax.checkpoint import read_json, write_json, write_text
 from dflash_jax.drafter import Drafter, load_drafter
 from dflash_jax.infer.interrupt import stop_signals
-from dflash_jax.sharding import ROWS, mesh_of, rows_of, shardings
+from dflash_jax.sharding import ROWS, gather, mesh_of, rows_of, shardings, spread
 from dflash_jax.speculative import block_compiler_options
 from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
@@ -77,6 +77,9 @@ class Run:
             raise ValueError(f"block_size {config.block_size} is not the drafter's {own}; see `with_block_size`")
         drafter.config.check_pair(target.config)
         self.target, self.drafter, self.raw, self.config = target, drafter, raw, config
+        self.leads = jax.process_index() == 0  # the process that writes what is not sharded
+        if evaluate is not None and jax.process_count() > 1:
+            raise ValueError("several processes do not evaluate on the way; run `evaluate` on a checkpoint")
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(self.directory / "checkpoints", config.keep)
@@ -101,18 +104,20 @@ class Run:
                     f"the drafter's {drafter.config.num_key_value_heads} key-value heads must be a multiple of the "
                     f"mesh's model axis, {self.mesh.shape['model']}, and the drafter loaded without a mesh"
                 )
-            self.drafter = drafter = jax.device_put(drafter, shardings(drafter, self.mesh))
-            self.state = jax.device_put(self.state, shardings(self.state, self.mesh))
+            self.drafter = spread(drafter, shardings(drafter, self.mesh))
+            self.state = spread(self.state, shardings(self.state, self.mesh))
         if self.checkpoints.steps:
             self.state = self.checkpoints.restore(self.state)
         else:
-            save_drafter(self.directory / "last", drafter, raw)
+            self._save("last", drafter)
         self._cut_metrics(int(self.state.step))
         self._step = jax.jit(
             partial(train_step, config, self.steps),
             donate_argnums=2,
             compiler_options=block_compiler_options(),
-            out_shardings=None if self.mesh is None else (shardings(self.state, self.mesh), None),
+            out_shardings=None
+            if self.mesh is None
+            else (shardings(self.state, self.mesh), NamedSharding(self.mesh, P())),
         )
 
     def fit(self, progress: Callable[[int, dict[str, Any]], None] = lambda step, metrics: None) -> dict[str, Any]:
@@ -136,7 +141,7 @@ class Run:
             raise
         finally:
             self.checkpoints.close()
-        save_drafter(self.directory / "last", self.trained(), self.raw)
+        self._save("last", self.trained())
         return metrics
 
     def _loop(self, progress: Callable[[int, dict[str, Any]], None], stopping: list[int]) -> dict[str, Any]:
@@ -182,11 +187,16 @@ class Run:
         contents = self._packing.contents(step)
         rows = self._packing.rows(contents)
         features, hidden = self._features.rows(contents, self.config.length) if self._features else (None, None)
-        place = jnp.asarray if self.mesh is None else lambda x: jax.device_put(x, NamedSharding(self.mesh, P(ROWS)))
+        place = jnp.asarray if self.mesh is None else lambda x: spread(x, NamedSharding(self.mesh, P(ROWS)))
         return Batch(*(None if x is None else place(x) for x in (*rows, features, hidden)))  # type: ignore
 
     def _on_mesh(self) -> Any:
         return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    def _save(self, name: str, drafter: Drafter) -> None:
+        drafter = drafter.replace(params=gather(drafter.params))
+        if self.leads:
+            save_drafter(self.directory / name, drafter, self.raw)
 
     def trained(self) -> Drafter:
         """The drafter as it is now, in float32."""
@@ -201,7 +211,7 @@ class Run:
         figures = {"step": int(self.state.step), **self._evaluate(serving)}
         best = max((line["tau"] or 0 for line in self._metrics() if "tau" in line), default=0)
         if (figures["tau"] or 0) >= best:
-            save_drafter(self.directory / "best", drafter, self.raw)
+            self._save("best", drafter)
         self._log(figures)
         return figures
 
@@ -223,9 +233,10 @@ class Run:
                     + "; ".join(f"{name} {found.get(name)!r}, now {identity[name]!r}" for name in differ)
                     + ". Choose another directory"
                 )
-        write_json(path, identity)
-        write_json(self.directory / "config.json", dataclasses.asdict(self.config))
-        write_json(self.directory / "drafter.json", self.raw)
+        if self.leads:
+            write_json(path, identity)
+            write_json(self.directory / "config.json", dataclasses.asdict(self.config))
+            write_json(self.directory / "drafter.json", self.raw)
 
     def _metrics(self) -> list[dict[str, Any]]:
         path = self.directory / "metrics.jsonl"
@@ -243,11 +254,13 @@ class Run:
         """Drops what was logged after the checkpoint that the run continues from."""
         path = self.directory / "metrics.jsonl"
         text = "".join(json.dumps(line) + "\n" for line in self._metrics() if line["step"] <= step)
-        write_text(path, text)
+        if self.leads:
+            write_text(path, text)
 
     def _log(self, metrics: dict[str, Any]) -> None:
-        with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+        if self.leads:
+            with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(metrics) + "\n")
 
 
 def load_run(directory: str | Path, step: int | None = None) -> tuple[Drafter, dict[str, Any]]:
