@@ -1,0 +1,82 @@
+"""The plan of a step: by the compiler where there is one for the chip, else by arithmetic."""
+
+import json
+
+import pytest
+
+from dflash_jax import plan, published
+
+LIST = """
+  %a = f32[8,16,4096]{2,1,0} all-reduce(%x), channel_id=1
+  %b = (f32[8,16]{1,0}, bf16[8,16,64]{2,1,0:T(8,128)(2,1)}) all-reduce(%x, %y), channel_id=2
+  %c = f32[8,16,4096]{2,1,0} all-reduce(%z), channel_id=3
+  %d = bf16[4,64]{1,0} all-gather(%z), dimensions={0}
+  %e = f32[4]{0} add(%p, %q)
+"""
+
+
+def cut(depth):
+    """Qwen3-8B and its drafter with few layers."""
+    target, drafter = published.PAIRS["qwen3-8b"]
+    nested = drafter["dflash_config"] | {"target_layer_ids": [0]}
+    drafter = drafter | {"num_hidden_layers": 1, "num_target_layers": depth, "dflash_config": nested}
+    return target | {"num_hidden_layers": depth}, drafter
+
+
+def test_collectives_are_read_from_a_program():
+    found = plan.collectives(LIST)
+    assert [(c["kind"], c["bytes"], c["count"]) for c in found] == [
+        ("all-reduce", 8 * 16 * 4096 * 4, 2),
+        ("all-reduce", 8 * 16 * 4 + 8 * 16 * 64 * 2, 1),
+        ("all-gather", 4 * 64 * 2, 1),
+    ]
+
+
+def test_a_gpu_by_arithmetic(tmp_path, capsys):
+    arguments = ["--target", "qwen3-8b", "--topology", "h100:4", "--max-length", "1024", "--batch", "1"]
+    assert plan.main([*arguments, "--json", str(tmp_path / "f.json")]) == 0
+    figures = json.loads((tmp_path / "f.json").read_text())
+    weights = 8.19e9 + 1.05e9  # as the two are known to be
+    assert figures["weight_bytes"] == pytest.approx(2 * weights / 4, rel=0.01)
+    keys = 2 * 8 // 4 * 128 * 2  # bytes of a token in a layer
+    assert figures["cache_bytes"] == (36 + 5) * 1024 * keys
+    out = capsys.readouterr().out
+    assert "h100:4   4 devices   model 4" in out
+    assert "fits" in out
+    assert plan.main(["--target", "qwen3-32b", "--topology", "h100", "--max-length", "40000", "--batch", "8"]) == 0
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "qwen3-8b", "--topology", "x9:4"], "--topology must be like v5e:2x2"),
+        (["--target", "nowhere", "--topology", "h100"], "--drafter is needed, unless --target is one of qwen3-4b"),
+        (["--target", "qwen3-8b", "--topology", "h100:4", "--mesh", "model=3"], "there are 4 devices"),
+        (
+            ["--target", "qwen3-8b", "--topology", "h100:2", "--mesh", "data=2", "--batch", "3"],
+            "multiple of the 2 parts",
+        ),
+        (["--target", "qwen3-8b", "--topology", "h100:2", "--training"], "name a TPU topology"),
+    ],
+)
+def test_what_cannot_be_planned(arguments, message, capsys):
+    assert plan.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_four_chips_by_their_compiler(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("libtpu")
+    monkeypatch.setitem(published.PAIRS, "cut", cut(2))
+    arguments = ["--target", "cut", "--topology", "v5e:2x2", "--batch", "4", "--max-length", "2048"]
+    assert plan.main([*arguments, "--json", str(tmp_path / "f.json")]) == 0
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["mesh"] == {"data": 1, "fsdp": 1, "model": 4}
+    parts = figures["parts"]
+    held = parts["weight_bytes"] + parts["cache_bytes"]  # by arithmetic; norms are not split
+    assert figures["argument_bytes"] == pytest.approx(held, rel=0.01)
+    assert figures["updated_in_place_bytes"] >= parts["cache_bytes"]
+    hidden = 4 * 16 * 4096 * 4
+    assert max(c["bytes"] for c in figures["collectives"]) <= 1.1 * hidden
+    assert not [c for c in figures["collectives"] if c["kind"] == "all-gather" and c["bytes"] > hidden / 4]
+    assert figures["fits"]
