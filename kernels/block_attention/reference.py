@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 # Slots read per iteration: a loop over chunks costs the longest row, not the allocation.
 CHUNK = 128
+MOST_SCORES = 1 << 27  # held at once
 MASKED = -1e30  # finite: infinities would turn into NaN where a query sees nothing of a chunk
 
 
@@ -34,6 +35,13 @@ def attend(
     """
     B, T, N, H = q.shape
     K, S, Hv = *cache_k.shape[1:3], v.shape[-1]
+    if S == 0 and K > 1 and B * N * T * T > MOST_SCORES:  # a long block alone, as in training: a head at a time
+        heads = lambda x: x.reshape(*x.shape[:-2], K, -1, x.shape[-1])
+        parts = jnp.moveaxis(heads(q), 2, 0), *(jnp.moveaxis(x, 1, 0)[:, :, None] for x in (k, v, cache_k, cache_v))
+        sink = None if sinks is None else sinks.reshape(K, -1)
+        rest = mask, scale, softcap
+        one = lambda xs: attend(*xs[0], lengths, low, *rest, xs[1], row)
+        return jnp.moveaxis(jax.lax.map(one, (parts, sink)), 0, 2).reshape(B, T, N, Hv)
     chunk = min(CHUNK, S)
     rows = N // K * T  # queries of one key-value head, group by group
     q = (q * scale).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, rows, H)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.cache import KV, Block, Cache, commit
-from dflash_jax.kernels.block_attention import attend
+from dflash_jax.kernels.block_attention import attend, reference
 
 TREE = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
 
@@ -141,3 +141,13 @@ def test_packed_documents_do_not_see_each_other():
     np.testing.assert_allclose(got[:, :2], expected[:, :2], atol=2e-6)
     alone = dense(q, k, v, prefix_k, prefix_v, [0], positions, own, None)
     np.testing.assert_allclose(got[:, 2:], alone[:, 2:], atol=2e-6)
+
+
+def test_a_long_block_alone_is_taken_head_by_head(monkeypatch):
+    q, k, v, *_, positions = case(8, [0, 0], 20, 4, 2, 8, 1)
+    empty = KV(jnp.zeros((2, 2, 0, 8)), jnp.zeros((2, 2, 0, 8)))
+    call = (q, jnp.asarray(positions), k, v, empty, jnp.zeros(2, jnp.int32))
+    options = {"visible": "causal", "window": 9, "sinks": q[0, 0, :, 0]}
+    together = attend(*call, **options)
+    monkeypatch.setattr(reference, "MOST_SCORES", 1)
+    np.testing.assert_allclose(attend(*call, **options), together, atol=1e-6)
