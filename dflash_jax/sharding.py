@@ -177,6 +177,12 @@ def whole(weight: jax.Array, path: str) -> jax.Array:
     return constrain(weight, P(*(None if axis == "fsdp" else axis for axis in spec(path))))
 
 
+def on_every_device(x: jax.Array) -> jax.Array:
+    """Inside a jitted program: hidden states [B, T, D] with their whole width on every device that holds the row. One
+    sum after attention and one after the MLP, where the compiler may else split the width and sum in every norm."""
+    return constrain(x, P(P.UNCONSTRAINED, None, None))
+
+
 def row_parts() -> int:
     """Inside a jitted program: in how many parts the mesh that is set splits rows."""
     return rows_of(_mesh())

@@ -18,7 +18,7 @@ from dflash_jax.cache import KV, Block
 from dflash_jax.config import DecoderConfig, LayerConfig, RopeConfig
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import Visible, attend
-from dflash_jax.sharding import whole
+from dflash_jax.sharding import on_every_device, whole
 
 FEW_ROWS = 256  # of a product: the widest block or prompt chunk that is multiplied weight first
 
@@ -192,9 +192,9 @@ class DecoderLayer(nn.Module):
         size, eps = self.config.hidden_size, self.config.rms_norm_eps
         h = RMSNorm(size, eps, name="input_layernorm")(x)
         h, block = Attention(self.config, self.layer, name="self_attn")(h, at, entry, project)
-        x = x + h
+        x = on_every_device(x + h)
         h = RMSNorm(size, eps, name="post_attention_layernorm")(x)
-        return x + MLP(self.config, name="mlp")(h), block
+        return on_every_device(x + MLP(self.config, name="mlp")(h)), block
 
 
 def rope_tables(config: RopeConfig, head_dim: int, positions: Int[Array, "B T"], dtype: jnp.dtype) -> Rope:
