@@ -31,6 +31,7 @@ def test_held_out_answers_are_right():
     assert sum(lengths) / len(lengths) > 4
 
 
+@pytest.mark.slow
 def test_serve_and_benchmark_without_a_checkpoint(tmp_path, capsys):
     assert serve.main(["--prompt", "What is 4 times 13?"]) == 0
     assert "The answer is 52." in capsys.readouterr().out

@@ -94,6 +94,7 @@ def test_ids_are_told_apart_as_text(pair, tmp_path, capsys):
     assert "unique" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_greedy_budget_does_not_size_the_job(pair, tmp_path):
     """Without --max-length a row is at most as long as the target was trained for."""
     lines = [{"id": "a", "prompt": "a", "max_new_tokens": 10**9, "stop": "\x00"}, {"id": "b", "prompt": "b"}]

@@ -196,7 +196,7 @@ def test_drafter_hidden_states_equal_the_official_ones_over_rounds(name, tmp_pat
         np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
 
 
-SOME = ["full", "mixed windows"]  # the rest on the slow track
+SOME = ["full"]  # the rest on the slow track
 
 
 @pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in DRAFTERS])

@@ -60,6 +60,7 @@ def load_like(drafter):
     return Drafter(drafter.params, drafter.config)
 
 
+@pytest.mark.slow
 def test_input_injection_is_lossless(target, drafter):
     prompts = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7]]
     plain = spec_generate(target, None, prompts, max_new_tokens=20)

@@ -64,7 +64,7 @@ def lines(directory):
     return [{k: v for k, v in row.items() if k != "steps_per_second"} for row in rows]
 
 
-@pytest.mark.parametrize("how", ["signal", "killed"])
+@pytest.mark.parametrize("how", ["signal", pytest.param("killed", marks=pytest.mark.slow)])
 def test_an_interrupted_run_continues_to_the_same_parameters(target, start, examples, whole, how, tmp_path):
     assert whole[0].steps > 6
     stopped = Run(tmp_path, target, *start, examples, CONFIG)

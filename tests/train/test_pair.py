@@ -103,6 +103,7 @@ def test_packed_loss_is_the_loss_of_each_conversation_alone(target, examples):
 SETTINGS = TrainConfig(length=64, batch_size=2, learning_rate=3e-3, optimizer="muon", max_steps=8, save_every=3)
 
 
+@pytest.mark.slow
 def test_an_interrupted_pretraining_ends_with_the_same_parameters(tmp_path, examples):
     start = new_target(tiny.target_config(), 0)
     losses = []
@@ -122,6 +123,7 @@ def test_an_interrupted_pretraining_ends_with_the_same_parameters(tmp_path, exam
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_an_infinite_loss_stops_the_pretraining(tmp_path, examples):
     broken = new_target(tiny.target_config(), 0)
     broken = broken.replace(params=broken.params | {"embed_tokens": broken.params["embed_tokens"] * jnp.nan})

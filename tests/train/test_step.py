@@ -48,7 +48,7 @@ def plain(target, batch):
 CHANGES = {"in parts": {"accumulate": 4}, "recomputing layers": {"remat": True}, "small loss chunks": {"loss_chunk": 7}}
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [n if n == "in parts" else pytest.param(n, marks=pytest.mark.slow) for n in CHANGES])
 def test_the_step_does_not_depend_on_how_it_is_computed(target, batch, plain, name):
     (state, metrics), _ = one_step(target, batch, **CHANGES[name])
     for key in ("loss", "accuracy", "teacher_forced_tau", "labels", "gradient_norm"):
