@@ -3,6 +3,8 @@
 import json
 from itertools import islice
 
+import pytest
+
 from dflash_jax import benchmark, bundled_pair, load_drafter, load_target, serve, spec_generate
 from dflash_jax.infer.text import Text
 from dflash_jax.train.problems import is_correct, problems
