@@ -10,9 +10,10 @@ import numpy as np
 
 from dflash_jax.checkpoint import write_text
 from dflash_jax.infer import openai
-from dflash_jax.infer.engine import Engine, Stats
+from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.lines import Line
 from dflash_jax.infer.requests import Completion, Request, RequestError
+from dflash_jax.infer.stats import Stats
 from dflash_jax.infer.text import Text, cut_at_stop
 from dflash_jax.target import Target
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import tracemalloc
 
 import jax
 import numpy as np
@@ -179,3 +180,18 @@ def test_nothing_large_is_gathered(directory):
     # Two sums in every layer, for attention and MLP; of the target's layers, and of the drafter's.
     sums = sum(c["count"] for c in found if c["kind"] == "all-reduce" and c["bytes"] >= hidden)
     assert 2 * (4 + 2) <= sums <= 2 * (4 + 2) + 4
+
+
+def test_a_mesh_holds_nothing_twice(tmp_path):
+    """On CPU shards are host memory, and may be the very buffers they were read into, so the weights may count once."""
+    raw = tiny.target_config(hidden_size=256, intermediate_size=256, num_hidden_layers=12)
+    tiny.write_target(tmp_path, raw)
+    load_target(tmp_path, mesh=mesh("fsdp=4,model=2"))  # imports and caches
+    tracemalloc.start()
+    target = load_target(tmp_path, mesh=mesh("fsdp=4,model=2"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    leaves = jax.tree.leaves(target.params)
+    shards = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+    assert peak < shards + 2 * max(leaf.nbytes for leaf in leaves) + 1_000_000
+    assert shards < 1.1 * sum(leaf.nbytes for leaf in leaves)  # next to nothing is on every device
