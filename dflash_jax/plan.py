@@ -81,6 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"error: {error}; a TPU topology needs pip install 'dflash-jax[tpu]'", file=sys.stderr)
         return 2
+    except RuntimeError as error:  # the compiler's
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"does not fit: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
     print(table(figures))
     if args.json:
         Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
