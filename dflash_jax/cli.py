@@ -16,15 +16,19 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, bundled: bool = True
         help=f"target checkpoint: directory or hub id{default}",
     )
     parser.add_argument("--drafter", metavar="DIR|ID", help="its DFlash drafter")
+    add_mesh_argument(parser, "heads over the devices of a host as far as they divide, rows over the others")
+    parser.add_argument(
+        "--dtype", default="auto", help="float32, bfloat16, float16; auto: float32 on CPU, else bfloat16"
+    )
+
+
+def add_mesh_argument(parser: argparse.ArgumentParser, auto: str) -> None:
+    """`--mesh`; `auto` says what that is."""
     parser.add_argument(
         "--mesh",
         default="auto",
         metavar="AXES",
-        help="devices, like data=2,model=4 (axes data, fsdp, model; -1 is the rest); auto: heads over the devices of a "
-        "host as far as they divide, rows over the others (default)",
-    )
-    parser.add_argument(
-        "--dtype", default="auto", help="float32, bfloat16, float16; auto: float32 on CPU, else bfloat16"
+        help=f"devices, like data=2,model=4 (axes data, fsdp, model; -1 is the rest); auto: {auto} (default)",
     )
 
 
@@ -119,7 +123,7 @@ def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool =
     configs: list[Any] = [models.target_config(raw(target, "target"))]
     if drafter:
         configs.append(drafter_config(raw(drafter, "drafter")))
-    return sharding.make_mesh(sharding.auto_mesh(configs))
+    return sharding.make_mesh(sharding.auto_mesh(configs, len(jax.devices()), jax.local_device_count()))
 
 
 def use_bundled_pair(args: argparse.Namespace) -> bool:

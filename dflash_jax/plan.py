@@ -107,8 +107,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     elif args.training:
         sizes = sharding.parse_mesh("fsdp=-1", devices)
     else:
-        most = max(n for n in range(1, len(devices) + 1) if len(devices) % n == 0 and sharding.divides(parsed, n))
-        sizes = {"data": len(devices) // most, "fsdp": 1, "model": most}
+        sizes = sharding.auto_mesh(parsed, len(devices), len(devices))
     parts = sizes["data"] * sizes["fsdp"]
     if args.batch % parts:
         raise ValueError(f"--batch {args.batch} must be a multiple of the {parts} parts the mesh splits rows in")
@@ -209,7 +208,6 @@ def compile_training(raws: tuple[Any, Any], mesh: Any, rows: int, length: int, a
     from jax.sharding import NamedSharding
 
     from dflash_jax import sharding
-    from dflash_jax.drafter import Drafter
     from dflash_jax.kernels.dispatch import using
     from dflash_jax.published import random_pair
     from dflash_jax.train.config import TrainConfig
@@ -222,7 +220,6 @@ def compile_training(raws: tuple[Any, Any], mesh: Any, rows: int, length: int, a
     _, drafter = jax.eval_shape(lambda: random_pair(*raws, dtype=jnp.float32))
     state = jax.eval_shape(lambda drafter: init_state(drafter, config, 1000), drafter)
     target, drafter, state = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter, state))
-    assert isinstance(drafter, Drafter)
     ints = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     batch = Batch(ints, ints, jax.ShapeDtypeStruct((rows, length), bool))
     batch = _placed(batch, jax.tree.map(lambda _: NamedSharding(mesh, sharding.P(sharding.ROWS)), batch))

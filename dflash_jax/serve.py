@@ -139,12 +139,16 @@ def _serve(args: argparse.Namespace) -> int:
     if in_parts and not args.force:
         parts.check_settings(output, noted)
     with Journal(written, noted, key, force=args.force) as journal, stop_signals() as stopping:
-        done = set(parts.answered(output)) if in_parts else journal.done
         mine = [line for i, line in enumerate(lines) if i % processes == process]
+        done, failed = journal.done, journal.failed
+        if in_parts:  # whoever answered a line of ours
+            found = parts.answered(output)
+            done = {str(line.id) for line in mine} & found.keys()
+            failed = sum(bool(json.loads(found[name]).get("error")) for name in done)
         left = [line for line in mine if str(line.id) not in done]
         if done:
             print(f"{len(mine) - len(left)} lines are done, {len(left)} left", file=sys.stderr)
-        failed, completions = journal.failed, []
+        completions: list[Any] = []
         engine = make_engine(args, pair, [line.request for line in lines if line.request])
         if left:
             engine.warm_up()
@@ -165,7 +169,7 @@ def _serve(args: argparse.Namespace) -> int:
     if args.summary:
         wall = time.perf_counter() - begin
         summary = summarise(completions, len(lines), failed, engine.stats, engine.width, wall)
-        summary |= {"resumed": len(done & {str(line.id) for line in mine}), "unfinished": unfinished}
+        summary |= {"resumed": len(done), "unfinished": unfinished}
         summary["steps_by_block_size"] = (
             engine.chooser.used if engine.chooser else {engine.block_size: engine.stats.steps}
         )

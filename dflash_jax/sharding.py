@@ -5,7 +5,7 @@ vocabulary (tensor parallelism). An axis of size 1 does nothing, so the smallest
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.kernels.dispatch import HEADS, ROWS
+from dflash_jax.kernels.dispatch import HEADS, ROWS, current_mesh
 
 AXES = (*ROWS, HEADS)
 
@@ -60,17 +60,11 @@ def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> dict[s
     return sizes
 
 
-def auto_mesh(configs: Sequence[DecoderConfig], devices: Sequence[jax.Device] | None = None) -> dict[str, int]:
+def auto_mesh(configs: Sequence[DecoderConfig], devices: int, per_host: int) -> dict[str, int]:
     """Tensor parallelism over as many devices of a host as the heads of all models allow, rows over the rest."""
-    devices = jax.devices() if devices is None else devices
-    count, within = len(devices), sum(d.process_index == devices[0].process_index for d in devices)
-    fits = [n for n in range(1, within + 1) if count % n == 0 and divides(configs, n)]
-    return {"data": count // fits[-1], "fsdp": 1, "model": fits[-1]}
-
-
-def divides(configs: Iterable[DecoderConfig], shards: int) -> bool:
-    """Whether these models can be split over a model axis of this size."""
-    return all(_divides(config, shards) for config in configs)
+    fits = (n for n in range(per_host, 0, -1) if devices % n == 0 and all(_divides(c, n) for c in configs))
+    model = next(fits)
+    return {"data": devices // model, "fsdp": 1, "model": model}
 
 
 def _divides(config: DecoderConfig, shards: int) -> bool:
@@ -163,7 +157,7 @@ def gather(tree: Any) -> Any:
 
 def constrain(x: jax.Array, axes: P) -> jax.Array:
     """Inside a jitted program: `x` laid out so over the mesh that is set, if one is."""
-    return x if _mesh() is None else jax.lax.with_sharding_constraint(x, axes)
+    return x if current_mesh() is None else jax.lax.with_sharding_constraint(x, axes)
 
 
 def whole(weight: jax.Array, path: str) -> jax.Array:
@@ -171,7 +165,7 @@ def whole(weight: jax.Array, path: str) -> jax.Array:
 
     Left to itself, the compiler at times gathers the rows of all devices instead, and computes them everywhere.
     """
-    mesh = _mesh()
+    mesh = current_mesh()
     if mesh is None or mesh.shape["fsdp"] == 1:
         return weight
     return constrain(weight, P(*(None if axis == "fsdp" else axis for axis in spec(path))))
@@ -185,12 +179,7 @@ def on_every_device(x: jax.Array) -> jax.Array:
 
 def row_parts() -> int:
     """Inside a jitted program: in how many parts the mesh that is set splits rows."""
-    return rows_of(_mesh())
-
-
-def _mesh() -> Any:
-    mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or mesh.size == 1 else mesh
+    return rows_of(current_mesh())
 
 
 def pin(state: Any) -> Any:
@@ -219,3 +208,22 @@ def mesh_of(tree: Any) -> Mesh | None:
     """The mesh that arrays are sharded over, or None."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)
+
+
+def join(group: str) -> None:
+    """Makes this one of several processes of one program, by JAX's distributed runtime.
+
+    Args:
+        group: "HOST:PORT,I/N", process I of N with the first at HOST:PORT; empty for what the environment says.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    silence = 60  # seconds after which a process counts as lost, and the others stop
+    if not group:
+        jax.distributed.initialize(heartbeat_timeout_seconds=silence)
+        return
+    found = re.fullmatch(r"(\S+:\d+),(\d+)/(\d+)", group)
+    if not found or int(found[2]) >= int(found[3]):
+        raise ValueError(f"--distributed must be HOST:PORT,I/N with I from 0 to N - 1, got {group}")
+    jax.distributed.initialize(found[1], int(found[3]), int(found[2]), heartbeat_timeout_seconds=silence)

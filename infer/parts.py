@@ -29,14 +29,22 @@ def found_parts(output: Path) -> list[Path]:
 
 
 def answered(output: Path) -> dict[str, str]:
-    """Records of the output and its parts by the id they answer, as lines; those being written are left out."""
+    """Records of the output and its parts by the id they answer, as lines; those being written are left out.
+
+    Raises:
+        ValueError: a file is damaged other than at its end.
+    """
     records: dict[str, str] = {}
     for path in (output, *found_parts(output)):
         if path.exists():
             with path.open(encoding="utf-8") as file:
-                for line in file:
-                    if line.endswith("\n"):
+                for number, line in enumerate(file, 1):
+                    if not line.endswith("\n"):
+                        break
+                    try:
                         records.setdefault(record_id(json.loads(line)), line)
+                    except (ValueError, KeyError, TypeError) as error:
+                        raise ValueError(f"{path} is damaged in line {number}: {error!s:.100}") from error
     return records
 
 

@@ -49,13 +49,18 @@ def choose(implementations: Mapping[str, ModuleType], *arrays: jax.Array, implem
     return implementations[preferred if serves else "xla"]
 
 
+def current_mesh() -> Any:
+    """The mesh that is set, or None where there is none to split over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else mesh
+
+
 def on_each_device(function: Callable, in_specs: tuple[PartitionSpec, ...], out_specs: Any) -> Callable:
     """`function` on each device's part of its arguments, where a mesh is set; else as it is.
 
     The compiler knows nothing of what is inside a kernel, and would gather its operands.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if current_mesh() is None:
         return function
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -63,8 +68,7 @@ def on_each_device(function: Callable, in_specs: tuple[PartitionSpec, ...], out_
 def local_row(row: jax.Array, rows: int, whole: bool) -> tuple[jax.Array, jax.Array]:
     """Where a block's first cache row lies among the `rows` that this device holds, and whether it does; inside
     `on_each_device`. A block of all rows (`whole`) is split as the cache is."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or whole:
+    if whole or current_mesh() is None:
         return row, jnp.bool_(True)
     at = row - jax.lax.axis_index(ROWS) * rows
     return jnp.clip(at, 0, rows - 1), (at >= 0) & (at < rows)
@@ -72,7 +76,6 @@ def local_row(row: jax.Array, rows: int, whole: bool) -> tuple[jax.Array, jax.Ar
 
 def from_owner(x: jax.Array, here: jax.Array) -> jax.Array:
     """What the device that holds the row found, on every device; inside `on_each_device`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if current_mesh() is None:
         return x
     return jax.lax.psum(jnp.where(here, x, 0), ROWS)

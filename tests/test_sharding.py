@@ -89,9 +89,12 @@ def test_meshes_by_name():
         with pytest.raises(ValueError, match="there are 8 devices"):
             parse_mesh(text, devices)
     config = target_config(tiny.target_config(**SHAPE))
-    assert auto_mesh([config], jax.devices()) == {"data": 1, "fsdp": 1, "model": 8}
+    assert auto_mesh([config], 8, 8) == {"data": 1, "fsdp": 1, "model": 8}
+    assert auto_mesh([config], 32, 4) == {"data": 8, "fsdp": 1, "model": 4}  # hosts of four
     few = target_config(tiny.target_config(num_attention_heads=6, num_key_value_heads=3))
-    assert auto_mesh([config, few], jax.devices()) == {"data": 4, "fsdp": 1, "model": 2} or few.vocab_size % 3
+    assert auto_mesh([config, few], 8, 8) == {"data": 8, "fsdp": 1, "model": 1}
+    even = target_config(tiny.target_config(num_attention_heads=6, num_key_value_heads=2))
+    assert auto_mesh([config, even], 8, 8) == {"data": 4, "fsdp": 1, "model": 2}
     with pytest.raises(ValueError, match="a model axis of 8 does not divide 6 query heads"):
         shard_config(few, mesh("model=8"))
 

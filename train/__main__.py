@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli import add_generation_arguments, add_model_arguments, progress_bar
+from dflash_jax.cli import add_generation_arguments, add_mesh_argument, add_model_arguments, progress_bar
 from dflash_jax.train.config import TrainConfig, make_config, read_settings
 
 EPILOG = """\
@@ -91,13 +91,7 @@ def _add_data_arguments(stage: argparse.ArgumentParser) -> None:
     stage.add_argument("--target", required=True, metavar="DIR|ID", help="target checkpoint")
     stage.add_argument("--data", required=True, metavar="FILE.jsonl", help="made by regenerate")
     stage.add_argument("--config", metavar="FILE", help="YAML or JSON of settings")
-    stage.add_argument(
-        "--mesh",
-        default="auto",
-        metavar="AXES",
-        help="devices, like data=2,fsdp=4 (axes data, fsdp, model; -1 is the rest); auto: rows and parameters over all "
-        "of them (default)",
-    )
+    add_mesh_argument(stage, "rows and parameters over all of them")
     stage.add_argument(
         "--distributed",
         nargs="?",
@@ -208,7 +202,10 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
             overrides[field.name] = yaml.safe_load(given) if field.type is not str else given
     given = read_settings(args.config, overrides)
     make_config(given)  # complain before anything is loaded
-    _join(args.distributed)
+    if args.distributed is not None:
+        from dflash_jax.sharding import join
+
+        join(args.distributed)
     from dflash_jax.cli import choose_mesh, enable_compilation_cache
 
     enable_compilation_cache()
@@ -243,22 +240,6 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
         return config, target, data, *with_block_size(started, raw, config.block_size)
     mask = choose_mask_token(target, config.mask_token_id)
     return config, target, data, *new_drafter(target, config, mask)
-
-
-def _join(group: str | None) -> None:
-    """Makes this one of several processes, if it is to be."""
-    if group is None:
-        return
-    import jax
-
-    silence = 60  # seconds after which a process counts as lost, and the others stop
-    if not group:
-        jax.distributed.initialize(heartbeat_timeout_seconds=silence)
-        return
-    found = re.fullmatch(r"(\S+:\d+),(\d+)/(\d+)", group)
-    if not found or int(found[2]) >= int(found[3]):
-        raise ValueError(f"--distributed must be HOST:PORT,I/N with I from 0 to N - 1, got {group}")
-    jax.distributed.initialize(found[1], int(found[3]), int(found[2]), heartbeat_timeout_seconds=silence)
 
 
 def _cache_features(args: argparse.Namespace) -> int:
