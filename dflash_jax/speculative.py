@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.cache import Block, Cache, commit, once_read
 from dflash_jax.config import DecoderConfig
+from dflash_jax.logprobs import Logprobs, log_probabilities
+from dflash_jax.penalties import History, Penalties, empty_history, no_penalties, penalise, remember
 from dflash_jax.sampling import Sampling, first_argmax, greedy_rows, gumbel_noise, select
 from dflash_jax.sharding import pin
 
@@ -65,7 +67,9 @@ class State(struct.PyTreeNode):
             at position `target_cache.lengths`.
         remaining: tokens each row may still commit; 0 is an idle row.
         stop_tokens: tokens that end a row, padded with -1.
-        sampling: settings of each row.
+        sampling, penalties: settings of each row.
+        history: tokens of each row up to its anchor, which penalties look at.
+        scored: rows that want log-probabilities.
         target_cache: holds exactly the positions before the anchor.
         draft_cache: the same positions, projected from target features; None without a drafter.
     """
@@ -74,15 +78,23 @@ class State(struct.PyTreeNode):
     remaining: Int[Array, " B"]
     stop_tokens: Int[Array, "B Q"]
     sampling: Sampling
+    penalties: Penalties
+    history: History
+    scored: Bool[Array, " B"]
     target_cache: Cache
     draft_cache: Cache | None
 
 
 class Committed(struct.PyTreeNode):
-    """Tokens of one step: the first `count` of each row's `tokens` (0 for an idle row)."""
+    """Tokens of one step: the first `count` of each row's `tokens` (0 for an idle row).
+
+    Attributes:
+        logprobs: of the same positions; None in a program that serves none.
+    """
 
     tokens: Int[Array, "B T"]
     count: Int[Array, " B"]
+    logprobs: Logprobs | None = None
 
 
 class Verified(NamedTuple):
@@ -100,11 +112,13 @@ class Verified(NamedTuple):
 
 
 class RowSettings(NamedTuple):
-    """Settings of one row at admission; the fields are those of `State`, `sampling` without its row axis."""
+    """Settings of one row at admission; the fields are those of `State` without their row axis."""
 
     max_new_tokens: Int[Array, ""]
     stop_tokens: Int[Array, " Q"]
     sampling: Sampling
+    penalties: Penalties
+    scored: Bool[Array, ""]
 
 
 Draft = Callable[[State, Float[Array, "B T V"]], Int[Array, "B P"]]
@@ -119,13 +133,23 @@ def init_state(target: Target, drafter: Drafter | None, rows: int, slots: int, s
         remaining=jnp.zeros(rows, jnp.int32),
         stop_tokens=jnp.full((rows, stop_width), -1, jnp.int32),
         sampling=greedy_rows(rows),
+        penalties=no_penalties(rows),
+        history=empty_history(rows, slots),
+        scored=jnp.zeros(rows, jnp.bool_),
         target_cache=target.init_cache(rows, slots),
         draft_cache=drafter.init_cache(rows, slots) if drafter else None,
     )
 
 
 def speculative_step(
-    draft: Draft, verify: Verify, commit: Commit, vocab_size: int, width: int, state: State
+    draft: Draft,
+    verify: Verify,
+    commit: Commit,
+    vocab_size: int,
+    width: int,
+    state: State,
+    *,
+    logprobs: int | None = None,
 ) -> tuple[State, Committed]:
     """One round: draft a block, verify it, accept its longest correct prefix plus one token, commit.
 
@@ -138,17 +162,25 @@ def speculative_step(
         commit: writes the first `count` of these positions to the caches.
         vocab_size, width: V and T.
         state: consumed.
+        logprobs: alternatives to tell the log-probabilities of; None tells none.
     """
     state = _forget_idle_rows(state)
     positions = state.target_cache.lengths[:, None] + 1 + jnp.arange(width)[None]
     noise = gumbel_noise(state.sampling, positions, vocab_size)
     proposals = draft(state, noise)
     logits, verified = verify(state, jnp.concatenate([state.anchor[:, None], proposals], axis=1))
-    tokens = select(logits, noise, state.sampling)
+    first = state.target_cache.lengths + 1
+    scores = penalise(logits, state.penalties, state.history, first, proposals)
+    tokens = select(scores, noise, state.sampling)
     count, remaining = accept(tokens, proposals, state.remaining, state.stop_tokens)
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    state = commit(state, verified, count).replace(anchor=jnp.where(count > 0, last, state.anchor), remaining=remaining)
-    return state, Committed(tokens, count)
+    told = None if logprobs is None else log_probabilities(logits, tokens, state.scored, logprobs)
+    state = commit(state, verified, count).replace(
+        anchor=jnp.where(count > 0, last, state.anchor),
+        remaining=remaining,
+        history=remember(state.history, tokens, first, count),
+    )
+    return state, Committed(tokens, count, told)
 
 
 def _forget_idle_rows(state: State) -> State:
@@ -190,6 +222,7 @@ def drafting(target: Target, drafter: Drafter, block_size: int, proposals: Propo
     def draft(state: State, noise: Float[Array, "B T V"]) -> Int[Array, "B P"]:
         assert state.draft_cache is not None
         logits = drafter.logits(target, state.anchor, state.draft_cache, block_size)
+        logits = penalise(logits, state.penalties, state.history, state.target_cache.lengths + 1)
         noise = noise[:, : logits.shape[1]]
         if proposals == "argmax":
             return first_argmax(logits)
@@ -229,19 +262,18 @@ def committing(drafter: Drafter | None) -> Commit:
 
 
 def chain_step(
-    target: Target, drafter: Drafter | None, block_size: int, proposals: Proposals
+    target: Target, drafter: Drafter | None, block_size: int, proposals: Proposals, logprobs: int | None = None
 ) -> Callable[[State], tuple[State, Committed]]:
     """`speculative_step` of a target and a drafter; without a drafter, one autoregressive token.
 
     A `block_size` of 0 does not draft either, but keeps the draft cache up to date for later steps that do.
     """
-    vocab_size = target.config.vocab_size
     if drafter is None or block_size == 0:
-        nothing = lambda state, noise: jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
-        return partial(speculative_step, nothing, verifying(target, drafter), committing(drafter), vocab_size, 1)
-    width = drafter.proposals(block_size) + 1
-    draft = drafting(target, drafter, block_size, proposals)
-    return partial(speculative_step, draft, verifying(target, drafter), committing(drafter), vocab_size, width)
+        width, draft = 1, lambda state, noise: jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
+    else:
+        width, draft = drafter.proposals(block_size) + 1, drafting(target, drafter, block_size, proposals)
+    models = draft, verifying(target, drafter), committing(drafter)
+    return partial(speculative_step, *models, target.config.vocab_size, width, logprobs=logprobs)
 
 
 def run(
@@ -285,22 +317,23 @@ def decode_call(
     block_size: int,
     proposals: Proposals = "coupled",
     capacity: int,
+    logprobs: int | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """`run` of `chain_step` as a jitted function and its arguments: one program per batch shape and block size.
     `state` is donated."""
     steps, leave = jnp.asarray(max_steps, jnp.int32), jnp.asarray(leave_on_finish)
-    arguments = target, drafter, state, steps, leave, block_size, proposals, capacity
+    arguments = target, drafter, state, steps, leave, block_size, proposals, capacity, logprobs
     return _decode_program(drafter is not None and block_size > 0), arguments
 
 
 @cache
 def _decode_program(speculative: bool) -> Callable:
-    def program(target, drafter, state, max_steps, leave_on_finish, block_size, proposals, capacity):
-        step = chain_step(target, drafter, block_size, proposals)
+    def program(target, drafter, state, max_steps, leave_on_finish, block_size, proposals, capacity, logprobs):
+        step = chain_step(target, drafter, block_size, proposals, logprobs)
         state, trace = run(step, state, max_steps, leave_on_finish, capacity)
         return pin(state), trace
 
-    names = ("block_size", "proposals", "capacity")
+    names = ("block_size", "proposals", "capacity", "logprobs")
     options = block_compiler_options() if speculative else None
     return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=options)
 
@@ -323,7 +356,7 @@ def block_compiler_options() -> dict[str, str] | None:
     return options
 
 
-@partial(jax.jit, donate_argnames="state")
+@partial(jax.jit, donate_argnames="state", static_argnames="logprobs")
 def prefill(
     target: Target,
     drafter: Drafter | None,
@@ -334,7 +367,8 @@ def prefill(
     count: Int[Array, ""],
     last: Bool[Array, ""],
     settings: RowSettings,
-) -> tuple[State, Int[Array, ""]]:
+    logprobs: int | None = None,
+) -> tuple[State, Committed]:
     """Commits the next `count` prompt tokens of one row; the last chunk also chooses the first new token.
 
     Args:
@@ -343,9 +377,10 @@ def prefill(
         tokens, count: a chunk, and how many of its tokens are prompt.
         last: whether the prompt ends here: the row then starts decoding.
         settings: of the row.
+        logprobs: see `speculative_step`.
 
     Returns:
-        The state, and the first new token (meaningful if `last`). It belongs to no round.
+        The state, and the first new token [1, 1], which counts if `last`. It belongs to no round.
     """
     lengths = state.target_cache.lengths.at[row].set(start)
     cache = state.target_cache.replace(lengths=lengths)
@@ -359,18 +394,30 @@ def prefill(
         cache = state.draft_cache.replace(lengths=lengths)
         context = drafter.context(features, positions, cache, row=row)
         state = state.replace(draft_cache=commit(cache, context, kept, row=row))
-    sampling = jax.tree.map(lambda x: x[None], settings.sampling)
+    end = start + count
+    own = History(jax.lax.dynamic_slice_in_dim(state.history.tokens, row, 1), end[None])
+    own = remember(own, tokens[None], start[None], count[None])
+    sampling, penalties = jax.tree.map(lambda x: x[None], (settings.sampling, settings.penalties))
     logits = target.unembed(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
-    noise = gumbel_noise(sampling, (start + count)[None, None], target.config.vocab_size)
-    token = select(logits, noise, sampling)[0, 0]
-    goes_on = last & ~jnp.any(token == settings.stop_tokens)
+    noise = gumbel_noise(sampling, end[None, None], target.config.vocab_size)
+    token = select(penalise(logits, penalties, own, end[None]), noise, sampling)
+    own = remember(own, token, end[None], jnp.ones(1, jnp.int32))
+    told = None if logprobs is None else log_probabilities(logits, token, settings.scored[None], logprobs)
+    goes_on = last & ~jnp.any(token[0] == settings.stop_tokens)
+    rows = RowSettings(state.remaining, state.stop_tokens, state.sampling, state.penalties, state.scored)
+    budget = jnp.where(goes_on, settings.max_new_tokens - 1, 0)
+    put = lambda all, one: all.at[row].set(one)
+    rows = jax.tree.map(put, rows, settings._replace(max_new_tokens=budget))
     state = state.replace(
-        anchor=state.anchor.at[row].set(token),
-        remaining=state.remaining.at[row].set(jnp.where(goes_on, settings.max_new_tokens - 1, 0)),
-        stop_tokens=state.stop_tokens.at[row].set(settings.stop_tokens),
-        sampling=jax.tree.map(lambda all, one: all.at[row].set(one[0]), state.sampling, sampling),
+        anchor=put(state.anchor, token[0, 0]),
+        remaining=rows.max_new_tokens,
+        stop_tokens=rows.stop_tokens,
+        sampling=rows.sampling,
+        penalties=rows.penalties,
+        scored=rows.scored,
+        history=jax.tree.map(lambda all, one: all.at[row].set(one[0]), state.history, own),
     )
-    return pin(state), token
+    return pin(state), Committed(token, last.astype(jnp.int32)[None], told)
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -23,9 +23,11 @@ from dflash_jax.drafter import Drafter
 from dflash_jax.infer.adaptive import BlockChooser, candidates
 from dflash_jax.infer.requests import Completion, Request, RequestError, check_seed
 from dflash_jax.infer.stats import Stats
+from dflash_jax.logprobs import Logprobs
+from dflash_jax.penalties import Penalties
 from dflash_jax.sampling import Sampling, request_key
 from dflash_jax.sharding import mesh_of, pin, rows_of
-from dflash_jax.speculative import Proposals, RowSettings, decode_call, init_state, prefill, release
+from dflash_jax.speculative import Committed, Proposals, RowSettings, decode_call, init_state, prefill, release
 from dflash_jax.target import Target
 
 STOP_WIDTH = 8  # stop tokens a row can hold
@@ -59,6 +61,7 @@ class Engine:
         seed: noise of requests without a seed of their own.
         prefill_chunk: prompts are processed in chunks of at most this many tokens.
         steps_per_visit: device steps between two looks of the host.
+        logprobs: most alternatives per token that a request may ask the log-probabilities of; None serves none.
 
     Raises:
         ValueError: a drafter of another target, or an argument out of range.
@@ -76,12 +79,15 @@ class Engine:
         seed: int = 0,
         prefill_chunk: int = 256,
         steps_per_visit: int = 16,
+        logprobs: int | None = None,
     ):
         sizes = {"slots": slots, "max_length": max_length, "prefill_chunk": prefill_chunk}
         for name, value in (sizes | {"steps_per_visit": steps_per_visit}).items():
             if not 1 <= value < 2**31:
                 raise ValueError(f"{name} must be at least 1 and below 2**31, got {value}")
         check_seed(seed)
+        if logprobs is not None and not 0 <= logprobs <= target.config.vocab_size:
+            raise ValueError(f"logprobs must lie in 0..{target.config.vocab_size} or be None, got {logprobs}")
         if proposals not in get_args(Proposals):
             raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {proposals!r}")
         auto = block_size == "auto"
@@ -96,6 +102,7 @@ class Engine:
         self.chooser: BlockChooser | None = None
         self._auto = auto and drafter is not None
         self.proposals: Proposals = proposals
+        self.logprobs = logprobs
         self.stats = Stats()
         self._chunks = sorted({min(32, prefill_chunk), prefill_chunk})
         self._capacity = steps_per_visit
@@ -171,8 +178,8 @@ class Engine:
                     self._prefill_chunk(slot, 0, chunk, len(request.prompt_token_ids), True, settings)
                 jax.block_until_ready(self._state)
                 begin = time.perf_counter()
-                _, counts = self._visit(min(self._capacity, 4), False, size)
-                times[size].append((time.perf_counter() - begin) / int(np.sum(counts.any(axis=1))))
+                trace = self._visit(min(self._capacity, 4), False, size)
+                times[size].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
         for slot in range(self.slots):
             self._release(slot)
         seconds = {size: min(measured) for size, measured in times.items()}
@@ -263,6 +270,13 @@ class Engine:
             raise RequestError(
                 "invalid_parameter", f"at most {STOP_WIDTH} stop tokens, got {len(request.stop_token_ids)}"
             )
+        if request.logprobs is not None and not 0 <= request.logprobs <= (
+            -1 if self.logprobs is None else self.logprobs
+        ):
+            raise RequestError(
+                "invalid_parameter",
+                f"logprobs {request.logprobs} is not served: the engine was made with logprobs={self.logprobs}",
+            )
 
     def _fill(self, slot: int) -> _Row | None:
         """Commits the next chunk of a row's prompt; returns the row if it got its first token."""
@@ -276,10 +290,11 @@ class Engine:
         chunk = np.zeros(size, np.int32)
         chunk[:count] = prompt[row.filled : row.filled + count]
         settings = self._settings(row.request)
-        token = self._prefill_chunk(slot, row.filled, chunk, count, count == left, settings)
+        first = self._prefill_chunk(slot, row.filled, chunk, count, count == left, settings)
         row.filled += count
         if row.decoding:
-            self._extend(row, [int(token)])
+            first = jax.device_get(first)
+            self._extend(row, first.tokens[0].tolist(), _of(first.logprobs, (0, slice(1))))
             if row.completion.finish_reason:
                 self._release(slot)
         self.stats.prefill_seconds += time.perf_counter() - begin
@@ -289,12 +304,12 @@ class Engine:
         self, slot: int, start: int, chunk: np.ndarray, count: int, last: bool, settings: RowSettings
     ) -> tuple:
         place = np.int32(slot), np.int32(start), chunk, np.int32(count), np.bool_(last)
-        return self.target, self.drafter, self._state, *place, settings
+        return self.target, self.drafter, self._state, *place, settings, self.logprobs
 
-    def _prefill_chunk(self, *chunk: Any) -> jax.Array:
+    def _prefill_chunk(self, *chunk: Any) -> Committed:
         with self._on_mesh():
-            self._state, token = prefill(*self._prefill_arguments(*chunk))
-        return token
+            self._state, first = prefill(*self._prefill_arguments(*chunk))
+        return first
 
     def _release(self, slot: int) -> None:
         with self._on_mesh():
@@ -310,14 +325,14 @@ class Engine:
             block_size=size if self._proposed(size) else 0,
             proposals=self.proposals,
             capacity=self._capacity,
+            logprobs=self.logprobs,
         )
 
-    def _visit(self, max_steps: int, leave_on_finish: bool, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def _visit(self, max_steps: int, leave_on_finish: bool, size: int) -> Committed:
         program, arguments = self._decode_call(max_steps, leave_on_finish, size)
         with self._on_mesh():
             self._state, trace = program(*arguments)
-        trace = jax.device_get(trace)
-        return trace.tokens, trace.count
+        return jax.device_get(trace)
 
     def _advance(self, leave_on_finish: bool) -> list[_Row]:
         """One visit to the device; returns the rows that got tokens."""
@@ -326,7 +341,8 @@ class Engine:
             assert self.chooser is not None
             size = self.chooser.choose(row.ticket for row in self._rows if row and row.decoding)
         begin = time.perf_counter()
-        tokens, counts = self._visit(self._capacity, leave_on_finish, size)
+        trace = self._visit(self._capacity, leave_on_finish, size)
+        counts = trace.count
         seconds, steps = time.perf_counter() - begin, int(np.sum(counts.any(axis=1)))
         self.stats.decode_seconds += seconds
         self.stats.steps += steps
@@ -337,7 +353,8 @@ class Engine:
             for step in np.flatnonzero(counts[:, slot]):
                 if row.completion.finish_reason:
                     break  # the device ran on past a stop string
-                committed = self._extend(row, tokens[step, slot, : counts[step, slot]].tolist())
+                at = (step, slot, slice(counts[step, slot]))
+                committed = self._extend(row, trace.tokens[at].tolist(), _of(trace.logprobs, at))
                 self.stats.decode_tokens += committed
                 self.stats.row_steps += 1
                 if self.drafter:
@@ -355,13 +372,18 @@ class Engine:
             self.chooser.observe(size, steps, seconds, seen)
         return advanced
 
-    def _extend(self, row: _Row, tokens: list[int]) -> int:
+    def _extend(self, row: _Row, tokens: list[int], logprobs: Logprobs | None) -> int:
         """Appends tokens, decides whether the row is finished, and returns how many tokens were kept."""
         request, completion = row.request, row.completion
         before = len(completion.token_ids)
         completion.token_ids.extend(tokens)
+        if logprobs is not None and request.logprobs is not None:
+            completion.logprobs.extend(logprobs.chosen.tolist())
+            for ids, values in zip(logprobs.ids.tolist(), logprobs.top.tolist(), strict=True):
+                completion.top_logprobs.append(list(zip(ids, values, strict=True))[: request.logprobs])
         if request.find_stop and (keep := request.find_stop(completion.token_ids, len(tokens))) is not None:
-            del completion.token_ids[keep:]
+            for tokenwise in (completion.token_ids, completion.logprobs, completion.top_logprobs):
+                del tokenwise[keep:]
             completion.finish_reason = "stop"
         elif completion.token_ids[-1] in request.stop_token_ids:
             completion.finish_reason = "stop"
@@ -382,7 +404,18 @@ class Engine:
             np.float32(request.min_p),
             request_key(request.seed, self.seed, request.id, request.sample),
         )
-        return RowSettings(np.int32(self._budget(request)), stops, sampling)
+        penalties = Penalties(
+            np.float32(request.repetition_penalty),
+            np.float32(request.presence_penalty),
+            np.float32(request.frequency_penalty),
+        )
+        scored = np.bool_(request.logprobs is not None)
+        return RowSettings(np.int32(self._budget(request)), stops, sampling, penalties, scored)
+
+
+def _of(logprobs: Logprobs | None, at: Any) -> Logprobs | None:
+    """Those at an index."""
+    return jax.tree.map(lambda x: x[at], logprobs)
 
 
 def check_block_size(drafter: Drafter, block_size: int | None) -> int:

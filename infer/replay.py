@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import Cache, commit, once_read
+from dflash_jax.penalties import History, Penalties, penalise
 from dflash_jax.sampling import Sampling, gumbel_noise, perturbed_scores, request_key
 from dflash_jax.target import Target
 
@@ -46,6 +47,9 @@ def replay(
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
     seed: int = 0,
     request_id: str = "0",
     request_seed: int | None = None,
@@ -66,21 +70,28 @@ def replay(
         jnp.full(1, min_p, jnp.float32),
         request_key(request_seed, seed, request_id, sample)[None],
     )
+    given = (repetition_penalty, presence_penalty, frequency_penalty)
+    penalties = Penalties(*(jnp.full(1, value, jnp.float32) for value in given))
     inputs, labels = sequence[:-1], sequence[1:]
-    cache, gaps = target.init_cache(1, -(-len(inputs) // 256) * 256), []
-    for start in range(0, len(inputs), chunk):
-        part = slice(start, start + chunk)
-        count = len(inputs[part])
-        pad = (0, chunk - count)
+    room = -(-len(sequence) // 256) * 256
+    history = History(np.pad(sequence, (0, room - len(sequence)))[None], np.int32([len(prompt)]))
+    cache, gaps, start, end = target.init_cache(1, room), [], 0, 0
+    while start < len(inputs):
+        # No chunk holds scored positions and others: those before in it count as tokens of the answer.
+        end = min(start + chunk, len(prompt) - 1 if start < len(prompt) - 1 else len(inputs))
+        pad = (0, chunk - (end - start))
         cache, gap = _gaps(
             target,
             cache,
-            np.pad(inputs[part], pad)[None],
-            np.pad(labels[part], pad)[None],
-            np.int32([count]),
+            np.pad(inputs[start:end], pad)[None],
+            np.pad(labels[start:end], pad)[None],
+            np.int32([end - start]),
             sampling,
+            penalties,
+            history,
         )
-        gaps.append(np.asarray(gap)[0, :count])
+        gaps.append(np.asarray(gap)[0, : end - start])
+        start = end
     gap = np.concatenate(gaps)[len(prompt) - 1 :]
     wrong = gap > 0
     return Replay(float(gap.max()), int(gap.argmax()), int(wrong.sum()), int((wrong & (gap < TIE)).sum()))
@@ -94,10 +105,12 @@ def _gaps(
     labels: Int[Array, "B T"],
     count: Int[Array, " B"],
     sampling: Sampling,
+    penalties: Penalties,
+    history: History,
 ) -> tuple[Cache, Float[Array, "B T"]]:
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
     hidden, _, blocks = target.forward(tokens, positions, None, cache)
-    logits = target.unembed(hidden)
+    logits = penalise(target.unembed(hidden), penalties, history, cache.lengths + 1, labels[:, :-1])
     scores = perturbed_scores(logits, gumbel_noise(sampling, positions + 1, logits.shape[-1]), sampling)
     chosen = jnp.take_along_axis(scores, labels[..., None], axis=-1)[..., 0]
     return commit(cache, blocks, once_read(count, hidden)), jnp.max(scores, axis=-1) - chosen

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from dflash_jax.penalties import check_penalties
 from dflash_jax.sampling import check_sampling
 
 
@@ -28,6 +29,9 @@ class Request:
         prompt_token_ids: at least one token.
         max_new_tokens: at most this many are generated, fewer if the engine's `max_length` is reached.
         temperature, top_p, top_k, min_p: see `sampling.Sampling`.
+        repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`; exact with speculation.
+        logprobs: how many of the likeliest tokens to tell the log-probabilities of, besides the chosen one's, at
+            most the engine's `logprobs`; None tells none.
         sample: number of this answer, where a prompt is answered more than once; each has noise of its own.
         seed: of this request; None derives its noise from the engine's seed and `id`.
         stop_token_ids: tokens that end the answer; the one that does is its last token.
@@ -47,6 +51,10 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     id: str = ""
     find_stop: Callable[[Sequence[int], int], int | None] | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
 
     def check(self, vocab_size: int, max_length: int) -> None:
         """Raises RequestError if an engine of this vocabulary and length cannot serve it."""
@@ -67,6 +75,7 @@ class Request:
             if self.seed is not None:
                 check_seed(self.seed)
             check_sampling(self.temperature, self.top_p, self.top_k, self.min_p)
+            check_penalties(self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         except ValueError as error:
             raise RequestError("invalid_parameter", str(error)) from error
 
@@ -78,6 +87,9 @@ class Completion:
     Attributes:
         token_ids: generated tokens, the stop token included.
         finish_reason: "stop" at a stop token or stop string, "length" at the budget; "" in progress.
+        logprobs, top_logprobs: of each generated token, if asked for: its log-probability, and (token, log-probability)
+            of the likeliest ones in order. They are the target's own, before penalties, temperature and filters;
+            other rows in the batch may change their last digits.
         acceptance_lengths: tokens committed by each speculative step. The first token comes from the
             prefill and belongs to no step.
         prompt_tokens, sample: of the request.
@@ -86,6 +98,8 @@ class Completion:
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     sample: int = 0

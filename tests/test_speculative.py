@@ -9,6 +9,7 @@ import pytest
 
 from dflash_jax import Engine, Request, generate, load_drafter, spec_generate
 from dflash_jax.cache import commit
+from dflash_jax.penalties import Penalties
 from dflash_jax.sampling import Sampling, select
 from dflash_jax.speculative import (
     RowSettings,
@@ -24,6 +25,7 @@ from dflash_jax.speculative import (
 from tests import tiny
 
 PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2, 19, 50]]
+UNPENALISED = Penalties(np.float32(1), np.float32(0), np.float32(0)), np.bool_(False)
 SETTINGS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.02}]
 
 
@@ -48,10 +50,11 @@ def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
                 np.float32(settings.get("min_p", 0)),
                 jax.random.key(row),
             ),
+            *UNPENALISED,
         )
         count = np.int32(len(prompt))
         state, first = prefill(target, drafter, state, np.int32(row), np.int32(0), chunk, count, np.bool_(True), asked)
-        firsts.append(int(first))
+        firsts.append(int(first.tokens[0, 0]))
     return state, firsts
 
 
@@ -304,7 +307,7 @@ def test_prefill_updates_its_state_in_place(target, drafter):
     """The caches of all rows lie still while one row's prompt is read."""
     state = jax.eval_shape(lambda: init_state(target, drafter, 4, 4096, 2))
     sampling = Sampling(np.float32(0), np.int32(0), np.float32(1), np.float32(0), jax.random.key(0))
-    asked = RowSettings(np.int32(9), np.full(2, -1, np.int32), sampling)
+    asked = RowSettings(np.int32(9), np.full(2, -1, np.int32), sampling, *UNPENALISED)
     place = np.int32(1), np.int32(0), np.zeros(16, np.int32), np.int32(16), np.bool_(True), asked
     memory = prefill.lower(target, drafter, state, *place).compile().memory_analysis()
     assert memory.temp_size_in_bytes < int(np.prod(state.target_cache.entries[0].k.shape)) * 4

@@ -1,0 +1,100 @@
+"""Penalties on tokens that a request has already read or written.
+
+They depend on nothing but the request's own tokens before a position, so they keep speculation exact: within a block,
+the proposals before a position are its history if they are accepted, and else the position is not kept.
+Shapes: B rows, S positions, T verify width, P = T - 1 proposals, V vocabulary, C prompt chunk.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+
+class Penalties(struct.PyTreeNode):
+    """Settings of every row, applied to the logits before anything else, greedy rows included.
+
+    Attributes:
+        repetition: divides positive logits, and multiplies negative ones, of tokens in prompt or answer; 1 is none.
+        presence: subtracted once from the logits of tokens in the answer; 0 is none.
+        frequency: subtracted once per occurrence in the answer; 0 is none.
+    """
+
+    repetition: Float[Array, " B"]
+    presence: Float[Array, " B"]
+    frequency: Float[Array, " B"]
+
+
+class History(struct.PyTreeNode):
+    """The tokens of every row by position.
+
+    Attributes:
+        tokens: committed ones and the anchor; what lies behind is left over.
+        prompt: how many of them are the prompt.
+    """
+
+    tokens: Int[Array, "B S"]
+    prompt: Int[Array, " B"]
+
+
+def check_penalties(repetition: float, presence: float, frequency: float) -> None:
+    """Raises ValueError for a penalty out of range; presence and frequency as OpenAI has them."""
+    if not 0 < repetition < float("inf"):
+        raise ValueError(f"repetition_penalty must be above 0 and finite, got {repetition}; 1 is none")
+    for name, value in (("presence_penalty", presence), ("frequency_penalty", frequency)):
+        if not -2 <= value <= 2:
+            raise ValueError(f"{name} must lie in -2..2, got {value}; 0 is none")
+
+
+def no_penalties(rows: int) -> Penalties:
+    """Settings of rows without any."""
+    return Penalties(jnp.ones(rows), jnp.zeros(rows), jnp.zeros(rows))
+
+
+def empty_history(rows: int, positions: int) -> History:
+    """Room for so many tokens a row."""
+    return History(jnp.zeros((rows, positions), jnp.int32), jnp.zeros(rows, jnp.int32))
+
+
+def remember(history: History, tokens: Int[Array, "B T"], start: Int[Array, " B"], kept: Int[Array, " B"]) -> History:
+    """Notes the first `kept` tokens of each row from position `start` on; what does not fit is dropped."""
+    rows, positions = history.tokens.shape
+    index = jnp.arange(tokens.shape[1])[None]
+    places = jnp.where(index < kept[:, None], start[:, None] + index, positions)
+    written = history.tokens.at[jnp.arange(rows)[:, None], places].set(tokens, mode="drop")
+    return history.replace(tokens=written)
+
+
+def penalise(
+    logits: Float[Array, "B T V"],
+    penalties: Penalties,
+    history: History,
+    known: Int[Array, " B"],
+    proposals: Int[Array, "B P"] | None = None,
+) -> Float[Array, "B T V"]:
+    """The logits of each row under its penalties; costs next to nothing where no row has any.
+
+    Args:
+        known: tokens of the history that count.
+        proposals: tokens between the history and the later positions; without them, all positions see the history.
+    """
+    rows, _, vocab_size = logits.shape
+    row = jnp.arange(rows)[:, None]
+
+    def applied() -> Float[Array, "B T V"]:
+        positions = jnp.arange(history.tokens.shape[1])[None]
+        count = lambda which: jnp.zeros((rows, vocab_size)).at[row, history.tokens].add(which.astype(jnp.float32))
+        read = count(positions < jnp.minimum(known, history.prompt)[:, None])[:, None]
+        written = count((positions >= history.prompt[:, None]) & (positions < known[:, None]))[:, None]
+        if proposals is not None:
+            steps = jnp.arange(1, proposals.shape[1] + 1)[None]
+            proposed = jnp.zeros((rows, proposals.shape[1] + 1, vocab_size)).at[row, steps, proposals].add(1.0)
+            written = written + jnp.cumsum(proposed, axis=1)
+        setting = lambda x: x[:, None, None]
+        divisor = jnp.where((read > 0) | (written > 0), setting(penalties.repetition), 1.0)
+        repeated = jnp.where(logits > 0, logits / divisor, logits * divisor)
+        present = jnp.where(written > 0, setting(penalties.presence), 0.0)
+        return repeated - setting(penalties.frequency) * written - present
+
+    some = jnp.any((penalties.repetition != 1) | (penalties.presence != 0) | (penalties.frequency != 0))
+    return jax.lax.cond(some, applied, lambda: logits)
