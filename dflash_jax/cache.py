@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig
 from dflash_jax.kernels.cache_update import append
+from dflash_jax.kernels.dispatch import HEADS, ROWS, from_owner, local_row, on_each_device
 
 TILE = 128  # slots
 
@@ -34,6 +36,19 @@ class KV(struct.PyTreeNode):
     k: Float[Array, "R K S H"]
     v: Float[Array, "R K S H"]
     ring: bool = struct.field(pytree_node=False, default=False)
+
+    def read(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Block:
+        """One row's `count` positions from `start` on, which must be committed; of a ring, those it still holds."""
+
+        def local(k: jax.Array, v: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, ...]:
+            row, here = local_row(row, k.shape[0], False)
+            slots = (start + jnp.arange(count)) % k.shape[2]
+            return tuple(from_owner(x[row][:, slots][None], here) for x in (k, v))
+
+        held = PartitionSpec(ROWS, HEADS)
+        whole = PartitionSpec(None, HEADS)
+        run = on_each_device(local, (held, held, PartitionSpec(), PartitionSpec()), (whole, whole))
+        return Block(*run(self.k, self.v, row, start))
 
     def write(self, block: Block, lengths: Int[Array, " B"], kept: Int[Array, " B"], row: Int[Array, ""] | int) -> "KV":
         """Writes the first `kept` block positions behind `lengths`; what does not fit is dropped."""

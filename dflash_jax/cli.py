@@ -142,9 +142,22 @@ def use_bundled_pair(args: argparse.Namespace) -> bool:
     return True
 
 
-def make_engine(args: argparse.Namespace, pair: tuple[Any, Any], requests: list[Any]) -> Any:
-    """An engine with room for the longest request, or for `--max-length`."""
+def make_engine(
+    args: argparse.Namespace,
+    pair: tuple[Any, Any],
+    requests: list[Any],
+    *,
+    logprobs: int | None = None,
+    growing: bool = False,
+) -> Any:
+    """An engine with room for the longest request, or for `--max-length`.
+
+    Args:
+        logprobs: alternatives that requests still unknown may ask for.
+        growing: whether such requests may begin as others did, like the turns of a conversation.
+    """
     from dflash_jax.infer.engine import Engine
+    from dflash_jax.infer.prefixes import shared_chunks
     from dflash_jax.sharding import mesh_of, rows_of
 
     parts = rows_of(mesh_of(pair[0].params))
@@ -155,15 +168,21 @@ def make_engine(args: argparse.Namespace, pair: tuple[Any, Any], requests: list[
     if length is None:
         needed = max((len(r.prompt_token_ids) + max(r.max_new_tokens, 1) for r in fit), default=1)
         length = min(-(-needed // 256) * 256, most or needed)
+    slots = -(-args.batch_size // parts) * parts
+    chunk = 32 if requests and prompt <= 128 else 256  # short prompts spare compiling long chunks
+    # Kept chunks take as much memory as the slots, at most.
+    room = slots * length // chunk
     try:
         return Engine(
             *pair,
-            slots=-(-args.batch_size // parts) * parts,
+            slots=slots,
             max_length=length,
             block_size=args.block_size if pair[1] else None,
             proposals=args.proposals,
             seed=getattr(args, "seed", 0),
-            prefill_chunk=32 if requests and prompt <= 128 else 256,  # short prompts spare compiling long chunks
+            prefill_chunk=chunk,
+            prefix_chunks=room if growing else min(room, shared_chunks([r.prompt_token_ids for r in fit], chunk)),
+            logprobs=max((r.logprobs for r in requests if r.logprobs is not None), default=logprobs),
         )
     except (RuntimeError, OverflowError, MemoryError) as error:
         raise ValueError(

@@ -65,6 +65,16 @@ def remember(history: History, tokens: Int[Array, "B T"], start: Int[Array, " B"
     return history.replace(tokens=written)
 
 
+def remember_row(
+    history: History, tokens: Int[Array, " C"], row: Int[Array, ""], start: Int[Array, ""], count: Int[Array, ""]
+) -> History:
+    """`remember` of one row's prompt, of which these are the last tokens so far."""
+    here = jnp.arange(history.prompt.shape[0]) == row
+    every = jnp.broadcast_to(tokens[None], (here.shape[0], tokens.shape[0]))
+    noted = remember(history, every, jnp.where(here, start, 0), jnp.where(here, count, 0))
+    return noted.replace(prompt=jnp.where(here, start + count, history.prompt))
+
+
 def penalise(
     logits: Float[Array, "B T V"],
     penalties: Penalties,

@@ -22,7 +22,8 @@ from dflash_jax.cli import (
 EPILOG = """\
 input lines   {"id"?, "prompt": str} | {"id"?, "messages": [...]} | {"id"?, "prompt_token_ids": [...]} |
               {"id"?, "turns": [...]} (a conversation, turn by turn), with optional max_new_tokens,
-              temperature, top_p, top_k, min_p, seed and stop (string or list); or OpenAI batch lines
+              temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+              seed, n, logprobs (how many alternatives) and stop (string or list); or OpenAI batch lines
               {"custom_id", "method": "POST", "url": "/v1/chat/completions" | "/v1/completions", "body"}
 output lines  {"id", "index", "text", "token_ids", "finish_reason", "usage", "speculation", "turns"?} or
               {"id", "index", "error": {"code", "message"}}; OpenAI batch output for batch lines
@@ -149,7 +150,8 @@ def _serve(args: argparse.Namespace) -> int:
         if done:
             print(f"{len(mine) - len(left)} lines are done, {len(left)} left", file=sys.stderr)
         completions: list[Any] = []
-        engine = make_engine(args, pair, [line.request for line in lines if line.request])
+        requests = [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
+        engine = make_engine(args, pair, requests, growing=any(line.later for line in lines))
         if left:
             engine.warm_up()
         report = _Reporter(engine, len(left), args.stats_interval)
@@ -265,6 +267,7 @@ def _http(args: argparse.Namespace) -> int:
     try:
         import uvicorn
 
+        from dflash_jax.infer.lines import MOST_ALTERNATIVES
         from dflash_jax.infer.server import Worker, make_app
     except ImportError as error:
         raise ValueError(f"{error}; the server needs more packages: pip install 'dflash-jax[server]'") from error
@@ -273,7 +276,7 @@ def _http(args: argparse.Namespace) -> int:
     pair, text, defaults = load(args)
     if args.max_length is None:
         args.max_length = min(pair[0].config.max_position_embeddings or HTTP_LENGTH, HTTP_LENGTH)
-    engine = make_engine(args, pair, [])
+    engine = make_engine(args, pair, [], logprobs=MOST_ALTERNATIVES, growing=True)
     print("compiling ...", file=sys.stderr)
     engine.warm_up()
     worker = Worker(engine)

@@ -189,6 +189,11 @@ def pin(state: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: constrain(leaf, _state_spec(path)), state)
 
 
+def pin_chunks(chunks: Any) -> Any:
+    """Inside a jitted program: kept parts of caches [E, K, ...], their heads split as those of the caches."""
+    return jax.tree.map(lambda x: constrain(x, P(None, HEADS)), chunks)
+
+
 def state_shardings(state: Any, mesh: Mesh) -> Any:
     """The layout that `pin` gives a state."""
     return jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, _state_spec(path)), state)

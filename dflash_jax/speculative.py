@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.cache import Block, Cache, commit, once_read
 from dflash_jax.config import DecoderConfig
 from dflash_jax.logprobs import Logprobs, log_probabilities
-from dflash_jax.penalties import History, Penalties, empty_history, no_penalties, penalise, remember
+from dflash_jax.penalties import History, Penalties, empty_history, no_penalties, penalise, remember, remember_row
 from dflash_jax.sampling import Sampling, first_argmax, greedy_rows, gumbel_noise, select
 from dflash_jax.sharding import pin
 
@@ -395,13 +395,12 @@ def prefill(
         context = drafter.context(features, positions, cache, row=row)
         state = state.replace(draft_cache=commit(cache, context, kept, row=row))
     end = start + count
-    own = History(jax.lax.dynamic_slice_in_dim(state.history.tokens, row, 1), end[None])
-    own = remember(own, tokens[None], start[None], count[None])
+    history = remember_row(state.history, tokens, row, start, count)
+    own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), history)
     sampling, penalties = jax.tree.map(lambda x: x[None], (settings.sampling, settings.penalties))
     logits = target.unembed(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
     noise = gumbel_noise(sampling, end[None, None], target.config.vocab_size)
     token = select(penalise(logits, penalties, own, end[None]), noise, sampling)
-    own = remember(own, token, end[None], jnp.ones(1, jnp.int32))
     told = None if logprobs is None else log_probabilities(logits, token, settings.scored[None], logprobs)
     goes_on = last & ~jnp.any(token[0] == settings.stop_tokens)
     rows = RowSettings(state.remaining, state.stop_tokens, state.sampling, state.penalties, state.scored)
@@ -415,7 +414,7 @@ def prefill(
         sampling=rows.sampling,
         penalties=rows.penalties,
         scored=rows.scored,
-        history=jax.tree.map(lambda all, one: all.at[row].set(one[0]), state.history, own),
+        history=remember_row(history, token[0], row, end, jnp.int32(1)).replace(prompt=history.prompt),
     )
     return pin(state), Committed(token, last.astype(jnp.int32)[None], told)
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from dflash_jax.drafter import Drafter
 from dflash_jax.infer.adaptive import BlockChooser, candidates
+from dflash_jax.infer.prefixes import PrefixCache
 from dflash_jax.infer.requests import Completion, Request, RequestError, check_seed
 from dflash_jax.infer.stats import Stats
 from dflash_jax.logprobs import Logprobs
@@ -40,6 +41,7 @@ class _Row:
     ticket: int
     request: Request
     completion: Completion
+    keys: list[bytes]  # of the prompt's whole chunks
     filled: int = 0  # prompt tokens committed
 
     @property
@@ -61,6 +63,8 @@ class Engine:
         seed: noise of requests without a seed of their own.
         prefill_chunk: prompts are processed in chunks of at most this many tokens.
         steps_per_visit: device steps between two looks of the host.
+        prefix_chunks: how many chunks of prompts to keep for requests that begin alike; each takes the cache memory of
+            `prefill_chunk` tokens. Never changes the output.
         logprobs: most alternatives per token that a request may ask the log-probabilities of; None serves none.
 
     Raises:
@@ -79,6 +83,7 @@ class Engine:
         seed: int = 0,
         prefill_chunk: int = 256,
         steps_per_visit: int = 16,
+        prefix_chunks: int = 0,
         logprobs: int | None = None,
     ):
         sizes = {"slots": slots, "max_length": max_length, "prefill_chunk": prefill_chunk}
@@ -86,6 +91,8 @@ class Engine:
             if not 1 <= value < 2**31:
                 raise ValueError(f"{name} must be at least 1 and below 2**31, got {value}")
         check_seed(seed)
+        if not 0 <= prefix_chunks < 2**31:
+            raise ValueError(f"prefix_chunks must be at least 0 and below 2**31, got {prefix_chunks}")
         if logprobs is not None and not 0 <= logprobs <= target.config.vocab_size:
             raise ValueError(f"logprobs must lie in 0..{target.config.vocab_size} or be None, got {logprobs}")
         if proposals not in get_args(Proposals):
@@ -112,6 +119,7 @@ class Engine:
         make = partial(init_state, target, drafter, slots, max_length, STOP_WIDTH)
         with self._on_mesh():
             self._state = make() if self._mesh is None else jax.jit(lambda: pin(make()))()
+            self._prefixes = PrefixCache(self._state, prefix_chunks, self._chunks[-1])
         self._tickets = itertools.count()
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row | None] = [None] * slots
@@ -149,6 +157,8 @@ class Engine:
             list(pool.map(lambda program: program.compile(), lowered))
         for chunk in chunks:
             self._prefill_chunk(*chunk)
+        with self._on_mesh():
+            self._state = self._prefixes.warm_up(self._state)
         for size in self._sizes():
             self._visit(0, False, size)
         self._release(0)
@@ -219,7 +229,7 @@ class Engine:
         ticket = next(self._tickets)
         size = len(request.prompt_token_ids)
         completion = Completion(prompt_tokens=size, sample=request.sample, submitted=time.perf_counter())
-        self._waiting.append(_Row(ticket, request, completion))
+        self._waiting.append(_Row(ticket, request, completion, self._prefixes.keys(request.prompt_token_ids)))
         return ticket
 
     def step(self, *, admit: bool = True) -> list[tuple[int, Completion]]:
@@ -284,6 +294,10 @@ class Engine:
         row = self._rows[slot]
         assert row is not None
         prompt = row.request.prompt_token_ids
+        before = row.filled
+        with self._on_mesh():
+            self._state, row.filled = self._prefixes.copy(self._state, slot, before, prompt, row.keys)
+        self.stats.prefix_tokens += row.filled - before
         left = len(prompt) - row.filled
         size = self._chunks[-1] if left > self._chunks[-1] // 2 else self._chunks[0]
         count = min(size, left)
@@ -291,7 +305,10 @@ class Engine:
         chunk[:count] = prompt[row.filled : row.filled + count]
         settings = self._settings(row.request)
         first = self._prefill_chunk(slot, row.filled, chunk, count, count == left, settings)
+        with self._on_mesh():
+            self._prefixes.note(self._state, slot, row.filled, count, row.keys)
         row.filled += count
+        self.stats.prompt_tokens += row.filled - before
         if row.decoding:
             first = jax.device_get(first)
             self._extend(row, first.tokens[0].tolist(), _of(first.logprobs, (0, slice(1))))

@@ -111,13 +111,25 @@ def answer_record(line: Line, completions: Sequence[Completion], text: Text) -> 
 def answer(completion: Completion, stop: Sequence[str], text: Text) -> dict[str, Any]:
     """What an output record says of one answer."""
     lengths = completion.acceptance_lengths
+    scores = {"logprobs": token_logprobs(completion, text)} if completion.logprobs else {}
     return {
         "text": cut_at_stop(text.decode(completion.token_ids), stop),
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "usage": {"prompt_tokens": completion.prompt_tokens, "completion_tokens": len(completion.token_ids)},
         "speculation": {"steps": len(lengths), "acceptance_lengths": lengths, "tau": completion.tau},
-    }
+    } | scores
+
+
+def token_logprobs(completion: Completion, text: Text, start: int = 0) -> list[dict[str, Any]]:
+    """Tokens from `start` on, each with its log-probability and its likeliest alternatives."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        special = {"special": True} if text.is_special(token) else {}
+        return {"token": text.token(token), "id": token, "logprob": logprob} | special
+
+    chosen = zip(completion.token_ids, completion.logprobs, completion.top_logprobs, strict=True)
+    return [entry(token, p) | {"top": [entry(*other) for other in top]} for token, p, top in list(chosen)[start:]]
 
 
 def error_record(line: Line) -> dict[str, Any]:
@@ -174,6 +186,8 @@ def summarise(
         "wall_seconds": wall_seconds,
         "compile_seconds": stats.compile_seconds,
         "prefill_seconds": stats.prefill_seconds,
+        "prompt_tokens": stats.prompt_tokens,
+        "prompt_tokens_copied": stats.prefix_tokens,
         "decode_seconds": stats.decode_seconds,
         "decode_tokens_per_second": stats.tokens_per_second,
         "device_steps": stats.steps,

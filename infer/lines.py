@@ -19,12 +19,17 @@ from dflash_jax.infer.text import Text, valid_text
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "turns")
 MOST_SAMPLES = 128  # answers to one prompt
+MOST_ALTERNATIVES = 20  # log-probabilities per token
 SETTINGS: dict[str, tuple[type, ...]] = {
     "max_new_tokens": (int,),
     "temperature": (int, float),
     "top_p": (int, float),
     "top_k": (int,),
     "min_p": (int, float),
+    "repetition_penalty": (int, float),
+    "presence_penalty": (int, float),
+    "frequency_penalty": (int, float),
+    "logprobs": (int,),
     "seed": (int,),
 }
 
@@ -185,6 +190,8 @@ def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError("invalid_parameter", f"{name} must be {kind}, got {value!r:.80}")
         if not abs(value) < 2**63:
             raise RequestError("invalid_parameter", f"{name} is out of range: {value!r:.80}")
+    if not 0 <= given.get("logprobs", 0) <= MOST_ALTERNATIVES:
+        raise RequestError("invalid_parameter", f"logprobs must lie in 0..{MOST_ALTERNATIVES}, got {given['logprobs']}")
     if given.get("top_k", 0) >= 2**31:
         raise RequestError("invalid_parameter", f"top_k is out of range: {given['top_k']}")
     return given

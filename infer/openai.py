@@ -8,19 +8,14 @@ from typing import Any, NamedTuple
 from dflash_jax.infer.requests import RequestError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-KNOWN = (
-    "model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p n seed stop stream user "
-    "metadata"
+KNOWN = ("model messages prompt max_tokens max_completion_tokens stream user metadata logprobs top_logprobs").split()
+COMMON = (  # named alike in both forms
+    "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty n seed stop"
 ).split()
-COMMON = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop")  # named alike in both forms
 # Parameters that are accepted at the value that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
@@ -54,11 +49,11 @@ def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
         if name in NEUTRAL:
             if value is not None and value not in NEUTRAL[name]:
                 raise RequestError("unsupported_parameter", f"{name} {value!r:.60} is not supported; leave it out")
-        elif name not in KNOWN:
+        elif name not in KNOWN and name not in COMMON:
             raise RequestError("unsupported_parameter", f"unknown parameter {name!r:.60}")
-    plain = {
-        name: body[name] for name in ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop") if name in body
-    }
+    plain = {name: body[name] for name in COMMON if name in body}
+    if (alternatives := _alternatives(body, endpoint)) is not None:
+        plain["logprobs"] = alternatives
     tokens = body.get("max_completion_tokens", body.get("max_tokens"))
     if tokens is not None:
         plain["max_new_tokens"] = tokens
@@ -70,6 +65,44 @@ def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
         raise RequestError("invalid_request", f"{TEXT} needs a prompt, and no messages")
     prompt = body["prompt"]
     return plain | ({"prompt_token_ids": prompt} if isinstance(prompt, list) else {"prompt": prompt})
+
+
+def _alternatives(body: Mapping[str, Any], endpoint: str) -> Any:
+    """How many log-probabilities per token are asked for besides the chosen one's; None is none at all."""
+    given, most = body.get("logprobs"), body.get("top_logprobs")
+    if endpoint == CHAT:
+        if not isinstance(given, bool | None):
+            raise RequestError("invalid_parameter", f"logprobs must be true or false, got {given!r:.60}")
+        if most and not given:
+            raise RequestError("invalid_parameter", "top_logprobs needs logprobs true")
+        given = (most or 0) if given else None
+    elif most is not None:
+        raise RequestError("invalid_parameter", f"top_logprobs is of {CHAT}; {TEXT} takes a number as logprobs")
+    return given
+
+
+def logprobs(endpoint: str, entries: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
+    """Our own entries per token in OpenAI's form, tokens that are no text left out."""
+    if entries is None:
+        return None
+    entries = [entry for entry in entries if "special" not in entry]
+    if endpoint == CHAT:
+        return {"content": [_scored(entry) | {"top_logprobs": list(map(_scored, entry["top"]))} for entry in entries]}
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [{other["token"]: other["logprob"] for other in entry["top"]} for entry in entries],
+    }
+
+
+def _scored(entry: Mapping[str, Any]) -> dict[str, Any]:
+    token = entry["token"] or ""
+    # Half a character has no bytes of its own that the tokenizer would tell.
+    return {
+        "token": token,
+        "logprob": entry["logprob"],
+        "bytes": None if "\ufffd" in token else list(token.encode()),
+    }
 
 
 def _flat(messages: Any) -> Any:
@@ -92,7 +125,8 @@ def body(endpoint: str, model: str, answers: Sequence[Mapping[str, Any]]) -> dic
     """A response body for the answers to one prompt, in our own form; with their `speculation` in addition."""
     choices = []
     for index, answer in enumerate(answers):
-        choice = {"index": index, "logprobs": None, "finish_reason": answer["finish_reason"]}
+        scores = logprobs(endpoint, answer.get("logprobs"))
+        choice = {"index": index, "logprobs": scores, "finish_reason": answer["finish_reason"]}
         if endpoint == CHAT:
             choice["message"] = {"role": "assistant", "content": answer["text"], "refusal": None}
         else:
@@ -120,11 +154,18 @@ def usage(answers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
-def chunk_choice(endpoint: str, text: str | None, finish_reason: str | None, first: bool) -> dict[str, Any]:
+def chunk_choice(
+    endpoint: str,
+    index: int,
+    text: str,
+    finish_reason: str | None,
+    first: bool,
+    scores: Sequence[Mapping[str, Any]] | None,
+) -> dict[str, Any]:
     """The choice of a streamed chunk."""
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
+    choice: dict[str, Any] = {"index": index, "logprobs": logprobs(endpoint, scores), "finish_reason": finish_reason}
     if endpoint != CHAT:
-        return choice | {"text": text or ""}
+        return choice | {"text": text}
     delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
     return choice | {"delta": delta}
 

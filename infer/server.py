@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.jobs import answer
+from dflash_jax.infer.jobs import answer, token_logprobs
 from dflash_jax.infer.lines import plain_request, sample_count
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.text import Text, cut_at_stop, settled
@@ -47,6 +47,8 @@ class Worker:
         self._tokens = Counter("dflash_generated_tokens", "Generated tokens", registry=registry)
         self._steps = Counter("dflash_steps", "Decoding steps, counted per row", registry=registry)
         self._accepted = Counter("dflash_step_tokens", "Tokens committed by those steps", registry=registry)
+        self._read = Gauge("dflash_prompt_tokens", "Prompt tokens read", registry=registry)
+        self._copied = Gauge("dflash_prompt_tokens_copied", "Of them, copied from earlier prompts", registry=registry)
         self._busy = Gauge("dflash_slots_busy", "Slots in use", registry=registry)
         self._waiting = Gauge("dflash_requests_waiting", "Requests without a slot", registry=registry)
         Gauge("dflash_slots", "Slots", registry=registry).set(engine.slots)
@@ -110,8 +112,8 @@ class Worker:
                     idle = False
                 for ticket, completion in self.engine.step():
                     # A copy: the engine goes on writing into its own.
-                    lists = {"token_ids": [*completion.token_ids]}
-                    lists["acceptance_lengths"] = [*completion.acceptance_lengths]
+                    growing = ("token_ids", "acceptance_lengths", "logprobs", "top_logprobs")
+                    lists: dict[str, Any] = {name: [*getattr(completion, name)] for name in growing}
                     self._listeners[ticket](replace(completion, **lists))
                     if completion.finish_reason:
                         del self._listeners[ticket]
@@ -119,6 +121,8 @@ class Worker:
                         self._tokens.inc(len(completion.token_ids))
                         self._steps.inc(len(completion.acceptance_lengths))
                         self._accepted.inc(sum(completion.acceptance_lengths))
+                self._read.set(self.engine.stats.prompt_tokens)
+                self._copied.set(self.engine.stats.prefix_tokens)
                 self._busy.set(self.engine.busy)
                 self._waiting.set(self.engine.waiting)
         except Exception as error:  # whoever waits must learn of it
@@ -179,17 +183,16 @@ def make_app(
             plain = openai.plain_body(options, endpoint)
             asked, stop, _, _ = plain_request(plain, uuid.uuid4().hex, text, defaults)
             n = sample_count(plain)
-            if n > 1 and streamed:
-                raise RequestError("unsupported_parameter", f"n {n} cannot be streamed; leave out one of the two")
             worker.engine.check(asked)
         except RequestError as error:
             return _error(400, error.code, str(error))
         name = str(body.get("model") or model)
+        samples = [replace(asked, sample=i) for i in range(n)]
         if streamed:
-            chunks = _chunks(worker, asked, stop, text, endpoint, name, with_usage)
+            chunks = _chunks(worker, samples, stop, text, endpoint, name, with_usage)
             return StreamingResponse(chunks, media_type="text/event-stream")
         try:
-            work = asyncio.gather(*(_last(worker, replace(asked, sample=i)) for i in range(n)))
+            work = asyncio.gather(*(_last(worker, sample) for sample in samples))
             done = await _until_disconnected(request, work)
         except Exception as error:
             return _error(500, "engine_failed", str(error))
@@ -257,27 +260,66 @@ async def _until_disconnected(request: HTTPRequest, work: asyncio.Future) -> lis
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
+    """(which request, its completion so far) whenever tokens of one arrived; leaving early frees all slots."""
+    events: asyncio.Queue[tuple[int, Completion] | Exception | None] = asyncio.Queue()
+
+    async def follow(index: int, request: Request) -> None:
+        try:
+            async with contextlib.aclosing(worker.stream(request)) as completions:
+                async for completion in completions:
+                    events.put_nowait((index, completion))
+            events.put_nowait(None)
+        except Exception as error:
+            events.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(follow(*numbered)) for numbered in enumerate(requests)]
+    left = len(tasks)
+    try:
+        while left:
+            event = await events.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                left -= 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _chunks(
-    worker: Worker, request: Request, stop: Sequence[str], text: Text, endpoint: str, model: str, with_usage: bool
+    worker: Worker,
+    samples: Sequence[Request],
+    stop: Sequence[str],
+    text: Text,
+    endpoint: str,
+    model: str,
+    with_usage: bool,
 ) -> AsyncIterator[str]:
-    """Server-sent events of an answer as it grows; text is sent once nothing can change it any more."""
+    """Server-sent events of answers as they grow; text is sent once nothing can change it any more."""
     kind = "chat.completion.chunk" if endpoint == openai.CHAT else "text_completion"
     head = openai.envelope(endpoint, kind, model)
     event = lambda **fields: f"data: {json.dumps(head | fields, ensure_ascii=False)}\n\n"
-    sent, first, done = 0, True, Completion()
+    sent, told, answers = [0] * len(samples), [-1] * len(samples), [Completion()] * len(samples)  # -1: nothing yet
     try:
-        async with contextlib.aclosing(worker.stream(request)) as completions:
-            async for done in completions:
+        async with contextlib.aclosing(_merged(worker, samples)) as completions:
+            async for index, done in completions:
+                answers[index] = done
                 whole = cut_at_stop(text.decode(done.token_ids), stop) or ""
                 ready = whole if done.finish_reason else settled(whole, stop)
-                if len(ready) > sent or done.finish_reason:
-                    choice = openai.chunk_choice(endpoint, ready[sent:], done.finish_reason or None, first)
-                    last = {"speculation": answer(done, stop, text)["speculation"]} if done.finish_reason else {}
-                    yield event(choices=[choice], **last)
-                    sent, first = max(sent, len(ready)), False
+                if len(ready) <= sent[index] and not done.finish_reason:
+                    continue
+                scores = None if samples[0].logprobs is None else token_logprobs(done, text, max(told[index], 0))
+                piece = ready[sent[index] :], done.finish_reason or None, told[index] < 0, scores
+                last = {"speculation": answer(done, stop, text)["speculation"]} if done.finish_reason else {}
+                yield event(choices=[openai.chunk_choice(endpoint, index, *piece)], **last)
+                sent[index], told[index] = max(sent[index], len(ready)), len(done.token_ids)
     except Exception as error:  # the status line is long gone
         yield f"data: {json.dumps({'error': {'message': str(error), 'code': 'engine_failed'}})}\n\n"
         return
     if with_usage:
-        yield event(choices=[], usage=openai.usage([answer(done, stop, text)]))
+        yield event(choices=[], usage=openai.usage([answer(done, stop, text) for done in answers]))
     yield "data: [DONE]\n\n"

@@ -10,6 +10,7 @@ class Stats:
     Attributes:
         steps: device steps.
         row_steps: steps counted once per row they advanced.
+        prompt_tokens, prefix_tokens: tokens of prompts that were read, and of them those copied from an earlier one.
         decode_tokens: tokens committed by them; first tokens come from prefill and do not count.
         wall times include the transfer of tokens to the host.
     """
@@ -20,6 +21,8 @@ class Stats:
     steps: int = 0
     row_steps: int = 0
     decode_tokens: int = 0
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -94,6 +94,14 @@ class Text:
             return None
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
+    def token(self, token: int) -> str | None:
+        """Text of a single token, special or not; None without a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.decode([token])
+
+    def is_special(self, token: int) -> bool:
+        """Whether `decode` leaves the token out."""
+        return self._tokenizer is not None and token in self._tokenizer.all_special_ids
+
     def find_stop(self, stops: Sequence[str]) -> Callable[[Sequence[int], int], int | None] | None:
         """A function for `Request.find_stop`: tokens up to the one that completes the first stop string.
 

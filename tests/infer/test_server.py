@@ -34,7 +34,7 @@ def server(text, tmp_path_factory):
     """Address of a server with two slots, and its worker."""
     target = load_target(text._directory)
     drafter = load_drafter(tiny.write_drafter(tmp_path_factory.mktemp("drafter"), tiny.drafter_config()))
-    engine = Engine(target, drafter, slots=2, max_length=256, steps_per_visit=2)
+    engine = Engine(target, drafter, slots=2, max_length=256, steps_per_visit=2, logprobs=20)
     engine.warm_up()
     worker = Worker(engine)
     app = make_app(worker, text, Request((), 16), model="tiny", api_key=KEY, max_bytes=5000)
@@ -101,6 +101,44 @@ def test_several_answers_to_one_prompt(client):
     assert len(three.model_extra["speculation"]) == 3
 
 
+def test_several_streams_of_one_prompt(client):
+    ask = lambda **more: client.chat.completions.create(
+        model="m", messages=MESSAGES, max_tokens=12, n=3, seed=3, temperature=1.0, **more
+    )
+    whole, texts, ends = ask(), [""] * 3, [None] * 3
+    for chunk in ask(stream=True):
+        (choice,) = chunk.choices
+        assert ends[choice.index] is None
+        texts[choice.index] += choice.delta.content or ""
+        ends[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert ends == [choice.finish_reason for choice in whole.choices]
+
+
+def test_logprobs(client, server, text):
+    given = {"model": "m", "messages": MESSAGES, "max_tokens": 14, "seed": 3, "temperature": 1.0}
+    given |= {"logprobs": True, "top_logprobs": 2, "presence_penalty": 0.5, "extra_body": {"repetition_penalty": 1.2}}
+    whole = client.chat.completions.create(**given).choices[0]
+    prompt = text.encode_chat(MESSAGES)
+    request = Request(prompt, 14, 1.0, seed=3, presence_penalty=0.5, repetition_penalty=1.2, logprobs=2)
+    (expected,) = Engine(load_target(text._directory), None, max_length=256, logprobs=2).generate([request])
+    shown = [i for i, token in enumerate(expected.token_ids) if not text.is_special(token)]
+    content = whole.logprobs.content
+    assert [entry.logprob for entry in content] == pytest.approx([expected.logprobs[i] for i in shown], abs=1e-5)
+    assert [entry.token for entry in content] == [text.token(expected.token_ids[i]) for i in shown]
+    assert [[other.logprob for other in entry.top_logprobs] for entry in content] == [
+        pytest.approx([value for _, value in expected.top_logprobs[i]], abs=1e-5) for i in shown
+    ]
+    streamed = []
+    for chunk in client.chat.completions.create(**given, stream=True):
+        streamed += chunk.choices[0].logprobs.content
+    assert [entry.token for entry in streamed] == [entry.token for entry in content]
+    plain = client.completions.create(model="m", prompt=prompt, max_tokens=5, logprobs=1).choices[0].logprobs
+    assert len(plain.tokens) == len(plain.token_logprobs) == len(plain.top_logprobs) <= 5
+    assert all(value <= 0 for value in plain.token_logprobs)
+    assert client.completions.create(model="m", prompt=prompt, max_tokens=5).choices[0].logprobs is None
+
+
 def test_a_stop_string_never_shows_in_a_stream(client):
     whole = client.completions.create(model="m", prompt="hello there", max_tokens=30).choices[0].text
     stop = whole[5:8]
@@ -120,7 +158,10 @@ def test_what_is_refused(client, server):
     for arguments in (
         {"temperature": -1},
         {"n": 0},
-        {"n": 2, "stream": True},
+        {"presence_penalty": 3},
+        {"top_logprobs": 2},
+        {"logprobs": True, "top_logprobs": 21},
+        {"logprobs": 1},
         {"logit_bias": {"5": 3}},
         {"max_tokens": 0},
         {"messages": [{"role": "user", "content": "a" * 300}]},

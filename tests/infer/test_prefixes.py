@@ -1,0 +1,91 @@
+"""Prompts that begin alike: a copied chunk is the one that was computed, bit for bit."""
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax import Engine, Request, load_drafter
+from dflash_jax.infer.prefixes import PrefixCache, chain, shared_chunks
+from tests import tiny
+
+HEAD = [(5 * i + 3) % 60 for i in range(24)]
+
+
+def requests():
+    """Prompts that share one, two or three chunks of 8, one that ends on a chunk, and a stranger."""
+    tails = [[7, 7], [1, 2, 3], [], [9] * 20, [4]]
+    prompts = [HEAD[: 24 - 4 * i] + tail for i, tail in enumerate(tails)] + [[50] * 17, HEAD + HEAD]
+    return [Request(prompt, 14, temperature=0.5 * (i % 2), id=f"r{i}") for i, prompt in enumerate(prompts)]
+
+
+def outcome(completions):
+    return [(done.token_ids, done.acceptance_lengths) for done in completions]
+
+
+@pytest.mark.parametrize("entries", [1, 2, 16])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_hit_changes_neither_tokens_nor_acceptance(target, drafter, tmp_path, entries, windowed):
+    if windowed:  # its ring holds less than a chunk
+        raw = tiny.drafter_config(
+            layer_types=["sliding_attention", "full_attention"], sliding_window=6, use_sliding_window=True
+        )
+        drafter = load_drafter(tiny.write_drafter(tmp_path, raw))
+    plain = Engine(target, drafter, slots=1, max_length=96, prefill_chunk=8)
+    expected = outcome(plain.generate(requests()))
+    for slots in (1, 3):
+        engine = Engine(target, drafter, slots=slots, max_length=96, prefill_chunk=8, prefix_chunks=entries)
+        for _ in range(2):
+            assert outcome(engine.generate(requests())) == expected
+        assert engine.stats.prompt_tokens == 2 * sum(len(request.prompt_token_ids) for request in requests())
+        if entries == 16:
+            assert engine.stats.prefix_tokens > engine.stats.prompt_tokens / 2
+    assert plain.stats.prefix_tokens == 0
+
+
+def test_copied_slots_hold_the_same_bits(target, drafter):
+    engine = Engine(target, drafter, slots=2, max_length=64, prefill_chunk=8, prefix_chunks=4)
+    for last in (1, 2):
+        engine.submit(Request([*HEAD, last], 1))  # a slot keeps what it holds after its request is done
+    while engine.busy or engine.waiting:
+        engine.step()
+    assert engine.stats.prefix_tokens >= 16
+    for cache in (engine._state.target_cache, engine._state.draft_cache):
+        for entry in cache.entries:
+            for x in (entry.k, entry.v):
+                np.testing.assert_array_equal(x[0, :, : len(HEAD)], x[1, :, : len(HEAD)])
+    np.testing.assert_array_equal(engine._state.history.tokens[0, :24], engine._state.history.tokens[1, :24])
+
+
+def test_penalties_see_a_copied_prompt(target):
+    given = {"repetition_penalty": 1.5, "max_new_tokens": 10}
+    ask = [Request([*HEAD, 1], **given), Request([*HEAD, 1, 2], **given)]
+    expected = outcome(Engine(target, None, max_length=64, prefill_chunk=8).generate(ask))
+    assert outcome(Engine(target, None, max_length=64, prefill_chunk=8, prefix_chunks=4).generate(ask)) == expected
+
+
+def test_nothing_is_compiled_after_the_start(target, drafter):
+    engine = Engine(target, drafter, slots=2, max_length=96, prefill_chunk=8, prefix_chunks=4, block_size="auto")
+    engine.warm_up()
+    compiled = []
+    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    engine.generate(requests())
+    assert not compiled
+    jax.jit(lambda x: x + len(HEAD))(1.0)
+    assert compiled
+
+
+def test_the_chunk_unused_for_longest_makes_room(target):
+    state = Engine(target, None, slots=1, max_length=32, prefill_chunk=4)._state
+    cache = PrefixCache(state, 2, 4)
+    a, b, c = (chain([token] * 4, 4) for token in (1, 2, 3))
+    for keys in (a, b, a, c):
+        cache.note(state, 0, 0, 4, keys)
+    assert [cache._find(keys[0]) is not None for keys in (a, b, c)] == [True, False, True]
+
+
+def test_keys_are_of_a_chunk_and_all_before_it():
+    assert chain(HEAD, 8)[:2] == chain(HEAD[:20], 8)
+    assert chain([0, *HEAD[1:]], 8)[2] != chain(HEAD, 8)[2]
+    assert shared_chunks([HEAD, HEAD, [50] * 17], 8) == 2
+    assert shared_chunks([[*HEAD, 1], [*HEAD, 2], HEAD[:9]], 8) == 3
