@@ -163,7 +163,8 @@ def make_engine(
     parts = rows_of(mesh_of(pair[0].params))
     length = getattr(args, "max_length", None)
     vocab_size, most = pair[0].config.vocab_size, pair[0].config.max_position_embeddings
-    fit = [r for r in requests if r.prompt_token_ids and max(r.prompt_token_ids) < vocab_size]
+    known = range(vocab_size)
+    fit = [r for r in requests if r.prompt_token_ids and all(token in known for token in r.prompt_token_ids)]
     prompt = max((len(r.prompt_token_ids) for r in fit), default=1)
     if length is None:
         needed = max((len(r.prompt_token_ids) + max(r.max_new_tokens, 1) for r in fit), default=1)

@@ -137,6 +137,25 @@ def test_an_interrupt_finishes_what_is_in_progress(pair, tmp_path, monkeypatch, 
     assert records(output) == records(tmp_path / "whole.jsonl")
 
 
+def test_a_second_interrupt_stops_at_once(pair, tmp_path, monkeypatch, capsys):
+    source, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    assert serve.main(command(pair, source, tmp_path / "whole.jsonl")) == 0
+    append = Journal.append
+
+    def insisted(self, record):
+        append(self, record)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Journal, "append", insisted)
+    assert serve.main(command(pair, source, output, "--batch-size", "3")) == 130
+    assert len(records(output)) == 1  # though two more were in progress
+    assert "interrupted" in capsys.readouterr().err
+    monkeypatch.setattr(Journal, "append", append)
+    assert serve.main(command(pair, source, output)) == 0
+    assert records(output) == records(tmp_path / "whole.jsonl")
+
+
 @pytest.mark.slow
 def test_a_job_killed_at_random_moments_ends_with_each_answer_once(pair, tmp_path):
     source = write(tmp_path / "in.jsonl", [row | {"id": f"k{i}"} for i, row in enumerate(ROWS * 30)])

@@ -116,6 +116,35 @@ def test_answers_are_those_of_the_library_and_of_no_speculation(pair, tmp_path):
     assert summary["tau"] >= 1
 
 
+def test_penalties_logprobs_and_shared_prompts(pair, tmp_path):
+    """Each line its own settings; a prompt asked for twice is read once."""
+    head = [i % 50 + 1 for i in range(70)]
+    given = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logprobs": 2}
+    lines = [
+        {"id": "plain", "prompt_token_ids": head},
+        {"id": "penalised", "prompt_token_ids": head, **given},
+        {"id": "several", "prompt_token_ids": [*head, 3], "n": 2, "temperature": 1.0, "logprobs": 0},
+        {"id": "refused", "prompt_token_ids": head, "logprobs": 21},
+        {"id": "negative", "prompt_token_ids": [-(2**40)]},
+    ]
+    status, records, summary = run(pair, tmp_path, lines, "--ordered", "--batch-size", "2")
+    assert status == 1
+    assert [record.get("error", {}).get("code") for record in records[3:]] == ["invalid_parameter", "invalid_token"]
+    plain, penalised, several = records[:3]
+    assert "logprobs" not in plain
+    (alone,) = run(pair, tmp_path, lines[:1], "--no-speculation")[1]
+    assert plain["token_ids"] == alone["token_ids"]
+    (alone,) = run(pair, tmp_path, lines[1:2], "--no-speculation")[1]
+    assert penalised["token_ids"] == alone["token_ids"] != plain["token_ids"]
+    assert [entry["id"] for entry in penalised["logprobs"]] == penalised["token_ids"]
+    assert all(
+        len(entry["top"]) == 2 and entry["logprob"] <= entry["top"][0]["logprob"] for entry in penalised["logprobs"]
+    )
+    assert all(entry["top"] == [] for sample in several["samples"] for entry in sample["logprobs"])
+    assert summary["prompt_tokens"] == 70 + 70 + 71 + 71
+    assert summary["prompt_tokens_copied"] >= 2 * 64
+
+
 def test_stop_strings_cut_the_text(pair, tmp_path):
     line = {"id": "a", "prompt": "hello there", "max_new_tokens": 30}
     text = run(pair, tmp_path, [line])[1][0]["text"]
