@@ -25,6 +25,16 @@ def build_parser() -> argparse.ArgumentParser:
         "math500, aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl",
     )
     parser.add_argument("--max-samples", type=int, default=24, help="prompts, after the official shuffle (default 24)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="ROUNDS",
+        help="instead: all prompts as one job, prefill included, that often and in turns, without speculation, at each "
+        "block size, with --block-size auto, and one prompt at a time",
+    )
+    parser.add_argument(
+        "--untrained", action="store_true", help="random weights in the drafter's place: nothing it proposes is right"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument("--seed", type=int, default=0, help="sampling noise (default 0)")
     parser.add_argument(
@@ -43,10 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             Path(args.json).open("ab").close()
         figures = measure(args)
+        shown = job_table(figures) if args.jobs else table(figures)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(table(figures))
+    print(shown)
     if args.json:
         Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -54,14 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs everything; see `table` for what the figures mean."""
-    if args.official and (args.temperature > 0 or args.batch_size != 1):
+    if args.official and (args.temperature > 0 or (args.batch_size != 1 and not args.jobs)):
         raise ValueError("--official compares greedy decoding at batch size 1 only")
     if use_bundled_pair(args) and args.dataset is None:
         args.dataset = "problems"
     args.dataset = args.dataset or "gsm8k"
     samples, is_correct = questions(args.dataset, args.max_samples)
+    if args.jobs is not None and (args.jobs < 1 or args.block_size is not None):
+        raise ValueError("--jobs needs at least one round, and goes through all block sizes by itself")
     (target, drafter), text, defaults = load(args)
-    from dflash_jax.infer.measure import compare
+    if args.untrained:
+        drafter = untrained(drafter)
+    from dflash_jax.infer.measure import compare, compare_jobs
 
     prompts = [
         text.encode_chat([{"role": "user", "content": question}]) if text.has_chat_template else text.encode(question)
@@ -70,6 +85,33 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from dataclasses import replace
 
     requests = [replace(defaults, prompt_token_ids=prompt, id=str(i)) for i, prompt in enumerate(prompts)]
+    settings = {
+        "dataset": args.dataset,
+        "samples": len(requests),
+        "temperature": args.temperature,
+        "batch_size": args.batch_size,
+        "max_new_tokens": args.max_new_tokens,
+    }
+    official = None
+    if args.official:
+        from dflash_jax.infer.official import Official
+
+        official = Official(target.directory, args.drafter)
+    if args.jobs:
+        from dflash_jax.infer.adaptive import candidates
+
+        def engine(block_size: int | str, **changes: Any) -> Any:
+            pair = (target, None if block_size == 1 else drafter)
+            return make_engine(argparse.Namespace(**vars(args) | {"block_size": block_size} | changes), pair, requests)
+
+        sizes = candidates(drafter.config.block_size)
+        engines = {f"block {size}" if size > 1 else "autoregressive": engine(size) for size in sizes}
+        engines["auto"] = engine("auto")
+        if args.batch_size > 1:
+            engines["one at a time, autoregressive"] = engine(1, batch_size=1)
+            engines["one at a time"] = engine(max(sizes), batch_size=1)
+        figures = compare_jobs(engines, requests, args.jobs, official, max(sizes))
+        return settings | {"rounds": args.jobs, "engines": figures}
     engines = {
         "autoregressive": make_engine(args, (target, None), requests),
         "speculative": make_engine(args, (target, drafter), requests),
@@ -79,11 +121,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         engines["argmax_proposals"] = make_engine(argmax, (target, drafter), requests)
     if engines["speculative"].drafter is None:
         raise ValueError(f"--block-size {args.block_size} proposes nothing; choose a larger one to compare")
-    official = None
-    if args.official:
-        from dflash_jax.infer.official import Official
-
-        official = Official(target.directory, args.drafter)
     length = sum(map(len, prompts)) // len(prompts) + args.max_new_tokens // 2
     figures, answers = compare(engines, requests, official, length)
     if is_correct is not None:
@@ -92,14 +129,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name, side in answers.items()
         }
     return {
-        "dataset": args.dataset,
-        "samples": len(requests),
-        "temperature": args.temperature,
+        **settings,
         "block_size": engines["speculative"].block_size,
-        "batch_size": args.batch_size,
-        "max_new_tokens": args.max_new_tokens,
         **figures,
     }
+
+
+def untrained(drafter: Any) -> Any:
+    """The drafter with random weights in the place of its matrices."""
+    import jax
+
+    leaves, tree = jax.tree.flatten(drafter.params)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    noise = lambda x, key: jax.random.normal(key, x.shape, x.dtype) / x.shape[-1] ** 0.5 if x.ndim > 1 else x
+    return drafter.replace(params=jax.tree.unflatten(tree, map(noise, leaves, keys)))
 
 
 def questions(dataset: str, count: int) -> tuple[list[str], Callable[[int, str], bool] | None]:
@@ -152,6 +195,22 @@ def table(figures: dict[str, Any]) -> str:
             f"equal to official {figures['official']['equal_outputs']}/{figures['samples']}"
         )
     return "\n".join(lines)
+
+
+def job_table(figures: dict[str, Any]) -> str:
+    """The figures of `--jobs` as text."""
+    what = f"{figures['samples']} prompts of {figures['dataset']}, {figures['batch_size']} at a time"
+    lines = [
+        f"{what}, {figures['rounds']} rounds",
+        f"{'':32}{'tokens/s':>10}{'ratio':>8}{'at least':>10}{'tau':>7}   steps by block size",
+    ]
+    for name, side in figures["engines"].items():
+        steps = " ".join(f"{size}:{count}" for size, count in side.get("steps_by_block_size", {}).items())
+        lines.append(
+            f"{name:32}{side['tokens_per_second']:10.1f}{side['ratio']:8.3f}{side['lower_bound']:10.3f}"
+            f"{side.get('tau') or float('nan'):7.2f}   {steps}"
+        )
+    return "\n".join([*lines, "ratio: of tokens per second to the first line's, with its one-sided 95% bound"])
 
 
 if __name__ == "__main__":

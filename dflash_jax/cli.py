@@ -192,6 +192,13 @@ def make_engine(
         ) from error
 
 
+def warm_up(engine: Any) -> None:
+    """Compiles, and says so."""
+    print(f"compiling {engine.programs} programs ...", file=sys.stderr)
+    engine.warm_up()
+    print(f"ready after {engine.stats.compile_seconds:.1f} s", file=sys.stderr)
+
+
 def enable_compilation_cache() -> None:
     """Keeps compiled programs between runs, unless the user has chosen a place or none."""
     import os

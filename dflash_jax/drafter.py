@@ -198,7 +198,7 @@ class Drafter(struct.PyTreeNode):
         lengths = cache.lengths if lengths is None else lengths
         tokens = jnp.full((anchor.shape[0], block_size), c.mask_token_id, jnp.int32).at[:, 0].set(anchor)
         positions = lengths[:, None] + jnp.arange(block_size)[None]
-        x = self.params["embed_tokens"][tokens] if c.own_embedding else target.embed(tokens)
+        x = sharding.lookup(self.params["embed_tokens"], tokens) if c.own_embedding else target.embed(tokens)
         x = (x * c.input_embedding_scale).astype(self.dtype)
         if starts is not None:
             starts = jnp.broadcast_to(starts[:, None], positions.shape)

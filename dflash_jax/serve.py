@@ -17,6 +17,7 @@ from dflash_jax.cli import (
     load,
     make_engine,
     progress_bar,
+    warm_up,
 )
 
 EPILOG = """\
@@ -153,7 +154,7 @@ def _serve(args: argparse.Namespace) -> int:
         requests = [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
         engine = make_engine(args, pair, requests, growing=any(line.later for line in lines))
         if left:
-            engine.warm_up()
+            warm_up(engine)
         report = _Reporter(engine, len(left), args.stats_interval)
         job = run_job(engine, left, partial(answer_record, text=text), text, admit=lambda: not stopping)
         for record, turns in job:
@@ -277,8 +278,7 @@ def _http(args: argparse.Namespace) -> int:
     if args.max_length is None:
         args.max_length = min(pair[0].config.max_position_embeddings or HTTP_LENGTH, HTTP_LENGTH)
     engine = make_engine(args, pair, [], logprobs=MOST_ALTERNATIVES, growing=True)
-    print("compiling ...", file=sys.stderr)
-    engine.warm_up()
+    warm_up(engine)
     worker = Worker(engine)
     app = make_app(
         worker,

@@ -171,6 +171,19 @@ def whole(weight: jax.Array, path: str) -> jax.Array:
     return constrain(weight, P(*(None if axis == "fsdp" else axis for axis in spec(path))))
 
 
+def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Inside a jitted program: rows [B, T, D] of an embedding table [V, D].
+
+    Each device looks up its part of the width, of all tokens; the parts change places with those of the other rows. The
+    table itself is never gathered.
+    """
+    mesh = current_mesh()
+    if mesh is None or mesh.shape["fsdp"] == 1:
+        return table[tokens]
+    found = table[constrain(tokens, P(None, None))]
+    return on_every_device(constrain(found, P(None, None, "fsdp")))
+
+
 def on_every_device(x: jax.Array) -> jax.Array:
     """Inside a jitted program: hidden states [B, T, D] with their whole width on every device that holds the row. One
     sum after attention and one after the MLP, where the compiler may else split the width and sum in every norm."""

@@ -144,6 +144,11 @@ class Engine:
         """Most tokens a step can commit per row."""
         return self.drafter.config.proposals(self.block_size) + 1 if self.drafter else 1
 
+    @property
+    def programs(self) -> int:
+        """How many programs `warm_up` compiles: for chunks of prompts, block sizes, ending a row, and kept prefixes."""
+        return len(self._chunks) + len(self._sizes()) + 1 + 2 * bool(self._prefixes.entries)
+
     def warm_up(self) -> None:
         """Compiles every program this engine will run; afterwards none is compiled any more."""
         begin = time.perf_counter()

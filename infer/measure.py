@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import scipy
 
 from dflash_jax.cache import Block, Cache
 from dflash_jax.drafter import Drafter
@@ -73,6 +75,53 @@ def compare(
     if opponent:
         figures |= opponent.figures(answers["speculative"], speculative, plain)
     return figures, answers
+
+
+def compare_jobs(
+    engines: dict[str, Engine], requests: Sequence[Request], rounds: int, official: Official | None, block_size: int
+) -> dict[str, dict[str, Any]]:
+    """Throughput of whole jobs, prompts included: in every round each engine answers all requests once, in turns.
+
+    Args:
+        official: answers them one at a time, with this block size.
+
+    Returns:
+        Per engine the tokens per second over all rounds, their ratio to the first engine's in the same round
+        (geometric mean), the lower end of its one-sided 95% confidence interval, and the steps at each block size.
+    """
+    for engine in engines.values():
+        engine.warm_up()
+        engine.generate(requests[: engine.slots])
+        engine.stats.reset()
+    answer = lambda r: official.dflash(r.prompt_token_ids, r.max_new_tokens, r.stop_token_ids, block_size)[0]
+    jobs: dict[str, Callable[[], list[Any]]] = {
+        name: lambda engine=engine: [done.token_ids for done in engine.generate(requests)]
+        for name, engine in engines.items()
+    }
+    if official:
+        answer(requests[0])
+        jobs["official, one at a time"] = lambda: list(map(answer, requests))
+    rates: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(rounds):
+        # Who comes first changes, lest a drift of the machine's speed favour one.
+        for name, job in list(jobs.items())[:: 1 if turn % 2 else -1]:
+            begin = time.perf_counter()
+            tokens = sum(map(len, job()))
+            rates[name].append(tokens / (time.perf_counter() - begin))
+    first = np.log(next(iter(rates.values())))
+    figures: dict[str, dict[str, Any]] = {}
+    for name, measured in rates.items():
+        ratio = np.log(measured) - first
+        error = scipy.stats.t.ppf(0.95, rounds - 1) * scipy.stats.sem(ratio) if rounds > 1 else float("nan")
+        figures[name] = {
+            "tokens_per_second": float(np.mean(measured)),
+            "ratio": float(np.exp(ratio.mean())),
+            "lower_bound": float(np.exp(ratio.mean() - error)),
+        }
+        if engine := engines.get(name):
+            used = engine.chooser.used if engine.chooser else {engine.block_size: engine.stats.steps}
+            figures[name] |= {"tau": engine.stats.tau, "steps_by_block_size": used}
+    return figures
 
 
 def _side(engine: Engine, answers: list[Completion]) -> dict[str, Any]:

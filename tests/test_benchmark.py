@@ -32,6 +32,21 @@ def test_figures(pair, tmp_path, capsys, temperature):
     assert "speedup" in capsys.readouterr().out
 
 
+def test_jobs_of_every_block_size_take_turns(pair, tmp_path, capsys):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(f'{{"prompt": "number {i}"}}\n' for i in range(4)))
+    arguments = ["--dataset", str(data), "--max-new-tokens", "8", "--batch-size", "2", "--jobs", "2", "--untrained"]
+    assert benchmark.main([*pair, *arguments, "--json", str(tmp_path / "figures.json")]) == 0
+    sides = json.loads((tmp_path / "figures.json").read_text())["engines"]
+    single = ["one at a time, autoregressive", "one at a time"]
+    assert list(sides) == ["autoregressive", "block 4", "block 8", "auto", *single]
+    assert sides["autoregressive"]["ratio"] == sides["autoregressive"]["lower_bound"] == 1
+    assert all(0 < side["lower_bound"] <= side["ratio"] for side in sides.values())
+    assert 1 <= sides["block 8"]["tau"] < 2  # nothing is right but by chance
+    assert sum(sides["auto"]["steps_by_block_size"].values()) > 0
+    assert "at least" in capsys.readouterr().out
+
+
 def test_official_needs_greedy_batch_one(pair, capsys):
     assert benchmark.main([*pair, "--official", "--temperature", "1"]) == 2
     assert "greedy" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax import generate, load_drafter, load_target, spec_generate
+from dflash_jax import Engine, Request, generate, load_drafter, load_target, spec_generate
 from dflash_jax.checkpoint import Reader
 from dflash_jax.drafter import tensors as drafter_tensors
 from dflash_jax.drafter_config import drafter_config
@@ -57,6 +57,26 @@ def alone(directory):
 def test_every_mesh_gives_the_same_answers(directory, alone, axes, how):
     got = answers(directory, mesh(axes), **(SAMPLED if how == "sampled" else {}))
     assert got == alone[how]
+
+
+def test_requests_with_everything_on_a_mesh(directory):
+    """Penalties, log-probabilities and copied prompts, on rows and heads that are split."""
+    head = [i % 50 + 1 for i in range(16)]
+    asked = [Request([*head, i], 12, 0.5 * (i % 2), id=str(i), repetition_penalty=1.3, logprobs=3) for i in range(6)]
+
+    def answers(where):
+        target = load_target(directory / "target", mesh=where)
+        drafter = load_drafter(directory / "drafter", mesh=where)
+        engine = Engine(target, drafter, slots=2, max_length=64, prefill_chunk=8, prefix_chunks=4, logprobs=3)
+        return engine.generate(asked), engine.stats.prefix_tokens
+
+    (alone, copied), (split, copied_there) = answers(None), answers(mesh("data=2,model=4"))
+    assert copied == copied_there >= 5 * 16
+    for a, b in zip(alone, split, strict=True):
+        assert (a.token_ids, a.acceptance_lengths) == (b.token_ids, b.acceptance_lengths)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        for one, other in zip(a.top_logprobs, b.top_logprobs, strict=True):
+            assert [token for token, _ in one] == [token for token, _ in other]
 
 
 def test_without_a_drafter(directory, alone):
@@ -173,7 +193,7 @@ def test_nothing_large_is_gathered(directory):
     target, drafter = load_target(directory / "target", mesh=where), load_drafter(directory / "drafter", mesh=where)
     with jax.set_mesh(where):
         state = jax.jit(lambda: pin(init_state(target, drafter, 4, 64, 8)))()
-        step = jax.jit(lambda *pair: chain_step(*pair[:2], 8, "coupled")(pair[2]))
+        step = jax.jit(lambda *pair: chain_step(*pair[:2], 8, "coupled", logprobs=3)(pair[2]))
         found = collectives(step.lower(target, drafter, state).compile().as_text())
     hidden = 4 * 8 * 32 * 4  # rows, block, width, bytes
     assert {c["kind"] for c in found} >= {"all-reduce"}

@@ -21,7 +21,7 @@ from dflash_jax.config import (
     token_ids,
 )
 from dflash_jax.models.layers import DecoderLayer, Pass, RMSNorm, project
-from dflash_jax.sharding import whole
+from dflash_jax.sharding import lookup, whole
 
 
 def config(raw: Raw) -> TargetConfig:
@@ -61,7 +61,7 @@ class Model(nn.Module):
             self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), table)
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return whole(self.embed_tokens, "embed_tokens")[tokens]
+        return lookup(self.embed_tokens, tokens)
 
     def forward(
         self, tokens: Int[Array, "B T"], at: Pass, cache: Cache, taps: tuple[int, ...]
