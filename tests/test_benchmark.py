@@ -32,6 +32,7 @@ def test_figures(pair, tmp_path, capsys, temperature):
     assert "speedup" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_jobs_of_every_block_size_take_turns(pair, tmp_path, capsys):
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(f'{{"prompt": "number {i}"}}\n' for i in range(4)))
