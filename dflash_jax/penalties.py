@@ -97,9 +97,11 @@ def penalise(
         read = count(positions < jnp.minimum(known, history.prompt)[:, None])[:, None]
         written = count((positions >= history.prompt[:, None]) & (positions < known[:, None]))[:, None]
         if proposals is not None:
-            steps = jnp.arange(1, proposals.shape[1] + 1)[None]
-            proposed = jnp.zeros((rows, proposals.shape[1] + 1, vocab_size)).at[row, steps, proposals].add(1.0)
-            written = written + jnp.cumsum(proposed, axis=1)
+            # One comparison after the other, which the compiler fuses: nothing of this size is ever in memory.
+            index = jnp.arange(proposals.shape[1] + 1)
+            before = index[None, None, :-1, None] < index[None, :, None, None]
+            proposed = proposals[:, None, :, None] == jnp.arange(vocab_size)[None, None, None]
+            written = written + jnp.sum(before & proposed, axis=2, dtype=jnp.float32)
         setting = lambda x: x[:, None, None]
         divisor = jnp.where((read > 0) | (written > 0), setting(penalties.repetition), 1.0)
         repeated = jnp.where(logits > 0, logits / divisor, logits * divisor)

@@ -1,5 +1,6 @@
 """Penalties and log-probabilities of requests, against plain passes over their own tokens."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,11 +16,18 @@ PENALTIES = [
 ]
 
 
-def logits_after(target, tokens):
-    """float64 logits of the next token, by one pass over all tokens."""
-    positions = jnp.arange(len(tokens))[None]
-    hidden, _, _ = target.forward(jnp.asarray([tokens]), positions, None, target.init_cache(1, 64))
-    return np.asarray(target.unembed(hidden[:, -1:])[0, 0], np.float64)
+def logits_of(target, prompt, answer):
+    """float64 logits of every token of the answer, by one pass over all tokens."""
+    tokens = np.zeros((1, 64), np.int32)
+    tokens[0, : len(prompt) + len(answer)] = [*prompt, *answer]
+    logits = np.asarray(_logits(target, tokens)[0], np.float64)
+    return logits[len(prompt) - 1 : len(prompt) - 1 + len(answer)]
+
+
+@jax.jit
+def _logits(target, tokens):
+    hidden, _, _ = target.forward(tokens, jnp.arange(64)[None], None, target.init_cache(1, 64))
+    return target.unembed(hidden)
 
 
 def penalised(logits, prompt, answer, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0):
@@ -41,10 +49,9 @@ def test_penalties_choose_what_a_plain_loop_chooses(target, drafter, given):
     free = Engine(target, None, slots=1, max_length=64).generate([Request(prompt, 24) for prompt in PROMPTS])
     assert any(a.token_ids != b.token_ids for a, b in zip(done, free, strict=True))
     for prompt, completion in zip(PROMPTS, done, strict=True):
-        answer = []
-        for token in completion.token_ids:
-            assert token == np.argmax(penalised(logits_after(target, prompt + answer), prompt, answer, **given))
-            answer.append(token)
+        answer = completion.token_ids
+        for step, logits in enumerate(logits_of(target, prompt, answer)):
+            assert answer[step] == np.argmax(penalised(logits, prompt, answer[:step], **given))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -77,8 +84,7 @@ def test_logprobs_are_the_targets_own(target, drafter):
         assert a.token_ids == b.token_ids
         assert len(a.logprobs) == len(a.top_logprobs) == (0 if request.logprobs is None else 20)
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
-        for step in range(len(a.logprobs)):
-            logits = logits_after(target, [*request.prompt_token_ids, *a.token_ids[:step]])
+        for step, logits in enumerate(logits_of(target, request.prompt_token_ids, a.token_ids[: len(a.logprobs)])):
             expected = logits - np.log(np.sum(np.exp(logits)))
             assert a.logprobs[step] == pytest.approx(expected[a.token_ids[step]], abs=1e-4)
             best = np.argsort(-expected, kind="stable")[: request.logprobs]
