@@ -79,7 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
     stage.add_argument("--out", required=True, metavar="DIR", help="all stages' results; continued if it is there")
 
     stage = stages.add_parser("ablate", help="train and decode one drafter per row of the table")
-    stage.add_argument("--pair", required=True, metavar="DIR", help="made by pair")
+    stage.add_argument(
+        "--pair", metavar="DIR", help="made by pair (default: the bundled pair, whose answers are made first)"
+    )
     stage.add_argument("--out", required=True, metavar="DIR", help="runs and results.jsonl; continued if it is there")
     stage.add_argument("--rows", metavar="A;B", help="names of rows (default: all)")
     stage.add_argument("--steps", type=int, default=300, help="of each row (default 300)")
@@ -395,7 +397,7 @@ def _ablate(args: argparse.Namespace) -> int:
             flush=True,
         )
 
-    ablate(args.out, args.pair, names, steps=args.steps, samples=args.samples, report=report)
+    ablate(args.out, args.pair, names, steps=args.steps, samples=args.samples, stage=main, report=report)
     return 0
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.bundled import bundled_pair
 from dflash_jax.cache import Block, Cache, row_lengths
 from dflash_jax.checkpoint import read_json
 from dflash_jax.drafter import Drafter
@@ -27,7 +28,7 @@ from dflash_jax.train.data import Example, read_examples
 from dflash_jax.train.drafters import choose_mask_token, new_drafter
 from dflash_jax.train.evaluate import evaluate
 from dflash_jax.train.fit import Run
-from dflash_jax.train.pair import PROMPT_SEED, conversations
+from dflash_jax.train.pair import PROMPT_SEED, Recipe, conversations, prepare_drafter
 from dflash_jax.train.problems import problems
 
 EVALUATION_SEED = 3  # of the held-out problems
@@ -91,18 +92,20 @@ ROWS = {
 
 def ablate(
     directory: str | Path,
-    pair: str | Path,
+    pair: str | Path | None,
     names: Sequence[str],
     *,
     steps: int,
     samples: int,
+    stage: Callable[[list[str]], int],
     report: Callable[[dict[str, Any]], None],
 ) -> None:
     """Trains and evaluates the named rows for `steps` steps each; what `results.jsonl` holds is not done again.
 
     Args:
         directory: of runs and results.
-        pair: directory that `train pair` made.
+        pair: directory that `train pair` made; None takes the bundled target, and has it answer the prompts first.
+        stage: runs a stage of the command line (see `pair.build`).
         samples: held-out problems to decode, greedily.
         report: called with each new result.
 
@@ -111,11 +114,15 @@ def ablate(
     """
     if unknown := [name for name in names if name not in ROWS]:
         raise ValueError(f"unknown rows {', '.join(unknown)}; known are {', '.join(ROWS)}")
-    directory, pair = Path(directory), Path(pair)
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     results = directory / "results.jsonl"
     done = {(line["row"], line["decoded_block"]) for line in _read(results, steps, samples)}
-    target = load_target(pair / "pair" / "target")
+    made = directory if pair is None else Path(pair)
+    source = bundled_pair()[0] if pair is None else made / "pair" / "target"
+    if pair is None:
+        prepare_drafter(made, source, Recipe(), stage)
+    target = load_target(source)
     text = Text(target.directory)
     asked = islice(problems(EVALUATION_SEED, held_out=True), samples)
     ends = target.config.eos_token_ids
@@ -125,11 +132,11 @@ def ablate(
     ]
     for name in names:
         row = ROWS[name]
-        config = make_config(read_json(pair / "drafter.json") | row.settings | {"max_steps": steps, "epochs": 20.0})
+        config = make_config(read_json(made / "drafter.json") | row.settings | {"max_steps": steps, "epochs": 20.0})
         blocks = [block for block in row.blocks or (config.block_size,) if (name, block) not in done]
         if not blocks:
             continue
-        drafter = _train(directory / name.replace(" ", "-"), target, config, row.kind, _data(row, pair, target, config))
+        drafter = _train(directory / name.replace(" ", "-"), target, config, row.kind, _data(row, made, target, config))
         for block in blocks:
             figures = evaluate(target, drafter, requests, max_new_tokens=160, block_size=block, baseline=True)
             taus = [tau for tau in figures["tau_per_prompt"] if tau]
@@ -163,9 +170,8 @@ def _read(path: Path, steps: int, samples: int) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def _data(row: Row, pair: Path, target: Target, config: TrainConfig) -> list[Example]:
-    answers = pair / "answers.jsonl"
-    learnt = read_examples(answers, config.length, target.config.vocab_size).examples
+def _data(row: Row, made: Path, target: Target, config: TrainConfig) -> list[Example]:
+    learnt = read_examples(made / "answers.jsonl", config.length, target.config.vocab_size).examples
     if not row.raw_answers:
         return learnt
     corpus = list(islice(problems(PROMPT_SEED), len(learnt)))

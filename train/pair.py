@@ -114,25 +114,33 @@ def build(
     target, drafter = directory / "pair" / "target", directory / "pair" / "drafter"
     if not target.exists():
         _make_target(directory, target, recipe, progress)
+    answers, settings = prepare_drafter(directory, target, recipe, stage)
+    _run(stage, "fit", target=target, data=answers, out=directory / "run", config=settings)
+    if not drafter.exists():
+        _run(stage, "export", run=directory / "run", out=drafter)
+    return directory / "pair"
+
+
+def prepare_drafter(
+    directory: Path, target: Path, recipe: Recipe, stage: Callable[[list[str]], int]
+) -> tuple[Path, Path]:
+    """Writes what a drafter of the target is trained with: its answers, and settings. Arguments as of `build`."""
     prompts, answers = directory / "prompts.jsonl", directory / "answers.jsonl"
     chosen = islice(problems(PROMPT_SEED), recipe.prompts)
     lines = (json.dumps({"id": str(i), "turns": [problem.question]}) for i, problem in enumerate(chosen))
     checkpoint.write_text(prompts, "".join(line + "\n" for line in lines))
+    settings = {"batch_size": 32, "max_new_tokens": MOST_TOKENS}
+    _run(stage, "regenerate", target=target, input=prompts, output=answers, **settings)
+    checkpoint.write_json(directory / "drafter.json", recipe.drafter)
+    return answers, directory / "drafter.json"
 
-    def run(name: str, **options: Any) -> None:
-        arguments = [name]
-        for option, value in options.items():
-            arguments += ["--" + option.replace("_", "-"), str(value)]
-        if stage(arguments):
-            raise RuntimeError(f"stage {name} failed; the same command continues from there")
 
-    run("regenerate", target=target, input=prompts, output=answers, batch_size=32, max_new_tokens=MOST_TOKENS)
-    settings = directory / "drafter.json"
-    checkpoint.write_json(settings, recipe.drafter)
-    run("fit", target=target, data=answers, out=directory / "run", config=settings)
-    if not drafter.exists():
-        run("export", run=directory / "run", out=drafter)
-    return directory / "pair"
+def _run(stage: Callable[[list[str]], int], name: str, **options: Any) -> None:
+    arguments = [name]
+    for option, value in options.items():
+        arguments += ["--" + option.replace("_", "-"), str(value)]
+    if stage(arguments):
+        raise RuntimeError(f"stage {name} failed; the same command continues from there")
 
 
 def _make_target(directory: Path, out: Path, recipe: Recipe, progress: Callable[[int, int, float], None]) -> None:

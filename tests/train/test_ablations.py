@@ -9,6 +9,7 @@ import pytest
 
 from dflash_jax import load_drafter, spec_generate
 from dflash_jax.cache import commit
+from dflash_jax.train import ablations
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.ablations import ROWS, InputInjection
 from dflash_jax.train.blocks import draft_hidden, draw_blocks
@@ -88,6 +89,15 @@ def test_rows_are_trained_once(tmp_path, capsys):
     assert main([*run, "--rows", "D-PACE", "--steps", "3"]) == 2
     assert "choose another directory" in capsys.readouterr().err
     assert set(names) < set(ROWS)
+
+
+@pytest.mark.slow
+def test_the_bundled_target_answers_where_no_pair_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(ablations, "Recipe", lambda: RECIPE)
+    run = ["ablate", "--out", str(tmp_path), "--steps", "2", "--samples", "2", "--rows", "block 4"]
+    assert main(run) == 0
+    (result,) = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert (result["row"], result["decoded_block"]) == ("block 4", 4)
 
 
 def test_taps_of_the_embedding_are_the_text_alone(target, tmp_path):
