@@ -9,7 +9,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 SIZES = (1, 4, 8, 16)  # candidates, as far as the drafter goes, and its own size
 MEMORY = 400.0  # steps of a row after which an observation has lost most of its weight
 TRUST = 12.0  # observations of the whole batch that count as much as a new request's own
-FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # visits without speculation between two tries
+FIRST_PAUSE, LONGEST_PAUSE = 128, 2048  # steps without speculation between two tries
+TRY = 4  # steps of a try
 MARGIN = 1.03  # by how much a change must promise to pay
 
 
@@ -56,6 +57,10 @@ class BlockChooser:
     Args:
         seconds: measured time of one step at each block size, kept up to date by `observe`.
         proposals: tokens proposed at a block size.
+
+    Attributes:
+        trying: whether the size last chosen is a try, for which `TRY` steps are enough.
+        used: steps taken at each size.
     """
 
     def __init__(self, seconds: dict[int, float], proposals: Callable[[int], int]):
@@ -64,8 +69,10 @@ class BlockChooser:
         self._batch = Acceptance(self._most)
         self._rows: dict[Hashable, Acceptance] = {}
         self._size = max(seconds)
+        self._observed: int | None = None  # the size of the last visit
         self._pause, self._quiet = FIRST_PAUSE, 0
-        self.used: dict[int, int] = dict.fromkeys(seconds, 0)  # steps at each size
+        self.trying = False
+        self.used: dict[int, int] = dict.fromkeys(seconds, 0)
 
     def choose(self, rows: Iterable[Hashable]) -> int:
         """The block size for the next visit, given which requests are decoding."""
@@ -81,13 +88,13 @@ class BlockChooser:
         best = max(speed, key=lambda size: speed[size])
         if self._size in speed and speed[best] < MARGIN * speed[self._size]:
             best = self._size
-        self._size = best
+        self._size, self.trying = best, False
         if self._proposals(best):
             self._pause, self._quiet = FIRST_PAUSE, 0
             return best
-        self._quiet += 1
         if self._quiet < self._pause:
             return best
+        self.trying = True
         self._quiet, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
         return min(size for size in self.seconds if self._proposals(size))  # a try, lest a change goes unnoticed
 
@@ -96,8 +103,16 @@ class BlockChooser:
         if not steps:
             return
         self.used[size] += steps
-        self.seconds[size] += 0.1 * (seconds / steps - self.seconds[size])
         proposed = self._proposals(size)
+        self._quiet += 0 if proposed else steps
+        # What changes from visit to visit at one size is the machine, and goes for all sizes; what a change of size
+        # brings to light is the size's own.
+        again = size == self._observed
+        rate = 1 - (0.975 if again else 0.85) ** steps
+        change = 1 + rate * (seconds / steps / self.seconds[size] - 1)
+        for other in self.seconds if again else (size,):
+            self.seconds[other] *= change
+        self._observed = size
         for row, counts in committed.items():
             for count in counts:
                 self._batch.observe(proposed, count)

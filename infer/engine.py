@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.drafter import Drafter
-from dflash_jax.infer.adaptive import BlockChooser, candidates
+from dflash_jax.infer.adaptive import TRY, BlockChooser, candidates
 from dflash_jax.infer.prefixes import PrefixCache
 from dflash_jax.infer.requests import Completion, Request, RequestError, check_seed
 from dflash_jax.infer.stats import Stats
@@ -358,12 +358,16 @@ class Engine:
 
     def _advance(self, leave_on_finish: bool) -> list[_Row]:
         """One visit to the device; returns the rows that got tokens."""
-        size = self.block_size
+        begin = time.perf_counter()
+        jax.block_until_ready(self._state.anchor)  # chunks of prompts that are still being read
+        self.stats.prefill_seconds += time.perf_counter() - begin
+        size, most = self.block_size, self._capacity
         if self._auto:
             assert self.chooser is not None
             size = self.chooser.choose(row.ticket for row in self._rows if row and row.decoding)
+            most = min(TRY, most) if self.chooser.trying else most
         begin = time.perf_counter()
-        trace = self._visit(self._capacity, leave_on_finish, size)
+        trace = self._visit(most, leave_on_finish, size)
         counts = trace.count
         seconds, steps = time.perf_counter() - begin, int(np.sum(counts.any(axis=1)))
         self.stats.decode_seconds += seconds
