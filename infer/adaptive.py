@@ -10,7 +10,10 @@ SIZES = (1, 4, 8, 16)  # candidates, as far as the drafter goes, and its own siz
 MEMORY = 400.0  # steps of a row after which an observation has lost most of its weight
 TRUST = 12.0  # observations of the whole batch that count as much as a new request's own
 FIRST_PAUSE, LONGEST_PAUSE = 128, 2048  # steps without speculation between two tries
+PAUSE = 512  # steps with speculation between two tries of another size
+SOON = 32  # the same after a try that paid
 TRY = 4  # steps of a try
+TIMING = 0.3  # how far one comparison with another size moves a step's time
 MARGIN = 1.03  # by how much a change must promise to pay
 
 
@@ -55,7 +58,7 @@ class BlockChooser:
     """Chooses the block size of each visit to the device.
 
     Args:
-        seconds: measured time of one step at each block size, kept up to date by `observe`.
+        seconds: measured time of one step at each block size; `observe` keeps their ratios up to date.
         proposals: tokens proposed at a block size.
 
     Attributes:
@@ -69,8 +72,9 @@ class BlockChooser:
         self._batch = Acceptance(self._most)
         self._rows: dict[Hashable, Acceptance] = {}
         self._size = max(seconds)
-        self._observed: int | None = None  # the size of the last visit
-        self._pause, self._quiet = FIRST_PAUSE, 0
+        self._last: int | None = None  # size of the last visit
+        self._pace = 1.0  # of the machine: what the last visits took, over what `seconds` says
+        self._pause, self._since = FIRST_PAUSE, 0  # steps to the next try, and since another size was visited
         self.trying = False
         self.used: dict[int, int] = dict.fromkeys(seconds, 0)
 
@@ -89,14 +93,17 @@ class BlockChooser:
         if self._size in speed and speed[best] < MARGIN * speed[self._size]:
             best = self._size
         self._size, self.trying = best, False
-        if self._proposals(best):
-            self._pause, self._quiet = FIRST_PAUSE, 0
+        speculates = self._proposals(best) > 0
+        if speculates:
+            self._pause = FIRST_PAUSE
+        if self._since < (PAUSE if speculates else self._pause):
             return best
-        if self._quiet < self._pause:
-            return best
+        # A try, lest a change goes unnoticed: of what another size costs or, where nothing is proposed, of acceptance.
         self.trying = True
-        self._quiet, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
-        return min(size for size in self.seconds if self._proposals(size))  # a try, lest a change goes unnoticed
+        if speculates:
+            return max((size for size in speed if size != best), key=lambda size: speed[size])
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return min(size for size in speed if self._proposals(size))
 
     def observe(self, size: int, steps: int, seconds: float, committed: dict[Hashable, Sequence[int]]) -> None:
         """A visit of `steps` steps at this size took so long; tokens each request committed, step by step."""
@@ -104,17 +111,27 @@ class BlockChooser:
             return
         self.used[size] += steps
         proposed = self._proposals(size)
-        self._quiet += 0 if proposed else steps
-        # What changes from visit to visit at one size is the machine, and goes for all sizes; what a change of size
-        # brings to light is the size's own.
-        again = size == self._observed
-        rate = 1 - (0.975 if again else 0.85) ** steps
-        change = 1 + rate * (seconds / steps / self.seconds[size] - 1)
-        for other in self.seconds if again else (size,):
-            self.seconds[other] *= change
-        self._observed = size
+        self._time(size, steps, seconds / steps)
+        taken = [count for counts in committed.values() for count in counts]
+        if self.trying and taken and sum(taken) / len(taken) > self.seconds[size] / self.seconds[self._size]:
+            self._pause = SOON  # it would have paid: see whether that lasts
         for row, counts in committed.items():
             for count in counts:
                 self._batch.observe(proposed, count)
                 if row in self._rows:
                     self._rows[row].observe(proposed, count)
+
+    def _time(self, size: int, steps: int, seconds: float) -> None:
+        """Steps of this size took so long each.
+
+        What changes while the size stays is the machine's pace, and tells nothing of the sizes; the first visit after a
+        change of size compares the two.
+        """
+        trust = min(1.0, steps / TRY)  # a short visit is mostly the way there and back
+        if self._last is None or self._last == size:
+            self._since += steps
+        else:
+            self._since = 0
+            self.seconds[size] += TIMING * trust * (seconds / self._pace - self.seconds[size])
+        self._pace += 0.7 * trust * (seconds / self.seconds[size] - self._pace)
+        self._last = size

@@ -4,27 +4,28 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine, Request
-from dflash_jax.infer.adaptive import Acceptance, BlockChooser, candidates, expected_tokens
+from dflash_jax.infer.adaptive import TRY, Acceptance, BlockChooser, candidates, expected_tokens
 
 COSTS = {1: 1.0, 4: 1.7, 8: 2.0, 16: 2.5}
 
 
-def simulate(rate_of, visits, seed=0, costs=COSTS, rows=1):
-    """Tokens and seconds of `visits` visits with acceptance rate `rate_of(visit)`; and the sizes chosen."""
+def simulate(rate_of, visits, seed=0, costs=COSTS, rows=1, pace=lambda visit: 1.0):
+    """Tokens and seconds of `visits` visits with acceptance rate `rate_of(visit)`, steps taking `pace(visit)` times
+    their costs; and the sizes chosen."""
     rng, chooser = np.random.default_rng(seed), BlockChooser(costs, lambda size: size - 1)
     tokens = seconds = 0.0
     sizes = []
     for visit in range(visits):
         size = chooser.choose(range(rows))
         sizes.append(size)
-        seen = {}
+        seen, steps = {}, TRY if chooser.trying else 16
         for row in range(rows):
-            right = rng.random((16, size - 1)) < rate_of(visit)
+            right = rng.random((steps, size - 1)) < rate_of(visit)
             seen[row] = (1 + np.cumprod(right, axis=1).sum(axis=1)).astype(int).tolist()
             tokens += sum(seen[row])
-        took = 16 * costs[size] * rng.uniform(0.97, 1.03)
+        took = steps * costs[size] * pace(visit) * rng.uniform(0.97, 1.03)
         seconds += took
-        chooser.observe(size, 16, took, seen)
+        chooser.observe(size, steps, took, seen)
     return tokens / rows / seconds, sizes
 
 
@@ -51,10 +52,19 @@ def test_it_is_near_the_best_fixed_size(rate, rows):
 def test_it_follows_a_change():
     _, sizes = simulate(lambda visit: 0.0 if visit < 200 else 0.95, 600)
     assert set(sizes[100:190]) <= {1, 4}
-    assert set(sizes[400:]) == {16}
+    assert sizes[400:].count(16) > 190  # and a try now and then
     _, sizes = simulate(lambda visit: 0.95 if visit < 200 else 0.0, 400)
-    assert sizes[150:200] == [16] * 50
-    assert sizes[300:].count(1) > 90
+    assert sizes[150:200].count(16) > 47
+    assert sizes[300:].count(1) > 95
+
+
+def test_the_pace_of_the_machine_changes_no_choice():
+    """What is measured while other work slows the machine is not held against the size in use."""
+    pace = lambda visit: 3.0 if visit // 20 % 2 else 1.0
+    _, sizes = simulate(lambda visit: 0.1, 400, pace=pace)
+    assert sizes[20:].count(1) > 0.95 * len(sizes[20:])
+    _, sizes = simulate(lambda visit: 0.95, 400, pace=pace)
+    assert sizes[20:].count(16) > 0.95 * len(sizes[20:])
 
 
 def test_a_slow_step_is_noticed():
