@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="ROUNDS",
         help="instead: all prompts as one job, prefill included, that often and in turns, without speculation, at each "
-        "block size, with --block-size auto, and one prompt at a time",
+        "block size, with auto, and one prompt at a time; with --block-size, only without speculation and at that",
     )
     parser.add_argument(
         "--untrained", action="store_true", help="random weights in the drafter's place: nothing it proposes is right"
@@ -71,8 +71,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         args.dataset = "problems"
     args.dataset = args.dataset or "gsm8k"
     samples, is_correct = questions(args.dataset, args.max_samples)
-    if args.jobs is not None and (args.jobs < 1 or args.block_size is not None):
-        raise ValueError("--jobs needs at least one round, and goes through all block sizes by itself")
+    if args.jobs is not None and args.jobs < 1:
+        raise ValueError(f"--jobs needs at least one round, got {args.jobs}")
     (target, drafter), text, defaults = load(args)
     if args.untrained:
         drafter = untrained(drafter)
@@ -104,13 +104,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             pair = (target, None if block_size == 1 else drafter)
             return make_engine(argparse.Namespace(**vars(args) | {"block_size": block_size} | changes), pair, requests)
 
-        sizes = candidates(drafter.config.block_size)
-        engines = {f"block {size}" if size > 1 else "autoregressive": engine(size) for size in sizes}
-        engines["auto"] = engine("auto")
-        if args.batch_size > 1:
+        sizes = (*candidates(drafter.config.block_size), "auto") if args.block_size is None else (1, args.block_size)
+        names = {1: "autoregressive", "auto": "auto"}
+        engines = {names.get(size, f"block {size}"): engine(size) for size in sizes}
+        if args.batch_size > 1 and args.block_size is None:
             engines["one at a time, autoregressive"] = engine(1, batch_size=1)
-            engines["one at a time"] = engine(max(sizes), batch_size=1)
-        figures = compare_jobs(engines, requests, args.jobs, official, max(sizes))
+            engines["one at a time"] = engine(drafter.config.block_size, batch_size=1)
+        figures = compare_jobs(engines, requests, args.jobs, official, drafter.config.block_size)
         return settings | {"rounds": args.jobs, "engines": figures}
     engines = {
         "autoregressive": make_engine(args, (target, None), requests),
