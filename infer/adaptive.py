@@ -10,10 +10,10 @@ SIZES = (1, 4, 8, 16)  # candidates, as far as the drafter goes, and its own siz
 MEMORY = 400.0  # steps of a row after which an observation has lost most of its weight
 TRUST = 12.0  # observations of the whole batch that count as much as a new request's own
 FIRST_PAUSE, LONGEST_PAUSE = 128, 2048  # steps without speculation between two tries
-PAUSE = 512  # steps with speculation between two tries of another size
+PAUSE, CLOSE = 128, 0.8  # steps with speculation between two tries of a size that promises this share of the best
 SOON = 32  # the same after a try that paid
 TRY = 4  # steps of a try
-TIMING = 0.3  # how far one comparison with another size moves a step's time
+TIMING = 0.2  # how far one comparison with another size moves a step's time
 MARGIN = 1.03  # by how much a change must promise to pay
 
 
@@ -93,16 +93,16 @@ class BlockChooser:
         if self._size in speed and speed[best] < MARGIN * speed[self._size]:
             best = self._size
         self._size, self.trying = best, False
-        speculates = self._proposals(best) > 0
-        if speculates:
+        # A try now and then, lest a change goes unnoticed: of what the next best size costs ...
+        if self._proposals(best):
             self._pause = FIRST_PAUSE
-        if self._since < (PAUSE if speculates else self._pause):
+            second = max((size for size in speed if size != best), key=lambda size: speed[size])
+            self.trying = self._since >= (PAUSE if speed[second] > CLOSE * speed[best] else LONGEST_PAUSE)
+            return second if self.trying else best
+        # ... or, where nothing is proposed, of what is accepted.
+        if self._since < self._pause:
             return best
-        # A try, lest a change goes unnoticed: of what another size costs or, where nothing is proposed, of acceptance.
-        self.trying = True
-        if speculates:
-            return max((size for size in speed if size != best), key=lambda size: speed[size])
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self.trying, self._pause = True, min(2 * self._pause, LONGEST_PAUSE)
         return min(size for size in speed if self._proposals(size))
 
     def observe(self, size: int, steps: int, seconds: float, committed: dict[Hashable, Sequence[int]]) -> None:
