@@ -171,8 +171,10 @@ def make_engine(
         length = min(-(-needed // 256) * 256, most or needed)
     slots = -(-args.batch_size // parts) * parts
     chunk = 32 if requests and prompt <= 128 else 256  # short prompts spare compiling long chunks
-    # Kept chunks take as much memory as the slots, at most.
-    room = slots * length // chunk
+    kept = getattr(args, "prefix_chunks", None)
+    if kept is None:  # what is of use, and no more memory than the slots take
+        kept = slots * length // chunk
+        kept = kept if growing else min(kept, shared_chunks([r.prompt_token_ids for r in fit], chunk))
     try:
         return Engine(
             *pair,
@@ -182,7 +184,7 @@ def make_engine(
             proposals=args.proposals,
             seed=getattr(args, "seed", 0),
             prefill_chunk=chunk,
-            prefix_chunks=room if growing else min(room, shared_chunks([r.prompt_token_ids for r in fit], chunk)),
+            prefix_chunks=kept,
             logprobs=max((r.logprobs for r in requests if r.logprobs is not None), default=logprobs),
         )
     except (RuntimeError, OverflowError, MemoryError) as error:

@@ -80,6 +80,13 @@ def build_parser() -> argparse.ArgumentParser:
     http = parser.add_argument_group("with --http")
     http.add_argument("--api-key", metavar="KEY", help="bearer key that requests must carry (or DFLASH_API_KEY)")
     http.add_argument("--max-request-bytes", type=int, default=2**20, help="of a request body (default 1 MiB)")
+    parser.add_argument(
+        "--prefix-chunks",
+        type=int,
+        metavar="N",
+        help="chunks of prompts (32 tokens where all prompts are short, else 256) to keep for those that begin alike "
+        "(default: what is of use, in no more memory than the slots take); 0 keeps none",
+    )
     parser.add_argument("--no-speculation", action="store_true", help="decode with the target alone")
     return parser
 

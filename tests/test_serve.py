@@ -143,6 +143,9 @@ def test_penalties_logprobs_and_shared_prompts(pair, tmp_path):
     assert all(entry["top"] == [] for sample in several["samples"] for entry in sample["logprobs"])
     assert summary["prompt_tokens"] == 70 + 70 + 71 + 71
     assert summary["prompt_tokens_copied"] >= 2 * 64
+    _, again, summary = run(pair, tmp_path, lines, "--ordered", "--batch-size", "2", "--prefix-chunks", "0")
+    assert [record["token_ids"] for record in again[:3]] == [record["token_ids"] for record in records[:3]]
+    assert summary["prompt_tokens_copied"] == 0
 
 
 def test_stop_strings_cut_the_text(pair, tmp_path):
@@ -221,6 +224,7 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         "top_k must lie in": [*models, *job, "--top-k", "3000000000"],
         "seed must lie in": [*models, *job, "--seed", "10000000000000000000"],
         "are both": [*models, *job, "--summary", output],
+        "prefix_chunks must be": [*models, *job, "--prefix-chunks", "-1"],
         "matches no file": [*models, "--input", str(tmp_path / "*.gone"), "--output", output],
         "dtype must be": [*models, *job, "--dtype", "int8"],
         "drafter must be a checkpoint directory": ["--target", target, "--drafter", "/no/where", *job],
