@@ -1,10 +1,10 @@
-"""The speculative step, its device-side loop, and prefill. No model, family or kernel is named here.
+"""The speculative step and its device-side loop. No model, family or kernel is named here.
 
-Shapes: B rows, T verify width, P = T - 1 proposals, V vocabulary, Q stop tokens, C prefill chunk, M steps.
+Shapes: B rows, T verify width, P = T - 1 proposals, V vocabulary, Q stop tokens, M steps.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.cache import Block, Cache, commit, once_read
+from dflash_jax.cache import Block, Cache, commit
 from dflash_jax.config import DecoderConfig
 from dflash_jax.logprobs import Logprobs, log_probabilities
-from dflash_jax.penalties import History, Penalties, empty_history, no_penalties, penalise, remember, remember_row
+from dflash_jax.penalties import History, Penalties, empty_history, no_penalties, penalise, remember
 from dflash_jax.sampling import Sampling, first_argmax, greedy_rows, gumbel_noise, select
-from dflash_jax.sharding import pin
 
 Proposals = Literal["coupled", "argmax", "independent"]
 
@@ -184,13 +183,21 @@ def speculative_step(
 
 
 def _forget_idle_rows(state: State) -> State:
-    """Sets the lengths of idle rows to 0: attention costs the longest row, and a finished one must not count."""
+    """Sets the lengths of idle rows to 0, and their settings to those that cost nothing: a finished row must not count
+    where a step costs the longest row, or what any row asks for."""
+    busy = state.remaining > 0
+    forget = lambda x, idle: jnp.where(busy, x, idle)
 
-    def forget(cache: Cache) -> Cache:
-        return cache.replace(lengths=jnp.where(state.remaining > 0, cache.lengths, 0))
+    def emptied(cache: Cache) -> Cache:
+        return cache.replace(lengths=forget(cache.lengths, 0))
 
-    draft_cache = None if state.draft_cache is None else forget(state.draft_cache)
-    return state.replace(target_cache=forget(state.target_cache), draft_cache=draft_cache)
+    return state.replace(
+        target_cache=emptied(state.target_cache),
+        draft_cache=None if state.draft_cache is None else emptied(state.draft_cache),
+        sampling=state.sampling.replace(temperature=forget(state.sampling.temperature, 0.0)),
+        penalties=jax.tree.map(forget, state.penalties, no_penalties(busy.shape[0])),
+        scored=state.scored & busy,
+    )
 
 
 def accept(
@@ -305,121 +312,3 @@ def run(
 
     _, state, trace = jax.lax.while_loop(going, once, (jnp.int32(0), state, trace))
     return state, trace
-
-
-def decode_call(
-    target: Target,
-    drafter: Drafter | None,
-    state: State,
-    max_steps: int,
-    leave_on_finish: bool,
-    *,
-    block_size: int,
-    proposals: Proposals = "coupled",
-    capacity: int,
-    logprobs: int | None = None,
-) -> tuple[Any, tuple[Any, ...]]:
-    """`run` of `chain_step` as a jitted function and its arguments: one program per batch shape and block size.
-    `state` is donated."""
-    steps, leave = jnp.asarray(max_steps, jnp.int32), jnp.asarray(leave_on_finish)
-    arguments = target, drafter, state, steps, leave, block_size, proposals, capacity, logprobs
-    return _decode_program(drafter is not None and block_size > 0), arguments
-
-
-@cache
-def _decode_program(speculative: bool) -> Callable:
-    def program(target, drafter, state, max_steps, leave_on_finish, block_size, proposals, capacity, logprobs):
-        step = chain_step(target, drafter, block_size, proposals, logprobs)
-        state, trace = run(step, state, max_steps, leave_on_finish, capacity)
-        return pin(state), trace
-
-    names = ("block_size", "proposals", "capacity", "logprobs")
-    options = block_compiler_options() if speculative else None
-    return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=options)
-
-
-@cache
-def block_compiler_options() -> dict[str, str] | None:
-    """Compiler options of programs that multiply blocks of rows.
-
-    On CPU, XLA hands products to YNNPACK. For one row that is the fastest way; for a block of 16 the
-    older Eigen path takes a quarter less time (benchmarks.md). The option is experimental, so it is
-    tried first.
-    """
-    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
-    if jax.default_backend() != "cpu":
-        return None
-    try:
-        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
-    except jax.errors.JaxRuntimeError:
-        return None
-    return options
-
-
-@partial(jax.jit, donate_argnames="state", static_argnames="logprobs")
-def prefill(
-    target: Target,
-    drafter: Drafter | None,
-    state: State,
-    row: Int[Array, ""],
-    start: Int[Array, ""],
-    tokens: Int[Array, " C"],
-    count: Int[Array, ""],
-    last: Bool[Array, ""],
-    settings: RowSettings,
-    logprobs: int | None = None,
-) -> tuple[State, Committed]:
-    """Commits the next `count` prompt tokens of one row; the last chunk also chooses the first new token.
-
-    Args:
-        row: the row to fill; it must be idle.
-        start: prompt tokens already committed; 0 begins a new request.
-        tokens, count: a chunk, and how many of its tokens are prompt.
-        last: whether the prompt ends here: the row then starts decoding.
-        settings: of the row.
-        logprobs: see `speculative_step`.
-
-    Returns:
-        The state, and the first new token [1, 1], which counts if `last`. It belongs to no round.
-    """
-    lengths = state.target_cache.lengths.at[row].set(start)
-    cache = state.target_cache.replace(lengths=lengths)
-    positions = start + jnp.arange(tokens.shape[0])[None]
-    taps = drafter.taps if drafter else ()
-    hidden, features, blocks = target.forward(tokens[None], positions, None, cache, taps=taps, row=row)
-    kept = once_read(count[None], hidden)
-    state = state.replace(target_cache=commit(cache, blocks, kept, row=row))
-    if drafter is not None:
-        assert state.draft_cache is not None
-        cache = state.draft_cache.replace(lengths=lengths)
-        context = drafter.context(features, positions, cache, row=row)
-        state = state.replace(draft_cache=commit(cache, context, kept, row=row))
-    end = start + count
-    history = remember_row(state.history, tokens, row, start, count)
-    own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), history)
-    sampling, penalties = jax.tree.map(lambda x: x[None], (settings.sampling, settings.penalties))
-    logits = target.unembed(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
-    noise = gumbel_noise(sampling, end[None, None], target.config.vocab_size)
-    token = select(penalise(logits, penalties, own, end[None]), noise, sampling)
-    told = None if logprobs is None else log_probabilities(logits, token, settings.scored[None], logprobs)
-    goes_on = last & ~jnp.any(token[0] == settings.stop_tokens)
-    rows = RowSettings(state.remaining, state.stop_tokens, state.sampling, state.penalties, state.scored)
-    budget = jnp.where(goes_on, settings.max_new_tokens - 1, 0)
-    put = lambda all, one: all.at[row].set(one)
-    rows = jax.tree.map(put, rows, settings._replace(max_new_tokens=budget))
-    state = state.replace(
-        anchor=put(state.anchor, token[0, 0]),
-        remaining=rows.max_new_tokens,
-        stop_tokens=rows.stop_tokens,
-        sampling=rows.sampling,
-        penalties=rows.penalties,
-        scored=rows.scored,
-        history=remember_row(history, token[0], row, end, jnp.int32(1)).replace(prompt=history.prompt),
-    )
-    return pin(state), Committed(token, last.astype(jnp.int32)[None], told)
-
-
-@partial(jax.jit, donate_argnames="state")
-def release(state: State, row: Int[Array, ""]) -> State:
-    """Ends a row from the host, at a stop string or a cancelled request."""
-    return pin(state.replace(remaining=state.remaining.at[row].set(0)))

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -23,30 +22,12 @@ from dflash_jax.drafter import Drafter
 from dflash_jax.infer.adaptive import TRY, BlockChooser, candidates
 from dflash_jax.infer.prefixes import PrefixCache
 from dflash_jax.infer.requests import Completion, Request, RequestError, check_seed
+from dflash_jax.infer.rows import STOP_WIDTH, Row, row_settings
 from dflash_jax.infer.stats import Stats
-from dflash_jax.logprobs import Logprobs
-from dflash_jax.penalties import Penalties
-from dflash_jax.sampling import Sampling, request_key
+from dflash_jax.programs import decode_call, prefill, release
 from dflash_jax.sharding import mesh_of, pin, rows_of
-from dflash_jax.speculative import Committed, Proposals, RowSettings, decode_call, init_state, prefill, release
+from dflash_jax.speculative import Committed, Proposals, RowSettings, init_state
 from dflash_jax.target import Target
-
-STOP_WIDTH = 8  # stop tokens a row can hold
-
-
-@dataclass(eq=False)
-class _Row:
-    """A request on its way: waiting, then in a slot, where it is first filled and then decoded."""
-
-    ticket: int
-    request: Request
-    completion: Completion
-    keys: list[bytes]  # of the prompt's whole chunks
-    filled: int = 0  # prompt tokens committed
-
-    @property
-    def decoding(self) -> bool:
-        return self.filled == len(self.request.prompt_token_ids)
 
 
 class Engine:
@@ -121,8 +102,8 @@ class Engine:
             self._state = make() if self._mesh is None else jax.jit(lambda: pin(make()))()
             self._prefixes = PrefixCache(self._state, prefix_chunks, self._chunks[-1])
         self._tickets = itertools.count()
-        self._waiting: deque[_Row] = deque()
-        self._rows: list[_Row | None] = [None] * slots
+        self._waiting: deque[Row] = deque()
+        self._rows: list[Row | None] = [None] * slots
         self._just_filled = False
 
     def _on_mesh(self) -> Any:
@@ -152,7 +133,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles every program this engine will run; afterwards none is compiled any more."""
         begin = time.perf_counter()
-        settings = self._settings(Request([0]))
+        settings = row_settings(Request([0]), 1, self.seed)
         chunks = [(0, 0, np.zeros(size, np.int32), 0, False, settings) for size in self._chunks]
         calls = [(prefill, self._prefill_arguments(*chunk)) for chunk in chunks]
         calls += [self._decode_call(0, False, size) for size in self._sizes()]
@@ -183,14 +164,14 @@ class Engine:
 
     def _measure(self) -> None:
         """Times a step at each block size, all slots busy with a made-up prompt."""
-        request = Request([0] * max(1, min(self._chunks[0], self.max_length // 2)), self.max_length)
-        settings = self._settings(request)
+        prompt = max(1, min(self._chunks[0], self.max_length // 2))
+        settings = row_settings(Request([0]), self.max_length - prompt, self.seed)
         times: dict[int, list[float]] = {size: [] for size in self._sizes()}
         for _ in range(3):
             for size in times:
                 for slot in range(self.slots):
                     chunk = np.zeros(self._chunks[0], np.int32)
-                    self._prefill_chunk(slot, 0, chunk, len(request.prompt_token_ids), True, settings)
+                    self._prefill_chunk(slot, 0, chunk, prompt, True, settings)
                 jax.block_until_ready(self._state)
                 begin = time.perf_counter()
                 trace = self._visit(min(self._capacity, 4), False, size)
@@ -232,9 +213,10 @@ class Engine:
         if self._auto and self.chooser is None:
             self.warm_up()
         ticket = next(self._tickets)
-        size = len(request.prompt_token_ids)
-        completion = Completion(prompt_tokens=size, sample=request.sample, submitted=time.perf_counter())
-        self._waiting.append(_Row(ticket, request, completion, self._prefixes.keys(request.prompt_token_ids)))
+        prompt = request.prompt_token_ids
+        completion = Completion(prompt_tokens=len(prompt), sample=request.sample, submitted=time.perf_counter())
+        budget = min(request.max_new_tokens, self.max_length - len(prompt))
+        self._waiting.append(Row(ticket, request, completion, budget, self._prefixes.keys(prompt)))
         return ticket
 
     def step(self, *, admit: bool = True) -> list[tuple[int, Completion]]:
@@ -249,8 +231,9 @@ class Engine:
         """
         for slot, row in enumerate(self._rows):
             if row is None and admit and self._waiting:
-                self._rows[slot] = self._waiting.popleft()
-                self._rows[slot].completion.started = time.perf_counter()
+                self._rows[slot] = row = self._waiting.popleft()
+                row.completion.started = time.perf_counter()
+                row.settings = row_settings(row.request, row.budget, self.seed)
         filling = [slot for slot, row in enumerate(self._rows) if row and not row.decoding]
         decoding = any(row and row.decoding for row in self._rows)
         if filling and not (decoding and self._just_filled):
@@ -285,19 +268,19 @@ class Engine:
             raise RequestError(
                 "invalid_parameter", f"at most {STOP_WIDTH} stop tokens, got {len(request.stop_token_ids)}"
             )
-        if request.logprobs is not None and not 0 <= request.logprobs <= (
-            -1 if self.logprobs is None else self.logprobs
-        ):
+        served = range(0 if self.logprobs is None else self.logprobs + 1)
+        if request.logprobs is not None and request.logprobs not in served:
             raise RequestError(
                 "invalid_parameter",
                 f"logprobs {request.logprobs} is not served: the engine was made with logprobs={self.logprobs}",
             )
 
-    def _fill(self, slot: int) -> _Row | None:
+    def _fill(self, slot: int) -> Row | None:
         """Commits the next chunk of a row's prompt; returns the row if it got its first token."""
         begin = time.perf_counter()
         row = self._rows[slot]
         assert row is not None
+        assert row.settings is not None
         prompt = row.request.prompt_token_ids
         before = row.filled
         with self._on_mesh():
@@ -308,15 +291,13 @@ class Engine:
         count = min(size, left)
         chunk = np.zeros(size, np.int32)
         chunk[:count] = prompt[row.filled : row.filled + count]
-        settings = self._settings(row.request)
-        first = self._prefill_chunk(slot, row.filled, chunk, count, count == left, settings)
+        first = self._prefill_chunk(slot, row.filled, chunk, count, count == left, row.settings)
         with self._on_mesh():
             self._prefixes.note(self._state, slot, row.filled, count, row.keys)
         row.filled += count
         self.stats.prompt_tokens += row.filled - before
         if row.decoding:
-            first = jax.device_get(first)
-            self._extend(row, first.tokens[0].tolist(), _of(first.logprobs, (0, slice(1))))
+            row.extend(jax.device_get(first), (0, slice(1)))
             if row.completion.finish_reason:
                 self._release(slot)
         self.stats.prefill_seconds += time.perf_counter() - begin
@@ -356,7 +337,7 @@ class Engine:
             self._state, trace = program(*arguments)
         return jax.device_get(trace)
 
-    def _advance(self, leave_on_finish: bool) -> list[_Row]:
+    def _advance(self, leave_on_finish: bool) -> list[Row]:
         """One visit to the device; returns the rows that got tokens."""
         begin = time.perf_counter()
         jax.block_until_ready(self._state.anchor)  # chunks of prompts that are still being read
@@ -379,8 +360,7 @@ class Engine:
             for step in np.flatnonzero(counts[:, slot]):
                 if row.completion.finish_reason:
                     break  # the device ran on past a stop string
-                at = (step, slot, slice(counts[step, slot]))
-                committed = self._extend(row, trace.tokens[at].tolist(), _of(trace.logprobs, at))
+                committed = row.extend(trace, (step, slot, slice(counts[step, slot])))
                 self.stats.decode_tokens += committed
                 self.stats.row_steps += 1
                 if self.drafter:
@@ -397,51 +377,6 @@ class Engine:
                     seen[row.ticket] = taken[:-1] if row.completion.finish_reason else taken
             self.chooser.observe(size, steps, seconds, seen)
         return advanced
-
-    def _extend(self, row: _Row, tokens: list[int], logprobs: Logprobs | None) -> int:
-        """Appends tokens, decides whether the row is finished, and returns how many tokens were kept."""
-        request, completion = row.request, row.completion
-        before = len(completion.token_ids)
-        completion.token_ids.extend(tokens)
-        if logprobs is not None and request.logprobs is not None:
-            completion.logprobs.extend(logprobs.chosen.tolist())
-            for ids, values in zip(logprobs.ids.tolist(), logprobs.top.tolist(), strict=True):
-                completion.top_logprobs.append(list(zip(ids, values, strict=True))[: request.logprobs])
-        if request.find_stop and (keep := request.find_stop(completion.token_ids, len(tokens))) is not None:
-            for tokenwise in (completion.token_ids, completion.logprobs, completion.top_logprobs):
-                del tokenwise[keep:]
-            completion.finish_reason = "stop"
-        elif completion.token_ids[-1] in request.stop_token_ids:
-            completion.finish_reason = "stop"
-        elif len(completion.token_ids) >= self._budget(request):
-            completion.finish_reason = "length"
-        return len(completion.token_ids) - before
-
-    def _budget(self, request: Request) -> int:
-        return min(request.max_new_tokens, self.max_length - len(request.prompt_token_ids))
-
-    def _settings(self, request: Request) -> RowSettings:
-        stops = np.full(STOP_WIDTH, -1, np.int32)
-        stops[: len(request.stop_token_ids)] = request.stop_token_ids
-        sampling = Sampling(
-            np.float32(request.temperature),
-            np.int32(request.top_k),
-            np.maximum(np.float32(request.top_p), np.finfo(np.float32).tiny),
-            np.float32(request.min_p),
-            request_key(request.seed, self.seed, request.id, request.sample),
-        )
-        penalties = Penalties(
-            np.float32(request.repetition_penalty),
-            np.float32(request.presence_penalty),
-            np.float32(request.frequency_penalty),
-        )
-        scored = np.bool_(request.logprobs is not None)
-        return RowSettings(np.int32(self._budget(request)), stops, sampling, penalties, scored)
-
-
-def _of(logprobs: Logprobs | None, at: Any) -> Logprobs | None:
-    """Those at an index."""
-    return jax.tree.map(lambda x: x[at], logprobs)
 
 
 def check_block_size(drafter: Drafter, block_size: int | None) -> int:

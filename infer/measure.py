@@ -12,14 +12,15 @@ import scipy
 
 from dflash_jax.cache import Block, Cache
 from dflash_jax.drafter import Drafter
-from dflash_jax.infer.engine import STOP_WIDTH, Engine
+from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.official import Official
 from dflash_jax.infer.requests import Completion, Request
+from dflash_jax.infer.rows import STOP_WIDTH
+from dflash_jax.programs import block_compiler_options
 from dflash_jax.speculative import (
     State,
     Verified,
-    block_compiler_options,
     chain_step,
     committing,
     drafting,

@@ -10,15 +10,14 @@ import pytest
 from dflash_jax import Engine, Request, generate, load_drafter, spec_generate
 from dflash_jax.cache import commit
 from dflash_jax.penalties import Penalties
+from dflash_jax.programs import decode_call, prefill
 from dflash_jax.sampling import Sampling, select
 from dflash_jax.speculative import (
     RowSettings,
     accept,
     chain_step,
     committing,
-    decode_call,
     init_state,
-    prefill,
     speculative_step,
     verifying,
 )
@@ -123,6 +122,17 @@ def test_full_cache(target, drafter):
     ours = spec_generate(target, drafter, PROMPTS, max_new_tokens=64, stop_token_ids=[], max_length=33)
     for prompt, row, longer in zip(PROMPTS, ours.tokens, reference.tokens, strict=True):
         assert row == longer[: 33 - len(prompt)]
+
+
+def test_finished_rows_ask_for_nothing(target, drafter):
+    """Noise, penalties and log-probabilities are worked out if any row asks for them; a finished one does not."""
+    state, _ = start(target, drafter, PROMPTS[:2], max_new_tokens=3, temperature=1.0)
+    penalties = Penalties(*(jnp.full(2, value) for value in (1.5, 0.5, 0.5)))
+    state = state.replace(penalties=penalties, scored=jnp.ones(2, bool), remaining=jnp.asarray([0, 2]))
+    state, _ = jax.jit(chain_step(target, drafter, 4, "coupled"))(state)
+    assert state.sampling.temperature.tolist() == [0, 1]
+    assert [x.tolist() for x in jax.tree.leaves(state.penalties)] == [[1, 1.5], [0, 0.5], [0, 0.5]]
+    assert state.scored.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "filtered"])

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from dflash_jax.checkpoint import read_json, write_json, write_text
 from dflash_jax.drafter import Drafter, load_drafter
 from dflash_jax.infer.interrupt import stop_signals
+from dflash_jax.programs import block_compiler_options
 from dflash_jax.sharding import ROWS, gather, mesh_of, rows_of, shardings, spread
-from dflash_jax.speculative import block_compiler_options
 from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
 from dflash_jax.train.config import TrainConfig
