@@ -60,13 +60,13 @@ def restore(
     tokens: Int[Array, " C"],
 ) -> State:
     """Commits a kept chunk to an idle row, as its prefill would; `tokens` are the chunk's own."""
-    lengths, count = state.target_cache.lengths.at[row].set(start), jnp.asarray(tokens.shape, jnp.int32)
+    count = jnp.asarray(tokens.shape, jnp.int32)
 
     def restored(cache: Cache | None, chunks: tuple[Block, ...]) -> Cache | None:
         if cache is None:
             return None
         one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, entry, 1), chunks)
-        return commit(cache.replace(lengths=lengths), one, count, row=row)
+        return commit(cache.replace(lengths=cache.lengths.at[row].set(start)), one, count, row=row)
 
     return pin(
         state.replace(

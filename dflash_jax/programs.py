@@ -94,8 +94,8 @@ def prefill(
     Returns:
         The state, and the first new token [1, 1], which counts if `last`. It belongs to no round.
     """
-    lengths = state.target_cache.lengths.at[row].set(start)
-    cache = state.target_cache.replace(lengths=lengths)
+    at_start = lambda cache: cache.replace(lengths=cache.lengths.at[row].set(start))
+    cache = at_start(state.target_cache)
     positions = start + jnp.arange(tokens.shape[0])[None]
     taps = drafter.taps if drafter else ()
     hidden, features, blocks = target.forward(tokens[None], positions, None, cache, taps=taps, row=row)
@@ -103,7 +103,7 @@ def prefill(
     state = state.replace(target_cache=commit(cache, blocks, kept, row=row))
     if drafter is not None:
         assert state.draft_cache is not None
-        cache = state.draft_cache.replace(lengths=lengths)
+        cache = at_start(state.draft_cache)
         context = drafter.context(features, positions, cache, row=row)
         state = state.replace(draft_cache=commit(cache, context, kept, row=row))
     end = start + count

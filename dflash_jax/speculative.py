@@ -70,7 +70,8 @@ class State(struct.PyTreeNode):
         history: tokens of each row up to its anchor, which penalties look at.
         scored: rows that want log-probabilities.
         target_cache: holds exactly the positions before the anchor.
-        draft_cache: the same positions, projected from target features; None without a drafter.
+        draft_cache: the same positions, projected from target features; None without a drafter. It falls behind in
+            rows that are decoded without the drafter.
     """
 
     anchor: Int[Array, " B"]

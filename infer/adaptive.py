@@ -8,11 +8,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 SIZES = (1, 4, 8, 16)  # candidates, as far as the drafter goes, and its own size
 MEMORY = 400.0  # steps of a row after which an observation has lost most of its weight
+BATCH_MEMORY = 128.0  # the same for what new requests are expected to be like
 TRUST = 12.0  # observations of the whole batch that count as much as a new request's own
 FIRST_PAUSE, LONGEST_PAUSE = 128, 2048  # steps without speculation between two tries
 PAUSE, CLOSE = 128, 0.8  # steps with speculation between two tries of a size that promises this share of the best
 SOON = 32  # the same after a try that paid
 TRY = 4  # steps of a try
+GIVE_UP = 512  # a longer pause than this, and the draft cache is not kept up any more
 TIMING = 0.2  # how far one comparison with another size moves a step's time
 MARGIN = 1.03  # by how much a change must promise to pay
 
@@ -25,15 +27,15 @@ def candidates(largest: int) -> tuple[int, ...]:
 class Acceptance:
     """How often each proposal of a block is accepted, given that those before it were; the past fades."""
 
-    def __init__(self, positions: int):
+    def __init__(self, positions: int, memory: float = MEMORY):
+        self._keep = 1 - 1 / memory
         self.tried, self.right = [0.0] * positions, [0.0] * positions
 
     def observe(self, proposed: int, committed: int) -> None:
         """A step proposed so many tokens and committed `committed`, one of which was the target's own."""
-        keep = 1 - 1 / MEMORY
         for k in range(min(proposed, committed)):
-            self.tried[k] = self.tried[k] * keep + 1
-            self.right[k] = self.right[k] * keep + (k + 1 < committed)
+            self.tried[k] = self.tried[k] * self._keep + 1
+            self.right[k] = self.right[k] * self._keep + (k + 1 < committed)
 
     def rates(self, prior: Sequence[float] | float, weight: float) -> list[float]:
         """Estimates that `weight` observations of `prior` are mixed into; of a single number for the first position,
@@ -57,6 +59,10 @@ def expected_tokens(rates: Sequence[float], proposed: int) -> float:
 class BlockChooser:
     """Chooses the block size of each visit to the device.
 
+    Size 1 proposes nothing, but keeps the draft cache of every row up to date, so that speculation can begin at any
+    time. Where several tries in a row have not paid, size 0 saves that work too. A row decoded so has lapsed: whatever
+    would be proposed for it is worthless. Tries then wait for rows that come anew.
+
     Args:
         seconds: measured time of one step at each block size; `observe` keeps their ratios up to date.
         proposals: tokens proposed at a block size.
@@ -69,8 +75,9 @@ class BlockChooser:
     def __init__(self, seconds: dict[int, float], proposals: Callable[[int], int]):
         self.seconds, self._proposals = dict(seconds), proposals
         self._most = max(map(proposals, seconds))
-        self._batch = Acceptance(self._most)
+        self._batch = Acceptance(self._most, BATCH_MEMORY)
         self._rows: dict[Hashable, Acceptance] = {}
+        self._lapsed: set[Hashable] = set()
         self._size = max(seconds)
         self._last: int | None = None  # size of the last visit
         self._pace = 1.0  # of the machine: what the last visits took, over what `seconds` says
@@ -82,12 +89,15 @@ class BlockChooser:
         """The block size for the next visit, given which requests are decoding."""
         rows = list(rows)
         self._rows = {row: self._rows.get(row) or Acceptance(self._most) for row in rows}
+        self._lapsed &= self._rows.keys()
         # Nothing seen yet reads as half accepted: enough to try.
         batch = self._batch.rates(0.5, 2.0)
-        rates = [row.rates(batch, TRUST) for row in self._rows.values()] or [batch]
+        nothing = [0.0] * self._most
+        rates = [nothing if row in self._lapsed else seen.rates(batch, TRUST) for row, seen in self._rows.items()]
         speed = {
-            size: sum(expected_tokens(r, self._proposals(size)) for r in rates) / seconds
+            size: sum(expected_tokens(r, self._proposals(size)) for r in rates or [batch]) / seconds
             for size, seconds in self.seconds.items()
+            if size
         }
         best = max(speed, key=lambda size: speed[size])
         if self._size in speed and speed[best] < MARGIN * speed[self._size]:
@@ -100,8 +110,8 @@ class BlockChooser:
             self.trying = self._since >= (PAUSE if speed[second] > CLOSE * speed[best] else LONGEST_PAUSE)
             return second if self.trying else best
         # ... or, where nothing is proposed, of what is accepted.
-        if self._since < self._pause:
-            return best
+        if self._since < self._pause or len(self._lapsed) == len(self._rows):
+            return 0 if self._pause > GIVE_UP else best
         self.trying, self._pause = True, min(2 * self._pause, LONGEST_PAUSE)
         return min(size for size in speed if self._proposals(size))
 
@@ -112,6 +122,9 @@ class BlockChooser:
         self.used[size] += steps
         proposed = self._proposals(size)
         self._time(size, steps, seconds / steps)
+        if size == 0:
+            self._lapsed |= committed.keys()
+        committed = {row: counts for row, counts in committed.items() if row not in self._lapsed}
         taken = [count for counts in committed.values() for count in counts]
         if self.trying and taken and sum(taken) / len(taken) > self.seconds[size] / self.seconds[self._size]:
             self._pause = SOON  # it would have paid: see whether that lasts

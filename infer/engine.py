@@ -154,11 +154,11 @@ class Engine:
         self.stats.compile_seconds += time.perf_counter() - begin
 
     def _sizes(self) -> tuple[int, ...]:
-        return candidates(self.block_size) if self._auto else (self.block_size,)
+        return (0, *candidates(self.block_size)) if self._auto else (self.block_size,)
 
     def _proposed(self, size: int) -> int:
         """Tokens proposed by a step of this block size."""
-        if self.drafter is None or (self._auto and size == 1):
+        if self.drafter is None or (self._auto and size <= 1):
             return 0
         return self.drafter.config.proposals(size)
 
@@ -321,7 +321,7 @@ class Engine:
     def _decode_call(self, max_steps: int, leave_on_finish: bool, size: int) -> tuple[Any, tuple]:
         return decode_call(
             self.target,
-            self.drafter,
+            self.drafter if size else None,  # without it the draft cache stays as it is
             self._state,
             max_steps,
             leave_on_finish,

@@ -64,7 +64,7 @@ def test_penalties_see_a_copied_prompt(target):
 def test_nothing_is_compiled_after_the_start(target, drafter):
     engine = Engine(target, drafter, slots=2, max_length=96, prefill_chunk=8, prefix_chunks=4, block_size="auto")
     engine.warm_up()
-    assert engine.programs == 1 + 3 + 1 + 2  # a chunk, three block sizes, a row's end, copies to and fro
+    assert engine.programs == 1 + 4 + 1 + 2  # a chunk, four block sizes with 0, a row's end, copies to and fro
     compiled = []
     listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
     jax.monitoring.register_event_duration_secs_listener(listen)
