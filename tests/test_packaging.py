@@ -56,4 +56,4 @@ def test_wheel_installs_and_imports_elsewhere(tmp_path):
     python = str(tmp_path / "env" / "bin" / "python")
     run(python, "-m", "pip", "install", "--no-deps", str(wheel))
     code = "from importlib.util import find_spec as f; f('dflash_jax.infer.engine').name; print(f('dflash_jax').origin)"
-    assert str(tmp_path) in run(python, "-c", code, cwd=tmp_path).stdout
+    assert str(tmp_path) in run(python, "-I", "-c", code, cwd=tmp_path).stdout
