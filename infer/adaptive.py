@@ -10,12 +10,13 @@ SIZES = (1, 4, 8, 16)  # candidates, as far as the drafter goes, and its own siz
 MEMORY = 400.0  # steps of a row after which an observation has lost most of its weight
 BATCH_MEMORY = 128.0  # the same for what new requests are expected to be like
 TRUST = 12.0  # observations of the whole batch that count as much as a new request's own
-FIRST_PAUSE, LONGEST_PAUSE = 128, 2048  # steps without speculation between two tries
-PAUSE, CLOSE = 128, 0.8  # steps with speculation between two tries of a size that promises this share of the best
-SOON = 32  # the same after a try that paid
+FIRST_PAUSE, LONGEST_PAUSE = 128, 2048  # steps between two tries, at first and at last
+CLOSE = 0.8  # a size that promises this share of the best is tried at the first pause for ever
+SOON = 32  # the first pause where speculating pays, and after a try that did
 TRY = 4  # steps of a try
 GIVE_UP = 512  # a longer pause than this, and the draft cache is not kept up any more
-TIMING = 0.2  # how far one comparison with another size moves a step's time
+TIMING = 0.2  # how far one comparison with another size moves a step's time; the first ones count for more
+HICCUP = 1.5  # no comparison tells of a change by more than this factor
 MARGIN = 1.03  # by how much a change must promise to pay
 
 
@@ -74,14 +75,15 @@ class BlockChooser:
 
     def __init__(self, seconds: dict[int, float], proposals: Callable[[int], int]):
         self.seconds, self._proposals = dict(seconds), proposals
+        self._compared = dict.fromkeys(seconds, 2)  # how often each was timed
         self._most = max(map(proposals, seconds))
         self._batch = Acceptance(self._most, BATCH_MEMORY)
         self._rows: dict[Hashable, Acceptance] = {}
         self._lapsed: set[Hashable] = set()
-        self._size = max(seconds)
+        self._size, self._tries = max(seconds), 0
         self._last: int | None = None  # size of the last visit
         self._pace = 1.0  # of the machine: what the last visits took, over what `seconds` says
-        self._pause, self._since = FIRST_PAUSE, 0  # steps to the next try, and since another size was visited
+        self._pause, self._since = SOON, 0  # steps to the next try, and since another size was visited
         self.trying = False
         self.used: dict[int, int] = dict.fromkeys(seconds, 0)
 
@@ -102,18 +104,22 @@ class BlockChooser:
         best = max(speed, key=lambda size: speed[size])
         if self._size in speed and speed[best] < MARGIN * speed[self._size]:
             best = self._size
+        if best != self._size:
+            self._pause = SOON if self._proposals(best) else FIRST_PAUSE
         self._size, self.trying = best, False
-        # A try now and then, lest a change goes unnoticed: of what the next best size costs ...
+        # A try now and then, lest a change goes unnoticed: of what the next best size costs, or not speculating ...
         if self._proposals(best):
-            self._pause = FIRST_PAUSE
             second = max((size for size in speed if size != best), key=lambda size: speed[size])
-            self.trying = self._since >= (PAUSE if speed[second] > CLOSE * speed[best] else LONGEST_PAUSE)
-            return second if self.trying else best
+            other = min(speed) if self._tries % 2 else second
+            if self._since < (min(self._pause, FIRST_PAUSE) if speed[other] > CLOSE * speed[best] else self._pause):
+                return best
         # ... or, where nothing is proposed, of what is accepted.
-        if self._since < self._pause or len(self._lapsed) == len(self._rows):
+        elif self._since < self._pause or len(self._lapsed) == len(self._rows):
             return 0 if self._pause > GIVE_UP else best
-        self.trying, self._pause = True, min(2 * self._pause, LONGEST_PAUSE)
-        return min(size for size in speed if self._proposals(size))
+        else:
+            other = min(size for size in speed if self._proposals(size))
+        self.trying, self._pause, self._tries = True, min(2 * self._pause, LONGEST_PAUSE), self._tries + 1
+        return other
 
     def observe(self, size: int, steps: int, seconds: float, committed: dict[Hashable, Sequence[int]]) -> None:
         """A visit of `steps` steps at this size took so long; tokens each request committed, step by step."""
@@ -126,7 +132,8 @@ class BlockChooser:
             self._lapsed |= committed.keys()
         committed = {row: counts for row, counts in committed.items() if row not in self._lapsed}
         taken = [count for counts in committed.values() for count in counts]
-        if self.trying and taken and sum(taken) / len(taken) > self.seconds[size] / self.seconds[self._size]:
+        idle = self.trying and not self._proposals(self._size)
+        if idle and taken and sum(taken) / len(taken) > self.seconds[size] / self.seconds[self._size]:
             self._pause = SOON  # it would have paid: see whether that lasts
         for row, counts in committed.items():
             for count in counts:
@@ -145,6 +152,8 @@ class BlockChooser:
             self._since += steps
         else:
             self._since = 0
-            self.seconds[size] += TIMING * trust * (seconds / self._pace - self.seconds[size])
+            old, self._compared[size] = self.seconds[size], self._compared[size] + 1
+            new = min(max(seconds / self._pace, old / HICCUP), old * HICCUP)
+            self.seconds[size] += max(TIMING, 1 / self._compared[size]) * trust * (new - old)
         self._pace += 0.7 * trust * (seconds / self.seconds[size] - self._pace)
         self._last = size

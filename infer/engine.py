@@ -163,15 +163,16 @@ class Engine:
         return self.drafter.config.proposals(size)
 
     def _measure(self) -> None:
-        """Times a step at each block size, all slots busy with a made-up prompt."""
+        """Times a step at each block size, all slots busy and half full of a made-up prompt."""
         prompt = max(1, min(self._chunks[0], self.max_length // 2))
-        settings = row_settings(Request([0]), self.max_length - prompt, self.seed)
+        start = self.max_length // 2 - prompt  # what the caches hold before is of no interest
+        settings = row_settings(Request([0]), self.max_length - start - prompt, self.seed)
         times: dict[int, list[float]] = {size: [] for size in self._sizes()}
         for _ in range(3):
             for size in times:
                 for slot in range(self.slots):
                     chunk = np.zeros(self._chunks[0], np.int32)
-                    self._prefill_chunk(slot, 0, chunk, prompt, True, settings)
+                    self._prefill_chunk(slot, start, chunk, prompt, True, settings)
                 jax.block_until_ready(self._state)
                 begin = time.perf_counter()
                 trace = self._visit(min(self._capacity, 4), False, size)

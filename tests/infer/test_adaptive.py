@@ -14,10 +14,10 @@ def proposed(size):
     return max(size - 1, 0)
 
 
-def simulate(rate_of, visits, seed=0, costs=COSTS, rows=1, pace=lambda visit: 1.0):
+def simulate(rate_of, visits, seed=0, costs=COSTS, rows=1, pace=lambda visit: 1.0, believed=COSTS):
     """Tokens per second of `visits` visits with acceptance rate `rate_of(visit)`, steps taking `pace(visit)` times
-    their costs; and the sizes chosen."""
-    rng, chooser = np.random.default_rng(seed), BlockChooser(costs, proposed)
+    their costs, which were measured as `believed` at first; and the sizes chosen."""
+    rng, chooser = np.random.default_rng(seed), BlockChooser(believed, proposed)
     tokens = seconds = 0.0
     sizes, lapsed = [], set()
     for visit in range(visits):
@@ -91,6 +91,21 @@ def test_the_pace_of_the_machine_changes_no_choice():
     assert sizes[20:].count(0) + sizes[20:].count(1) > 0.95 * len(sizes[20:])
     _, sizes = simulate(lambda visit: 0.95, 400, pace=pace)
     assert sizes[20:].count(16) > 0.95 * len(sizes[20:])
+
+
+@pytest.mark.parametrize("believed", [COSTS | {4: 1.1}, COSTS | {8: 1.3, 16: 1.6}, COSTS | {0: 1.5, 1: 1.5}])
+def test_wrong_first_measurements_are_mended(believed):
+    """Speculation that seems to pay, and does not."""
+    speed, sizes = simulate(lambda visit: 0.35, 300, believed=believed)
+    assert sum(size > 1 for size in sizes[150:]) < 15
+    assert speed > 0.95
+
+
+def test_a_hiccup_changes_no_choice():
+    """One visit that takes thirty times as long, whichever it is."""
+    for at in range(0, 60, 3):
+        _, sizes = simulate(lambda visit: 0.9, 120, pace=lambda visit, at=at: 30.0 if visit == at else 1.0)
+        assert sum(size != 16 for size in sizes) < 20
 
 
 def test_a_slow_step_is_noticed():
