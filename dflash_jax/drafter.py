@@ -11,7 +11,6 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -61,16 +60,18 @@ class Model(nn.Module):
     ) -> tuple[Float[Array, "B T D"], tuple[Block, ...]]:
         """Final-normed hidden states of the block; its keys and values are never committed."""
         blocks, kv_proj = [], sharding.whole(self.kv_proj, "kv_proj")
-        for i, layer in enumerate(self.layers):
+        for i in range(len(self.layers)):
 
-            def project(h: Float[Array, "B T D"], i: int = i) -> tuple[Array, Array]:
-                kv = matmul(h, kv_proj[i])
-                if self.config.attention_bias:
-                    kv = kv + self.kv_bias[i][None, None]
-                return self._heads(kv, self.k_norm[i], at.rope)
+            def layer(model: Model, x: Float[Array, "B T D"], i: int = i) -> tuple[Array, Block]:
+                def project(h: Float[Array, "B T D"]) -> tuple[Array, Array]:
+                    kv = matmul(h, kv_proj[i])
+                    if model.config.attention_bias:
+                        kv = kv + model.kv_bias[i][None, None]
+                    return model._heads(kv, model.k_norm[i], at.rope)
 
-            x, block = layer(x, at, cache.entries[i], project)
-            x = checkpoint_name(x, "draft_layer")  # what rematerialisation keeps in training
+                return model.layers[i](x, at, cache.entries[i], project)
+
+            x, block = (nn.remat(layer) if at.remat else layer)(self, x)
             blocks.append(block)
         return self.norm(x), tuple(blocks)
 
@@ -130,6 +131,7 @@ class Drafter(struct.PyTreeNode):
         lengths: Int[Array, " B"] | None = None,
         starts: Int[Array, "B T"] | None = None,
         per_row: int | None = None,
+        remat: bool = False,
     ) -> Float[Array, "B T D"]:
         """Denoises embedded block slots against the committed context; reads the cache only.
 
@@ -138,11 +140,11 @@ class Drafter(struct.PyTreeNode):
             cache: context.
             lengths: context each block sees, `cache.lengths` by default.
             starts: where the document of each position begins (see `Target.forward`).
-            per_row: see `models.layers.Pass`.
+            per_row, remat: see `models.layers.Pass`.
         """
         within = positions if starts is None else positions - starts
         lengths = cache.lengths if lengths is None else lengths
-        at = Pass(positions, self._rope(within), None, lengths, jnp.int32(0), starts, per_row)
+        at = Pass(positions, self._rope(within), None, lengths, jnp.int32(0), starts, per_row, remat)
         return self._apply("forward", x, at, cache)[0]
 
     def context(
@@ -192,6 +194,7 @@ class Drafter(struct.PyTreeNode):
         lengths: Int[Array, " B"] | None = None,
         starts: Int[Array, " B"] | None = None,
         per_row: int | None = None,
+        remat: bool = False,
     ) -> Float[Array, "B P D"]:
         """Hidden states of the slots that predict; arguments as in `logits` and `forward`."""
         c = self.config
@@ -202,7 +205,7 @@ class Drafter(struct.PyTreeNode):
         x = (x * c.input_embedding_scale).astype(self.dtype)
         if starts is not None:
             starts = jnp.broadcast_to(starts[:, None], positions.shape)
-        hidden = self.forward(x, positions, cache, lengths=lengths, starts=starts, per_row=per_row)
+        hidden = self.forward(x, positions, cache, lengths=lengths, starts=starts, per_row=per_row, remat=remat)
         return hidden[:, 0 if c.anchor_predicts else 1 :]
 
     def unembed(self, target: Target, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:

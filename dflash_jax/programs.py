@@ -101,11 +101,12 @@ def prefill(
     hidden, features, blocks = target.forward(tokens[None], positions, None, cache, taps=taps, row=row)
     kept = once_read(count[None], hidden)
     state = state.replace(target_cache=commit(cache, blocks, kept, row=row))
-    if drafter is not None:
-        assert state.draft_cache is not None
+    if state.draft_cache is not None:  # which stays behind without the drafter
         cache = at_start(state.draft_cache)
-        context = drafter.context(features, positions, cache, row=row)
-        state = state.replace(draft_cache=commit(cache, context, kept, row=row))
+        if drafter is not None:
+            context = drafter.context(features, positions, cache, row=row)
+            cache = commit(cache, context, kept, row=row)
+        state = state.replace(draft_cache=cache)
     end = start + count
     history = remember_row(state.history, tokens, row, start, count)
     own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), history)

@@ -160,13 +160,18 @@ def constrain(x: jax.Array, axes: P) -> jax.Array:
     return x if current_mesh() is None else jax.lax.with_sharding_constraint(x, axes)
 
 
+def gathers() -> bool:
+    """Inside a jitted program: whether parameters are split over the `fsdp` axis of the mesh that is set."""
+    mesh = current_mesh()
+    return mesh is not None and mesh.shape["fsdp"] > 1
+
+
 def whole(weight: jax.Array, path: str) -> jax.Array:
     """Inside a jitted program: a parameter gathered over the `fsdp` axis, right before it is used.
 
     Left to itself, the compiler at times gathers the rows of all devices instead, and computes them everywhere.
     """
-    mesh = current_mesh()
-    if mesh is None or mesh.shape["fsdp"] == 1:
+    if not gathers():
         return weight
     return constrain(weight, P(*(None if axis == "fsdp" else axis for axis in spec(path))))
 
@@ -177,8 +182,7 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     Each device looks up its part of the width, of all tokens; the parts change places with those of the other rows. The
     table itself is never gathered.
     """
-    mesh = current_mesh()
-    if mesh is None or mesh.shape["fsdp"] == 1:
+    if not gathers():
         return table[tokens]
     found = table[constrain(tokens, P(None, None))]
     return on_every_device(constrain(found, P(None, None, "fsdp")))

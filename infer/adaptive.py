@@ -62,7 +62,8 @@ class BlockChooser:
 
     Size 1 proposes nothing, but keeps the draft cache of every row up to date, so that speculation can begin at any
     time. Where several tries in a row have not paid, size 0 saves that work too. A row decoded so has lapsed: whatever
-    would be proposed for it is worthless. Tries then wait for rows that come anew.
+    would be proposed for it is worthless. Tries then wait for rows that come anew, and until one is due, these need not
+    enter the draft cache either (`wanted`, `lapse`).
 
     Args:
         seconds: measured time of one step at each block size; `observe` keeps their ratios up to date.
@@ -120,6 +121,15 @@ class BlockChooser:
             other = min(size for size in speed if self._proposals(size))
         self.trying, self._pause, self._tries = True, min(2 * self._pause, LONGEST_PAUSE), self._tries + 1
         return other
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a new request should be read into the draft cache."""
+        return self._pause <= GIVE_UP or self._since >= self._pause
+
+    def lapse(self, row: Hashable) -> None:
+        """Nothing of a request that is about to decode is in the draft cache."""
+        self._lapsed.add(row)
 
     def observe(self, size: int, steps: int, seconds: float, committed: dict[Hashable, Sequence[int]]) -> None:
         """A visit of `steps` steps at this size took so long; tokens each request committed, step by step."""

@@ -128,13 +128,15 @@ class Engine:
     @property
     def programs(self) -> int:
         """How many programs `warm_up` compiles: for chunks of prompts, block sizes, ending a row, and kept prefixes."""
-        return len(self._chunks) + len(self._sizes()) + 1 + 2 * bool(self._prefixes.entries)
+        reading = len(self._chunks) * len(self._ways_to_read())
+        return reading + len(self._sizes()) + 1 + 2 * bool(self._prefixes.entries)
 
     def warm_up(self) -> None:
         """Compiles every program this engine will run; afterwards none is compiled any more."""
         begin = time.perf_counter()
         settings = row_settings(Request([0]), 1, self.seed)
-        chunks = [(0, 0, np.zeros(size, np.int32), 0, False, settings) for size in self._chunks]
+        ways = itertools.product(self._chunks, self._ways_to_read())
+        chunks = [(0, 0, np.zeros(size, np.int32), 0, False, settings, drafted) for size, drafted in ways]
         calls = [(prefill, self._prefill_arguments(*chunk)) for chunk in chunks]
         calls += [self._decode_call(0, False, size) for size in self._sizes()]
         with self._on_mesh():
@@ -155,6 +157,10 @@ class Engine:
 
     def _sizes(self) -> tuple[int, ...]:
         return (0, *candidates(self.block_size)) if self._auto else (self.block_size,)
+
+    def _ways_to_read(self) -> tuple[bool, ...]:
+        """Whether prompts are read into the draft cache: a choice only where no chunk of them is kept for others."""
+        return (True, False) if self._auto and not self._prefixes.entries else (True,)
 
     def _proposed(self, size: int) -> int:
         """Tokens proposed by a step of this block size."""
@@ -235,6 +241,7 @@ class Engine:
                 self._rows[slot] = row = self._waiting.popleft()
                 row.completion.started = time.perf_counter()
                 row.settings = row_settings(row.request, row.budget, self.seed)
+                row.drafted = self.chooser is None or self.chooser.wanted or len(self._ways_to_read()) == 1
         filling = [slot for slot, row in enumerate(self._rows) if row and not row.decoding]
         decoding = any(row and row.decoding for row in self._rows)
         if filling and not (decoding and self._just_filled):
@@ -296,23 +303,32 @@ class Engine:
         count = min(size, left)
         chunk = np.zeros(size, np.int32)
         chunk[:count] = prompt[row.filled : row.filled + count]
-        first = self._prefill_chunk(slot, row.filled, chunk, count, count == left, row.settings)
+        first = self._prefill_chunk(slot, row.filled, chunk, count, count == left, row.settings, row.drafted)
         with self._on_mesh():
             self._prefixes.note(self._state, slot, row.filled, count, row.keys)
         row.filled += count
         self.stats.prompt_tokens += row.filled - before
         if row.decoding:
             row.extend(jax.device_get(first), (0, slice(1)))
+            if self.chooser and not row.drafted:
+                self.chooser.lapse(row.ticket)
             if row.completion.finish_reason:
                 self._release(slot)
         self.stats.prefill_seconds += time.perf_counter() - begin
         return row if row.decoding else None
 
     def _prefill_arguments(
-        self, slot: int, start: int, chunk: np.ndarray, count: int, last: bool, settings: RowSettings
+        self,
+        slot: int,
+        start: int,
+        chunk: np.ndarray,
+        count: int,
+        last: bool,
+        settings: RowSettings,
+        drafted: bool = True,
     ) -> tuple:
         place = np.int32(slot), np.int32(start), chunk, np.int32(count), np.bool_(last)
-        return self.target, self.drafter, self._state, *place, settings, self.logprobs
+        return self.target, self.drafter if drafted else None, self._state, *place, settings, self.logprobs
 
     def _prefill_chunk(self, *chunk: Any) -> Committed:
         with self._on_mesh():

@@ -22,6 +22,7 @@ class Row:
         settings: for the device; known from its admission on.
         keys: of the prompt's whole chunks (see `prefixes.PrefixCache`).
         filled: prompt tokens committed.
+        drafted: whether they are in the draft cache, too.
     """
 
     ticket: int
@@ -31,6 +32,7 @@ class Row:
     keys: list[bytes]
     settings: RowSettings | None = None
     filled: int = 0
+    drafted: bool = True
 
     @property
     def decoding(self) -> bool:

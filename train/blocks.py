@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.cache import KV, Cache, commit, once_read
 from dflash_jax.drafter import Drafter
+from dflash_jax.sharding import gathers
 from dflash_jax.target import Target
 
 TARGET_CHUNK = 256  # positions of a target pass
@@ -82,8 +83,16 @@ def draw_blocks(
 def target_features(
     target: Target, taps: tuple[int, ...], tokens: Int[Array, "B S"], starts: Int[Array, "B S"]
 ) -> tuple[Float[Array, "B S FD"], Float[Array, "B S D"]]:
-    """Tapped features and final-normed hidden states of packed rows, by the frozen target, chunk by chunk."""
+    """Tapped features and final-normed hidden states of packed rows, by the frozen target, chunk by chunk.
+
+    Where its weights are gathered for every pass, one pass takes the whole row.
+    """
     B, S = tokens.shape
+    if gathers():
+        positions = jnp.broadcast_to(jnp.arange(S)[None], (B, S))
+        cache = target.init_cache(B, 0)
+        hidden, features, _ = target.forward(tokens, positions, None, cache, taps=taps, starts=starts)
+        return jax.lax.stop_gradient(features), jax.lax.stop_gradient(hidden)
     chunk = min(TARGET_CHUNK, S)
     short = -S % chunk
     tokens = jnp.pad(tokens, ((0, 0), (0, short)))
@@ -103,9 +112,19 @@ def target_features(
 
 
 def draft_hidden(
-    drafter: Drafter, target: Target, features: Float[Array, "B S FD"], starts: Int[Array, "B S"], blocks: Blocks
+    drafter: Drafter,
+    target: Target,
+    features: Float[Array, "B S FD"],
+    starts: Int[Array, "B S"],
+    blocks: Blocks,
+    *,
+    remat: bool = False,
 ) -> Float[Array, "B A P D"]:
-    """Hidden states of every prediction of every block, as decoding computes them for these anchors."""
+    """Hidden states of every prediction of every block, as decoding computes them for these anchors.
+
+    Args:
+        remat: see `models.layers.Pass`.
+    """
     B, A, P = blocks.labels.shape
     positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], starts.shape)
     context = drafter.context(features, positions, drafter.init_cache(B, 0), starts=starts)
@@ -120,5 +139,6 @@ def draft_hidden(
         lengths=flat(blocks.anchors),
         starts=flat(blocks.starts),
         per_row=A,
+        remat=remat,
     )
     return hidden.reshape(B, A, P, -1)

@@ -199,10 +199,7 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
         shape = features.shape[1:]
         noise = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), shape))(keys)
         features = features + (config.feature_noise * (2 * noise - 1)).astype(features.dtype)
-    run = lambda params, *x: draft_hidden(drafter.replace(params=params), target, *x)
-    if config.remat:
-        run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names("draft_layer"))
-    out = run(drafter.params, features, batch.starts, blocks)
+    out = draft_hidden(drafter, target, features, batch.starts, blocks, remat=config.remat)
     B, A, P = blocks.labels.shape
     wanted = None
     if distill:

@@ -43,6 +43,7 @@ class Pass(NamedTuple):
         starts: first position each query may see, [B, T] (packed documents); None is 0.
         per_row: in training, how many of the B blocks share one cache row (all others: None). Then the
             blocks see the cache up to their own `lengths`, and the pass is differentiable.
+        remat: whether a backward pass computes each layer again instead of keeping its insides.
     """
 
     positions: Int[Array, "B T"]
@@ -52,6 +53,7 @@ class Pass(NamedTuple):
     row: Int[Array, ""]
     starts: Int[Array, "B T"] | None = None
     per_row: int | None = None
+    remat: bool = False
 
 
 class RMSNorm(nn.Module):

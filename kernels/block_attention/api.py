@@ -4,6 +4,7 @@ Shapes: B rows, T block positions, S cache slots, N query heads, K key-value hea
 keys, Hv head dim of values, G queries that share a key-value head (N // K heads at T positions).
 """
 
+from functools import partial
 from typing import Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -11,12 +12,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from ..dispatch import HEADS, ROWS, Name, choose, from_owner, local_row, on_each_device
-from . import mosaic_gpu, pallas_tpu, reference
+from . import mosaic_gpu, pallas_tpu, reference, splash
 
 # "causal" and "full" over the block, or an explicit matrix (row i sees column j) for token trees.
 Visible = Literal["causal", "full"] | Bool[Array, "T T"] | Bool[Array, "B T T"]
 
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": mosaic_gpu}
+ALONE = {"xla": reference, "tpu": splash, "gpu": mosaic_gpu}  # of a causal block without a cache
 
 
 @runtime_checkable
@@ -52,7 +54,7 @@ def attend(
 
     Args:
         q: rotated queries.
-        positions: absolute positions of the block.
+        positions: absolute positions of the block, consecutive in a causal one without a cache.
         k, v: fresh keys and values of the block; `v` may alias `k`.
         cache: committed entry; its row axis R may be larger than B.
         lengths: committed length per row, 0 for an empty row.
@@ -71,24 +73,31 @@ def attend(
     Raises:
         ValueError: the named implementation does not serve this case; the message says why.
     """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rows = ROWS if q.shape[0] == cache.k.shape[0] else None
+    queries, keys = P(rows, None, HEADS), P(rows, HEADS)
+    if (
+        isinstance(visible, str)
+        and visible == "causal"
+        and cache.k.shape[2] == 0
+        and choose(ALONE, q, v, cache.k, implementation=implementation) is splash
+    ):
+        alone = partial(splash.attend, window=window, scale=scale, softcap=softcap)
+        return on_each_device(alone, (queries, keys, keys, P(rows), P(HEADS)), queries)(q, k, v, starts, sinks)
     mask = block_mask(visible, positions, window)
     low = starts
     if starts is not None:
         mask = mask & (positions[:, None, :] >= starts[:, :, None])
     if window is not None:
         low = jnp.maximum(0 if low is None else low, positions - window + 1)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    whole = q.shape[0] == cache.k.shape[0]
 
     def local(q, k, v, cache_k, cache_v, lengths, low, mask, sinks, row):
         chosen = choose(IMPLEMENTATIONS, q, v, cache_k, implementation=implementation)
-        row, here = local_row(row, cache_k.shape[0], whole)
+        row, here = local_row(row, cache_k.shape[0], rows is not None)
         lengths = jnp.where(here, lengths, 0)
         out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, scale, softcap, sinks, row)
-        return out if whole else from_owner(out, here)
+        return out if rows else from_owner(out, here)
 
-    rows = ROWS if whole else None
-    queries, keys = P(rows, None, HEADS), P(rows, HEADS)
     masks = P(rows if mask.shape[0] > 1 else None)
     specs = (queries, keys, keys, P(ROWS, HEADS), P(ROWS, HEADS), P(rows), P(rows), masks, P(HEADS), P())
     run = on_each_device(local, specs, queries)

@@ -81,7 +81,15 @@ def test_the_draft_cache_is_given_up_where_it_never_pays():
     for _ in range(500):
         chooser.observe(0, 16, 16 * COSTS[0], {0: [1] * 16})
         assert chooser.choose([0]) == 0
+    assert chooser.wanted
     assert chooser.choose([1]) == 4
+    chooser.observe(4, TRY, TRY * COSTS[4], {1: [1] * TRY})
+    assert not chooser.wanted  # nor need its prompt be read into the draft cache, until the next try is due
+    chooser.lapse(2)
+    while not chooser.wanted:
+        chooser.observe(0, 16, 16 * COSTS[0], {2: [1] * 16})
+        assert chooser.choose([2]) == 0
+    assert chooser.choose([2, 3]) == 4
 
 
 def test_the_pace_of_the_machine_changes_no_choice():
@@ -117,7 +125,7 @@ def test_a_slow_step_is_noticed():
     assert sum(chooser.used.values()) == 60 * 16
 
 
-def test_the_choice_never_changes_the_answers(target, drafter):
+def test_the_choice_never_changes_the_answers(target, drafter, monkeypatch):
     requests = [Request([i + 1, 5, 9], 40, temperature=0.4 * (i % 2), id=str(i)) for i in range(5)]
     expected = [done.token_ids for done in Engine(target, None, max_length=64).generate(requests)]
     engine = Engine(target, drafter, slots=2, max_length=64, block_size="auto", steps_per_visit=2)
@@ -125,6 +133,7 @@ def test_the_choice_never_changes_the_answers(target, drafter):
     assert engine.chooser is not None
     assert set(engine.chooser.used) == {0, 1, 4, 8}
     rng = np.random.default_rng(0)
+    monkeypatch.setattr(BlockChooser, "wanted", property(lambda chooser: bool(rng.integers(2))))
     for sizes in ((0,), (1,), (4,), (8,), (0, 1, 4, 8)):  # each of them and any order, whatever pays
         engine.chooser.choose = lambda rows, sizes=sizes: list(rows) and int(rng.choice(sizes))
         assert [done.token_ids for done in engine.generate(requests)] == expected

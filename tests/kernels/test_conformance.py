@@ -194,6 +194,52 @@ def test_rows_and_documents(implementation):
     np.testing.assert_allclose(got[:, 2:], second[:, 2:], atol=atol)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "tpu"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(256, 4, 2, 128),
+        Shape(128, 2, 1, 256, softcap=20.0),
+        Shape(256, 4, 1, 128, window=50),
+        Shape(128, 4, 2, 128, sinks=True),
+    ],
+)
+def test_packed_rows_without_a_cache(implementation, shape):
+    T = shape.T
+    q, k, v, *_, sinks = draw(shape, [0, 0], 1, jnp.float32)
+    starts = np.zeros((2, T), np.int32)
+    starts[0, 40:], starts[0, 99:], starts[1, T - 3 :] = 40, 99, np.arange(T - 3, T)
+    positions, lengths = jnp.broadcast_to(jnp.arange(T), (2, T)), jnp.zeros(2, jnp.int32)
+    own = np.tril(np.ones((T, T), bool)) & (np.arange(T)[None, None] >= starts[:, :, None])
+    empty = jnp.zeros((2, shape.K, 0, shape.H))
+    expected = dense(shape, q, k, v, empty, empty, positions, lengths, sinks, own)
+
+    def call(q, k, v, implementation):
+        options = {"window": shape.window, "softcap": shape.softcap, "sinks": sinks, "starts": jnp.asarray(starts)}
+        block = q, positions, k, v, KV(empty, empty), lengths
+        return attend(*block, visible="causal", **options, implementation=implementation)
+
+    def gradients(implementation):
+        return jax.grad(lambda *x: jnp.sum(jnp.sin(call(*x, implementation))), argnums=(0, 1, 2))(q, k, v)
+
+    with INTERPRETED[implementation]():
+        np.testing.assert_allclose(call(q, k, v, implementation), expected, atol=1e-5)
+        if implementation != "xla" and not shape.sinks:
+            for mine, other in zip(gradients(implementation), gradients("xla"), strict=True):
+                np.testing.assert_allclose(mine, other, atol=1e-4)
+            with pytest.raises(ValueError, match="100 positions; it serves multiples of 128"):
+                attend(
+                    q[:, :100],
+                    positions[:, :100],
+                    k[:, :, :100],
+                    v[:, :, :100],
+                    KV(empty, empty),
+                    lengths,
+                    visible="causal",
+                    implementation=implementation,
+                )
+
+
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.H <= 256])
 def test_lowers_for_cuda(name, monkeypatch):
     """As far as this goes without a GPU: layouts are inferred and the kernel is handed to the CUDA plugin."""

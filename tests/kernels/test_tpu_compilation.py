@@ -55,6 +55,21 @@ def test_v5e(name):
     check(compiled("v5e:2x2", name), name)
 
 
+def test_packed_rows_without_a_cache():
+    """A row of training: the scores of no head ever exist whole."""
+    place = SingleDeviceSharding(topology("v5e:2x2")[0])
+    spec = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype, sharding=place)
+    ints, none = spec(1, 3072, dtype=jnp.int32), spec(1, 8, 0, 128)
+
+    def call(q, positions, k, v, cache, starts):
+        lengths = jnp.zeros(1, jnp.int32)
+        return attend(q, positions, k, v, cache, lengths, visible="causal", starts=starts, implementation="tpu")
+
+    keys = spec(1, 8, 3072, 128)
+    program = jax.jit(call).lower(spec(1, 3072, 32, 128), ints, keys, keys, KV(none, none), ints).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 4 * 3072 * 3072
+
+
 def test_float32():
     check(compiled("v5e:2x2", "qwen3-8b verify", jnp.float32), "qwen3-8b verify", size=4)
 

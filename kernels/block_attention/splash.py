@@ -1,0 +1,56 @@
+"""TPU implementation for a block that stands alone: jax's splash attention, forward and backward.
+
+So are packed rows attended in training. A prompt in decoding does not come here: its chunk shares one softmax with a
+ragged cache, which `pallas_tpu` reads in the same pass.
+"""
+
+import jax
+from jaxtyping import Array, Float, Int
+
+LANES = 128
+TILES = (512, 256, 128)  # queries and keys of a grid step
+
+
+def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: Float[Array, "R K 0 H"]) -> str | None:
+    """Why these shapes are not served, or None."""
+    if q.shape[1] % LANES:
+        return f"{q.shape[1]} positions; it serves multiples of {LANES}"
+    if q.shape[-1] % LANES or v.shape[-1] % LANES:
+        return f"head dims {q.shape[-1]} and {v.shape[-1]}; it serves multiples of {LANES}"
+    return None
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T Hv"],
+    starts: Int[Array, "B T"] | None,
+    sinks: Float[Array, " N"] | None,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> Float[Array, "B T N Hv"]:
+    """Causal attention of consecutive positions to each other; arguments as in `api.attend`."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    T, N = q.shape[1:3]
+    tile = next(size for size in TILES if T % size == 0)
+    mask = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    kernel = splash.make_splash_mha(
+        masks.MultiHeadMask([mask] * N),
+        block_sizes=splash.BlockSizes(**{f"block_{name}": tile for name in names}),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=softcap,
+    )
+
+    def one(row: tuple[Array, Array, Array, Array | None]) -> Array:
+        q, k, v, starts = row
+        # Where a document starts tells it from all others of the row.
+        segments = None if starts is None else splash.SegmentIds(starts, starts)
+        return kernel(q, k, v, segments, sinks)
+
+    return jax.lax.map(one, ((q * scale).astype(q.dtype).swapaxes(1, 2), k, v, starts)).swapaxes(1, 2)
