@@ -259,9 +259,17 @@ def measured(compiled: Any) -> dict[str, Any]:
 
 
 def collectives(text: str) -> list[dict[str, Any]]:
-    """Collectives of a compiled program: kind, shape, bytes, and how often it stands there, largest first."""
+    """Collectives of a compiled program: kind, shape, bytes, and how often it stands there, largest first.
+
+    One that runs beside other work stands in the fusions that begin it, go on with it and end it; its channel tells.
+    """
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for result, kind in re.findall(rf"= (\S.*?) ({_COLLECTIVES})(?:-start)?\(", text):
+    channels = set()
+    for result, kind, rest in re.findall(rf"= (\S.*?) ({_COLLECTIVES})(?:-start)?\((.*)", text):
+        channel = re.search(r"channel_id=\d+", rest)
+        if channel and channel[0] in channels:
+            continue
+        channels |= {channel[0]} if channel else set()
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", re.sub(r"\{[^}]*\}", "", result))
         if "(" in result and len(shapes) % 2 == 0 and f"{kind}-start(" in text:
             shapes = shapes[len(shapes) // 2 :]  # operands, then results

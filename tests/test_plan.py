@@ -11,6 +11,7 @@ LIST = """
   %b = (f32[8,16]{1,0}, bf16[8,16,64]{2,1,0:T(8,128)(2,1)}) all-reduce(%x, %y), channel_id=2
   %c = f32[8,16,4096]{2,1,0} all-reduce(%z), channel_id=3
   %d = bf16[4,64]{1,0} all-gather(%z), dimensions={0}
+  %f = f32[8,16,4096]{2,1,0} all-reduce(%z), channel_id=3, the_same="begun and ended"
   %e = f32[4]{0} add(%p, %q)
 """
 
