@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--jobs",
         type=int,
         metavar="ROUNDS",
-        help="instead: all prompts as one job, prefill included, that often and in turns, without speculation, at each "
+        help="instead: all prompts as one job, prefill included, that often, side by side without speculation, at each "
         "block size, with auto, and one prompt at a time; with --block-size, only without speculation and at that",
     )
     parser.add_argument(

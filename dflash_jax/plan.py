@@ -264,12 +264,12 @@ def collectives(text: str) -> list[dict[str, Any]]:
     One that runs beside other work stands in the fusions that begin it, go on with it and end it; its channel tells.
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    channels = set()
+    begun = set()
     for result, kind, rest in re.findall(rf"= (\S.*?) ({_COLLECTIVES})(?:-start)?\((.*)", text):
         channel = re.search(r"channel_id=\d+", rest)
-        if channel and channel[0] in channels:
+        if channel and (same := (kind, result, channel[0])) in begun:
             continue
-        channels |= {channel[0]} if channel else set()
+        begun |= {same} if channel else set()
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", re.sub(r"\{[^}]*\}", "", result))
         if "(" in result and len(shapes) % 2 == 0 and f"{kind}-start(" in text:
             shapes = shapes[len(shapes) // 2 :]  # operands, then results

@@ -125,7 +125,7 @@ class BlockChooser:
     @property
     def wanted(self) -> bool:
         """Whether a new request should be read into the draft cache."""
-        return self._pause <= GIVE_UP or self._since >= self._pause
+        return self._proposals(self._size) > 0 or self._pause <= GIVE_UP or self._since >= self._pause
 
     def lapse(self, row: Hashable) -> None:
         """Nothing of a request that is about to decode is in the draft cache."""

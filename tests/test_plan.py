@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_jax import plan, published
+from dflash_jax import plan, published, sharding
 
 LIST = """
   %a = f32[8,16,4096]{2,1,0} all-reduce(%x), channel_id=1
@@ -64,6 +64,19 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys):
 def test_what_cannot_be_planned(arguments, message, capsys):
     assert plan.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_training_step_by_its_compiler():
+    """Weights are gathered, not rows; the target takes whole rows by splash attention."""
+    pytest.importorskip("libtpu")
+    devices = plan.topology("v5e:4x4")
+    mesh = sharding.make_mesh(sharding.parse_mesh("fsdp=8,model=2", devices), devices)
+    compiled = plan.compile_training(cut(2), mesh, 8, 1024, 64)
+    text, figures = compiled.as_text(), plan.measured(compiled)
+    assert "splash_mha_fwd" in text
+    assert max(c["bytes"] for c in figures["collectives"]) <= 1.01 * 151936 * 4096 * 2 / 2  # half of the head
+    assert figures["temporary_bytes"] < 3 * 2**30
 
 
 def test_four_chips_by_their_compiler(monkeypatch, capsys, tmp_path):

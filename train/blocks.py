@@ -16,6 +16,7 @@ from dflash_jax.sharding import gathers
 from dflash_jax.target import Target
 
 TARGET_CHUNK = 256  # positions of a target pass
+WHOLE_ROW = 4096  # the same where its weights are gathered for every pass: a row that is no longer
 
 
 class Blocks(NamedTuple):
@@ -85,10 +86,10 @@ def target_features(
 ) -> tuple[Float[Array, "B S FD"], Float[Array, "B S D"]]:
     """Tapped features and final-normed hidden states of packed rows, by the frozen target, chunk by chunk.
 
-    Where its weights are gathered for every pass, one pass takes the whole row.
+    Where its weights are gathered for every pass, one pass takes the whole row, if that is not too long.
     """
     B, S = tokens.shape
-    if gathers():
+    if gathers() and S <= WHOLE_ROW:
         positions = jnp.broadcast_to(jnp.arange(S)[None], (B, S))
         cache = target.init_cache(B, 0)
         hidden, features, _ = target.forward(tokens, positions, None, cache, taps=taps, starts=starts)

@@ -64,7 +64,8 @@ def attend(
         sinks: per query head, the score of a key that has no value (gpt-oss).
         scale: of the scores, `H ** -0.5` by default.
         row: first cache row of the block; its B rows are contiguous.
-        starts: a query sees no position before this one (packed documents); None is 0.
+        starts: a query sees no position before this one, the first of its document (packed documents, to which
+            each position of the block belongs likewise); None is 0.
         implementation: "xla", "tpu" (Pallas) or "gpu" (Pallas on Hopper and later); see `dispatch`.
 
     Returns:

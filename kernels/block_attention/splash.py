@@ -1,7 +1,7 @@
 """TPU implementation for a block that stands alone: jax's splash attention, forward and backward.
 
-So are packed rows attended in training. A prompt in decoding does not come here: its chunk shares one softmax with a
-ragged cache, which `pallas_tpu` reads in the same pass.
+So are packed rows attended where a training pass takes them whole. A prompt in decoding does not come here: its chunk
+shares one softmax with a ragged cache, which `pallas_tpu` reads in the same pass.
 """
 
 import jax

@@ -16,12 +16,18 @@ def proposed(size):
 
 def simulate(rate_of, visits, seed=0, costs=COSTS, rows=1, pace=lambda visit: 1.0, believed=COSTS):
     """Tokens per second of `visits` visits with acceptance rate `rate_of(visit)`, steps taking `pace(visit)` times
-    their costs, which were measured as `believed` at first; and the sizes chosen."""
+    their costs, which were measured as `believed` at first; and the sizes chosen. Requests that were not wanted are
+    never accepted anything of."""
     rng, chooser = np.random.default_rng(seed), BlockChooser(believed, proposed)
     tokens = seconds = 0.0
-    sizes, lapsed = [], set()
+    sizes, lapsed, known = [], set(), set()
     for visit in range(visits):
         requests = [(slot, (visit + slot) // LIFE) for slot in range(rows)]
+        for row in set(requests) - known:
+            if not chooser.wanted:
+                chooser.lapse(row)
+                lapsed.add(row)
+        known = set(requests)
         size = chooser.choose(requests)
         sizes.append(size)
         lapsed |= set(requests) if size == 0 else set()
@@ -54,6 +60,15 @@ def test_it_is_near_the_best_fixed_size(rate, rows):
     best = max(expected_tokens([rate] * 15, proposed(size)) / cost for size, cost in COSTS.items())
     speed, _ = simulate(lambda visit: rate, 600, rows=rows)
     assert speed > 0.95 * best
+
+
+def test_requests_are_wanted_where_speculation_pays():
+    chooser = BlockChooser(COSTS, proposed)
+    for visit in range(600):
+        size = chooser.choose([visit // LIFE])
+        chooser.observe(size, 16, 16 * COSTS[size], {visit // LIFE: [size] * 16})
+        assert chooser.wanted
+    assert size == 16
 
 
 def test_it_follows_a_change():

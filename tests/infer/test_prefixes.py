@@ -1,10 +1,13 @@
 """Prompts that begin alike: a copied chunk is the one that was computed, bit for bit."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
 
 from dflash_jax import Engine, Request, load_drafter
+from dflash_jax.infer.adaptive import BlockChooser
 from dflash_jax.infer.prefixes import PrefixCache, chain, shared_chunks
 from tests import tiny
 
@@ -61,10 +64,14 @@ def test_penalties_see_a_copied_prompt(target):
     assert outcome(Engine(target, None, max_length=64, prefill_chunk=8, prefix_chunks=4).generate(ask)) == expected
 
 
-def test_nothing_is_compiled_after_the_start(target, drafter):
-    engine = Engine(target, drafter, slots=2, max_length=96, prefill_chunk=8, prefix_chunks=4, block_size="auto")
+@pytest.mark.parametrize("kept", [4, 0])
+def test_nothing_is_compiled_after_the_start(target, drafter, kept, monkeypatch):
+    engine = Engine(target, drafter, slots=2, max_length=96, prefill_chunk=8, prefix_chunks=kept, block_size="auto")
     engine.warm_up()
-    assert engine.programs == 1 + 4 + 1 + 2  # a chunk, four block sizes with 0, a row's end, copies to and fro
+    # A chunk of a prompt, four block sizes with 0, a row's end; copies to and fro, or a chunk without the drafter.
+    assert engine.programs == 1 + 4 + 1 + (2 if kept else 1)
+    turns = itertools.cycle([True, False])
+    monkeypatch.setattr(BlockChooser, "wanted", property(lambda chooser: next(turns)))
     compiled = []
     listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
     jax.monitoring.register_event_duration_secs_listener(listen)
