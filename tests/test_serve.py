@@ -86,6 +86,7 @@ def test_every_line_form_is_answered_and_every_bad_line_reported(pair, tmp_path)
     assert len(summary["acceptance_per_position"]) == 7
 
 
+@pytest.mark.slow
 def test_ids_are_told_apart_as_text(pair, tmp_path, capsys):
     status, records, _ = run(pair, tmp_path, [{"id": "1", "prompt": "a"}, {"prompt": "b"}], "--ordered")
     assert status == 0
@@ -171,6 +172,7 @@ def test_a_special_token_can_be_a_stop_string(pair):
     assert text.find_stop(["abcd"])(long, 21) == 103
 
 
+@pytest.mark.slow
 def test_token_ids_need_no_tokenizer(tmp_path, capsys):
     tiny.write_target(tmp_path / "target", tiny.target_config())
     tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config())

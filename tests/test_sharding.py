@@ -59,6 +59,7 @@ def test_every_mesh_gives_the_same_answers(directory, alone, axes, how):
     assert got == alone[how]
 
 
+@pytest.mark.slow
 def test_requests_with_everything_on_a_mesh(directory):
     """Penalties, log-probabilities and copied prompts, on rows and heads that are split."""
     head = [i % 50 + 1 for i in range(16)]
@@ -144,7 +145,8 @@ def test_a_shard_reads_its_rows_alone(directory, monkeypatch):
     np.testing.assert_array_equal(shard, plain[[*range(32), *range(128, 144), *range(160, 176)]])
 
 
-@pytest.mark.parametrize("axes", [pytest.param("data=8", marks=pytest.mark.slow), "fsdp=4,model=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["data=8", "fsdp=4,model=2"])
 def test_training_is_the_same_on_every_mesh(directory, axes, tmp_path):
     rng = np.random.default_rng(0)
     sizes = rng.integers(12, 30, 24)

@@ -25,7 +25,9 @@ def outcome(completions):
     return [(done.token_ids, done.acceptance_lengths) for done in completions]
 
 
-@pytest.mark.parametrize(("entries", "windowed"), [(1, False), (16, False), (16, True)])
+@pytest.mark.parametrize(
+    ("entries", "windowed"), [pytest.param(1, False, marks=pytest.mark.slow), (16, False), (16, True)]
+)
 def test_a_hit_changes_neither_tokens_nor_acceptance(target, drafter, tmp_path, entries, windowed):
     if windowed:  # its ring holds less than a chunk
         raw = tiny.drafter_config(
@@ -64,7 +66,7 @@ def test_penalties_see_a_copied_prompt(target):
     assert outcome(Engine(target, None, max_length=64, prefill_chunk=8, prefix_chunks=4).generate(ask)) == expected
 
 
-@pytest.mark.parametrize("kept", [4, 0])
+@pytest.mark.parametrize("kept", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_nothing_is_compiled_after_the_start(target, drafter, kept, monkeypatch):
     engine = Engine(target, drafter, slots=2, max_length=96, prefill_chunk=8, prefix_chunks=kept, block_size="auto")
     engine.warm_up()

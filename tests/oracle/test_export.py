@@ -18,7 +18,8 @@ from dflash_jax.train.step import Batch, init_state, train_step  # noqa: E402
 from tests.oracle.test_parity import MASK, TARGETS, _on_cpu, make_target, prompts  # noqa: E402
 
 
-@pytest.mark.parametrize("name", ["tied", pytest.param("yarn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tied", "yarn"])
 def test_exported_drafters_decode_alike(name, tmp_path):
     their_target = make_target(tmp_path / "target", **TARGETS[name])
     target, budget = load_target(tmp_path / "target"), 40
