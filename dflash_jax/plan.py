@@ -267,10 +267,11 @@ def collectives(text: str) -> list[dict[str, Any]]:
     begun = set()
     for result, kind, rest in re.findall(rf"= (\S.*?) ({_COLLECTIVES})(?:-start)?\((.*)", text):
         channel = re.search(r"channel_id=\d+", rest)
-        if channel and (same := (kind, result, channel[0])) in begun:
+        plain = re.sub(r"\{[^}]*\}", "", result)
+        if channel and (same := (kind, plain, channel[0])) in begun:
             continue
         begun |= {same} if channel else set()
-        shapes = re.findall(r"(\w+)\[([\d,]*)\]", re.sub(r"\{[^}]*\}", "", result))
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", plain)
         if "(" in result and len(shapes) % 2 == 0 and f"{kind}-start(" in text:
             shapes = shapes[len(shapes) // 2 :]  # operands, then results
         size = sum(
