@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
+
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, bundled: bool = True) -> None:
     """Options of every command that loads a pair; `bundled` has one to fall back to."""
@@ -213,11 +215,14 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def progress_bar(total: int, unit: str) -> Any:
-    """A bar on stderr."""
+def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> Any:
+    """A bar on stderr: drawn twice a second on a terminal, twice a minute in a log or not there at all."""
     from tqdm import tqdm
 
-    return tqdm(total=total, unit=unit, file=sys.stderr, mininterval=0.5)
+    terminal = sys.stderr.isatty()
+    pause = 0.5 if terminal else LOG_PAUSE
+    rhythm = {"mininterval": pause, "maxinterval": max(pause, 10.0)}
+    return tqdm(total=total, unit=unit, file=sys.stderr, disable=not (terminal or in_logs), **rhythm)
 
 
 def engine_rates(engine: Any) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli import (
+    LOG_PAUSE,
     add_generation_arguments,
     add_model_arguments,
     engine_rates,
@@ -202,17 +203,18 @@ def _share(text: str | None) -> tuple[int, int]:
 
 
 class _Reporter:
-    """Progress on a terminal, and a line of figures every so many seconds if that is asked for."""
+    """A bar on a terminal, and a line of figures every so many seconds if that is asked for, or in a log."""
 
     def __init__(self, engine: Any, total: int, interval: float | None):
-        self._engine, self._interval, self._last = engine, interval, time.perf_counter()
-        self._bar = progress_bar(total, "request")
+        self._engine, self._last = engine, time.perf_counter()
+        self._interval = interval or (None if sys.stderr.isatty() else LOG_PAUSE)
+        self._bar = progress_bar(total, "request", in_logs=False)
         self.finished = 0
 
     def update(self, finished: bool) -> None:
         self.finished += finished
         self._bar.update(int(finished))
-        self._bar.set_postfix_str(engine_rates(self._engine))
+        self._bar.set_postfix_str(engine_rates(self._engine), refresh=False)
         now = time.perf_counter()
         if self._interval and now - self._last >= self._interval:
             self._last = now

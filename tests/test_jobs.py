@@ -314,6 +314,7 @@ def test_figures_while_a_job_runs(pair, tmp_path, capsys):
     err = capsys.readouterr().err
     assert "slots" in err
     assert "MiB" in err
+    assert "\r" not in err  # this is a log: plain lines
     latency = json.loads(summary.read_text())["latency_seconds"]
     assert set(latency) == {"queue", "first_token", "per_token", "end_to_end"}
     assert latency["end_to_end"]["p50"] >= latency["first_token"]["p50"] >= latency["queue"]["p50"] >= 0

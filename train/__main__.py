@@ -183,7 +183,7 @@ def _regenerate(args: argparse.Namespace) -> int:
                     failed += "error" in record
                     cut += record.get("finish_reason") == "length"
                     bar.update()
-                bar.set_postfix_str(engine_rates(engine))
+                bar.set_postfix_str(engine_rates(engine), refresh=False)
         if stopping:
             raise KeyboardInterrupt
     if cut:
@@ -289,7 +289,9 @@ def _fit(args: argparse.Namespace) -> int:
         def report(step: int, metrics: dict[str, Any]) -> None:
             bar.update(step - bar.n)
             shown = {"loss": "loss", "teacher_forced_tau": "tau (teacher-forced)", "tau": "tau (decoded)"}
-            bar.set_postfix_str(" ".join(f"{shown[k]} {metrics[k]:.3f}" for k in shown if metrics.get(k)))
+            bar.set_postfix_str(
+                " ".join(f"{shown[k]} {metrics[k]:.3f}" for k in shown if metrics.get(k)), refresh=False
+            )
             if writer:
                 for name, value in metrics.items():
                     if isinstance(value, float):
@@ -376,7 +378,7 @@ def _pair(args: argparse.Namespace) -> int:
 
         def progress(step: int, steps: int, loss: float) -> None:
             bar.update(step - bar.n)
-            bar.set_postfix_str(f"loss {loss:.3f}")
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
 
         pair = build(args.out, recipe, main, progress)
     print(f"wrote {pair}")
