@@ -118,7 +118,15 @@ def _serve(args: argparse.Namespace) -> int:
         raise ValueError("--input needs --output FILE.jsonl")
     from dflash_jax.infer import parts
     from dflash_jax.infer.interrupt import stop_signals
-    from dflash_jax.infer.jobs import answer_record, job_settings, record_id, rewrite_in_order, run_job, summarise
+    from dflash_jax.infer.jobs import (
+        Tally,
+        answer_record,
+        job_settings,
+        record_id,
+        rewrite_in_order,
+        run_job,
+        summarise,
+    )
     from dflash_jax.infer.journal import Journal
     from dflash_jax.infer.lines import input_lines, input_paths, read_lines
 
@@ -158,7 +166,7 @@ def _serve(args: argparse.Namespace) -> int:
         left = [line for line in mine if str(line.id) not in done]
         if done:
             print(f"{len(mine) - len(left)} lines are done, {len(left)} left", file=sys.stderr)
-        completions: list[Any] = []
+        tally = Tally()
         requests = [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
         engine = make_engine(args, pair, requests, growing=any(line.later for line in lines))
         if left:
@@ -169,7 +177,8 @@ def _serve(args: argparse.Namespace) -> int:
             if record is not None:
                 journal.append(record)
                 failed += bool(record.get("error"))
-                completions += turns
+                for completion in turns:
+                    tally.add(completion)
             report.update(record is not None)
         report.close()
     unfinished = len(left) - report.finished
@@ -179,7 +188,7 @@ def _serve(args: argparse.Namespace) -> int:
         rewrite_in_order(output, lines)
     if args.summary:
         wall = time.perf_counter() - begin
-        summary = summarise(completions, len(lines), failed, engine.stats, engine.width, wall)
+        summary = summarise(tally, len(lines), failed, engine.stats, engine.width, wall)
         summary |= {"resumed": len(done), "unfinished": unfinished}
         summary["steps_by_block_size"] = (
             engine.chooser.used if engine.chooser else {engine.block_size: engine.stats.steps}

@@ -1,6 +1,8 @@
 """Batch jobs: lines in, records out, and what they add up to."""
 
 import json
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -157,32 +159,60 @@ def rewrite_in_order(path: Path, lines: Sequence[Line]) -> None:
     write_text(path, "".join(records))
 
 
-def acceptance_summary(lengths: list[int], width: int) -> dict[str, Any]:
-    """Tau, histogram and per-position acceptance of a list of acceptance lengths.
+def acceptance_summary(lengths: Mapping[int, int], width: int) -> dict[str, Any]:
+    """Tau, histogram and per-position acceptance of acceptance lengths, given how often each occurred.
 
     `acceptance_histogram[k]` counts steps that committed k tokens, k = 0..width.
     `acceptance_per_position[k]` is the share of steps that accepted their first k+1 proposals; a step cut by
     a stop token or the budget counts the tokens it committed.
     """
-    histogram = [lengths.count(k) for k in range(width + 1)]
-    steps = len(lengths)
+    histogram = [lengths.get(k, 0) for k in range(width + 1)]
+    steps = sum(lengths.values())
     return {
         "steps": steps,
-        "tau": sum(lengths) / steps if steps else None,
+        "tau": sum(k * count for k, count in lengths.items()) / steps if steps else None,
         "acceptance_histogram": histogram,
         "acceptance_per_position": [sum(histogram[k + 2 :]) / steps for k in range(width - 1)] if steps else [],
     }
 
 
+class Tally:
+    """What the completions of a job add up to; of each of them no more is kept than some times."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.lengths: Counter[int] = Counter()
+        self._seconds = {name: array("d") for name in ("queue", "first_token", "per_token", "end_to_end")}
+
+    def add(self, completion: Completion) -> None:
+        self.tokens += len(completion.token_ids)
+        self.lengths.update(completion.acceptance_lengths)
+        if not completion.finished:
+            return
+        c, seconds = completion, self._seconds
+        seconds["queue"].append(c.started - c.submitted)
+        seconds["first_token"].append(c.first_token - c.submitted)
+        seconds["end_to_end"].append(c.finished - c.submitted)
+        if len(c.token_ids) > 1:
+            seconds["per_token"].append((c.finished - c.first_token) / (len(c.token_ids) - 1))
+
+    def latencies(self) -> dict[str, dict[str, float]]:
+        """Percentiles in seconds: waiting for a slot, to the first token, per further token, and from end to end."""
+        return {
+            name: {f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)}
+            for name, values in self._seconds.items()
+            if values
+        }
+
+
 def summarise(
-    completions: list[Completion], requests: int, failed: int, stats: Stats, width: int, wall_seconds: float
+    tally: Tally, requests: int, failed: int, stats: Stats, width: int, wall_seconds: float
 ) -> dict[str, Any]:
-    """The summary of a job: lines and those without an answer, and what this run's `completions` add up to."""
-    lengths = [length for completion in completions for length in completion.acceptance_lengths]
+    """The summary of a job: lines and those without an answer, and what this run's completions add up to."""
     return {
         "requests": requests,
         "failed": failed,
-        "tokens": sum(len(completion.token_ids) for completion in completions),
+        "tokens": tally.tokens,
         "wall_seconds": wall_seconds,
         "compile_seconds": stats.compile_seconds,
         "prefill_seconds": stats.prefill_seconds,
@@ -191,22 +221,6 @@ def summarise(
         "decode_seconds": stats.decode_seconds,
         "decode_tokens_per_second": stats.tokens_per_second,
         "device_steps": stats.steps,
-        "latency_seconds": latencies(completions),
-        **acceptance_summary(lengths, width),
-    }
-
-
-def latencies(completions: Sequence[Completion]) -> dict[str, dict[str, float]]:
-    """Percentiles in seconds: waiting for a slot, to the first token, per further token, and from end to end."""
-    done = [c for c in completions if c.finished]
-    measured = {
-        "queue": [c.started - c.submitted for c in done],
-        "first_token": [c.first_token - c.submitted for c in done],
-        "per_token": [(c.finished - c.first_token) / (len(c.token_ids) - 1) for c in done if len(c.token_ids) > 1],
-        "end_to_end": [c.finished - c.submitted for c in done],
-    }
-    return {
-        name: {f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)}
-        for name, values in measured.items()
-        if values
+        "latency_seconds": tally.latencies(),
+        **acceptance_summary(tally.lengths, width),
     }

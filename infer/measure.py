@@ -1,6 +1,7 @@
 """What a benchmark measures: engines taking turns on the same requests, and the parts of a step."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -61,7 +62,7 @@ def compare(
     figures: dict[str, Any] = {name: _side(engine, answers[name]) for name, engine in engines.items()}
     speculative, plain = figures["speculative"], figures["autoregressive"]
     lengths = [n for completion in answers["speculative"] for n in completion.acceptance_lengths]
-    figures |= acceptance_summary(lengths, engines["speculative"].width)
+    figures |= acceptance_summary(Counter(lengths), engines["speculative"].width)
     figures["speedup"] = speculative["tokens_per_second"] / plain["tokens_per_second"]
     figures["equal_outputs"] = sum(
         a.token_ids == b.token_ids for a, b in zip(answers["speculative"], answers["autoregressive"], strict=True)

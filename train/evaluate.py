@@ -1,5 +1,6 @@
 """Real speculative decoding of held-out prompts: the only number a checkpoint is chosen by."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +79,7 @@ def evaluate(
         for engine, done in zip(engines, answers, strict=True):
             done += engine.generate(requests[start : start + slots])
     lengths = [n for completion in answers[0] for n in completion.acceptance_lengths]
-    figures = acceptance_summary(lengths, engines[0].width) | {
+    figures = acceptance_summary(Counter(lengths), engines[0].width) | {
         "samples": len(requests),
         "tau_per_prompt": [completion.tau for completion in answers[0]],
         "tokens": sum(len(completion.token_ids) for completion in answers[0]),
