@@ -198,7 +198,7 @@ def make_engine(
 
 def warm_up(engine: Any) -> None:
     """Compiles, and says so."""
-    print(f"compiling {engine.programs} programs ...", file=sys.stderr)
+    print(f"compiling {engine.batch.programs} programs ...", file=sys.stderr)
     engine.warm_up()
     print(f"ready after {engine.stats.compile_seconds:.1f} s", file=sys.stderr)
 

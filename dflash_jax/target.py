@@ -7,13 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import cache as caches
 from dflash_jax import checkpoint, models, sharding
 from dflash_jax.cache import Block, Cache
 from dflash_jax.config import TargetConfig, token_ids
-from dflash_jax.kernels.block_attention import Visible
 from dflash_jax.models.layers import Pass, rope_tables
 
 
@@ -45,7 +44,7 @@ class Target(struct.PyTreeNode):
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        visible: Visible | None,
+        visible: Bool[Array, "T T"] | Bool[Array, "B T T"] | None,
         cache: Cache,
         *,
         taps: tuple[int, ...] = (),
@@ -56,8 +55,7 @@ class Target(struct.PyTreeNode):
 
         Args:
             tokens, positions: the block; positions are absolute.
-            visible: which block positions see each other (see `kernels.block_attention.attend`); None is
-                causal.
+            visible: which block positions see each other (row i sees column j); None is causal.
             cache: committed cache.
             taps: layers whose outputs to return as features, in this order.
             row: first cache row of the block; its rows are contiguous.

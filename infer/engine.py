@@ -9,24 +9,19 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.drafter import Drafter
 from dflash_jax.infer.adaptive import TRY, BlockChooser, candidates
-from dflash_jax.infer.prefixes import PrefixCache
+from dflash_jax.infer.batch import Batch
 from dflash_jax.infer.requests import Completion, Request, RequestError, check_seed
 from dflash_jax.infer.rows import STOP_WIDTH, Row, row_settings
 from dflash_jax.infer.stats import Stats
-from dflash_jax.programs import decode_call, prefill, release
-from dflash_jax.sharding import mesh_of, pin, rows_of
-from dflash_jax.speculative import Committed, Proposals, RowSettings, init_state
+from dflash_jax.sharding import mesh_of, rows_of
+from dflash_jax.speculative import Proposals
 from dflash_jax.target import Target
 
 
@@ -67,13 +62,16 @@ class Engine:
         prefix_chunks: int = 0,
         logprobs: int | None = None,
     ):
-        sizes = {"slots": slots, "max_length": max_length, "prefill_chunk": prefill_chunk}
-        for name, value in (sizes | {"steps_per_visit": steps_per_visit}).items():
-            if not 1 <= value < 2**31:
-                raise ValueError(f"{name} must be at least 1 and below 2**31, got {value}")
+        for name, value, least in (
+            ("slots", slots, 1),
+            ("max_length", max_length, 1),
+            ("prefill_chunk", prefill_chunk, 1),
+            ("steps_per_visit", steps_per_visit, 1),
+            ("prefix_chunks", prefix_chunks, 0),
+        ):
+            if not least <= value < 2**31:
+                raise ValueError(f"{name} must be at least {least} and below 2**31, got {value}")
         check_seed(seed)
-        if not 0 <= prefix_chunks < 2**31:
-            raise ValueError(f"prefix_chunks must be at least 0 and below 2**31, got {prefix_chunks}")
         if logprobs is not None and not 0 <= logprobs <= target.config.vocab_size:
             raise ValueError(f"logprobs must lie in 0..{target.config.vocab_size} or be None, got {logprobs}")
         if proposals not in get_args(Proposals):
@@ -92,23 +90,25 @@ class Engine:
         self.proposals: Proposals = proposals
         self.logprobs = logprobs
         self.stats = Stats()
-        self._chunks = sorted({min(32, prefill_chunk), prefill_chunk})
-        self._capacity = steps_per_visit
-        self._mesh = mesh_of(target.params)
-        if slots % (parts := rows_of(self._mesh)):
+        if slots % (parts := rows_of(mesh_of(target.params))):
             raise ValueError(f"slots must be a multiple of {parts}, the mesh's parts of rows; got {slots}")
-        make = partial(init_state, target, drafter, slots, max_length, STOP_WIDTH)
-        with self._on_mesh():
-            self._state = make() if self._mesh is None else jax.jit(lambda: pin(make()))()
-            self._prefixes = PrefixCache(self._state, prefix_chunks, self._chunks[-1])
+        self._steps_per_visit = steps_per_visit
+        self.batch = Batch(
+            target,
+            drafter,
+            slots,
+            max_length,
+            chunk=prefill_chunk,
+            block_sizes=(0, *candidates(self.block_size)) if self._auto else (self.block_size,),
+            steps=steps_per_visit,
+            proposals=proposals,
+            prefix_chunks=prefix_chunks,
+            logprobs=logprobs,
+        )
         self._tickets = itertools.count()
         self._waiting: deque[Row] = deque()
         self._rows: list[Row | None] = [None] * slots
         self._just_filled = False
-
-    def _on_mesh(self) -> Any:
-        """The context in which programs are traced and run."""
-        return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     @property
     def waiting(self) -> int:
@@ -125,68 +125,13 @@ class Engine:
         """Most tokens a step can commit per row."""
         return self.drafter.config.proposals(self.block_size) + 1 if self.drafter else 1
 
-    @property
-    def programs(self) -> int:
-        """How many programs `warm_up` compiles: for chunks of prompts, block sizes, ending a row, and kept prefixes."""
-        reading = len(self._chunks) * len(self._ways_to_read())
-        return reading + len(self._sizes()) + 1 + 2 * bool(self._prefixes.entries)
-
     def warm_up(self) -> None:
         """Compiles every program this engine will run; afterwards none is compiled any more."""
         begin = time.perf_counter()
-        settings = row_settings(Request([0]), 1, self.seed)
-        ways = itertools.product(self._chunks, self._ways_to_read())
-        chunks = [(0, 0, np.zeros(size, np.int32), 0, False, settings, drafted) for size, drafted in ways]
-        calls = [(prefill, self._prefill_arguments(*chunk)) for chunk in chunks]
-        calls += [self._decode_call(0, False, size) for size in self._sizes()]
-        with self._on_mesh():
-            lowered = [program.lower(*arguments) for program, arguments in calls]
-        with ThreadPoolExecutor() as pool:  # the calls below find what is compiled here
-            list(pool.map(lambda program: program.compile(), lowered))
-        for chunk in chunks:
-            self._prefill_chunk(*chunk)
-        with self._on_mesh():
-            self._state = self._prefixes.warm_up(self._state)
-        for size in self._sizes():
-            self._visit(0, False, size)
-        self._release(0)
-        jax.block_until_ready(self._state)
+        self.batch.warm_up()
         if self._auto:
-            self._measure()
+            self.chooser = BlockChooser(self.batch.step_seconds(), self.batch.proposed)
         self.stats.compile_seconds += time.perf_counter() - begin
-
-    def _sizes(self) -> tuple[int, ...]:
-        return (0, *candidates(self.block_size)) if self._auto else (self.block_size,)
-
-    def _ways_to_read(self) -> tuple[bool, ...]:
-        """Whether prompts are read into the draft cache: a choice only where no chunk of them is kept for others."""
-        return (True, False) if self._auto and not self._prefixes.entries else (True,)
-
-    def _proposed(self, size: int) -> int:
-        """Tokens proposed by a step of this block size."""
-        if self.drafter is None or (self._auto and size <= 1):
-            return 0
-        return self.drafter.config.proposals(size)
-
-    def _measure(self) -> None:
-        """Times a step at each block size, all slots busy and half full of a made-up prompt."""
-        prompt = max(1, min(self._chunks[0], self.max_length // 2))
-        start = self.max_length // 2 - prompt  # what the caches hold before is of no interest
-        settings = row_settings(Request([0]), self.max_length - start - prompt, self.seed)
-        times: dict[int, list[float]] = {size: [] for size in self._sizes()}
-        for _ in range(3):
-            for size in times:
-                for slot in range(self.slots):
-                    chunk = np.zeros(self._chunks[0], np.int32)
-                    self._prefill_chunk(slot, start, chunk, prompt, True, settings)
-                jax.block_until_ready(self._state)
-                begin = time.perf_counter()
-                trace = self._visit(min(self._capacity, 4), False, size)
-                times[size].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
-        for slot in range(self.slots):
-            self._release(slot)
-        seconds = {size: min(measured) for size, measured in times.items()}
-        self.chooser = BlockChooser(seconds, self._proposed)
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Completions in the order of the requests; raises RequestError for one that cannot be served."""
@@ -223,7 +168,7 @@ class Engine:
         prompt = request.prompt_token_ids
         completion = Completion(prompt_tokens=len(prompt), sample=request.sample, submitted=time.perf_counter())
         budget = min(request.max_new_tokens, self.max_length - len(prompt))
-        self._waiting.append(Row(ticket, request, completion, budget, self._prefixes.keys(prompt)))
+        self._waiting.append(Row(ticket, request, completion, budget, self.batch.keys(prompt)))
         return ticket
 
     def step(self, *, admit: bool = True) -> list[tuple[int, Completion]]:
@@ -241,7 +186,7 @@ class Engine:
                 self._rows[slot] = row = self._waiting.popleft()
                 row.completion.started = time.perf_counter()
                 row.settings = row_settings(row.request, row.budget, self.seed)
-                row.drafted = self.chooser is None or self.chooser.wanted or len(self._ways_to_read()) == 1
+                row.drafted = self.chooser is None or self.chooser.wanted or not self.batch.draft_optional
         filling = [slot for slot, row in enumerate(self._rows) if row and not row.decoding]
         decoding = any(row and row.decoding for row in self._rows)
         if filling and not (decoding and self._just_filled):
@@ -262,7 +207,7 @@ class Engine:
 
     def wait(self) -> None:
         """Waits for the device: `step` may return while it still reads a prompt."""
-        jax.block_until_ready(self._state.anchor)
+        self.batch.wait()
 
     def cancel(self, *tickets: int) -> None:
         """Forgets requests, waiting or in a slot; nothing happens for one that is finished or unknown."""
@@ -271,7 +216,7 @@ class Engine:
         for slot, row in enumerate(self._rows):
             if row and row.ticket in gone:
                 self._rows[slot] = None
-                self._release(slot)
+                self.batch.release(slot)
 
     def check(self, request: Request) -> None:
         """Raises RequestError if this engine cannot serve the request."""
@@ -293,83 +238,31 @@ class Engine:
         row = self._rows[slot]
         assert row is not None
         assert row.settings is not None
-        prompt = row.request.prompt_token_ids
-        before = row.filled
-        with self._on_mesh():
-            self._state, row.filled = self._prefixes.copy(self._state, slot, before, prompt, row.keys)
-        self.stats.prefix_tokens += row.filled - before
-        left = len(prompt) - row.filled
-        size = self._chunks[-1] if left > self._chunks[-1] // 2 else self._chunks[0]
-        count = min(size, left)
-        chunk = np.zeros(size, np.int32)
-        chunk[:count] = prompt[row.filled : row.filled + count]
-        first = self._prefill_chunk(slot, row.filled, chunk, count, count == left, row.settings, row.drafted)
-        with self._on_mesh():
-            self._prefixes.note(self._state, slot, row.filled, count, row.keys)
-        row.filled += count
+        before, prompt = row.filled, row.request.prompt_token_ids
+        row.filled, copied, first = self.batch.read(slot, prompt, before, row.keys, row.settings, row.drafted)
+        self.stats.prefix_tokens += copied
         self.stats.prompt_tokens += row.filled - before
         if row.decoding:
             row.extend(jax.device_get(first), (0, slice(1)))
             if self.chooser and not row.drafted:
                 self.chooser.lapse(row.ticket)
             if row.completion.finish_reason:
-                self._release(slot)
+                self.batch.release(slot)
         self.stats.prefill_seconds += time.perf_counter() - begin
         return row if row.decoding else None
-
-    def _prefill_arguments(
-        self,
-        slot: int,
-        start: int,
-        chunk: np.ndarray,
-        count: int,
-        last: bool,
-        settings: RowSettings,
-        drafted: bool = True,
-    ) -> tuple:
-        place = np.int32(slot), np.int32(start), chunk, np.int32(count), np.bool_(last)
-        return self.target, self.drafter if drafted else None, self._state, *place, settings, self.logprobs
-
-    def _prefill_chunk(self, *chunk: Any) -> Committed:
-        with self._on_mesh():
-            self._state, first = prefill(*self._prefill_arguments(*chunk))
-        return first
-
-    def _release(self, slot: int) -> None:
-        with self._on_mesh():
-            self._state = release(self._state, jnp.int32(slot))
-
-    def _decode_call(self, max_steps: int, leave_on_finish: bool, size: int) -> tuple[Any, tuple]:
-        return decode_call(
-            self.target,
-            self.drafter if size else None,  # without it the draft cache stays as it is
-            self._state,
-            max_steps,
-            leave_on_finish,
-            block_size=size if self._proposed(size) else 0,
-            proposals=self.proposals,
-            capacity=self._capacity,
-            logprobs=self.logprobs,
-        )
-
-    def _visit(self, max_steps: int, leave_on_finish: bool, size: int) -> Committed:
-        program, arguments = self._decode_call(max_steps, leave_on_finish, size)
-        with self._on_mesh():
-            self._state, trace = program(*arguments)
-        return jax.device_get(trace)
 
     def _advance(self, leave_on_finish: bool) -> list[Row]:
         """One visit to the device; returns the rows that got tokens."""
         begin = time.perf_counter()
         self.wait()
         self.stats.prefill_seconds += time.perf_counter() - begin
-        size, most = self.block_size, self._capacity
+        size, most = self.block_size, self._steps_per_visit
         if self._auto:
             assert self.chooser is not None
             size = self.chooser.choose(row.ticket for row in self._rows if row and row.decoding)
             most = min(TRY, most) if self.chooser.trying else most
         begin = time.perf_counter()
-        trace = self._visit(most, leave_on_finish, size)
+        trace = self.batch.decode(size, most, leave_on_finish)
         counts = trace.count
         seconds, steps = time.perf_counter() - begin, int(np.sum(counts.any(axis=1)))
         self.stats.decode_seconds += seconds
@@ -387,7 +280,7 @@ class Engine:
                 if self.drafter:
                     row.completion.acceptance_lengths.append(committed)
             if row.completion.finish_reason and row.request.find_stop:
-                self._release(slot)
+                self.batch.release(slot)
             advanced.append(row)
         if self.chooser:
             seen = {}

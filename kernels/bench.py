@@ -142,7 +142,7 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
     import jax.numpy as jnp
 
     from dflash_jax.infer.engine import Engine
-    from dflash_jax.infer.measure import StepTimes
+    from dflash_jax.infer.step_times import StepTimes
     from dflash_jax.published import PAIRS, random_pair
 
     target, drafter = random_pair(*PAIRS[pair], jnp.dtype(dtype))

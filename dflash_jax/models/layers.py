@@ -12,12 +12,13 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.cache import KV, Block
 from dflash_jax.config import DecoderConfig, LayerConfig, RopeConfig
 from dflash_jax.kernels.anchored_attention import attend_anchored
-from dflash_jax.kernels.block_attention import Visible, attend
+from dflash_jax.kernels.block_attention import attend
 from dflash_jax.sharding import on_every_device, whole
 
 FEW_ROWS = 256  # of a product: the widest block or prompt chunk that is multiplied weight first
@@ -30,14 +31,13 @@ class Rope(NamedTuple):
     sin: Float[Array, "B T H"]
 
 
-class Pass(NamedTuple):
+class Pass(struct.PyTreeNode):
     """What every layer of one forward pass shares.
 
     Attributes:
         positions: absolute positions of the block, [B, T].
         rope: rotary tables at those positions.
-        visible: which block positions a block position sees (see `attend`); None leaves it to each
-            layer's own causality.
+        visible: which block positions a block position sees; None leaves it to each layer's own causality.
         lengths: committed length of each row, [B].
         row: first cache row the block belongs to; the block's B rows are contiguous from there.
         starts: first position each query may see, [B, T] (packed documents); None is 0.
@@ -48,12 +48,12 @@ class Pass(NamedTuple):
 
     positions: Int[Array, "B T"]
     rope: Rope
-    visible: Visible | None
+    visible: Bool[Array, "T T"] | Bool[Array, "B T T"] | None
     lengths: Int[Array, " B"]
     row: Int[Array, ""]
     starts: Int[Array, "B T"] | None = None
-    per_row: int | None = None
-    remat: bool = False
+    per_row: int | None = struct.field(pytree_node=False, default=None)
+    remat: bool = struct.field(pytree_node=False, default=False)
 
 
 class RMSNorm(nn.Module):
@@ -150,7 +150,7 @@ class Attention(nn.Module):
         else:
             q = Linear((D, N * H), config.attention_bias, name="q_proj")(x)
             k, v = project(x)
-        visible = ("causal" if self.layer.causal else "full") if at.visible is None else at.visible
+        by_layer = "causal" if self.layer.causal else "full"
         q, window = rotate(q_norm(q.reshape(B, T, N, H)), at.rope), self.layer.window
         if at.per_row is None:
             out = attend(
@@ -160,13 +160,13 @@ class Attention(nn.Module):
                 v,
                 entry,
                 at.lengths,
-                visible=visible,
+                visible=by_layer if at.visible is None else at.visible,
                 window=window,
                 row=at.row,
                 starts=at.starts,
             )
         else:
-            assert isinstance(visible, str)
+            assert at.visible is None
             starts = jnp.zeros_like(at.lengths) if at.starts is None else at.starts[:, 0]
             fold = lambda x: x.reshape(-1, at.per_row, *x.shape[1:])
             out = attend_anchored(
@@ -174,7 +174,7 @@ class Attention(nn.Module):
                 entry.k,
                 entry.v,
                 *map(fold, (at.lengths, starts)),
-                visible=visible,
+                visible=by_layer,
                 window=window,
             )
         out = Linear((N * H, D), config.attention_bias, name="o_proj")(out.reshape(B, T, N * H))

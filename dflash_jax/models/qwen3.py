@@ -47,6 +47,9 @@ def config(raw: Raw) -> TargetConfig:
     )
 
 
+Layer = nn.jit(DecoderLayer)  # traced once for all layers that are alike
+
+
 class Model(nn.Module):
     """Embedding, decoder layers, final norm and head."""
 
@@ -55,7 +58,7 @@ class Model(nn.Module):
     def setup(self):
         c, table = self.config, (self.config.vocab_size, self.config.hidden_size)
         self.embed_tokens = self.param("embed_tokens", nn.initializers.normal(0.02), table)
-        self.layers = [DecoderLayer(c, layer) for layer in c.layers]
+        self.layers = [Layer(c, layer) for layer in c.layers]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if not c.tie_word_embeddings:
             self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), table)

@@ -52,11 +52,11 @@ def test_copied_slots_hold_the_same_bits(target, drafter):
     while engine.busy or engine.waiting:
         engine.step()
     assert engine.stats.prefix_tokens >= 16
-    for cache in (engine._state.target_cache, engine._state.draft_cache):
+    for cache in (engine.batch.state.target_cache, engine.batch.state.draft_cache):
         for entry in cache.entries:
             for x in (entry.k, entry.v):
                 np.testing.assert_array_equal(x[0, :, : len(HEAD)], x[1, :, : len(HEAD)])
-    np.testing.assert_array_equal(engine._state.history.tokens[0, :24], engine._state.history.tokens[1, :24])
+    np.testing.assert_array_equal(engine.batch.state.history.tokens[0, :24], engine.batch.state.history.tokens[1, :24])
 
 
 def test_penalties_see_a_copied_prompt(target):
@@ -71,7 +71,7 @@ def test_nothing_is_compiled_after_the_start(target, drafter, kept, monkeypatch)
     engine = Engine(target, drafter, slots=2, max_length=96, prefill_chunk=8, prefix_chunks=kept, block_size="auto")
     engine.warm_up()
     # A chunk of a prompt, four block sizes with 0, a row's end; copies to and fro, or a chunk without the drafter.
-    assert engine.programs == 1 + 4 + 1 + (2 if kept else 1)
+    assert engine.batch.programs == 1 + 4 + 1 + (2 if kept else 1)
     turns = itertools.cycle([True, False])
     monkeypatch.setattr(BlockChooser, "wanted", property(lambda chooser: next(turns)))
     compiled = []
@@ -84,7 +84,7 @@ def test_nothing_is_compiled_after_the_start(target, drafter, kept, monkeypatch)
 
 
 def test_the_chunk_unused_for_longest_makes_room(target):
-    state = Engine(target, None, slots=1, max_length=32, prefill_chunk=4)._state
+    state = Engine(target, None, slots=1, max_length=32, prefill_chunk=4).batch.state
     cache = PrefixCache(state, 2, 4)
     a, b, c = (chain([token] * 4, 4) for token in (1, 2, 3))
     for keys in (a, b, a, c):
