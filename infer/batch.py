@@ -59,9 +59,8 @@ class Batch:
         self._logprobs = logprobs
         mesh = mesh_of(target.params)
         self._on_mesh = nullcontext if mesh is None else lambda: jax.set_mesh(mesh)
-        make = lambda: init_state(target, drafter, rows, max_length, STOP_WIDTH)
         with self._on_mesh():
-            self.state = make() if mesh is None else jax.jit(lambda: pin(make()))()
+            self.state = jax.jit(lambda: pin(init_state(target, drafter, rows, max_length, STOP_WIDTH)))()
             self._prefixes = PrefixCache(self.state, prefix_chunks, chunk)
         self.draft_optional = 0 in self._block_sizes and not prefix_chunks
 
@@ -88,10 +87,10 @@ class Batch:
         chunks = [(0, 0, np.zeros(size, np.int32), 0, False, settings, drafted) for size, drafted in ways]
         calls = [(prefill, self._prefill_arguments(*chunk)) for chunk in chunks]
         calls += [self._decode_call(size, 0, False) for size in self._block_sizes]
-        with self._on_mesh():
-            lowered = [program.lower(*arguments) for program, arguments in calls]
-        with ThreadPoolExecutor() as pool:  # the calls below find what is compiled here
-            list(pool.map(lambda program: program.compile(), lowered))
+        with ThreadPoolExecutor() as pool, self._on_mesh():  # the calls below find what is compiled here
+            compiling = [pool.submit(program.lower(*arguments).compile) for program, arguments in calls]
+        for program in compiling:
+            program.result()
         for chunk in chunks:
             self._prefill(*chunk)
         with self._on_mesh():
