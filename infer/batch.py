@@ -60,7 +60,8 @@ class Batch:
         mesh = mesh_of(target.params)
         self._on_mesh = nullcontext if mesh is None else lambda: jax.set_mesh(mesh)
         with self._on_mesh():
-            self.state = jax.jit(lambda: pin(init_state(target, drafter, rows, max_length, STOP_WIDTH)))()
+            made = jax.jit(lambda: pin(init_state(target, drafter, rows, max_length, STOP_WIDTH)))()
+            self.state = jax.block_until_ready(made)  # if there is no memory, say so here
             self._prefixes = PrefixCache(self.state, prefix_chunks, chunk)
         self.draft_optional = 0 in self._block_sizes and not prefix_chunks
 

@@ -7,7 +7,8 @@ Shapes: B rows, T block positions, D model width, N query heads, K key-value hea
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -197,6 +198,14 @@ class DecoderLayer(nn.Module):
         x = on_every_device(x + h)
         h = RMSNorm(size, eps, name="post_attention_layernorm")(x)
         return on_every_device(x + MLP(self.config, name="mlp")(h)), block
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def decoder_layer(
+    layer: DecoderLayer, params: Any, x: Float[Array, "B T D"], at: Pass, entry: KV
+) -> tuple[Float[Array, "B T D"], Block]:
+    """One layer of a model, traced once for all that are alike."""
+    return layer.apply({"params": params}, x, at, entry)
 
 
 def rope_tables(config: RopeConfig, head_dim: int, positions: Int[Array, "B T"], dtype: jnp.dtype) -> Rope:
