@@ -56,9 +56,12 @@ class Model(nn.Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def forward(
-        self, x: Float[Array, "B T D"], at: Pass, cache: Cache
+        self, x: Float[Array, "B T D"], at: Pass, cache: Cache, remat: bool
     ) -> tuple[Float[Array, "B T D"], tuple[Block, ...]]:
-        """Final-normed hidden states of the block; its keys and values are never committed."""
+        """Final-normed hidden states of the block; its keys and values are never committed.
+
+        With `remat`, a backward pass computes each layer again instead of keeping its insides.
+        """
         blocks, kv_proj = [], sharding.whole(self.kv_proj, "kv_proj")
         for i in range(len(self.layers)):
 
@@ -71,7 +74,7 @@ class Model(nn.Module):
 
                 return model.layers[i](x, at, cache.entries[i], project)
 
-            x, block = (nn.remat(layer) if at.remat else layer)(self, x)
+            x, block = (nn.remat(layer) if remat else layer)(self, x)
             blocks.append(block)
         return self.norm(x), tuple(blocks)
 
@@ -140,12 +143,13 @@ class Drafter(struct.PyTreeNode):
             cache: context.
             lengths: context each block sees, `cache.lengths` by default.
             starts: where the document of each position begins (see `Target.forward`).
-            per_row, remat: see `models.layers.Pass`.
+            per_row: see `models.layers.Pass`.
+            remat: see `Model.forward`.
         """
         within = positions if starts is None else positions - starts
         lengths = cache.lengths if lengths is None else lengths
-        at = Pass(positions, self._rope(within), None, lengths, jnp.int32(0), starts, per_row, remat)
-        return self._apply("forward", x, at, cache)[0]
+        at = Pass(positions, self._rope(within), None, lengths, jnp.int32(0), starts, per_row)
+        return self._apply("forward", x, at, cache, remat)[0]
 
     def context(
         self,

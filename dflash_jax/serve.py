@@ -61,7 +61,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="answers, written as requests finish (needs --input); continued if it is there",
     )
     parser.add_argument("--force", action="store_true", help="continue an output that was made with other settings")
-    parser.add_argument("--stats-interval", type=float, metavar="SECONDS", help="print figures every so often")
+    parser.add_argument(
+        "--stats-interval",
+        type=float,
+        metavar="SECONDS",
+        help=f"print figures every so often (default: {LOG_PAUSE:.0f} where there is no terminal); 0 prints none",
+    )
     parser.add_argument("--summary", metavar="FILE.json", help="write totals, tau and the acceptance histogram")
     parser.add_argument("--ordered", action="store_true", help="rewrite the output in input order at the end")
     parser.add_argument(
@@ -216,7 +221,7 @@ class _Reporter:
 
     def __init__(self, engine: Any, total: int, interval: float | None):
         self._engine, self._last = engine, time.perf_counter()
-        self._interval = interval or (None if sys.stderr.isatty() else LOG_PAUSE)
+        self._interval = LOG_PAUSE if interval is None and not sys.stderr.isatty() else interval
         self._bar = progress_bar(total, "request", in_logs=False)
         self.finished = 0
 

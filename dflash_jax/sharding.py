@@ -19,7 +19,8 @@ from dflash_jax.kernels.dispatch import HEADS, ROWS, current_mesh
 
 AXES = (*ROWS, HEADS)
 
-# Endings of parameter paths and the axes of each dimension. The weights are [out, in]; a product's output dimension is
+# Endings of parameter paths (in a pass, a layer does not know which one it is) and the axes of each dimension. The
+# weights are [out, in]; a product's output dimension is
 # split where its input comes from every device, its input dimension where a device holds only some of the input.
 RULES: tuple[tuple[str, P], ...] = (
     (r"(embed_tokens|lm_head)", P("model", "fsdp")),

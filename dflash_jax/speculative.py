@@ -71,7 +71,7 @@ class State(struct.PyTreeNode):
         scored: rows that want log-probabilities.
         target_cache: holds exactly the positions before the anchor.
         draft_cache: the same positions, projected from target features; None without a drafter. It falls behind in
-            rows that are decoded without the drafter.
+            rows that are read or decoded without the drafter.
     """
 
     anchor: Int[Array, " B"]

@@ -7,12 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dflash_jax import cache as caches
 from dflash_jax import checkpoint, models, sharding
 from dflash_jax.cache import Block, Cache
 from dflash_jax.config import TargetConfig, token_ids
+from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.models.layers import Pass, rope_tables
 
 
@@ -44,7 +45,7 @@ class Target(struct.PyTreeNode):
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        visible: Bool[Array, "T T"] | Bool[Array, "B T T"] | None,
+        visible: Visibility | None,
         cache: Cache,
         *,
         taps: tuple[int, ...] = (),

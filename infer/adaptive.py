@@ -76,7 +76,7 @@ class BlockChooser:
 
     def __init__(self, seconds: dict[int, float], proposals: Callable[[int], int]):
         self.seconds, self._proposals = dict(seconds), proposals
-        self._compared = dict.fromkeys(seconds, 2)  # how often each was timed
+        self._compared = dict.fromkeys(seconds, 2)  # the weight of what each took at first
         self._most = max(map(proposals, seconds))
         self._batch = Acceptance(self._most, BATCH_MEMORY)
         self._rows: dict[Hashable, Acceptance] = {}

@@ -26,12 +26,12 @@ class Batch:
 
     Args:
         target, drafter, proposals, prefix_chunks, logprobs: see `Engine`.
-        rows: slots.
+        slots: rows.
         max_length: tokens a row can hold.
         chunk: prompts are read in chunks of at most so many tokens.
         block_sizes: what `decode` may be asked for. If 0 is among them, 1 does not propose anything either but keeps
             the draft cache up to date, which 0 does not.
-        steps: most steps of a visit.
+        steps_per_visit: at most.
 
     Attributes:
         state: consumed and replaced by every call.
@@ -42,25 +42,25 @@ class Batch:
         self,
         target: Target,
         drafter: Drafter | None,
-        rows: int,
+        slots: int,
         max_length: int,
         *,
         chunk: int,
         block_sizes: Sequence[int],
-        steps: int,
+        steps_per_visit: int,
         proposals: Proposals,
         prefix_chunks: int,
         logprobs: int | None,
     ):
-        self._target, self._drafter, self._rows, self._max_length = target, drafter, rows, max_length
+        self._target, self._drafter, self._slots, self._max_length = target, drafter, slots, max_length
         self._chunks = sorted({min(32, chunk), chunk})
-        self._block_sizes, self._steps = tuple(block_sizes), steps
+        self._block_sizes, self._steps_per_visit = tuple(block_sizes), steps_per_visit
         self._proposals: Proposals = proposals
         self._logprobs = logprobs
         mesh = mesh_of(target.params)
         self._on_mesh = nullcontext if mesh is None else lambda: jax.set_mesh(mesh)
         with self._on_mesh():
-            made = jax.jit(lambda: pin(init_state(target, drafter, rows, max_length, STOP_WIDTH)))()
+            made = jax.jit(lambda: pin(init_state(target, drafter, slots, max_length, STOP_WIDTH)))()
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
             self._prefixes = PrefixCache(self.state, prefix_chunks, chunk)
         self.draft_optional = 0 in self._block_sizes and not prefix_chunks
@@ -68,8 +68,7 @@ class Batch:
     @property
     def programs(self) -> int:
         """How many `warm_up` compiles: for chunks of prompts, block sizes, ending a row, and kept prefixes."""
-        reading = len(self._chunks) * (1 + self.draft_optional)
-        return reading + len(self._block_sizes) + 1 + 2 * bool(self._prefixes.entries)
+        return len(self._empty_chunks()) + len(self._block_sizes) + 1 + 2 * bool(self._prefixes.entries)
 
     def proposed(self, block_size: int) -> int:
         """Tokens proposed by a step of this block size."""
@@ -83,9 +82,7 @@ class Batch:
 
     def warm_up(self) -> None:
         """Compiles every program; afterwards none is compiled any more. All rows must be idle."""
-        settings = row_settings(Request([0]), 1, 0)
-        ways = itertools.product(self._chunks, (True, False) if self.draft_optional else (True,))
-        chunks = [(0, 0, np.zeros(size, np.int32), 0, False, settings, drafted) for size, drafted in ways]
+        chunks = self._empty_chunks()
         calls = [(prefill, self._prefill_arguments(*chunk)) for chunk in chunks]
         calls += [self._decode_call(size, 0, False) for size in self._block_sizes]
         with ThreadPoolExecutor() as pool, self._on_mesh():  # the calls below find what is compiled here
@@ -101,6 +98,12 @@ class Batch:
         self.release(0)
         jax.block_until_ready(self.state)
 
+    def _empty_chunks(self) -> list[tuple]:
+        """A call of `_prefill` that reads nothing, for each of its programs."""
+        settings = row_settings(Request([0]), 1, 0)
+        ways = itertools.product(self._chunks, (True, False) if self.draft_optional else (True,))
+        return [(0, 0, np.zeros(size, np.int32), 0, False, settings, drafted) for size, drafted in ways]
+
     def read(
         self, slot: int, prompt: Sequence[int], start: int, keys: list[bytes], settings: RowSettings, drafted: bool
     ) -> tuple[int, int, Committed]:
@@ -115,6 +118,7 @@ class Batch:
             Tokens of the prompt that are committed now, how many of them were copied from another's, and the first new
             token [1, 1], if that was the last chunk.
         """
+        assert drafted or self.draft_optional
         with self._on_mesh():
             self.state, at = self._prefixes.copy(self.state, slot, start, prompt, keys)
         left = len(prompt) - at
@@ -150,13 +154,13 @@ class Batch:
         times: dict[int, list[float]] = {size: [] for size in self._block_sizes}
         for _ in range(3):
             for size in times:
-                for slot in range(self._rows):
+                for slot in range(self._slots):
                     self.read(slot, prompt, start, [], settings, True)
                 self.wait()
                 begin = time.perf_counter()
-                trace = self.decode(size, min(self._steps, 4), False)
+                trace = self.decode(size, min(self._steps_per_visit, 4), False)
                 times[size].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
-        for slot in range(self._rows):
+        for slot in range(self._slots):
             self.release(slot)
         return {size: min(measured) for size, measured in times.items()}
 
@@ -180,6 +184,6 @@ class Batch:
             leave_on_finish,
             block_size=block_size if self.proposed(block_size) else 0,
             proposals=self._proposals,
-            capacity=self._steps,
+            capacity=self._steps_per_visit,
             logprobs=self._logprobs,
         )

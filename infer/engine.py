@@ -100,7 +100,7 @@ class Engine:
             max_length,
             chunk=prefill_chunk,
             block_sizes=(0, *candidates(self.block_size)) if self._auto else (self.block_size,),
-            steps=steps_per_visit,
+            steps_per_visit=steps_per_visit,
             proposals=proposals,
             prefix_chunks=prefix_chunks,
             logprobs=logprobs,
@@ -126,7 +126,13 @@ class Engine:
         return self.drafter.config.proposals(self.block_size) + 1 if self.drafter else 1
 
     def warm_up(self) -> None:
-        """Compiles every program this engine will run; afterwards none is compiled any more."""
+        """Compiles every program this engine will run; afterwards none is compiled any more.
+
+        Raises:
+            ValueError: requests are in its slots.
+        """
+        if self.busy:
+            raise ValueError(f"warm_up runs every program on idle slots, but {self.busy} are busy; call it first")
         begin = time.perf_counter()
         self.batch.warm_up()
         if self._auto:

@@ -45,8 +45,8 @@ def compare(
         raise ValueError("nothing was decoded: every answer ended with its first token; raise max_new_tokens")
     figures: dict[str, Any] = {name: _side(engine, answers[name]) for name, engine in engines.items()}
     speculative, plain = figures["speculative"], figures["autoregressive"]
-    lengths = [n for completion in answers["speculative"] for n in completion.acceptance_lengths]
-    figures |= acceptance_summary(Counter(lengths), engines["speculative"].width)
+    lengths = Counter(n for completion in answers["speculative"] for n in completion.acceptance_lengths)
+    figures |= acceptance_summary(lengths, engines["speculative"].width)
     figures["speedup"] = speculative["tokens_per_second"] / plain["tokens_per_second"]
     figures["equal_outputs"] = sum(
         a.token_ids == b.token_ids for a, b in zip(answers["speculative"], answers["autoregressive"], strict=True)

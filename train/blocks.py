@@ -124,7 +124,7 @@ def draft_hidden(
     """Hidden states of every prediction of every block, as decoding computes them for these anchors.
 
     Args:
-        remat: see `models.layers.Pass`.
+        remat: see `drafter.Model.forward`.
     """
     B, A, P = blocks.labels.shape
     positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], starts.shape)

@@ -78,8 +78,8 @@ def evaluate(
     for start in range(0, len(requests), slots):
         for engine, done in zip(engines, answers, strict=True):
             done += engine.generate(requests[start : start + slots])
-    lengths = [n for completion in answers[0] for n in completion.acceptance_lengths]
-    figures = acceptance_summary(Counter(lengths), engines[0].width) | {
+    lengths = Counter(n for completion in answers[0] for n in completion.acceptance_lengths)
+    figures = acceptance_summary(lengths, engines[0].width) | {
         "samples": len(requests),
         "tau_per_prompt": [completion.tau for completion in answers[0]],
         "tokens": sum(len(completion.token_ids) for completion in answers[0]),

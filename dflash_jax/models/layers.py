@@ -14,12 +14,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import KV, Block
 from dflash_jax.config import DecoderConfig, LayerConfig, RopeConfig
 from dflash_jax.kernels.anchored_attention import attend_anchored
-from dflash_jax.kernels.block_attention import attend
+from dflash_jax.kernels.block_attention import Visibility, attend
 from dflash_jax.sharding import on_every_device, whole
 
 FEW_ROWS = 256  # of a product: the widest block or prompt chunk that is multiplied weight first
@@ -44,17 +44,15 @@ class Pass(struct.PyTreeNode):
         starts: first position each query may see, [B, T] (packed documents); None is 0.
         per_row: in training, how many of the B blocks share one cache row (all others: None). Then the
             blocks see the cache up to their own `lengths`, and the pass is differentiable.
-        remat: whether a backward pass computes each layer again instead of keeping its insides.
     """
 
     positions: Int[Array, "B T"]
     rope: Rope
-    visible: Bool[Array, "T T"] | Bool[Array, "B T T"] | None
+    visible: Visibility | None
     lengths: Int[Array, " B"]
     row: Int[Array, ""]
     starts: Int[Array, "B T"] | None = None
     per_row: int | None = struct.field(pytree_node=False, default=None)
-    remat: bool = struct.field(pytree_node=False, default=False)
 
 
 class RMSNorm(nn.Module):
@@ -200,12 +198,20 @@ class DecoderLayer(nn.Module):
         return on_every_device(x + MLP(self.config, name="mlp")(h)), block
 
 
-@partial(jax.jit, static_argnums=0, inline=True)
-def decoder_layer(
-    layer: DecoderLayer, params: Any, x: Float[Array, "B T D"], at: Pass, entry: KV
+def apply_layer(
+    layer: DecoderLayer, x: Float[Array, "B T D"], at: Pass, entry: KV
 ) -> tuple[Float[Array, "B T D"], Block]:
-    """One layer of a model, traced once for all that are alike."""
-    return layer.apply({"params": params}, x, at, entry)
+    """`layer(x, at, entry)` inside a model, traced once for all its layers that are alike."""
+    if layer.is_initializing():
+        return layer(x, at, entry)
+    return _apply_layer(layer.clone(parent=None, name=None), layer.variables, x, at, entry)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)  # as a call, XLA would reshard what goes in and out on a mesh
+def _apply_layer(
+    layer: DecoderLayer, variables: Any, x: Float[Array, "B T D"], at: Pass, entry: KV
+) -> tuple[Float[Array, "B T D"], Block]:
+    return layer.apply(variables, x, at, entry)
 
 
 def rope_tables(config: RopeConfig, head_dim: int, positions: Int[Array, "B T"], dtype: jnp.dtype) -> Rope:

@@ -20,7 +20,7 @@ from dflash_jax.config import (
     require,
     token_ids,
 )
-from dflash_jax.models.layers import DecoderLayer, Pass, RMSNorm, decoder_layer, project
+from dflash_jax.models.layers import DecoderLayer, Pass, RMSNorm, apply_layer, project
 from dflash_jax.sharding import lookup, whole
 
 
@@ -55,6 +55,7 @@ class Model(nn.Module):
     def setup(self):
         c, table = self.config, (self.config.vocab_size, self.config.hidden_size)
         self.embed_tokens = self.param("embed_tokens", nn.initializers.normal(0.02), table)
+        self.layers = [DecoderLayer(c, layer) for layer in c.layers]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if not c.tie_word_embeddings:
             self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), table)
@@ -68,9 +69,8 @@ class Model(nn.Module):
         """Returns normed hidden states, the outputs of the tapped layers side by side, and fresh keys and values."""
         x = self.embed(tokens)
         blocks, outputs = [], {-1: x}
-        for i, layer in enumerate(self.config.layers):
-            params = self.variables["params"][f"layers_{i}"]
-            x, block = decoder_layer(DecoderLayer(self.config, layer, parent=None), params, x, at, cache.entries[i])
+        for i, layer in enumerate(self.layers):
+            x, block = apply_layer(layer, x, at, cache.entries[i])
             blocks.append(block)
             if i in taps:
                 outputs[i] = x

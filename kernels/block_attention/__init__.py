@@ -1,4 +1,4 @@
 """Attention of a few block positions to a long ragged cache and to the block itself."""
 
-from .api import Visible as Visible
+from .api import Visibility as Visibility
 from .api import attend as attend

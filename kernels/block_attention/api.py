@@ -14,11 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 from ..dispatch import HEADS, ROWS, Name, choose, from_owner, local_row, on_each_device
 from . import mosaic_gpu, pallas_tpu, reference, splash
 
-# "causal" and "full" over the block, or an explicit matrix (row i sees column j) for token trees.
-Visible = Literal["causal", "full"] | Bool[Array, "T T"] | Bool[Array, "B T T"]
+Visibility = Bool[Array, "T T"] | Bool[Array, "B T T"]  # row i sees column j: token trees
 
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": mosaic_gpu}
-ALONE = {"xla": reference, "tpu": splash, "gpu": mosaic_gpu}  # of a causal block without a cache
+ALONE = IMPLEMENTATIONS | {"tpu": splash}  # of a causal block without a cache; splash is called in a way of its own
 
 
 @runtime_checkable
@@ -37,7 +36,7 @@ def attend(
     cache: Entry,
     lengths: Int[Array, " B"],
     *,
-    visible: Visible,
+    visible: Literal["causal", "full"] | Visibility,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -105,7 +104,9 @@ def attend(
     return run(q, k, v, cache.k, cache.v, lengths, low, mask, sinks, jnp.asarray(row, jnp.int32))
 
 
-def block_mask(visible: Visible, positions: Int[Array, "B T"], window: int | None) -> Bool[Array, "#B T T"]:
+def block_mask(
+    visible: Literal["causal", "full"] | Visibility, positions: Int[Array, "B T"], window: int | None
+) -> Bool[Array, "#B T T"]:
     """The block's own visibility matrix under the window."""
     T = positions.shape[1]
     if isinstance(visible, str):

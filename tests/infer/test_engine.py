@@ -141,6 +141,17 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(target, drafter):
     assert sum(bool(events) for events in reading) >= len(reading) // 2  # every other turn decodes the first row
 
 
+def test_programs_are_compiled_on_idle_slots_only(target, drafter):
+    engine = Engine(target, drafter, max_length=64, steps_per_visit=1)
+    ticket = engine.submit(Request(PROMPTS[0], 12, stop_token_ids=()))
+    engine.step()
+    with pytest.raises(ValueError, match="but 1 are busy"):
+        engine.warm_up()
+    while engine.busy:
+        done = dict(engine.step())
+    assert len(done[ticket].token_ids) == 12
+
+
 def test_requests_come_and_go(target, drafter):
     expected = {i: generate(target, p, max_new_tokens=12, stop_token_ids=[]).tokens[0] for i, p in enumerate(PROMPTS)}
     engine = Engine(target, drafter, slots=2, max_length=64, steps_per_visit=1)

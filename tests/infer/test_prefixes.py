@@ -69,14 +69,17 @@ def test_penalties_see_a_copied_prompt(target):
 @pytest.mark.parametrize("kept", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_nothing_is_compiled_after_the_start(target, drafter, kept, monkeypatch):
     engine = Engine(target, drafter, slots=2, max_length=96, prefill_chunk=8, prefix_chunks=kept, block_size="auto")
+    compiled = []
+    listen = lambda event, _, fun_name="", **__: compiled.append(fun_name) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
     engine.warm_up()
     # A chunk of a prompt, four block sizes with 0, a row's end; copies to and fro, or a chunk without the drafter.
-    assert engine.batch.programs == 1 + 4 + 1 + (2 if kept else 1)
+    expected = {"prefill": 1 if kept else 2, "program": 4, "release": 1} | ({"keep": 1, "restore": 1} if kept else {})
+    assert {name: compiled.count(f"jit({name})") for name in expected} == expected
+    assert engine.batch.programs == sum(expected.values())
     turns = itertools.cycle([True, False])
     monkeypatch.setattr(BlockChooser, "wanted", property(lambda chooser: next(turns)))
-    compiled = []
-    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
-    jax.monitoring.register_event_duration_secs_listener(listen)
+    compiled.clear()
     engine.generate(requests())
     assert not compiled
     jax.jit(lambda x: x + len(HEAD))(1.0)

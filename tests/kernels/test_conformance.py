@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dflash_jax.cache import KV
 from dflash_jax.kernels.block_attention import attend, mosaic_gpu, pallas_tpu
+from dflash_jax.kernels.dispatch import using
 from dflash_jax.kernels.shapes import SHAPES, Shape
 
 INTERPRETED = {"xla": nullcontext, "tpu": lambda: pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())}
@@ -194,50 +195,58 @@ def test_rows_and_documents(implementation):
     np.testing.assert_allclose(got[:, 2:], second[:, 2:], atol=atol)
 
 
+PACKED = [
+    Shape(256, 4, 2, 128),
+    Shape(128, 2, 1, 256, softcap=20.0),
+    Shape(256, 4, 1, 128, window=50),
+    Shape(128, 4, 2, 128, sinks=True),
+]
+
+
 @pytest.mark.parametrize("implementation", ["xla", "tpu"])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(256, 4, 2, 128),
-        Shape(128, 2, 1, 256, softcap=20.0),
-        Shape(256, 4, 1, 128, window=50),
-        Shape(128, 4, 2, 128, sinks=True),
-    ],
-)
+@pytest.mark.parametrize("shape", PACKED)
 def test_packed_rows_without_a_cache(implementation, shape):
+    call, arguments, expected = packed_rows(shape)
+    with INTERPRETED[implementation]():
+        np.testing.assert_allclose(call(implementation, *arguments), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", PACKED[1:])
+def test_gradients_of_packed_rows(shape):
+    call, arguments, _ = packed_rows(shape)
+    of = lambda name: jax.grad(lambda *x: jnp.sum(jnp.sin(call(name, *x))), argnums=(0, 1, 2))(*arguments)
+    with INTERPRETED["tpu"]():
+        mine = of("tpu")
+    for one, other in zip(mine, of("xla"), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_packed_rows_that_splash_declines():
+    call, arguments, expected = packed_rows(PACKED[0]._replace(T=100))
+    with INTERPRETED["tpu"]():
+        with pytest.raises(ValueError, match="100 positions; it serves multiples of 128"):
+            call("tpu", *arguments)
+        with using("tpu"):
+            np.testing.assert_allclose(call(None, *arguments), expected, atol=1e-5)
+
+
+def packed_rows(shape):
+    """A call of `attend` by an implementation's name, its arguments, and what it must give."""
     T = shape.T
     q, k, v, *_, sinks = draw(shape, [0, 0], 1, jnp.float32)
     starts = np.zeros((2, T), np.int32)
-    starts[0, 40:], starts[0, 99:], starts[1, T - 3 :] = 40, 99, np.arange(T - 3, T)
+    starts[0, 40:], starts[0, 90:], starts[1, T - 3 :] = 40, 90, np.arange(T - 3, T)
     positions, lengths = jnp.broadcast_to(jnp.arange(T), (2, T)), jnp.zeros(2, jnp.int32)
     own = np.tril(np.ones((T, T), bool)) & (np.arange(T)[None, None] >= starts[:, :, None])
     empty = jnp.zeros((2, shape.K, 0, shape.H))
     expected = dense(shape, q, k, v, empty, empty, positions, lengths, sinks, own)
 
-    def call(q, k, v, implementation):
+    def call(implementation, q, k, v):
         options = {"window": shape.window, "softcap": shape.softcap, "sinks": sinks, "starts": jnp.asarray(starts)}
         block = q, positions, k, v, KV(empty, empty), lengths
         return attend(*block, visible="causal", **options, implementation=implementation)
 
-    def gradients(implementation):
-        return jax.grad(lambda *x: jnp.sum(jnp.sin(call(*x, implementation))), argnums=(0, 1, 2))(q, k, v)
-
-    with INTERPRETED[implementation]():
-        np.testing.assert_allclose(call(q, k, v, implementation), expected, atol=1e-5)
-        if implementation != "xla" and shape.window:
-            for mine, other in zip(gradients(implementation), gradients("xla"), strict=True):
-                np.testing.assert_allclose(mine, other, atol=1e-4)
-            with pytest.raises(ValueError, match="100 positions; it serves multiples of 128"):
-                attend(
-                    q[:, :100],
-                    positions[:, :100],
-                    k[:, :, :100],
-                    v[:, :, :100],
-                    KV(empty, empty),
-                    lengths,
-                    visible="causal",
-                    implementation=implementation,
-                )
+    return call, (q, k, v), expected
 
 
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.H <= 256])

@@ -1,5 +1,6 @@
 """Packed training computes what decoding computes, position by position; three classic mistakes do not."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from dflash_jax import load_drafter, load_target
 from dflash_jax.cache import commit
+from dflash_jax.sharding import make_mesh, parse_mesh
 from dflash_jax.train.blocks import Blocks, draft_hidden, draw_blocks, target_features
 from tests import tiny
 
@@ -36,13 +38,17 @@ def rows():
     return jnp.asarray(tokens), jnp.asarray(starts), jnp.asarray(supervised)
 
 
-@pytest.mark.parametrize("kind", ["full", "windowed"])
+@pytest.mark.parametrize("kind", ["full", "windowed", "windowed, whole rows"])
 def test_features_of_a_packed_document_are_those_it_has_alone(target, rows, kind, monkeypatch, tmp_path):
     monkeypatch.setattr("dflash_jax.train.blocks.TARGET_CHUNK", 16)  # more than a window's ring holds
-    if kind == "windowed":
-        target = load_target(tiny.write_target(tmp_path, tiny.target_config(**WINDOWED)))
+    packed, mesh = target, None
+    if kind != "full":
+        directory = tiny.write_target(tmp_path, tiny.target_config(**WINDOWED))
+        mesh = make_mesh(parse_mesh("fsdp=2", jax.devices()[:2]), jax.devices()[:2]) if "whole" in kind else None
+        target, packed = load_target(directory), load_target(directory, mesh=mesh)
     tokens, starts, _ = rows
-    features, hidden = jax.jit(lambda t: target_features(t, (0, 2), tokens, starts))(target)
+    with nullcontext() if mesh is None else jax.set_mesh(mesh):
+        features, hidden = jax.jit(lambda t: target_features(t, (0, 2), tokens, starts))(packed)
     alone = jax.jit(lambda t, x: t.forward(x, jnp.arange(LENGTH)[None], None, t.init_cache(1, LENGTH), taps=(0, 2)))
     at = 0
     for size in SIZES[0]:
