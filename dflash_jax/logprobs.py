@@ -10,6 +10,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.kernels.dispatch import HEADS, current_mesh
+from dflash_jax.sampling import if_any
 
 
 class Logprobs(struct.PyTreeNode):
@@ -32,14 +33,13 @@ def log_probabilities(
 
     def measured() -> Logprobs:
         scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-        is_chosen = (
-            jnp.arange(logits.shape[-1])[None, None] == tokens[..., None]
-        )  # a lookup would gather a split vocabulary
+        # A lookup would gather a split vocabulary.
+        is_chosen = jnp.arange(logits.shape[-1])[None, None] == tokens[..., None]
         return Logprobs(jnp.sum(jnp.where(is_chosen, scores, 0.0), axis=-1), *_largest(scores, alternatives))
 
     shape = (*tokens.shape, alternatives)
     nothing = Logprobs(jnp.zeros(tokens.shape), jnp.zeros(shape), jnp.zeros(shape, jnp.int32))
-    return jax.lax.cond(jnp.any(wanted), measured, lambda: nothing)
+    return if_any(wanted, measured, lambda: nothing)
 
 
 def _largest(scores: Float[Array, "B T V"], count: int) -> tuple[Float[Array, "B T N"], Int[Array, "B T N"]]:

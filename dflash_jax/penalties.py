@@ -5,10 +5,11 @@ the proposals before a position are its history if they are accepted, and else t
 Shapes: B rows, S positions, T verify width, P = T - 1 proposals, V vocabulary, C prompt chunk.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
+
+from dflash_jax.sampling import if_any
 
 
 class Penalties(struct.PyTreeNode):
@@ -108,5 +109,5 @@ def penalise(
         present = jnp.where(written > 0, setting(penalties.presence), 0.0)
         return repeated - setting(penalties.frequency) * written - present
 
-    some = jnp.any((penalties.repetition != 1) | (penalties.presence != 0) | (penalties.frequency != 0))
-    return jax.lax.cond(some, applied, lambda: logits)
+    some = (penalties.repetition != 1) | (penalties.presence != 0) | (penalties.frequency != 0)
+    return if_any(some, applied, lambda: logits)

@@ -1,53 +1,23 @@
 """`python -m dflash_jax.plan`: what a pair needs on a machine, from its configurations alone.
 
-For a TPU topology the step is compiled by the real compiler, on any Linux host (`pip install 'dflash-jax[tpu]'`): its
-memory, operations and collectives are the compiler's own. For GPUs, and for the times everywhere, figures follow from
-shapes and from what is published of the chip; they say what a step cannot beat.
+The step is compiled by the real compiler, on any Linux host (`pip install 'dflash-jax[tpu]'` or `[cuda]`): memory and
+collectives are the compiler's own, and so are operations, where it tells them. Figures of GPUs without their compiler
+and times everywhere follow from shapes and from what is published of the chip; they say what a step cannot beat.
 """
 
 import argparse
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from dflash_jax.topologies import CHIPS, GIB, Chip, has_compiler, parse_topology, topology
 
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 _BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64, "u64": 64, "f64": 64}
-
-
-class Chip(NamedTuple):
-    """One device, as published.
-
-    Attributes:
-        memory: bytes.
-        bandwidth: of the memory, bytes per second.
-        flops: bfloat16 operations per second.
-        link: bytes per second to other devices, one direction, all links together.
-    """
-
-    memory: float
-    bandwidth: float
-    flops: float
-    link: float
-
-
-GIB, TERA = 2**30, 1e12
-CHIPS = {
-    "v4": Chip(16 * GIB, 0.61 * TERA, 137 * TERA, 0.15 * TERA),  # one of a chip's two cores
-    "v5e": Chip(16 * GIB, 0.82 * TERA, 197 * TERA, 0.2 * TERA),
-    "v5p": Chip(95 * GIB, 2.77 * TERA, 459 * TERA, 0.6 * TERA),
-    "v6e": Chip(32 * GIB, 1.64 * TERA, 918 * TERA, 0.45 * TERA),
-    "tpu7x": Chip(96 * GIB, 3.69 * TERA, 1153 * TERA, 0.6 * TERA),  # one of a chip's two cores
-    "a100": Chip(80 * GIB, 2.04 * TERA, 312 * TERA, 0.3 * TERA),
-    "h100": Chip(80 * GIB, 3.35 * TERA, 989 * TERA, 0.45 * TERA),
-    "h200": Chip(141 * GIB, 4.8 * TERA, 989 * TERA, 0.45 * TERA),
-    "b200": Chip(180 * GIB, 8.0 * TERA, 2250 * TERA, 0.9 * TERA),
-}
-GPUS = ("a100", "h100", "h200", "b200")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -96,11 +66,10 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     """The figures of `table`; raises ValueError for what cannot be planned."""
     from dflash_jax import sharding
 
-    name, _, shape = args.topology.partition(":")
-    if name not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape or "1"):
-        raise ValueError(f"--topology must be like v5e:2x2 or h100:4, of {', '.join(CHIPS)}; got {args.topology}")
+    chip, count = parse_topology(args.topology)
     raws = _configs(args.target, args.drafter)
-    devices = list(range(math.prod(map(int, (shape or "1").split("x"))))) if name in GPUS else topology(args.topology)
+    compiling = has_compiler(args.topology)
+    devices = topology(args.topology) if compiling else list(range(count))
     parsed = _parsed(raws)
     if args.mesh != "auto":
         sizes = sharding.parse_mesh(args.mesh, devices)
@@ -112,23 +81,26 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     if args.batch % parts:
         raise ValueError(f"--batch {args.batch} must be a multiple of the {parts} parts the mesh splits rows in")
     figures: dict[str, Any] = {"topology": args.topology, "devices": len(devices), "mesh": sizes}
-    figures |= {"batch": args.batch, "max_length": args.max_length, "chip_bytes": CHIPS[name].memory}
-    if name in GPUS:
+    figures |= {"batch": args.batch, "max_length": args.max_length, "chip_bytes": CHIPS[chip].memory}
+    if not compiling:
         if args.training:
-            raise ValueError("--training is planned by a compiler; name a TPU topology")
+            raise ValueError("--training is planned by a compiler; install dflash-jax[cuda], or name a TPU topology")
         figures |= analytic(parsed, sizes, args.batch, args.max_length, args.block_size)
     else:
+        from dflash_jax.kernels.dispatch import using
+
         mesh = sharding.make_mesh(sizes, devices)
-        compiled = (
-            compile_training(raws, mesh, args.batch, args.max_length, args.anchors)
-            if args.training
-            else compile_step(raws, mesh, args.batch, args.max_length, args.block_size)
-        )
+        with using(CHIPS[chip].kernels):
+            compiled = (
+                compile_training(raws, mesh, args.batch, args.max_length, args.anchors)
+                if args.training
+                else compile_step(raws, mesh, args.batch, args.max_length, args.block_size)
+            )
         figures |= measured(compiled)
         if not args.training:
             figures |= {"parts": analytic(parsed, sizes, args.batch, args.max_length, args.block_size)}
-    figures["fits"] = figures["peak_bytes"] < CHIPS[name].memory
-    return figures | least_time(CHIPS[name], figures, None if args.training else args.tau, args.batch)
+    figures["fits"] = figures["peak_bytes"] < CHIPS[chip].memory
+    return figures | least_time(CHIPS[chip], figures, None if args.training else args.tau, args.batch)
 
 
 def _configs(target: str, drafter: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -160,26 +132,11 @@ def _parsed(raws: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, Any]:
 # By the compiler
 
 
-def topology(name: str) -> list[Any]:
-    """Devices of a TPU topology, described by libtpu without any being there."""
-    import libtpu  # noqa: F401 (its absence is the user's to mend)
-
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor a device to take from another process
-    from jax.experimental import topologies
-
-    try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
-    except Exception as error:  # XLA's own type, whatever was wrong with the name
-        raise ValueError(f"no topology {name}: {str(error).splitlines()[0]:.200}") from error
-
-
 def compile_step(raws: tuple[Any, Any], mesh: Any, batch: int, max_length: int, block_size: int | None = None) -> Any:
     """The speculative step as compiled for the mesh's devices, its state donated; nothing is allocated."""
     import jax
 
     from dflash_jax import sharding
-    from dflash_jax.kernels.dispatch import using
     from dflash_jax.published import random_pair
     from dflash_jax.speculative import chain_step, init_state
 
@@ -195,7 +152,7 @@ def compile_step(raws: tuple[Any, Any], mesh: Any, batch: int, max_length: int, 
         state, committed = chain_step(target, drafter, block_size or drafter.config.block_size, "coupled")(state)
         return sharding.pin(state), committed
 
-    with using("tpu"), jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         return jax.jit(step, donate_argnums=2).lower(target, drafter, state).compile()
 
 
@@ -208,7 +165,6 @@ def compile_training(raws: tuple[Any, Any], mesh: Any, rows: int, length: int, a
     from jax.sharding import NamedSharding
 
     from dflash_jax import sharding
-    from dflash_jax.kernels.dispatch import using
     from dflash_jax.published import random_pair
     from dflash_jax.train.config import TrainConfig
     from dflash_jax.train.step import Batch, init_state, train_step
@@ -226,7 +182,7 @@ def compile_training(raws: tuple[Any, Any], mesh: Any, rows: int, length: int, a
     program = jax.jit(
         partial(train_step, config, 1000), donate_argnums=2, out_shardings=(sharding.shardings(state, mesh), None)
     )
-    with using("tpu"), jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         return program.lower(target, drafter, state, batch).compile()
 
 
@@ -240,7 +196,7 @@ def measured(compiled: Any) -> dict[str, Any]:
     """Per device, what the compiler says of a program."""
     import jax
 
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}  # CUDA's tells none
     try:
         found = collectives(compiled.as_text())
     except jax.errors.JaxRuntimeError:  # some programs of v5p, with jax 0.10
@@ -252,10 +208,8 @@ def measured(compiled: Any) -> dict[str, Any]:
         "temporary_bytes": memory.temp_size_in_bytes,
         "updated_in_place_bytes": memory.alias_size_in_bytes,
         "peak_bytes": peak,
-        "flops": cost.get("flops"),
-        "bytes_accessed": cost.get("bytes accessed"),
         "collectives": found,
-    }
+    } | {name.replace(" ", "_"): cost[name] for name in ("flops", "bytes accessed") if name in cost}
 
 
 def collectives(text: str) -> list[dict[str, Any]]:
@@ -324,6 +278,8 @@ def least_time(chip: Chip, figures: dict[str, Any], tau: float | None, batch: in
     """What memory, arithmetic and links allow, one after the other for the links."""
     moved = sum(c["bytes"] * c["count"] for c in figures["collectives"] or [])
     source = figures.get("parts", figures)  # a compiler counts a kernel's reads of the whole cache, or none
+    if "flops" not in source:
+        return {"collective_bytes": moved}
     seconds = max(source["bytes_accessed"] / chip.bandwidth, source["flops"] / chip.flops) + 2 * moved / chip.link
     out = {"collective_bytes": moved, "least_step_seconds": seconds}
     return out | ({"tau": tau, "most_tokens_per_second": tau * batch / seconds} if tau else {})
@@ -333,25 +289,25 @@ def table(figures: dict[str, Any]) -> str:
     """The figures as text."""
     size = lambda n: f"{n / GIB:.2f} GiB" if n > GIB / 100 else f"{n / 2**20:.2f} MiB"
     axes = ", ".join(f"{name} {n}" for name, n in figures["mesh"].items() if n > 1) or "one device"
-    lines = [f"{figures['topology']}   {figures['devices']} devices   {axes}", "", "per device"]
+    source = "as compiled" if "argument_bytes" in figures else "by arithmetic (dflash-jax[cuda] has the compiler)"
+    lines = [f"{figures['topology']}   {figures['devices']} devices   {axes}", "", f"per device, {source}"]
     shown = figures.get("parts", {}) | figures
     for key in ("weight_bytes", "cache_bytes", "argument_bytes", "temporary_bytes", "updated_in_place_bytes"):
         if key in shown:
             lines.append(f"  {key.removesuffix('_bytes').replace('_', ' '):20} {size(shown[key])}")
     verdict = "fits" if figures["fits"] else "DOES NOT FIT"
     lines.append(f"  {'peak':20} {size(figures['peak_bytes'])} of {size(figures['chip_bytes'])}: {verdict}")
-    lines.append(
-        f"  {'operations a step':20} {shown['flops'] / 1e9:.1f} GFLOP, {size(shown['bytes_accessed'])} accessed"
-    )
+    if "flops" in shown:
+        accessed = size(shown["bytes_accessed"])
+        lines.append(f"  {'operations a step':20} {shown['flops'] / 1e9:.1f} GFLOP, {accessed} accessed")
     lines.append("")
     none = "   none" if figures["collectives"] is not None else "   the compiler cannot write this program down"
     lines.append("collectives a step" + ("" if figures["collectives"] else none))
     for c in figures["collectives"] or []:
         lines.append(f"  {c['count']:4} x {c['kind']:20} {size(c['bytes']):>12}   {c['shape']}")
-    lines.append("")
-    lines.append(
-        f"least time of a step {1e3 * figures['least_step_seconds']:.2f} ms (published bandwidth and FLOP rates)"
-    )
+    if "least_step_seconds" in figures:
+        milliseconds = 1e3 * figures["least_step_seconds"]
+        lines += ["", f"least time of a step {milliseconds:.2f} ms (published bandwidth and FLOP rates)"]
     if "tau" in figures:
         lines.append(f"at tau {figures['tau']}: at most {figures['most_tokens_per_second']:.0f} tokens/s, all rows")
     return "\n".join(lines)

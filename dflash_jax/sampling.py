@@ -8,6 +8,7 @@ drafter, block size or batch. Shapes: B rows, T positions, V vocabulary.
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,14 +81,21 @@ def gumbel_noise(sampling: Sampling, positions: Int[Array, "B T"], vocab_size: i
         noise = jax.vmap(jax.vmap(one, (None, 0)))(sampling.key, positions)
         return jnp.where(sampling.temperature[:, None, None] > 0, noise, 0.0)
 
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: jnp.zeros(shape, jnp.float32))
+    return if_any(sampling.temperature > 0, draw, lambda: jnp.zeros(shape, jnp.float32))
 
 
 def select(logits: Float[Array, "B T V"], noise: Float[Array, "B T V"], sampling: Sampling) -> Int[Array, "B T"]:
     """The token of every position under each row's settings; ties go to the lowest id."""
+    sampled = sampling.temperature > 0
+    return first_argmax(if_any(sampled, lambda: perturbed_scores(logits, noise, sampling), lambda: logits))
 
-    sampled = jnp.any(sampling.temperature > 0)
-    return first_argmax(jax.lax.cond(sampled, lambda: perturbed_scores(logits, noise, sampling), lambda: logits))
+
+def if_any(rows: Bool[Array, " B"], then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """`then()` if any row asks for it, at no cost where none does.
+
+    By an index, not a predicate: with that, XLA for GPUs forgets how the result is split over a mesh, and gathers it.
+    """
+    return jax.lax.switch(jnp.max(rows.astype(jnp.int32)), (otherwise, then))
 
 
 def first_argmax(scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
@@ -136,8 +144,8 @@ def filter_scores(scores: Float[Array, "B T V"], sampling: Sampling) -> Float[Ar
         return jnp.where(keep, scores, -jnp.inf)
 
     least = jnp.max(scores, axis=-1, keepdims=True) + jnp.log(sampling.min_p)[:, None, None]
-    kept = jax.lax.cond(jnp.any(limited), by_count, lambda s: s, scores)
-    kept = jax.lax.cond(jnp.any(sampling.top_p < 1), by_mass, lambda s: s, kept)
+    kept = if_any(limited, lambda: by_count(scores), lambda: scores)
+    kept = if_any(sampling.top_p < 1, lambda: by_mass(kept), lambda: kept)
     return jnp.where(scores >= least, kept, -jnp.inf)
 
 

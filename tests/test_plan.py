@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dflash_jax import plan, published, sharding
+from tests.chips import topology
 
 LIST = """
   %a = f32[8,16,4096]{2,1,0} all-reduce(%x), channel_id=1
@@ -33,7 +34,8 @@ def test_collectives_are_read_from_a_program():
     ]
 
 
-def test_a_gpu_by_arithmetic(tmp_path, capsys):
+def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "has_compiler", lambda name: False)
     arguments = ["--target", "qwen3-8b", "--topology", "h100:4", "--max-length", "1024", "--batch", "1"]
     assert plan.main([*arguments, "--json", str(tmp_path / "f.json")]) == 0
     figures = json.loads((tmp_path / "f.json").read_text())
@@ -70,7 +72,7 @@ def test_what_cannot_be_planned(arguments, message, capsys):
 def test_a_training_step_by_its_compiler():
     """Weights are gathered, not rows; the target takes whole rows by splash attention."""
     pytest.importorskip("libtpu")
-    devices = plan.topology("v5e:4x4")
+    devices = topology("v5e:4x4")
     mesh = sharding.make_mesh(sharding.parse_mesh("fsdp=8,model=2", devices), devices)
     compiled = plan.compile_training(cut(2), mesh, 8, 1024, 64)
     text, figures = compiled.as_text(), plan.measured(compiled)

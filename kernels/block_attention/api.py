@@ -65,7 +65,7 @@ def attend(
         row: first cache row of the block; its B rows are contiguous.
         starts: a query sees no position before this one, the first of its document (packed documents, to which
             each position of the block belongs likewise); None is 0.
-        implementation: "xla", "tpu" (Pallas) or "gpu" (Pallas on Hopper and later); see `dispatch`.
+        implementation: "xla", "tpu" (Pallas) or "gpu" (Pallas on Hopper); see `dispatch`.
 
     Returns:
         The attended values in the dtype of `q`.

@@ -1,4 +1,4 @@
-"""Implementation for Hopper and later (Pallas, Mosaic GPU): split-K over the cache, 64 queries to a tensor-core tile.
+"""Implementation for Hopper (Pallas, Mosaic GPU): split-K over the cache, 64 queries to a tensor-core tile.
 
 A thread block takes the queries that share one key-value head, in tiles of 64, and one of several stretches of the
 row's cache. One warpgroup copies chunks of slots to shared memory a few chunks ahead (TMA), multiplies them (WGMMA)
@@ -31,8 +31,8 @@ def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: F
         return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; it serves bfloat16 and float16"
     if cache_k.shape[2] == 0 or cache_k.shape[2] % CHUNK:
         return f"{cache_k.shape[2]} slots; it serves multiples of {CHUNK}"
-    if jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) < 9:
-        return f"compute capability {jax.devices()[0].compute_capability}; it serves 9.0 and later"
+    if jax.default_backend() == "gpu" and not (found := jax.devices()[0].compute_capability).startswith("9."):
+        return f"compute capability {found}; it serves 9.0, for whose tensor cores it is written"
     return None
 
 

@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.kernels.cache_update import append
-from tests.tpu import topology
+from tests.chips import topology
 
 
 def expected(cache, block, lengths, kept, row, ring):

@@ -8,7 +8,7 @@ from jax.sharding import SingleDeviceSharding
 from dflash_jax.cache import KV
 from dflash_jax.kernels.block_attention import attend
 from dflash_jax.kernels.shapes import SHAPES
-from tests.tpu import topology
+from tests.chips import topology
 
 SERVED = {name: shape for name, shape in SHAPES.items() if shape.H <= 256}
 ONE_OF_EACH = ["qwen3-8b verify", "gpt-oss verify, sliding", "qwen3.5-9b verify"]

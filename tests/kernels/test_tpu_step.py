@@ -8,7 +8,7 @@ from jax.sharding import SingleDeviceSharding
 from dflash_jax.kernels.dispatch import using
 from dflash_jax.published import PAIRS, random_pair
 from dflash_jax.speculative import chain_step, init_state, run
-from tests.tpu import topology
+from tests.chips import topology
 
 CHIP = 16 * 2**30  # bytes of a v5e
 

@@ -1,0 +1,131 @@
+"""Accelerators as published, and their compilers, which need none of them at hand."""
+
+import math
+import os
+import re
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+
+class Chip(NamedTuple):
+    """One device, as published.
+
+    Attributes:
+        memory: bytes.
+        bandwidth: of the memory, bytes per second.
+        flops: bfloat16 operations per second.
+        link: bytes per second to other devices, one direction, all links together.
+        kernels: the implementation that it runs (see `kernels.dispatch`).
+    """
+
+    memory: float
+    bandwidth: float
+    flops: float
+    link: float
+    kernels: str = "tpu"
+
+
+class Gpu(NamedTuple):
+    """What the compiler asks of a GPU besides.
+
+    Attributes:
+        capability: compute capability, major.
+        cores, lanes: streaming multiprocessors, and float32 lanes of each.
+        shared: bytes of shared memory that a thread block may ask for.
+        cache: bytes of the second level.
+        clock: GHz.
+    """
+
+    capability: int
+    cores: int
+    lanes: int
+    shared: int
+    cache: int
+    clock: float
+
+
+GIB, TERA = 2**30, 1e12
+CHIPS = {
+    "v4": Chip(16 * GIB, 0.61 * TERA, 137 * TERA, 0.15 * TERA),  # one of a chip's two cores
+    "v5e": Chip(16 * GIB, 0.82 * TERA, 197 * TERA, 0.2 * TERA),
+    "v5p": Chip(95 * GIB, 2.77 * TERA, 459 * TERA, 0.6 * TERA),
+    "v6e": Chip(32 * GIB, 1.64 * TERA, 918 * TERA, 0.45 * TERA),
+    "tpu7x": Chip(96 * GIB, 3.69 * TERA, 1153 * TERA, 0.6 * TERA),  # one of a chip's two cores
+    "a100": Chip(80 * GIB, 2.04 * TERA, 312 * TERA, 0.3 * TERA, "xla"),
+    "h100": Chip(80 * GIB, 3.35 * TERA, 989 * TERA, 0.45 * TERA, "gpu"),
+    "h200": Chip(141 * GIB, 4.8 * TERA, 989 * TERA, 0.45 * TERA, "gpu"),
+    "b200": Chip(180 * GIB, 8.0 * TERA, 2250 * TERA, 0.9 * TERA, "xla"),
+}
+GPUS = {
+    "a100": Gpu(8, 108, 64, 163 << 10, 40 << 20, 1.41),
+    "h100": Gpu(9, 132, 128, 227 << 10, 50 << 20, 1.98),
+    "h200": Gpu(9, 132, 128, 227 << 10, 50 << 20, 1.98),
+    "b200": Gpu(10, 148, 128, 227 << 10, 126 << 20, 1.97),
+}
+# Fields of XLA's GpuTargetConfigProto.
+_TARGET = """
+platform_name: "CUDA"
+device_description_str: "{name}"
+dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+gpu_device_info {{
+  cuda_compute_capability {{ major: {gpu.capability} minor: 0 }}
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.lanes}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {gpu.shared}
+  shared_memory_per_core: {per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  l2_cache_size: {gpu.cache}
+  clock_rate_ghz: {gpu.clock}
+  memory_bandwidth: {chip.bandwidth:.0f}
+  device_memory_size: {chip.memory}
+}}
+"""
+
+
+def parse_topology(name: str) -> tuple[str, int]:
+    """Chip and number of devices of "v5e:2x2" or "h100:4"; raises ValueError."""
+    chip, _, shape = name.partition(":")
+    if chip not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape or "1"):
+        raise ValueError(f"--topology must be like v5e:2x2 or h100:4, of {', '.join(CHIPS)}; got {name}")
+    return chip, math.prod(map(int, (shape or "1").split("x")))
+
+
+def has_compiler(name: str) -> bool:
+    """Whether programs for this topology can be compiled here. A TPU's compiler is asked for by `topology`."""
+    chip, _ = parse_topology(name)
+    return chip not in GPUS or any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+def topology(name: str) -> list[Any]:
+    """Devices to compile for, described by their compiler without any being there.
+
+    Raises:
+        ImportError: the compiler is not installed.
+        ValueError: it knows no such topology.
+    """
+    chip, count = parse_topology(name)
+    if chip in GPUS:
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # nothing runs, so no library is missed
+        gpu = GPUS[chip]
+        config = _TARGET.format(name=chip, gpu=gpu, chip=CHIPS[chip], per_core=gpu.shared + 1024)
+        options = {"platform": "cuda", "target_config": config, "topology": f"1x1x{count}"}
+    else:
+        import libtpu  # noqa: F401 (its absence is the user's to mend)
+
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nor a device to take from another process
+        options = {"platform": "tpu"}
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(topology_name=name, **options).devices)
+    except Exception as error:  # XLA's own type, whatever was wrong with the name
+        raise ValueError(f"no topology {name}: {str(error).splitlines()[0]:.200}") from error
