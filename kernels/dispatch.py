@@ -32,6 +32,11 @@ def using(implementation: Name | None) -> Iterator[None]:
         yield
 
 
+def platform() -> str:
+    """What is compiled for: "cpu", "gpu" or "tpu"."""
+    return _named.value if _named.value in PREFERRED else jax.default_backend()
+
+
 def choose(implementations: Mapping[str, ModuleType], *arrays: jax.Array, implementation: Name | None) -> ModuleType:
     """The implementation that serves a call with these arrays.
 

@@ -128,6 +128,12 @@ def test_real_shapes(implementation, name):
 
 
 @pytest.mark.parametrize("implementation", INTERPRETED)
+def test_blocks_of_any_width(implementation):
+    for T in (3, 8, 33, 64, 100):
+        check(implementation, Shape(T, 4, 2, 64), [0, 201], seed=T)
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
 def test_bfloat16(implementation):
     check(implementation, small(SHAPES["qwen3-8b verify"]), [200, 129], dtype=jnp.bfloat16)
 
