@@ -137,6 +137,8 @@ def compile_step(raws: tuple[Any, Any], mesh: Any, batch: int, max_length: int, 
     import jax
 
     from dflash_jax import sharding
+    from dflash_jax.kernels.dispatch import platform
+    from dflash_jax.programs import BLOCK_OPTIONS
     from dflash_jax.published import random_pair
     from dflash_jax.speculative import chain_step, init_state
 
@@ -153,7 +155,8 @@ def compile_step(raws: tuple[Any, Any], mesh: Any, batch: int, max_length: int, 
         return sharding.pin(state), committed
 
     with jax.set_mesh(mesh):
-        return jax.jit(step, donate_argnums=2).lower(target, drafter, state).compile()
+        lowered = jax.jit(step, donate_argnums=2).lower(target, drafter, state)
+        return lowered.compile(compiler_options=BLOCK_OPTIONS.get(platform()))
 
 
 def compile_training(raws: tuple[Any, Any], mesh: Any, rows: int, length: int, anchors: int) -> Any:

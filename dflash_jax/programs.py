@@ -50,17 +50,19 @@ def _decode_program(speculative: bool) -> Callable:
     return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=options)
 
 
+BLOCK_OPTIONS = {
+    # XLA hands products to YNNPACK. For one row that is the fastest way; for a block of 16 the older Eigen path takes a
+    # quarter less time (benchmarks.md).
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""},
+    # Merging a draft layer's products of the same input copies its part of `kv_proj` in every step.
+    "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
+}
+
+
 @cache
 def block_compiler_options() -> dict[str, str] | None:
-    """Compiler options of programs that multiply blocks of rows.
-
-    On CPU, XLA hands products to YNNPACK. For one row that is the fastest way; for a block of 16 the
-    older Eigen path takes a quarter less time (benchmarks.md). The option is experimental, so it is
-    tried first.
-    """
-    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
-    if jax.default_backend() != "cpu":
-        return None
+    """Compiler options of programs that multiply blocks of rows; None where this XLA does not know them."""
+    options = BLOCK_OPTIONS.get(jax.default_backend())
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
