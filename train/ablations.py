@@ -52,8 +52,9 @@ class InputInjection(Drafter):
         fused = self._apply("fuse", features.astype(self.dtype))
         rope = self._rope(positions if starts is None else positions - starts)
         row = jnp.asarray(row, jnp.int32)
-        at = Pass(positions, rope, "causal", row_lengths(cache, row, features.shape[0]), row, starts)
-        return self._apply("forward", fused, at, cache)[1]
+        causal = jnp.tril(jnp.ones((positions.shape[1], positions.shape[1]), bool))
+        at = Pass(positions, rope, causal, row_lengths(cache, row, features.shape[0]), row, starts)
+        return self._apply("forward", fused, at, cache, False)[1]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Row:
     """One drafter of the table.
 
     Attributes:
-        settings: what differs from the pair's own drafter.
+        settings: what differs from the pair's own drafter with one layer.
         kind: its class.
         raw_answers: learn from the generator's answers instead of the target's.
         blocks: sizes to decode with; empty is the trained one.
@@ -132,7 +133,8 @@ def ablate(
     ]
     for name in names:
         row = ROWS[name]
-        config = make_config(read_json(made / "drafter.json") | row.settings | {"max_steps": steps, "epochs": 20.0})
+        settings = read_json(made / "drafter.json") | {"num_layers": 1} | row.settings
+        config = make_config(settings | {"max_steps": steps, "epochs": 20.0})
         blocks = [block for block in row.blocks or (config.block_size,) if (name, block) not in done]
         if not blocks:
             continue

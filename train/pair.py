@@ -71,7 +71,7 @@ class Recipe:
     prompts: int = 6000
     drafter: dict[str, Any] = field(
         default_factory=lambda: {
-            "num_layers": 1,
+            "num_layers": 2,
             "target_layer_ids": [1, 3, 5, 8, 10],
             "length": 256,
             "anchors": 24,
