@@ -1,6 +1,6 @@
 """`python -m dflash_jax.plan`: what a pair needs on a machine, from its configurations alone.
 
-The step is compiled by the real compiler, on any Linux host (`pip install 'dflash-jax[tpu]'` or `[cuda]`): memory and
+The step is compiled by the real compiler, on any Linux host (`dflash-jax[tpu]`, `[cuda-compiler]`): memory and
 collectives are the compiler's own, and so are operations, where it tells them. Figures of GPUs without their compiler
 and times everywhere follow from shapes and from what is published of the chip; they say what a step cannot beat.
 """
@@ -84,7 +84,9 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     figures |= {"batch": args.batch, "max_length": args.max_length, "chip_bytes": CHIPS[chip].memory}
     if not compiling:
         if args.training:
-            raise ValueError("--training is planned by a compiler; install dflash-jax[cuda], or name a TPU topology")
+            raise ValueError(
+                "--training is planned by a compiler; install dflash-jax[cuda-compiler], or name a TPU topology"
+            )
         figures |= analytic(parsed, sizes, args.batch, args.max_length, args.block_size)
     else:
         from dflash_jax.kernels.dispatch import using
@@ -292,7 +294,7 @@ def table(figures: dict[str, Any]) -> str:
     """The figures as text."""
     size = lambda n: f"{n / GIB:.2f} GiB" if n > GIB / 100 else f"{n / 2**20:.2f} MiB"
     axes = ", ".join(f"{name} {n}" for name, n in figures["mesh"].items() if n > 1) or "one device"
-    source = "as compiled" if "argument_bytes" in figures else "by arithmetic (dflash-jax[cuda] has the compiler)"
+    source = "as compiled" if "argument_bytes" in figures else "by arithmetic (for more: dflash-jax[cuda-compiler])"
     lines = [f"{figures['topology']}   {figures['devices']} devices   {axes}", "", f"per device, {source}"]
     shown = figures.get("parts", {}) | figures
     for key in ("weight_bytes", "cache_bytes", "argument_bytes", "temporary_bytes", "updated_in_place_bytes"):

@@ -64,7 +64,8 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
         (["--target", "qwen3-8b", "--topology", "h100:2", "--training"], "name a TPU topology"),
     ],
 )
-def test_what_cannot_be_planned(arguments, message, capsys):
+def test_what_cannot_be_planned(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "has_compiler", lambda name: False)
     assert plan.main(arguments) == 2
     assert message in capsys.readouterr().err
 
