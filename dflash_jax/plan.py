@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.topologies import CHIPS, GIB, Chip, has_compiler, parse_topology, topology
+from dflash_jax.topologies import CHIPS, GIB, Chip, compiling_for, has_compiler, parse_topology, topology
 
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 _BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64, "u64": 64, "f64": 64}
@@ -89,10 +89,8 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
             )
         figures |= analytic(parsed, sizes, args.batch, args.max_length, args.block_size)
     else:
-        from dflash_jax.kernels.dispatch import using
-
         mesh = sharding.make_mesh(sizes, devices)
-        with using(CHIPS[chip].kernels):
+        with compiling_for(args.topology):
             compiled = (
                 compile_training(raws, mesh, args.batch, args.max_length, args.anchors)
                 if args.training

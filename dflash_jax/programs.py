@@ -61,8 +61,10 @@ BLOCK_OPTIONS = {
 
 @cache
 def block_compiler_options() -> dict[str, str] | None:
-    """Compiler options of programs that multiply blocks of rows; None where this XLA does not know them."""
+    """Compiler options of programs that multiply blocks of rows; None where there are none, or this XLA knows none."""
     options = BLOCK_OPTIONS.get(jax.default_backend())
+    if options is None:
+        return None
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -15,14 +16,12 @@ class Chip(NamedTuple):
         bandwidth: of the memory, bytes per second.
         flops: bfloat16 operations per second.
         link: bytes per second to other devices, one direction, all links together.
-        kernels: the implementation that it runs (see `kernels.dispatch`).
     """
 
     memory: float
     bandwidth: float
     flops: float
     link: float
-    kernels: str = "tpu"
 
 
 class Gpu(NamedTuple):
@@ -51,10 +50,10 @@ CHIPS = {
     "v5p": Chip(95 * GIB, 2.77 * TERA, 459 * TERA, 0.6 * TERA),
     "v6e": Chip(32 * GIB, 1.64 * TERA, 918 * TERA, 0.45 * TERA),
     "tpu7x": Chip(96 * GIB, 3.69 * TERA, 1153 * TERA, 0.6 * TERA),  # one of a chip's two cores
-    "a100": Chip(80 * GIB, 2.04 * TERA, 312 * TERA, 0.3 * TERA, "xla"),
-    "h100": Chip(80 * GIB, 3.35 * TERA, 989 * TERA, 0.45 * TERA, "gpu"),
-    "h200": Chip(141 * GIB, 4.8 * TERA, 989 * TERA, 0.45 * TERA, "gpu"),
-    "b200": Chip(180 * GIB, 8.0 * TERA, 2250 * TERA, 0.9 * TERA, "xla"),
+    "a100": Chip(80 * GIB, 2.04 * TERA, 312 * TERA, 0.3 * TERA),
+    "h100": Chip(80 * GIB, 3.35 * TERA, 989 * TERA, 0.45 * TERA),
+    "h200": Chip(141 * GIB, 4.8 * TERA, 989 * TERA, 0.45 * TERA),
+    "b200": Chip(180 * GIB, 8.0 * TERA, 2250 * TERA, 0.9 * TERA),
 }
 GPUS = {
     "a100": Gpu(8, 108, 64, 163 << 10, 40 << 20, 1.41),
@@ -96,6 +95,17 @@ def parse_topology(name: str) -> tuple[str, int]:
     if chip not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape or "1"):
         raise ValueError(f"--topology must be like v5e:2x2 or h100:4, of {', '.join(CHIPS)}; got {name}")
     return chip, math.prod(map(int, (shape or "1").split("x")))
+
+
+def compiling_for(name: str) -> AbstractContextManager[None]:
+    """Within, programs are traced as on a device of this topology."""
+    from dflash_jax.kernels.block_attention import mosaic_gpu
+    from dflash_jax.kernels.dispatch import using
+
+    chip, _ = parse_topology(name)
+    if chip not in GPUS:
+        return using("tpu", "tpu")
+    return using("gpu" if GPUS[chip].capability == mosaic_gpu.CAPABILITY else "xla", "gpu")
 
 
 def has_compiler(name: str) -> bool:

@@ -18,23 +18,23 @@ Name = Literal["xla", "tpu", "gpu"]
 PREFERRED: dict[str, Name] = {"tpu": "tpu", "gpu": "gpu"}
 # Mesh axes that rows and key-value heads are split over, where there is a mesh.
 ROWS, HEADS = ("data", "fsdp"), "model"
-_named = jax.make_user_context(None)  # a part of every jit cache key
+_named, _platform = jax.make_user_context(None), jax.make_user_context(None)  # parts of every jit cache key
 
 
 @contextmanager
-def using(implementation: Name | None) -> Iterator[None]:
+def using(implementation: Name | None, platform: str | None = None) -> Iterator[None]:
     """Within, every kernel takes this implementation where it serves the case and the call names none.
 
-    What is compiled for another platform than the one at hand is compiled under its implementation's name. None goes
-    back to what the platform prefers.
+    What is compiled for another platform than the one at hand is compiled under its implementation's name, and its own.
+    None goes back to what the platform prefers, and to the platform at hand.
     """
-    with _named(implementation):
+    with _named(implementation), _platform(platform):
         yield
 
 
 def platform() -> str:
     """What is compiled for: "cpu", "gpu" or "tpu"."""
-    return _named.value if _named.value in PREFERRED else jax.default_backend()
+    return _platform.value or jax.default_backend()
 
 
 def choose(implementations: Mapping[str, ModuleType], *arrays: jax.Array, implementation: Name | None) -> ModuleType:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax import plan, published, sharding
-from dflash_jax.kernels.dispatch import using
+from dflash_jax.topologies import compiling_for
 from tests.chips import topology
 
 LIST = """
@@ -76,7 +76,7 @@ def test_a_training_step_by_its_compiler():
     pytest.importorskip("libtpu")
     devices = topology("v5e:4x4")
     mesh = sharding.make_mesh(sharding.parse_mesh("fsdp=8,model=2", devices), devices)
-    with using("tpu"):
+    with compiling_for("v5e:4x4"):
         compiled = plan.compile_training(cut(2), mesh, 8, 1024, 64)
     text, figures = compiled.as_text(), plan.measured(compiled)
     assert "splash_mha_fwd" in text

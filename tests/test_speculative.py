@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, Request, generate, load_drafter, load_target, spec_generate
+from dflash_jax import Engine, Request, generate, load_drafter, spec_generate
 from dflash_jax.cache import commit
-from dflash_jax.models import layers
 from dflash_jax.penalties import Penalties
 from dflash_jax.programs import decode_call, prefill
 from dflash_jax.sampling import Sampling, select
@@ -194,26 +193,6 @@ def test_caches_hold_exactly_the_positions_before_the_anchor(target, drafter):
                 np.testing.assert_allclose(entry.k[row, :, :n], block.k[0], atol=1e-5)
                 np.testing.assert_allclose(entry.v[row, :, :n], block.v[0], atol=1e-5)
                 assert not np.any(entry.k[row, :, n:])  # nothing behind the anchor, ever
-
-
-def test_layers_that_are_alike_are_traced_once(tmp_path, monkeypatch):
-    kinds = {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 5,
-        "use_sliding_window": True,
-    }
-    target = load_target(tiny.write_target(tmp_path, tiny.target_config(**kinds)))
-    traced = []
-    attend = layers.attend
-    monkeypatch.setattr(
-        layers, "attend", lambda *x, **options: traced.append(options["window"]) or attend(*x, **options)
-    )
-    forward = lambda tokens, cache: target.forward(tokens, jnp.arange(11)[None], None, cache)[0]
-    hidden = jax.jit(forward)(jnp.arange(11)[None], target.init_cache(1, 16))
-    assert traced == [5, None]
-    with jax.disable_jit():
-        np.testing.assert_allclose(hidden, forward(jnp.arange(11)[None], target.init_cache(1, 16)), atol=1e-5)
-    assert traced == [5, None] * 3
 
 
 def test_draft_reads_context_strictly_before_the_anchor(target, drafter):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+CAPABILITY = 9  # major, of the devices that have its tensor cores (WGMMA)
 HEAD_DIMS = (64, 128, 256)
 ROWS = 64  # queries of a tile: the rows of one WGMMA
 CHUNK = 64  # slots copied at once
@@ -33,8 +34,8 @@ def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: F
         return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; it serves bfloat16 and float16"
     if cache_k.shape[2] == 0 or cache_k.shape[2] % CHUNK:
         return f"{cache_k.shape[2]} slots; it serves multiples of {CHUNK}"
-    if jax.default_backend() == "gpu" and not (found := jax.devices()[0].compute_capability).startswith("9."):
-        return f"compute capability {found}; it serves 9.0, for whose tensor cores it is written"
+    if jax.default_backend() == "gpu" and int(float(found := jax.devices()[0].compute_capability)) != CAPABILITY:
+        return f"compute capability {found}; it serves {CAPABILITY}.0, for whose tensor cores it is written"
     return None
 
 

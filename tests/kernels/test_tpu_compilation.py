@@ -7,38 +7,9 @@ from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.cache import KV
 from dflash_jax.kernels.block_attention import attend
-from dflash_jax.kernels.shapes import SHAPES
-from tests.chips import topology
+from tests.chips import SERVED, compile_attention, topology
 
-SERVED = {name: shape for name, shape in SHAPES.items() if shape.H <= 256}
 ONE_OF_EACH = ["qwen3-8b verify", "gpt-oss verify, sliding", "qwen3.5-9b verify"]
-
-
-def compiled(chips: str, name: str, dtype=jnp.bfloat16, rows=4, slots=4096):
-    shape = SERVED[name]
-    place = SingleDeviceSharding(topology(chips)[0])
-    spec = lambda *size, dtype=dtype: jax.ShapeDtypeStruct(size, dtype, sharding=place)
-    T, N, K, H = shape[:4]
-
-    def call(q, positions, k, v, cache, lengths, sinks):
-        return attend(
-            q,
-            positions,
-            k,
-            v,
-            cache,
-            lengths,
-            visible="causal" if shape.causal else "full",
-            window=shape.window,
-            softcap=shape.softcap,
-            sinks=sinks if shape.sinks else None,
-            implementation="tpu",
-        )
-
-    cache = KV(spec(rows, K, slots, H), spec(rows, K, slots, H))
-    ints = spec(rows, T, dtype=jnp.int32), spec(rows, dtype=jnp.int32)
-    block = spec(rows, T, N, H), ints[0], spec(rows, K, T, H), spec(rows, K, T, H)
-    return jax.jit(call).lower(*block, cache, ints[1], spec(N)).compile()
 
 
 def check(program, name, rows=4, slots=4096, size=2):
@@ -52,7 +23,7 @@ def check(program, name, rows=4, slots=4096, size=2):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_v5e(name):
-    check(compiled("v5e:2x2", name), name)
+    check(compile_attention("v5e:2x2", "tpu", name), name)
 
 
 def test_packed_rows_without_a_cache():
@@ -71,10 +42,10 @@ def test_packed_rows_without_a_cache():
 
 
 def test_float32():
-    check(compiled("v5e:2x2", "qwen3-8b verify", jnp.float32), "qwen3-8b verify", size=4)
+    check(compile_attention("v5e:2x2", "tpu", "qwen3-8b verify", jnp.float32), "qwen3-8b verify", size=4)
 
 
 @pytest.mark.parametrize("chips", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_other_chips(chips, name):
-    check(compiled(chips, name), name)
+    check(compile_attention(chips, "tpu", name), name)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from dflash_jax.kernels.dispatch import using
 from dflash_jax.published import PAIRS, random_pair
 from dflash_jax.speculative import chain_step, init_state, run
+from dflash_jax.topologies import compiling_for
 from tests.chips import topology
 
 CHIP = 16 * 2**30  # bytes of a v5e
@@ -29,7 +29,7 @@ def test_qwen3_4b_fits_one_chip_and_copies_nothing():
     target, drafter, state, *scalars = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (*jax.eval_shape(shapes), *scalars)
     )
-    with using("tpu"):
+    with compiling_for("v5e:2x2"):
         program = jax.jit(loop, donate_argnums=2).lower(target, drafter, state, *scalars).compile()
     text, memory = program.as_text(), program.memory_analysis()
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
