@@ -71,12 +71,16 @@ def _key(seed: int) -> Key[Array, ""]:
 
 
 def gumbel_noise(sampling: Sampling, positions: Int[Array, "B T"], vocab_size: int) -> Float[Array, "B T V"]:
-    """Noise of the tokens at absolute `positions`; zeros for greedy rows, and free if all rows are greedy."""
+    """Gumbel noise of the tokens at absolute `positions`; zeros for greedy rows, and free if all rows are greedy.
+
+    Drawn in JAX's "high" mode: the default one stops at 15.94, so that tokens below a probability of about 1e-6 would
+    come too rarely.
+    """
     shape = (*positions.shape, vocab_size)
 
     def draw() -> Float[Array, "B T V"]:
         def one(key: Key[Array, ""], position: Int[Array, ""]) -> Float[Array, " V"]:
-            return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
+            return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32, mode="high")
 
         noise = jax.vmap(jax.vmap(one, (None, 0)))(sampling.key, positions)
         return jnp.where(sampling.temperature[:, None, None] > 0, noise, 0.0)

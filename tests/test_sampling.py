@@ -122,9 +122,9 @@ def test_a_prefix_of_the_vocabulary_draws_the_same_noise():
     """What lets a vocabulary shard compute its own slice."""
     sampling = settings(1.0, 0, 1.0)
     positions = jnp.asarray([[3, 9]])
-    np.testing.assert_array_equal(
-        gumbel_noise(sampling, positions, 64)[..., :40], gumbel_noise(sampling, positions, 40)
-    )
+    whole, part = gumbel_noise(sampling, positions, 64)[..., :40], gumbel_noise(sampling, positions, 40)
+    # The same draws; the last bit of a logarithm depends on where the processor's vectors end.
+    np.testing.assert_array_max_ulp(np.asarray(whole), np.asarray(part), maxulp=8)
 
 
 def test_request_keys():
@@ -151,3 +151,15 @@ def test_request_keys():
 def test_impossible_settings_are_refused(bad):
     with pytest.raises(ValueError, match="must"):
         check_sampling(*bad)
+
+
+def test_the_tail_of_the_noise_is_there():
+    """Of 100,000 equally likely tokens the largest noise exceeds 15.94 in 1.2% of draws; a coarse uniform never does."""
+    vocabulary, draws, chunk = 100_000, 1_500, 100
+    draw = jax.jit(lambda positions: jnp.max(gumbel_noise(settings(1.0, 0, 1.0), positions, vocabulary), axis=-1))
+    largest = np.concatenate([draw(start + jnp.arange(chunk)[None])[0] for start in range(0, draws, chunk)])
+    share = lambda x: 1 - np.exp(-vocabulary * np.exp(-x))  # of draws whose largest noise exceeds x
+    for threshold in (11.0, 12.5, 14.0, 15.95):
+        expected = draws * share(threshold)
+        deviation = np.sqrt(expected * (1 - share(threshold)))
+        assert abs((largest > threshold).sum() - expected) < 4 * deviation
