@@ -7,30 +7,30 @@ from dflash_jax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from dflash_jax.bundled import bundled_pair as bundled_pair
-    from dflash_jax.drafter import Drafter as Drafter
-    from dflash_jax.drafter import load_drafter as load_drafter
-    from dflash_jax.generation import generate as generate
-    from dflash_jax.generation import spec_generate as spec_generate
+    from dflash_jax.decoding.step import speculative_step as speculative_step
+    from dflash_jax.drafters.dflash import Drafter as Drafter
+    from dflash_jax.drafters.dflash import load_drafter as load_drafter
     from dflash_jax.infer.engine import Engine as Engine
+    from dflash_jax.infer.generate import generate as generate
+    from dflash_jax.infer.generate import spec_generate as spec_generate
     from dflash_jax.infer.replay import replay as replay
     from dflash_jax.infer.requests import Request as Request
-    from dflash_jax.speculative import speculative_step as speculative_step
     from dflash_jax.target import Target as Target
     from dflash_jax.target import load_target as load_target
 
 # Imported on first use, so that `python -m dflash_jax.serve --help` need not import jax.
 _PUBLIC = {
-    "Drafter": "drafter",
+    "Drafter": "drafters.dflash",
     "Engine": "infer.engine",
     "Request": "infer.requests",
     "Target": "target",
     "bundled_pair": "bundled",
-    "generate": "generation",
-    "load_drafter": "drafter",
+    "generate": "infer.generate",
+    "load_drafter": "drafters.dflash",
     "load_target": "target",
     "replay": "infer.replay",
-    "spec_generate": "generation",
-    "speculative_step": "speculative",
+    "spec_generate": "infer.generate",
+    "speculative_step": "decoding.step",
 }
 __all__ = ["__version__", *_PUBLIC]
 

@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     (target, drafter), text, defaults = load(args)
     if args.untrained:
         drafter = untrained(drafter)
-    from dflash_jax.infer.measure import compare, compare_jobs
+    from dflash_jax.benchmarks.compare import compare, compare_jobs
 
     prompts = [
         text.encode_chat([{"role": "user", "content": question}]) if text.has_chat_template else text.encode(question)
@@ -94,11 +94,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     official = None
     if args.official:
-        from dflash_jax.infer.official import Official
+        from dflash_jax.benchmarks.official import Official
 
         official = Official(target.directory, args.drafter)
     if args.jobs:
-        from dflash_jax.infer.adaptive import candidates
+        from dflash_jax.infer.chooser import candidates
 
         def engine(block_size: int | str, **changes: Any) -> Any:
             pair = (target, None if block_size == 1 else drafter)
@@ -148,10 +148,10 @@ def untrained(drafter: Any) -> Any:
 def questions(dataset: str, count: int) -> tuple[list[str], Callable[[int, str], bool] | None]:
     """First user turns of a dataset, and, for made problems, whether a text answers the i-th."""
     if dataset != "problems":
-        from dflash_jax.infer.datasets import load_dataset
+        from dflash_jax.benchmarks.datasets import load_dataset
 
         return [turns[0] for turns in load_dataset(dataset, count)], None
-    from dflash_jax.train.problems import is_correct, problems
+    from dflash_jax.train.toy.problems import is_correct, problems
 
     if count < 1:
         raise ValueError(f"max_samples must be at least 1, got {count}")

@@ -74,11 +74,11 @@ def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
     use_bundled_pair(args)
     if speculative and not args.drafter:
         raise ValueError("--drafter is needed to speculate; without one, say --no-speculation")
-    from dflash_jax.sampling import check_sampling
+    from dflash_jax.decoding.sampling import check_sampling
 
     check_sampling(args.temperature, args.top_p, args.top_k, args.min_p)
     enable_compilation_cache()
-    from dflash_jax.drafter import load_drafter
+    from dflash_jax.drafters.dflash import load_drafter
     from dflash_jax.infer.requests import Request
     from dflash_jax.infer.text import Text
     from dflash_jax.target import load_target
@@ -112,20 +112,21 @@ def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool =
     import jax
 
     from dflash_jax import checkpoint, models, sharding
-    from dflash_jax.drafter_config import drafter_config
+    from dflash_jax.drafters.config import drafter_config
+    from dflash_jax.mesh import make_mesh, parse_mesh
 
     if text != "auto":
-        sizes = sharding.parse_mesh(text)
-        return None if len(jax.devices()) == 1 else sharding.make_mesh(sizes)
+        sizes = parse_mesh(text)
+        return None if len(jax.devices()) == 1 else make_mesh(sizes)
     if len(jax.devices()) == 1 or jax.default_backend() == "cpu":
         return None
     if training:
-        return sharding.make_mesh(sharding.parse_mesh("fsdp=-1"))
+        return make_mesh(parse_mesh("fsdp=-1"))
     raw = lambda source, what: checkpoint.read_json(checkpoint.resolve(source, what) / "config.json")
     configs: list[Any] = [models.target_config(raw(target, "target"))]
     if drafter:
         configs.append(drafter_config(raw(drafter, "drafter")))
-    return sharding.make_mesh(sharding.auto_mesh(configs, len(jax.devices()), jax.local_device_count()))
+    return make_mesh(sharding.auto_mesh(configs, len(jax.devices()), jax.local_device_count()))
 
 
 def use_bundled_pair(args: argparse.Namespace) -> bool:
@@ -160,7 +161,7 @@ def make_engine(
     """
     from dflash_jax.infer.engine import Engine
     from dflash_jax.infer.prefixes import shared_chunks
-    from dflash_jax.sharding import mesh_of, rows_of
+    from dflash_jax.mesh import mesh_of, rows_of
 
     parts = rows_of(mesh_of(pair[0].params))
     length = getattr(args, "max_length", None)

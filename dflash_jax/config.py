@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 Raw = Mapping[str, Any]
 
 # Fields of `config.json` that describe bookkeeping or training, not the forward pass.
@@ -222,3 +225,17 @@ def layer_types(raw: Raw, layers: int) -> list[str]:
     if bad := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
         raise ValueError(f"layer_types {bad} are not supported")
     return types
+
+
+def default_dtype() -> Any:
+    """float32 on CPU, where bfloat16 products are slow, bfloat16 on accelerators."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def parse_dtype(name: str | None) -> Any:
+    """Returns the array type for "float32", "bfloat16", "float16" or None / "auto" (see `default_dtype`)."""
+    if name in (None, "auto"):
+        return default_dtype()
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype must be float32, bfloat16, float16 or auto, got {name!r}")
+    return jnp.dtype(name)

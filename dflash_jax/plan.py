@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.topologies import CHIPS, GIB, Chip, compiling_for, has_compiler, parse_topology, topology
+from dflash_jax.benchmarks.topologies import CHIPS, GIB, Chip, compiling_for, has_compiler, parse_topology, topology
 
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 _BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64, "u64": 64, "f64": 64}
@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan(args: argparse.Namespace) -> dict[str, Any]:
     """The figures of `table`; raises ValueError for what cannot be planned."""
     from dflash_jax import sharding
+    from dflash_jax.mesh import make_mesh, parse_mesh
 
     chip, count = parse_topology(args.topology)
     raws = _configs(args.target, args.drafter)
@@ -72,9 +73,9 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     devices = topology(args.topology) if compiling else list(range(count))
     parsed = _parsed(raws)
     if args.mesh != "auto":
-        sizes = sharding.parse_mesh(args.mesh, devices)
+        sizes = parse_mesh(args.mesh, devices)
     elif args.training:
-        sizes = sharding.parse_mesh("fsdp=-1", devices)
+        sizes = parse_mesh("fsdp=-1", devices)
     else:
         sizes = sharding.auto_mesh(parsed, len(devices), len(devices))
     parts = sizes["data"] * sizes["fsdp"]
@@ -89,7 +90,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
             )
         figures |= analytic(parsed, sizes, args.batch, args.max_length, args.block_size)
     else:
-        mesh = sharding.make_mesh(sizes, devices)
+        mesh = make_mesh(sizes, devices)
         with compiling_for(args.topology):
             compiled = (
                 compile_training(raws, mesh, args.batch, args.max_length, args.anchors)
@@ -104,8 +105,8 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _configs(target: str, drafter: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    from dflash_jax.benchmarks.presets import PAIRS
     from dflash_jax.checkpoint import read_json, resolve
-    from dflash_jax.published import PAIRS
 
     def read(source: str, what: str) -> dict[str, Any]:
         path = Path(source)
@@ -121,7 +122,7 @@ def _configs(target: str, drafter: str | None) -> tuple[dict[str, Any], dict[str
 
 def _parsed(raws: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, Any]:
     from dflash_jax import models
-    from dflash_jax.drafter_config import drafter_config
+    from dflash_jax.drafters.config import drafter_config
 
     pair = models.target_config(raws[0]), drafter_config(raws[1])
     pair[1].check_pair(pair[0])
@@ -137,10 +138,10 @@ def compile_step(raws: tuple[Any, Any], mesh: Any, batch: int, max_length: int, 
     import jax
 
     from dflash_jax import sharding
+    from dflash_jax.benchmarks.presets import random_pair
+    from dflash_jax.decoding.step import chain_step, init_state
+    from dflash_jax.infer.programs import BLOCK_OPTIONS
     from dflash_jax.kernels.dispatch import platform
-    from dflash_jax.programs import BLOCK_OPTIONS
-    from dflash_jax.published import random_pair
-    from dflash_jax.speculative import chain_step, init_state
 
     def shapes() -> tuple[Any, Any, Any]:
         target, drafter = random_pair(*raws, mesh=mesh)
@@ -168,7 +169,8 @@ def compile_training(raws: tuple[Any, Any], mesh: Any, rows: int, length: int, a
     from jax.sharding import NamedSharding
 
     from dflash_jax import sharding
-    from dflash_jax.published import random_pair
+    from dflash_jax.benchmarks.presets import random_pair
+    from dflash_jax.mesh import ROWS
     from dflash_jax.train.config import TrainConfig
     from dflash_jax.train.step import Batch, init_state, train_step
 
@@ -181,7 +183,7 @@ def compile_training(raws: tuple[Any, Any], mesh: Any, rows: int, length: int, a
     target, drafter, state = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter, state))
     ints = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     batch = Batch(ints, ints, jax.ShapeDtypeStruct((rows, length), bool))
-    batch = _placed(batch, jax.tree.map(lambda _: NamedSharding(mesh, sharding.P(sharding.ROWS)), batch))
+    batch = _placed(batch, jax.tree.map(lambda _: NamedSharding(mesh, sharding.P(ROWS)), batch))
     program = jax.jit(
         partial(train_step, config, 1000), donate_argnums=2, out_shardings=(sharding.shardings(state, mesh), None)
     )
@@ -249,7 +251,7 @@ def analytic(
 ) -> dict[str, Any]:
     """Per device and step, in bfloat16: bytes of weights and caches, all read once, and operations of the products."""
     from dflash_jax import models
-    from dflash_jax.drafter import tensors
+    from dflash_jax.drafters.dflash import tensors
 
     target, drafter = pair
     split, rows = sizes["model"], batch // (sizes["data"] * sizes["fsdp"])

@@ -10,14 +10,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.kernels.dispatch import HEADS, ROWS, current_mesh
-
-AXES = (*ROWS, HEADS)
+from dflash_jax.mesh import HEADS, ROWS, constrain, current_mesh, on_every_device
 
 # Endings of parameter paths (in a pass, a layer does not know which one it is) and the axes of each dimension. The
 # weights are [out, in]; a product's output dimension is
@@ -37,30 +34,6 @@ RULES: tuple[tuple[str, P], ...] = (
 Config = TypeVar("Config", bound=DecoderConfig)
 
 
-def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> dict[str, int]:
-    """Sizes of the axes named in "data=2,model=4"; one of them may be -1, which is what is left of the devices.
-
-    Raises:
-        ValueError: an unknown axis, or sizes whose product is not the number of devices.
-    """
-    count = len(jax.devices() if devices is None else devices)
-    sizes = dict.fromkeys(AXES, 1)
-    for item in filter(None, text.split(",")):
-        name, _, size = item.partition("=")
-        if name.strip() not in AXES or not re.fullmatch(r"-1|[1-9]\d*", size.strip()):
-            raise ValueError(f"--mesh must be like data=2,model=4 with axes of {', '.join(AXES)}, got {text!r}")
-        sizes[name.strip()] = int(size)
-    known = 1
-    for size in sizes.values():
-        known *= max(size, 1)
-    if list(sizes.values()).count(-1) == 1 and count % known == 0:
-        sizes = {name: count // known if size == -1 else size for name, size in sizes.items()}
-        known = count
-    if known != count or -1 in sizes.values():
-        raise ValueError(f"--mesh {text}: its sizes multiply to {known}, but there are {count} devices")
-    return sizes
-
-
 def auto_mesh(configs: Sequence[DecoderConfig], devices: int, per_host: int) -> dict[str, int]:
     """Tensor parallelism over as many devices of a host as the heads of all models allow, rows over the rest."""
     fits = (n for n in range(per_host, 0, -1) if devices % n == 0 and all(_divides(c, n) for c in configs))
@@ -72,12 +45,6 @@ def _divides(config: DecoderConfig, shards: int) -> bool:
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     whole = heads % shards == 0 and config.intermediate_size % shards == 0 and config.vocab_size % shards == 0
     return whole and (keys % shards == 0 or shards % keys == 0)
-
-
-def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of these axis sizes, all axes automatic."""
-    types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(tuple(sizes[name] for name in AXES), AXES, axis_types=types, devices=devices)
 
 
 def shard_config(config: Config, mesh: Mesh | None) -> Config:
@@ -133,34 +100,6 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def spread(tree: Any, shardings: Any) -> Any:
-    """Host values onto a mesh, by their shardings; of several processes each has all values, and keeps its shards."""
-
-    def place(x: Any, sharding: NamedSharding) -> jax.Array:
-        host = np.asarray(x)
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-    return jax.tree.map(place, tree, shardings)
-
-
-def gather(tree: Any) -> Any:
-    """The whole values on the host, in every process; all processes must ask."""
-
-    def whole(x: Any) -> np.ndarray:
-        if getattr(x, "is_fully_addressable", True):
-            return np.asarray(x)
-        from jax.experimental import multihost_utils
-
-        return multihost_utils.process_allgather(x, tiled=True)
-
-    return jax.tree.map(whole, tree)
-
-
-def constrain(x: jax.Array, axes: P) -> jax.Array:
-    """Inside a jitted program: `x` laid out so over the mesh that is set, if one is."""
-    return x if current_mesh() is None else jax.lax.with_sharding_constraint(x, axes)
-
-
 def gathers() -> bool:
     """Inside a jitted program: whether parameters are split over the `fsdp` axis of the mesh that is set."""
     mesh = current_mesh()
@@ -189,17 +128,6 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     return on_every_device(constrain(found, P(None, None, "fsdp")))
 
 
-def on_every_device(x: jax.Array) -> jax.Array:
-    """Inside a jitted program: hidden states [B, T, D] with their whole width on every device that holds the row. One
-    sum after attention and one after the MLP, where the compiler may else split the width and sum in every norm."""
-    return constrain(x, P(P.UNCONSTRAINED, None, None))
-
-
-def row_parts() -> int:
-    """Inside a jitted program: in how many parts the mesh that is set splits rows."""
-    return rows_of(current_mesh())
-
-
 def pin(state: Any) -> Any:
     """Inside a jitted program: a decoding state laid out over the mesh that is set, so that every program finds it as
     the last one left it. Rows are split, and the heads of the caches."""
@@ -220,33 +148,3 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
 def _state_spec(path: Any) -> P:
     in_cache = any(getattr(key, "name", None) == "entries" for key in path)
     return P(ROWS, HEADS) if in_cache else P(ROWS)
-
-
-def rows_of(mesh: Any) -> int:
-    """In how many parts rows are split; the rows of a batch must be a multiple."""
-    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
-
-
-def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that arrays are sharded over, or None."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
-    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)
-
-
-def join(group: str) -> None:
-    """Makes this one of several processes of one program, by JAX's distributed runtime.
-
-    Args:
-        group: "HOST:PORT,I/N", process I of N with the first at HOST:PORT; empty for what the environment says.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    silence = 60  # seconds after which a process counts as lost, and the others stop
-    if not group:
-        jax.distributed.initialize(heartbeat_timeout_seconds=silence)
-        return
-    found = re.fullmatch(r"(\S+:\d+),(\d+)/(\d+)", group)
-    if not found or int(found[2]) >= int(found[3]):
-        raise ValueError(f"--distributed must be HOST:PORT,I/N with I from 0 to N - 1, got {group}")
-    jax.distributed.initialize(found[1], int(found[3]), int(found[2]), heartbeat_timeout_seconds=silence)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax import cache as caches
 from dflash_jax import checkpoint, models, sharding
 from dflash_jax.cache import Block, Cache
-from dflash_jax.config import TargetConfig, token_ids
+from dflash_jax.config import TargetConfig, parse_dtype, token_ids
 from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.models.layers import Pass, rope_tables
 
@@ -94,7 +94,7 @@ def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | No
         ValueError: unsupported configuration, a mesh that its heads cannot be split over, or files that are missing,
             corrupt or do not match it.
     """
-    array_type = checkpoint.parse_dtype(dtype)
+    array_type = parse_dtype(dtype)
     directory = checkpoint.resolve(source, "target")
     config = models.target_config(checkpoint.read_json(directory / "config.json"))
     generation = directory / "generation_config.json"

@@ -14,14 +14,14 @@ from typing import Literal, get_args
 import jax
 import numpy as np
 
-from dflash_jax.drafter import Drafter
-from dflash_jax.infer.adaptive import TRY, BlockChooser, candidates
-from dflash_jax.infer.batch import Batch
+from dflash_jax.decoding.step import Proposals
+from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.infer.chooser import TRY, BlockChooser, candidates
 from dflash_jax.infer.requests import Completion, Request, RequestError, check_seed
 from dflash_jax.infer.rows import STOP_WIDTH, Row, row_settings
+from dflash_jax.infer.slots import Batch
 from dflash_jax.infer.stats import Stats
-from dflash_jax.sharding import mesh_of, rows_of
-from dflash_jax.speculative import Proposals
+from dflash_jax.mesh import mesh_of, rows_of
 from dflash_jax.target import Target
 
 

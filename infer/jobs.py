@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.checkpoint import write_text
+from dflash_jax.files import write_text
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.lines import Line

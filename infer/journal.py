@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.checkpoint import write_json
+from dflash_jax.files import write_json
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PAUSE = 10.0  # seconds between attempts to write to a full disk

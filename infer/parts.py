@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.checkpoint import write_text
+from dflash_jax.files import write_text
 from dflash_jax.infer.jobs import record_id
 from dflash_jax.infer.lines import Line
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import jax
 import numpy as np
 
-from dflash_jax.prefix import init_prefixes, keep, restore
+from dflash_jax.decoding.step import State
+from dflash_jax.infer.prefix import init_prefixes, keep, restore
 from dflash_jax.sharding import pin_chunks
-from dflash_jax.speculative import State
 
 
 def chain(tokens: Sequence[int], chunk: int) -> list[bytes]:

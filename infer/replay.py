@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import Cache, commit, once_read
-from dflash_jax.penalties import History, Penalties, penalise
-from dflash_jax.sampling import Sampling, gumbel_noise, perturbed_scores, request_key
+from dflash_jax.decoding.penalties import History, Penalties, penalise
+from dflash_jax.decoding.sampling import Sampling, gumbel_noise, perturbed_scores, request_key
 from dflash_jax.target import Target
 
 

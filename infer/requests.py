@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dflash_jax.penalties import check_penalties
-from dflash_jax.sampling import check_sampling
+from dflash_jax.decoding.penalties import check_penalties
+from dflash_jax.decoding.sampling import check_sampling
 
 
 class RequestError(ValueError):

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.decoding.penalties import Penalties
+from dflash_jax.decoding.sampling import Sampling, request_key
+from dflash_jax.decoding.step import Committed, RowSettings
 from dflash_jax.infer.requests import Completion, Request
-from dflash_jax.penalties import Penalties
-from dflash_jax.sampling import Sampling, request_key
-from dflash_jax.speculative import Committed, RowSettings
 
 STOP_WIDTH = 8  # stop tokens a row can hold
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from dflash_jax import topologies
+from dflash_jax.benchmarks import topologies
 from dflash_jax.cache import KV
 from dflash_jax.kernels.block_attention import attend
 from dflash_jax.kernels.shapes import SHAPES

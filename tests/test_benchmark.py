@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax import benchmark
-from dflash_jax.infer.datasets import SOURCES, load_dataset
+from dflash_jax.benchmarks.datasets import SOURCES, load_dataset
 
 
 @pytest.fixture

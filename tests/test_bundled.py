@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax import benchmark, bundled_pair, load_drafter, load_target, serve, spec_generate
 from dflash_jax.infer.text import Text
-from dflash_jax.train.problems import is_correct, problems
+from dflash_jax.train.toy.problems import is_correct, problems
 
 
 def test_shape_and_size():

@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_jax.config import LayerConfig
-from dflash_jax.drafter_config import drafter_config
+from dflash_jax.drafters.config import drafter_config
 from dflash_jax.models import target_config
 from tests import tiny
 

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_jax import Engine, Request, bundled_pair, load_drafter, load_target, replay
 from dflash_jax.infer.text import Text
-from dflash_jax.train.problems import problems
+from dflash_jax.train.toy.problems import problems
 
 FILE = Path(__file__).parent / "golden" / "bundled.json"
 SEED, TOKENS = 5, 64

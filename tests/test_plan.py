@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from dflash_jax import plan, published, sharding
-from dflash_jax.topologies import compiling_for
+from dflash_jax import plan
+from dflash_jax.benchmarks import presets
+from dflash_jax.benchmarks.topologies import compiling_for
+from dflash_jax.mesh import make_mesh, parse_mesh
 from tests.chips import topology
 
 LIST = """
@@ -20,7 +22,7 @@ LIST = """
 
 def cut(depth):
     """Qwen3-8B and its drafter with few layers."""
-    target, drafter = published.PAIRS["qwen3-8b"]
+    target, drafter = presets.PAIRS["qwen3-8b"]
     nested = drafter["dflash_config"] | {"target_layer_ids": [0]}
     drafter = drafter | {"num_hidden_layers": 1, "num_target_layers": depth, "dflash_config": nested}
     return target | {"num_hidden_layers": depth}, drafter
@@ -75,7 +77,7 @@ def test_a_training_step_by_its_compiler():
     """Weights are gathered, not rows; the target takes whole rows by splash attention."""
     pytest.importorskip("libtpu")
     devices = topology("v5e:4x4")
-    mesh = sharding.make_mesh(sharding.parse_mesh("fsdp=8,model=2", devices), devices)
+    mesh = make_mesh(parse_mesh("fsdp=8,model=2", devices), devices)
     with compiling_for("v5e:4x4"):
         compiled = plan.compile_training(cut(2), mesh, 8, 1024, 64)
     text, figures = compiled.as_text(), plan.measured(compiled)
@@ -86,7 +88,7 @@ def test_a_training_step_by_its_compiler():
 
 def test_four_chips_by_their_compiler(monkeypatch, capsys, tmp_path):
     pytest.importorskip("libtpu")
-    monkeypatch.setitem(published.PAIRS, "cut", cut(2))
+    monkeypatch.setitem(presets.PAIRS, "cut", cut(2))
     arguments = ["--target", "cut", "--topology", "v5e:2x2", "--batch", "4", "--max-length", "2048"]
     assert plan.main([*arguments, "--json", str(tmp_path / "f.json")]) == 0
     figures = json.loads((tmp_path / "f.json").read_text())

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.sampling import (
+from dflash_jax.decoding.sampling import (
     Sampling,
     check_sampling,
     filter_scores,

@@ -11,12 +11,13 @@ import pytest
 
 from dflash_jax import Engine, Request, generate, load_drafter, load_target, spec_generate
 from dflash_jax.checkpoint import Reader
-from dflash_jax.drafter import tensors as drafter_tensors
-from dflash_jax.drafter_config import drafter_config
+from dflash_jax.decoding.step import chain_step, init_state
+from dflash_jax.drafters.config import drafter_config
+from dflash_jax.drafters.dflash import tensors as drafter_tensors
+from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.models import FAMILIES, target_config
 from dflash_jax.plan import collectives
-from dflash_jax.sharding import auto_mesh, make_mesh, parse_mesh, pin, shard_config, spec
-from dflash_jax.speculative import chain_step, init_state
+from dflash_jax.sharding import auto_mesh, pin, shard_config, spec
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example
 from dflash_jax.train.drafters import new_drafter

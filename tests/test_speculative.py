@@ -9,10 +9,9 @@ import pytest
 
 from dflash_jax import Engine, Request, generate, load_drafter, spec_generate
 from dflash_jax.cache import commit
-from dflash_jax.penalties import Penalties
-from dflash_jax.programs import decode_call, prefill
-from dflash_jax.sampling import Sampling, select
-from dflash_jax.speculative import (
+from dflash_jax.decoding.penalties import Penalties
+from dflash_jax.decoding.sampling import Sampling, select
+from dflash_jax.decoding.step import (
     RowSettings,
     accept,
     chain_step,
@@ -21,6 +20,7 @@ from dflash_jax.speculative import (
     speculative_step,
     verifying,
 )
+from dflash_jax.infer.programs import decode_call, prefill
 from tests import tiny
 
 PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2, 19, 50]]
@@ -252,8 +252,8 @@ def test_own_embedding_and_head_are_used(target, drafter, tmp_path):
     tiny.write_drafter(tmp_path, raw)
     import dataclasses
 
-    from dflash_jax.drafter import tensors
-    from dflash_jax.drafter_config import drafter_config
+    from dflash_jax.drafters.config import drafter_config
+    from dflash_jax.drafters.dflash import tensors
 
     config = dataclasses.replace(drafter_config(raw), own_embedding=True, own_head=True)
     extra = tiny.random_tensors(tensors(config), seed=1)
@@ -382,7 +382,7 @@ def test_committing_a_path_gathers_it(target):
 
 def test_select_is_deterministic_per_position():
     """The choice depends on key, position and logits, not on the row or slot they stand in."""
-    from dflash_jax.sampling import gumbel_noise
+    from dflash_jax.decoding.sampling import gumbel_noise
 
     logits = jax.random.normal(jax.random.key(0), (2, 3, 50))
     keys = jax.random.split(jax.random.key(1), 2)

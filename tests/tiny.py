@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_jax import checkpoint, drafter, models
-from dflash_jax import drafter_config as drafter_configs
+from dflash_jax import checkpoint, models
+from dflash_jax.drafters import config as drafter_configs
+from dflash_jax.drafters import dflash as drafter
 
 VOCAB, MASK, EOS = 64, 63, 62
 

@@ -94,14 +94,14 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
     given = read_settings(args.config, overrides)
     make_config(given)  # complain before anything is loaded
     if args.distributed is not None:
-        from dflash_jax.sharding import join
+        from dflash_jax.mesh import join
 
         join(args.distributed)
     from dflash_jax.cli import choose_mesh, enable_compilation_cache
 
     enable_compilation_cache()
     from dflash_jax.checkpoint import read_json, resolve
-    from dflash_jax.drafter import load_drafter
+    from dflash_jax.drafters.dflash import load_drafter
     from dflash_jax.target import load_target
     from dflash_jax.train.data import read_examples
     from dflash_jax.train.drafters import choose_mask_token, new_drafter, with_block_size
@@ -201,8 +201,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     import jax
 
     from dflash_jax.cli import choose_mesh, enable_compilation_cache
-    from dflash_jax.drafter import load_drafter
-    from dflash_jax.sampling import check_sampling
+    from dflash_jax.decoding.sampling import check_sampling
+    from dflash_jax.drafters.dflash import load_drafter
     from dflash_jax.target import load_target
     from dflash_jax.train.evaluate import evaluate, read_prompts
     from dflash_jax.train.fit import load_run
@@ -240,7 +240,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from dflash_jax.checkpoint import parse_dtype
+    from dflash_jax.config import parse_dtype
     from dflash_jax.train.drafters import save_drafter
     from dflash_jax.train.fit import load_run
 
@@ -260,7 +260,7 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 def _pair(args: argparse.Namespace) -> int:
-    from dflash_jax.train.pair import Recipe, build
+    from dflash_jax.train.toy.pair import Recipe, build
 
     recipe = Recipe()
     with progress_bar(recipe.pretrain["max_steps"], "step") as bar:
@@ -276,7 +276,7 @@ def _pair(args: argparse.Namespace) -> int:
 
 def _ablate(args: argparse.Namespace) -> int:
     from dflash_jax.cli import enable_compilation_cache
-    from dflash_jax.train.ablations import ROWS, ablate
+    from dflash_jax.train.toy.ablations import ROWS, ablate
 
     enable_compilation_cache()
     names = [name.strip() for name in args.rows.split(";")] if args.rows else list(ROWS)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.cache import KV, Cache, commit, once_read
-from dflash_jax.drafter import Drafter
+from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.sharding import gathers
 from dflash_jax.target import Target
 

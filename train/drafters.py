@@ -11,8 +11,8 @@ import numpy as np
 
 from dflash_jax import checkpoint
 from dflash_jax.config import RopeConfig, token_ids
-from dflash_jax.drafter import Drafter, tensors
-from dflash_jax.drafter_config import default_target_layer_ids, drafter_config
+from dflash_jax.drafters.config import default_target_layer_ids, drafter_config
+from dflash_jax.drafters.dflash import Drafter, tensors
 from dflash_jax.infer.text import Text
 from dflash_jax.target import Target
 from dflash_jax.train.config import TrainConfig

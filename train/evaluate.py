@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.drafter import Drafter
+from dflash_jax.decoding.step import Proposals
+from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.lines import read_lines
 from dflash_jax.infer.requests import Request, RequestError
 from dflash_jax.infer.text import Text
-from dflash_jax.sharding import mesh_of, rows_of
-from dflash_jax.speculative import Proposals
+from dflash_jax.mesh import mesh_of, rows_of
 from dflash_jax.target import Target
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.checkpoint import write_json
-from dflash_jax.drafter import Drafter
-from dflash_jax.sharding import gather, unsharded_config
+from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.files import write_json
+from dflash_jax.mesh import gather
+from dflash_jax.sharding import unsharded_config
 from dflash_jax.target import Target
 from dflash_jax.train.blocks import target_features
 from dflash_jax.train.data import Example, Packing

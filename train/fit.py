@@ -15,11 +15,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflash_jax.checkpoint import read_json, write_json, write_text
-from dflash_jax.drafter import Drafter, load_drafter
+from dflash_jax.checkpoint import read_json
+from dflash_jax.drafters.dflash import Drafter, load_drafter
+from dflash_jax.files import write_json, write_text
 from dflash_jax.infer.interrupt import stop_signals
-from dflash_jax.programs import block_compiler_options
-from dflash_jax.sharding import ROWS, gather, mesh_of, rows_of, shardings, spread
+from dflash_jax.infer.programs import block_compiler_options
+from dflash_jax.mesh import ROWS, gather, mesh_of, rows_of, spread
+from dflash_jax.sharding import shardings
 from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
 from dflash_jax.train.config import TrainConfig

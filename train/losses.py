@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.sharding import row_parts
+from dflash_jax.mesh import row_parts
 
 DPACE_ALPHA = 0.5
 

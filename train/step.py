@@ -9,8 +9,8 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.drafter import Drafter
-from dflash_jax.sharding import ROWS, constrain
+from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.mesh import ROWS, constrain
 from dflash_jax.target import Target
 from dflash_jax.train.blocks import draft_hidden, draw_blocks, target_features
 from dflash_jax.train.config import TrainConfig

@@ -21,7 +21,8 @@ from dflash_jax.config import DecoderConfig, LayerConfig, RopeConfig
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import Visibility, attend
 from dflash_jax.kernels.dispatch import platform
-from dflash_jax.sharding import on_every_device, whole
+from dflash_jax.mesh import on_every_device
+from dflash_jax.sharding import whole
 
 FEW_ROWS = 256  # of a product: the widest block or prompt chunk that is multiplied weight first
 

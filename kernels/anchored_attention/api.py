@@ -8,7 +8,8 @@ from typing import Literal
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from ..dispatch import HEADS, ROWS, on_each_device
+from dflash_jax.mesh import HEADS, ROWS, on_each_device
+
 from . import reference
 
 

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from ..dispatch import HEADS, ROWS, Name, choose, from_owner, local_row, on_each_device
+from dflash_jax.mesh import HEADS, ROWS, from_owner, local_row, on_each_device
+
+from ..dispatch import Name, choose
 from . import mosaic_gpu, pallas_tpu, reference, splash
 
 Visibility = Bool[Array, "T T"] | Bool[Array, "B T T"]  # row i sees column j: token trees

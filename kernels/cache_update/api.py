@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from ..dispatch import HEADS, ROWS, Name, choose, local_row, on_each_device
+from dflash_jax.mesh import HEADS, ROWS, local_row, on_each_device
+
+from ..dispatch import Name, choose
 from . import pallas_tpu, reference
 
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine, Request
-from dflash_jax.infer.adaptive import TRY, Acceptance, BlockChooser, candidates, expected_tokens
+from dflash_jax.infer.chooser import TRY, Acceptance, BlockChooser, candidates, expected_tokens
 
 COSTS = {0: 0.95, 1: 1.0, 4: 1.7, 8: 2.0, 16: 2.5}
 LIFE = 12  # visits of a request

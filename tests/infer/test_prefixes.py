@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine, Request, load_drafter
-from dflash_jax.infer.adaptive import BlockChooser
+from dflash_jax.infer.chooser import BlockChooser
 from dflash_jax.infer.prefixes import PrefixCache, chain, shared_chunks
 from tests import tiny
 

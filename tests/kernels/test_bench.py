@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_jax import published
+from dflash_jax.benchmarks import presets
 from dflash_jax.kernels import bench, shapes
 from tests import tiny
 
@@ -12,7 +12,7 @@ from tests import tiny
 @pytest.mark.slow
 def test_the_benchmark_runs(tmp_path, monkeypatch, capsys):
     pair = tiny.target_config(), tiny.drafter_config()
-    monkeypatch.setitem(published.PAIRS, "tiny", pair)
+    monkeypatch.setitem(presets.PAIRS, "tiny", pair)
     chosen = {name: shapes.SHAPES[name] for name in ("gpt-oss verify, sliding", "qwen3-8b decode")}
     monkeypatch.setattr(shapes, "SHAPES", chosen)
     sizes = ["--context", "200", "--batch", "2", "--loops", "2", "--dtype", "float32", "--bandwidth", "20"]

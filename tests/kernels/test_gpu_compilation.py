@@ -5,9 +5,10 @@ import re
 import jax
 import pytest
 
-from dflash_jax import plan, sharding
-from dflash_jax.published import PAIRS
-from dflash_jax.topologies import compiling_for
+from dflash_jax import plan
+from dflash_jax.benchmarks.presets import PAIRS
+from dflash_jax.benchmarks.topologies import compiling_for
+from dflash_jax.mesh import make_mesh, parse_mesh
 from tests.chips import SERVED, compile_attention, topology
 
 
@@ -36,7 +37,7 @@ def test_what_ptxas_says_is_seen(monkeypatch, capfd):
 def step(pair, chips, mesh, rows, slots):
     devices = topology(chips)
     with compiling_for(chips):
-        return plan.compile_step(pair, sharding.make_mesh(sharding.parse_mesh(mesh, devices), devices), rows, slots)
+        return plan.compile_step(pair, make_mesh(parse_mesh(mesh, devices), devices), rows, slots)
 
 
 def test_nothing_of_the_vocabularys_size_changes_places():

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from dflash_jax.published import PAIRS, random_pair
-from dflash_jax.speculative import chain_step, init_state, run
-from dflash_jax.topologies import compiling_for
+from dflash_jax.benchmarks.presets import PAIRS, random_pair
+from dflash_jax.benchmarks.topologies import compiling_for
+from dflash_jax.decoding.step import chain_step, init_state, run
 from tests.chips import topology
 
 CHIP = 16 * 2**30  # bytes of a v5e

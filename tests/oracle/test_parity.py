@@ -238,7 +238,7 @@ def _on_cpu() -> bool:
 
 
 def test_default_taps_equal_the_official_rule():
-    from dflash_jax.drafter_config import default_target_layer_ids
+    from dflash_jax.drafters.config import default_target_layer_ids
 
     for depth in range(6, 80):
         for layers in (1, 2, 3, 5, 6, 8):

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_jax import load_drafter, load_target
 from dflash_jax.cache import commit
-from dflash_jax.sharding import make_mesh, parse_mesh
+from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.train.blocks import Blocks, draft_hidden, draw_blocks, target_features
 from tests import tiny
 

@@ -15,10 +15,10 @@ from dflash_jax.infer.text import Text
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example, Packing
-from dflash_jax.train.pair import Recipe, build, conversations
-from dflash_jax.train.pretrain import language_loss, new_target, pretrain
-from dflash_jax.train.problems import is_correct, is_held_out, problems
-from dflash_jax.train.tokenizer import train_tokenizer
+from dflash_jax.train.toy.pair import Recipe, build, conversations
+from dflash_jax.train.toy.pretrain import language_loss, new_target, pretrain
+from dflash_jax.train.toy.problems import is_correct, is_held_out, problems
+from dflash_jax.train.toy.tokenizer import train_tokenizer
 from tests import tiny
 
 

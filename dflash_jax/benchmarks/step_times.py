@@ -9,11 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.cache import Block, Cache
-from dflash_jax.drafter import Drafter
-from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.rows import STOP_WIDTH
-from dflash_jax.programs import block_compiler_options
-from dflash_jax.speculative import (
+from dflash_jax.decoding.step import (
     State,
     Verified,
     chain_step,
@@ -22,6 +18,10 @@ from dflash_jax.speculative import (
     init_state,
     verifying,
 )
+from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.programs import block_compiler_options
+from dflash_jax.infer.rows import STOP_WIDTH
 from dflash_jax.target import Target
 
 

@@ -1,4 +1,4 @@
-"""`python -m dflash_jax.kernels.bench`: the kernels and a whole step against the memory-bandwidth ceiling.
+"""`python -m dflash_jax.benchmarks.kernels`: the kernels and a whole step against the memory-bandwidth ceiling.
 
 Attention: every shape of `shapes.py` at a context and batch, keys and values read per second. Step: a published pair
 with random weights: autoregressive step, draft, verify, commit, and what their ratio means at a given tau. It runs
@@ -30,11 +30,13 @@ TAU = 6.49  # the paper's average on Qwen3-8B
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dflash_jax.kernels.bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash_jax.benchmarks.kernels", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--only", choices=("attention", "step"), help="one part (default: both)")
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192], help="tokens (default 1024 8192)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="rows (default 1 8)")
-    parser.add_argument("--pair", default="qwen3-8b", help="of the step: a name of dflash_jax.published")
+    parser.add_argument("--pair", default="qwen3-8b", help="of the step: a name of dflash_jax.benchmarks.presets")
     parser.add_argument("--dtype", default="bfloat16", help="float32 or bfloat16 (default)")
     parser.add_argument("--bandwidth", type=float, help="of the device's memory, GB/s, if it is not known by name")
     parser.add_argument("--loops", type=int, default=30, help="repetitions inside one program (default 30)")
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     import jax
 
-    from dflash_jax.published import PAIRS
+    from dflash_jax.benchmarks.presets import PAIRS
 
     if args.pair not in PAIRS:
         print(f"error: --pair must be one of {', '.join(PAIRS)}, got {args.pair}", file=sys.stderr)
@@ -141,9 +143,9 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
     import jax
     import jax.numpy as jnp
 
+    from dflash_jax.benchmarks.presets import PAIRS, random_pair
+    from dflash_jax.benchmarks.step_times import StepTimes
     from dflash_jax.infer.engine import Engine
-    from dflash_jax.infer.step_times import StepTimes
-    from dflash_jax.published import PAIRS, random_pair
 
     target, drafter = random_pair(*PAIRS[pair], jnp.dtype(dtype))
     length = -(-(context + 64) // 128) * 128

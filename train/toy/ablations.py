@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.bundled import bundled_pair
 from dflash_jax.cache import Block, Cache, row_lengths
 from dflash_jax.checkpoint import read_json
-from dflash_jax.drafter import Drafter
+from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.infer.requests import Request
 from dflash_jax.infer.text import Text
 from dflash_jax.models.layers import Pass
@@ -28,8 +28,8 @@ from dflash_jax.train.data import Example, read_examples
 from dflash_jax.train.drafters import choose_mask_token, new_drafter
 from dflash_jax.train.evaluate import evaluate
 from dflash_jax.train.fit import Run
-from dflash_jax.train.pair import PROMPT_SEED, Recipe, conversations, prepare_drafter
-from dflash_jax.train.problems import problems
+from dflash_jax.train.toy.pair import PROMPT_SEED, Recipe, conversations, prepare_drafter
+from dflash_jax.train.toy.problems import problems
 
 EVALUATION_SEED = 3  # of the held-out problems
 

@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax import checkpoint, models
+from dflash_jax import checkpoint, files, models
 from dflash_jax.infer.text import Text
 from dflash_jax.target import Target
 from dflash_jax.train.config import make_config
 from dflash_jax.train.data import Example
-from dflash_jax.train.pretrain import new_target, pretrain
-from dflash_jax.train.problems import Problem, problems
-from dflash_jax.train.tokenizer import END, PAD, train_tokenizer
+from dflash_jax.train.toy.pretrain import new_target, pretrain
+from dflash_jax.train.toy.problems import Problem, problems
+from dflash_jax.train.toy.tokenizer import END, PAD, train_tokenizer
 
 # Seeds of the generator. The held-out split shares no question with the others, whatever the seed.
 PRETRAIN_SEED, PROMPT_SEED = 0, 1
@@ -110,7 +110,7 @@ def build(
     noted, wanted = directory / "recipe.json", json.loads(json.dumps(asdict(recipe)))
     if noted.exists() and checkpoint.read_json(noted) != wanted:
         raise ValueError(f"{directory} was made by another recipe; choose another directory")
-    checkpoint.write_json(noted, wanted)
+    files.write_json(noted, wanted)
     target, drafter = directory / "pair" / "target", directory / "pair" / "drafter"
     if not target.exists():
         _make_target(directory, target, recipe, progress)
@@ -128,10 +128,10 @@ def prepare_drafter(
     prompts, answers = directory / "prompts.jsonl", directory / "answers.jsonl"
     chosen = islice(problems(PROMPT_SEED), recipe.prompts)
     lines = (json.dumps({"id": str(i), "turns": [problem.question]}) for i, problem in enumerate(chosen))
-    checkpoint.write_text(prompts, "".join(line + "\n" for line in lines))
+    files.write_text(prompts, "".join(line + "\n" for line in lines))
     settings = {"batch_size": 32, "max_new_tokens": MOST_TOKENS}
     _run(stage, "regenerate", target=target, input=prompts, output=answers, **settings)
-    checkpoint.write_json(directory / "drafter.json", recipe.drafter)
+    files.write_json(directory / "drafter.json", recipe.drafter)
     return answers, directory / "drafter.json"
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.kernels.dispatch import HEADS, current_mesh
-from dflash_jax.sampling import if_any
+from dflash_jax.decoding.sampling import if_any
+from dflash_jax.mesh import HEADS, current_mesh
 
 
 class Logprobs(struct.PyTreeNode):

@@ -8,9 +8,9 @@ from jax.sharding import Mesh
 
 from dflash_jax import checkpoint, models, sharding
 from dflash_jax.config import Raw
-from dflash_jax.drafter import Drafter
-from dflash_jax.drafter import tensors as drafter_tensors
-from dflash_jax.drafter_config import drafter_config
+from dflash_jax.drafters.config import drafter_config
+from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.drafters.dflash import tensors as drafter_tensors
 from dflash_jax.target import Target
 
 MASK = 151669

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig
 from dflash_jax.kernels.cache_update import append
-from dflash_jax.kernels.dispatch import HEADS, ROWS, from_owner, local_row, on_each_device
+from dflash_jax.mesh import HEADS, ROWS, from_owner, local_row, on_each_device
 
 TILE = 128  # slots
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -288,31 +287,3 @@ def save(directory: str | Path, params: Mapping[str, Any], table: Table, config:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # written for its owner alone otherwise
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, and only if it says something new."""
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return
-    beside = path.with_name(path.name + ".writing")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """`write_text` of a value as JSON."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def default_dtype() -> Any:
-    """float32 on CPU, where bfloat16 products are slow, bfloat16 on accelerators."""
-    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-
-
-def parse_dtype(name: str | None) -> Any:
-    """Returns the array type for "float32", "bfloat16", "float16" or None / "auto" (see `default_dtype`)."""
-    if name in (None, "auto"):
-        return default_dtype()
-    if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype must be float32, bfloat16, float16 or auto, got {name!r}")
-    return jnp.dtype(name)

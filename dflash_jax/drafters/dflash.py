@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int
 from dflash_jax import cache as caches
 from dflash_jax import checkpoint, sharding
 from dflash_jax.cache import Block, Cache
-from dflash_jax.drafter_config import DrafterConfig, drafter_config
+from dflash_jax.config import parse_dtype
+from dflash_jax.drafters.config import DrafterConfig, drafter_config
 from dflash_jax.models.layers import (
     DecoderLayer,
     Linear,
@@ -234,7 +235,7 @@ class Drafter(struct.PyTreeNode):
 
 def load_drafter(source: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Drafter:
     """Loads a DFlash v1 drafter from a local directory or a hub id; arguments and errors as `load_target`."""
-    array_type = checkpoint.parse_dtype(dtype)
+    array_type = parse_dtype(dtype)
     directory = checkpoint.resolve(source, "drafter")
     config = drafter_config(checkpoint.read_json(directory / "config.json"))
     reader = checkpoint.Reader(directory, _canonical_name)

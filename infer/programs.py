@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.cache import commit, once_read
-from dflash_jax.logprobs import log_probabilities
-from dflash_jax.penalties import penalise, remember_row
-from dflash_jax.sampling import gumbel_noise, select
+from dflash_jax.decoding.logprobs import log_probabilities
+from dflash_jax.decoding.penalties import penalise, remember_row
+from dflash_jax.decoding.sampling import gumbel_noise, select
+from dflash_jax.decoding.step import Committed, Drafter, Proposals, RowSettings, State, Target, chain_step, run
 from dflash_jax.sharding import pin
-from dflash_jax.speculative import Committed, Drafter, Proposals, RowSettings, State, Target, chain_step, run
 
 
 def decode_call(

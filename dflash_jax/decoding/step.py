@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.cache import Block, Cache, commit
 from dflash_jax.config import DecoderConfig
-from dflash_jax.logprobs import Logprobs, log_probabilities
-from dflash_jax.penalties import History, Penalties, empty_history, no_penalties, penalise, remember
-from dflash_jax.sampling import Sampling, first_argmax, greedy_rows, gumbel_noise, select
+from dflash_jax.decoding.logprobs import Logprobs, log_probabilities
+from dflash_jax.decoding.penalties import History, Penalties, empty_history, no_penalties, penalise, remember
+from dflash_jax.decoding.sampling import Sampling, first_argmax, greedy_rows, gumbel_noise, select
 
 Proposals = Literal["coupled", "argmax", "independent"]
 

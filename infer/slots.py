@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.drafter import Drafter
+from dflash_jax.decoding.step import Committed, Proposals, RowSettings, init_state
+from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.infer.prefixes import PrefixCache
+from dflash_jax.infer.programs import decode_call, prefill, release
 from dflash_jax.infer.requests import Request
 from dflash_jax.infer.rows import STOP_WIDTH, row_settings
-from dflash_jax.programs import decode_call, prefill, release
-from dflash_jax.sharding import mesh_of, pin
-from dflash_jax.speculative import Committed, Proposals, RowSettings, init_state
+from dflash_jax.mesh import mesh_of
+from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
 

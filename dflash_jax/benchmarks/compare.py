@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import scipy
 
+from dflash_jax.benchmarks.official import Official
+from dflash_jax.benchmarks.step_times import StepTimes
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import acceptance_summary
-from dflash_jax.infer.official import Official
 from dflash_jax.infer.requests import Completion, Request
-from dflash_jax.infer.step_times import StepTimes
 
 
 def compare(

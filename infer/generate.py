@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dflash_jax.drafter import Drafter
+from dflash_jax.decoding.step import Proposals
+from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.requests import Request
-from dflash_jax.sharding import mesh_of, rows_of
-from dflash_jax.speculative import Proposals
+from dflash_jax.mesh import mesh_of, rows_of
 from dflash_jax.target import Target
 
 Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.sampling import if_any
+from dflash_jax.decoding.sampling import if_any
 
 
 class Penalties(struct.PyTreeNode):

@@ -12,9 +12,9 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from dflash_jax.cache import Block, Cache, commit
-from dflash_jax.penalties import remember_row
+from dflash_jax.decoding.penalties import remember_row
+from dflash_jax.decoding.step import State
 from dflash_jax.sharding import pin, pin_chunks
-from dflash_jax.speculative import State
 
 
 class Prefixes(struct.PyTreeNode):

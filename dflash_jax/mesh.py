@@ -1,0 +1,196 @@
+"""The mesh: its axes, how it is made and entered, and how arrays lie on it. At the bottom; kernels import it, too.
+
+Axes: `data` splits rows; `fsdp` splits rows and parameters (training); `model` splits heads, inner widths and the
+vocabulary (tensor parallelism). An axis of size 1 does nothing, so the smallest job is the largest with another mesh.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+ROWS, HEADS = ("data", "fsdp"), "model"  # the axes that rows, and heads, are split over
+AXES = (*ROWS, HEADS)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the weights of a model lie on a mesh; stands beside its configuration, which no mesh changes.
+
+    Attributes:
+        shards: parts that fused weights are interleaved in, one for each device of a tensor-parallel group.
+    """
+
+    shards: int = 1
+
+    def copies(self, kv_heads: int) -> int:
+        """How often each key-value head is there: more than once where a group has more devices than heads."""
+        return max(1, self.shards // kv_heads)
+
+
+def layout_of(mesh: Mesh | None) -> Layout:
+    """The layout of a model whose heads are split over the mesh."""
+    return Layout() if mesh is None else Layout(mesh.shape[HEADS])
+
+
+def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> dict[str, int]:
+    """Sizes of the axes named in "data=2,model=4"; one of them may be -1, which is what is left of the devices.
+
+    Raises:
+        ValueError: an unknown axis, or sizes whose product is not the number of devices.
+    """
+    count = len(jax.devices() if devices is None else devices)
+    sizes = dict.fromkeys(AXES, 1)
+    for item in filter(None, text.split(",")):
+        name, _, size = item.partition("=")
+        if name.strip() not in AXES or not re.fullmatch(r"-1|[1-9]\d*", size.strip()):
+            raise ValueError(f"--mesh must be like data=2,model=4 with axes of {', '.join(AXES)}, got {text!r}")
+        sizes[name.strip()] = int(size)
+    known = 1
+    for size in sizes.values():
+        known *= max(size, 1)
+    if list(sizes.values()).count(-1) == 1 and count % known == 0:
+        sizes = {name: count // known if size == -1 else size for name, size in sizes.items()}
+        known = count
+    if known != count or -1 in sizes.values():
+        raise ValueError(f"--mesh {text}: its sizes multiply to {known}, but there are {count} devices")
+    return sizes
+
+
+def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of these axis sizes, all axes automatic."""
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(sizes[name] for name in AXES), AXES, axis_types=types, devices=devices)
+
+
+@contextmanager
+def entered(mesh: Mesh | None) -> Iterator[None]:
+    """Within, programs are split over this mesh; None changes nothing. It may be entered while a program is traced."""
+    current = jax.sharding.get_abstract_mesh()
+    if mesh is None or current == mesh.abstract_mesh:
+        yield
+    elif _tracing():
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            yield
+    else:
+        with jax.set_mesh(mesh):
+            yield
+
+
+def _tracing() -> bool:
+    return not jax.core.trace_state_clean()
+
+
+def current_mesh() -> AbstractMesh | None:
+    """The mesh that is entered, or None where there is none to split over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else mesh
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh that arrays are sharded over, or None."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)  # type: ignore
+
+
+def rows_of(mesh: Mesh | AbstractMesh | None) -> int:
+    """In how many parts a mesh splits rows; the rows of a batch must be a multiple."""
+    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def row_parts() -> int:
+    """In how many parts the mesh that is entered splits rows."""
+    return rows_of(current_mesh())
+
+
+# --------------------------------------------------------------------------------------------------
+# Inside a program
+
+
+def constrain(x: jax.Array, axes: PartitionSpec) -> jax.Array:
+    """`x` laid out so over the mesh that is entered, if one is."""
+    return x if current_mesh() is None else jax.lax.with_sharding_constraint(x, axes)
+
+
+def on_every_device(x: jax.Array) -> jax.Array:
+    """Hidden states [B, T, D] with their whole width on every device that holds the row. One sum after attention and
+    one after the MLP, where the compiler may else split the width and sum in every norm."""
+    return constrain(x, PartitionSpec(PartitionSpec.UNCONSTRAINED, None, None))
+
+
+def on_each_device(function: Callable, in_specs: tuple[PartitionSpec, ...], out_specs: Any) -> Callable:
+    """`function` on each device's part of its arguments, where a mesh is entered; else as it is.
+
+    The compiler knows nothing of what is inside a kernel, and would gather its operands.
+    """
+    if current_mesh() is None:
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def local_row(row: jax.Array, rows: int, all_rows: bool) -> tuple[jax.Array, jax.Array]:
+    """Where a block's first cache row lies among the `rows` that this device holds, and whether it does; inside
+    `on_each_device`. A block of all rows is split as the cache is."""
+    if all_rows or current_mesh() is None:
+        return row, jnp.bool_(True)
+    at = row - jax.lax.axis_index(ROWS) * rows
+    return jnp.clip(at, 0, rows - 1), (at >= 0) & (at < rows)
+
+
+def from_owner(x: jax.Array, owned: jax.Array) -> jax.Array:
+    """What the device that holds the row found, on every device; inside `on_each_device`."""
+    if current_mesh() is None:
+        return x
+    return jax.lax.psum(jnp.where(owned, x, 0), ROWS)
+
+
+# --------------------------------------------------------------------------------------------------
+# Between host and devices
+
+
+def spread(tree: Any, shardings: Any) -> Any:
+    """Host values onto a mesh, by their shardings; of several processes each has all values, and keeps its shards."""
+
+    def place(x: Any, sharding: NamedSharding) -> jax.Array:
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(place, tree, shardings)
+
+
+def gather(tree: Any) -> Any:
+    """The complete values on the host, in every process; all processes must call it."""
+
+    def on_host(x: Any) -> np.ndarray:
+        if getattr(x, "is_fully_addressable", True):
+            return np.asarray(x)
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.tree.map(on_host, tree)
+
+
+def join(group: str) -> None:
+    """Makes this one of several processes of one program, by JAX's distributed runtime.
+
+    Args:
+        group: "HOST:PORT,I/N", process I of N with the first at HOST:PORT; empty for what the environment says.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    silence = 60  # seconds after which a process counts as lost, and the others stop
+    if not group:
+        jax.distributed.initialize(heartbeat_timeout_seconds=silence)
+        return
+    found = re.fullmatch(r"(\S+:\d+),(\d+)/(\d+)", group)
+    if not found or int(found[2]) >= int(found[3]):
+        raise ValueError(f"--distributed must be HOST:PORT,I/N with I from 0 to N - 1, got {group}")
+    jax.distributed.initialize(found[1], int(found[3]), int(found[2]), heartbeat_timeout_seconds=silence)
