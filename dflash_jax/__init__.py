@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from dflash_jax.drafters.dflash import Drafter as Drafter
     from dflash_jax.drafters.dflash import load_drafter as load_drafter
     from dflash_jax.infer.engine import Engine as Engine
+    from dflash_jax.infer.engine import EngineConfig as EngineConfig
     from dflash_jax.infer.generate import generate as generate
     from dflash_jax.infer.generate import spec_generate as spec_generate
+    from dflash_jax.infer.params import SamplingParams as SamplingParams
     from dflash_jax.infer.replay import replay as replay
     from dflash_jax.infer.requests import Request as Request
     from dflash_jax.target import Target as Target
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Drafter": "drafters.dflash",
     "Engine": "infer.engine",
+    "EngineConfig": "infer.engine",
     "Request": "infer.requests",
+    "SamplingParams": "infer.params",
     "Target": "target",
     "bundled_pair": "bundled",
     "generate": "infer.generate",

@@ -82,9 +82,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         text.encode_chat([{"role": "user", "content": question}]) if text.has_chat_template else text.encode(question)
         for question in samples
     ]
-    from dataclasses import replace
+    from dflash_jax.infer.requests import Request
 
-    requests = [replace(defaults, prompt_token_ids=prompt, id=str(i)) for i, prompt in enumerate(prompts)]
+    requests = [Request(prompt, defaults, id=str(i)) for i, prompt in enumerate(prompts)]
     settings = {
         "dataset": args.dataset,
         "samples": len(requests),
@@ -98,13 +98,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         official = Official(target.directory, args.drafter)
     if args.jobs:
-        from dflash_jax.infer.chooser import candidates
+        from dflash_jax.infer.chooser import block_sizes
 
         def engine(block_size: int | str, **changes: Any) -> Any:
             pair = (target, None if block_size == 1 else drafter)
             return make_engine(argparse.Namespace(**vars(args) | {"block_size": block_size} | changes), pair, requests)
 
-        sizes = (*candidates(drafter.config.block_size), "auto") if args.block_size is None else (1, args.block_size)
+        sizes = (*block_sizes(drafter.config.block_size), "auto") if args.block_size is None else (1, args.block_size)
         names = {1: "autoregressive", "auto": "auto"}
         engines = {names.get(size, f"block {size}"): engine(size) for size in sizes}
         if args.batch_size > 1 and args.block_size is None:

@@ -79,7 +79,7 @@ def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
     check_sampling(args.temperature, args.top_p, args.top_k, args.min_p)
     enable_compilation_cache()
     from dflash_jax.drafters.dflash import load_drafter
-    from dflash_jax.infer.requests import Request
+    from dflash_jax.infer.params import SamplingParams
     from dflash_jax.infer.text import Text
     from dflash_jax.target import load_target
 
@@ -92,8 +92,7 @@ def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
     stops = target.config.eos_token_ids
     if not stops and text.end_token is not None:
         stops = (text.end_token,)
-    defaults = Request(
-        (),
+    defaults = SamplingParams(
         args.max_new_tokens,
         args.temperature,
         args.top_p,
@@ -161,16 +160,16 @@ def make_engine(
     """
     from dflash_jax.infer.engine import Engine
     from dflash_jax.infer.prefixes import shared_chunks
-    from dflash_jax.mesh import mesh_of, rows_of
+    from dflash_jax.mesh import rows_of
 
-    parts = rows_of(mesh_of(pair[0].params))
+    parts = rows_of(pair[0].mesh)
     length = getattr(args, "max_length", None)
     vocab_size, most = pair[0].config.vocab_size, pair[0].config.max_position_embeddings
     known = range(vocab_size)
     fit = [r for r in requests if r.prompt_token_ids and all(token in known for token in r.prompt_token_ids)]
     prompt = max((len(r.prompt_token_ids) for r in fit), default=1)
     if length is None:
-        needed = max((len(r.prompt_token_ids) + max(r.max_new_tokens, 1) for r in fit), default=1)
+        needed = max((len(r.prompt_token_ids) + max(r.params.max_new_tokens, 1) for r in fit), default=1)
         length = min(-(-needed // 256) * 256, most or needed)
     slots = -(-args.batch_size // parts) * parts
     chunk = 32 if requests and prompt <= 128 else 256  # short prompts spare compiling long chunks
@@ -188,7 +187,7 @@ def make_engine(
             seed=getattr(args, "seed", 0),
             prefill_chunk=chunk,
             prefix_chunks=kept,
-            logprobs=max((r.logprobs for r in requests if r.logprobs is not None), default=logprobs),
+            logprobs=max((n for r in requests if (n := r.params.logprobs) is not None), default=logprobs),
         )
     except (RuntimeError, OverflowError, MemoryError) as error:
         raise ValueError(

@@ -5,11 +5,14 @@ A field that would change the arithmetic and is not implemented raises; none is 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from dflash_jax.cache import KV, Mixer
+from dflash_jax.mesh import Layout
 
 Raw = Mapping[str, Any]
 
@@ -54,59 +57,102 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
-class LayerConfig:
-    """What one layer's attention may see.
+class AttentionConfig:
+    """One layer's attention: what its weights, its cache entry and its kernel follow from.
 
     Attributes:
+        num_heads, num_kv_heads: query heads, and key-value heads that groups of them share.
+        head_dim: of queries and keys.
+        rope: rotary embedding; None rotates nothing.
         window: a query at position p sees keys at positions above p - window; None is unbounded.
         causal: whether a block position sees only block positions up to its own.
+        scale: of the scores; None is `head_dim ** -0.5`.
+        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
+        shares: an earlier layer whose keys and values it reads instead of having its own.
     """
 
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None
     window: int | None = None
     causal: bool = True
+    scale: float | None = None
+    softcap: float | None = None
+    shares: int | None = None
+
+    def entry(self, rows: int, slots: int, dtype: Any, layout: Layout, widest: int) -> KV:
+        """An empty cache entry."""
+        heads = self.num_kv_heads * layout.copies(self.num_kv_heads)
+        return KV.allocate(rows, heads, slots, self.head_dim, dtype, window=self.window, widest=widest)
+
+    def indivisible(self, shards: int) -> str | None:
+        """Why its heads cannot be split in so many parts, or None."""
+        if self.num_heads % shards:
+            return f"{self.num_heads} query heads"
+        if self.num_kv_heads % shards and shards % self.num_kv_heads:
+            return f"{self.num_kv_heads} key-value heads"
+        return None
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One layer.
+
+    Attributes:
+        mixer: its attention, or what it has instead.
+        intermediate_size: inner width of its MLP.
+    """
+
+    mixer: AttentionConfig
+    intermediate_size: int
+
+    def indivisible(self, shards: int) -> str | None:
+        """Why it cannot be split in so many parts, or None."""
+        inner = f"an inner width of {self.intermediate_size}" if self.intermediate_size % shards else None
+        return self.mixer.indivisible(shards) or inner
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Fields shared by a target and a drafter; the names are Hugging Face's.
-
-    Attributes:
-        shards: parts that fused weights are interleaved in, one for each device of a tensor-parallel group.
-        key_value_copies: how many times each key-value head of the checkpoint is there, where a group has more devices
-            than heads; `num_key_value_heads` counts them all.
-    """
+    """What a target and a drafter have in common; the names are Hugging Face's. Nothing here depends on a mesh."""
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     rms_norm_eps: float
-    rope: RopeConfig
-    attention_bias: bool
     layers: tuple[LayerConfig, ...]
-    shards: int = field(default=1, kw_only=True)
-    key_value_copies: int = field(default=1, kw_only=True)
 
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """What each layer mixes positions with."""
+        return tuple(layer.mixer for layer in self.layers)
+
+    def indivisible(self, shards: int) -> str | None:
+        """Why the model cannot be split over so many devices, or None."""
+        if self.vocab_size % shards:
+            return f"a vocabulary of {self.vocab_size}"
+        return next((why for layer in self.layers if (why := layer.indivisible(shards))), None)
+
 
 @dataclass(frozen=True)
 class TargetConfig(DecoderConfig):
-    """A target language model.
+    """A target language model; families may add fields of their own.
 
     Attributes:
         model_type: the Hugging Face family; names the file in `models/` that implements it.
         tie_word_embeddings: whether the head is the transposed embedding.
+        attention_bias: whether the projections of attention have a bias.
         eos_token_ids: stop tokens; `load_target` prefers those of `generation_config.json`.
         max_position_embeddings: trained context; 0 if the config does not say.
     """
 
     model_type: str
     tie_word_embeddings: bool
+    attention_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     max_position_embeddings: int = 0
 
@@ -187,24 +233,23 @@ def rope_config(raw: Raw) -> RopeConfig:
     return RopeConfig(theta=theta, kind=kind, **fields)
 
 
-def decoder_fields(raw: Raw) -> dict[str, Any]:
-    """The fields every decoder config has, as keyword arguments (all but `layers`)."""
+def attention_config(raw: Raw) -> AttentionConfig:
+    """The attention of a config whose layers are all alike but for window and causality; refine it by `replace`."""
     heads, kv_heads = require(raw, "num_attention_heads"), require(raw, "num_key_value_heads")
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
     head_dim = require(raw, "head_dim")
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary embedding, got {head_dim}")
+    return AttentionConfig(heads, kv_heads, head_dim, rope_config(raw))
+
+
+def decoder_fields(raw: Raw) -> dict[str, Any]:
+    """The fields every decoder config has, as keyword arguments (all but `layers`)."""
     return {
         "vocab_size": require(raw, "vocab_size"),
         "hidden_size": require(raw, "hidden_size"),
-        "intermediate_size": require(raw, "intermediate_size"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
         "rms_norm_eps": require(raw, "rms_norm_eps", float),
-        "rope": rope_config(raw),
-        "attention_bias": bool(raw.get("attention_bias")),
     }
 
 

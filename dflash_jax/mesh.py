@@ -34,9 +34,12 @@ class Layout:
         return max(1, self.shards // kv_heads)
 
 
+WHOLE = Layout()  # on a single device
+
+
 def layout_of(mesh: Mesh | None) -> Layout:
     """The layout of a model whose heads are split over the mesh."""
-    return Layout() if mesh is None else Layout(mesh.shape[HEADS])
+    return WHOLE if mesh is None else Layout(mesh.shape[HEADS])
 
 
 def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> dict[str, int]:

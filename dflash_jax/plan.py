@@ -139,7 +139,8 @@ def compile_step(raws: tuple[Any, Any], mesh: Any, batch: int, max_length: int, 
 
     from dflash_jax import sharding
     from dflash_jax.benchmarks.presets import random_pair
-    from dflash_jax.decoding.step import chain_step, init_state
+    from dflash_jax.decoding.state import init_state
+    from dflash_jax.decoding.step import make_round, speculative_step
     from dflash_jax.infer.programs import BLOCK_OPTIONS
     from dflash_jax.kernels.dispatch import platform
 
@@ -152,7 +153,8 @@ def compile_step(raws: tuple[Any, Any], mesh: Any, batch: int, max_length: int, 
     state = _placed(state, sharding.state_shardings(state, mesh))
 
     def step(target: Any, drafter: Any, state: Any) -> Any:
-        state, committed = chain_step(target, drafter, block_size or drafter.config.block_size, "coupled")(state)
+        parts = make_round(target, drafter, block_size or drafter.config.block_size)
+        state, committed = speculative_step(parts, state)
         return sharding.pin(state), committed
 
     with jax.set_mesh(mesh):

@@ -259,13 +259,13 @@ def _answer(args: argparse.Namespace) -> int:
     if args.output or args.summary:
         raise ValueError("--prompt answers on the terminal; --output and --summary need --input")
     pair, text, defaults = load(args)
-    from dataclasses import replace
+    from dflash_jax.infer.requests import Request
 
     if text.has_chat_template:
         tokens = text.encode_chat([{"role": "user", "content": args.prompt}])
     else:
         tokens = text.encode(args.prompt)
-    request = replace(defaults, prompt_token_ids=tokens, id="0")
+    request = Request(tokens, defaults, id="0")
     engine = make_engine(args, pair, [request])
     engine.check(request)
     engine.warm_up()

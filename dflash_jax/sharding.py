@@ -1,126 +1,124 @@
-"""One mesh and one table of rules for both models, inference and training.
-
-Axes: `data` splits rows; `fsdp` splits rows and parameters (training); `model` splits heads, inner widths and the
-vocabulary (tensor parallelism). An axis of size 1 does nothing, so the smallest job is the largest with another mesh.
-"""
+"""How parameters and decoding states lie on a mesh: one table of rules for targets and drafters alike."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.mesh import HEADS, ROWS, constrain, current_mesh, on_every_device
+from dflash_jax.mesh import ROWS, Layout, constrain, current_mesh, layout_of, on_every_device
 
-# Endings of parameter paths (in a pass, a layer does not know which one it is) and the axes of each dimension. The
-# weights are [out, in]; a product's output dimension is
-# split where its input comes from every device, its input dimension where a device holds only some of the input.
-RULES: tuple[tuple[str, P], ...] = (
-    (r"(embed_tokens|lm_head)", P("model", "fsdp")),
-    (r"(qkv_proj|q_proj|gate_up_proj)/weight", P("model", "fsdp")),
-    (r"(qkv_proj|q_proj)/bias", P("model")),
-    (r"(o_proj|down_proj|fc)/weight", P("fsdp", "model")),
-    (r"o_proj/bias", P()),
-    (r"kv_proj", P(None, "model", "fsdp")),  # of all draft layers
-    (r"kv_bias", P(None, "model")),
-    (r"\w*norm/weight", P()),
-    (r"k_norm", P()),  # of all draft layers
+
+class Rule(NamedTuple):
+    """Mesh axes of the parameters whose path ends so and that have so many dimensions."""
+
+    ending: str
+    rank: int
+    axes: P
+
+
+# A layer inside a pass does not know which one it is, so rules are of endings. Weights are [out, in]: the output
+# dimension is split where the input is complete on every device, the input dimension where a device holds some of it.
+RULES: tuple[Rule, ...] = (
+    Rule(r"(embed_tokens|lm_head)", 2, P("model", "fsdp")),
+    Rule(r"(qkv_proj|q_proj|gate_up_proj)/weight", 2, P("model", "fsdp")),
+    Rule(r"(qkv_proj|q_proj)/bias", 1, P("model")),
+    Rule(r"(o_proj|down_proj|fc)/weight", 2, P("fsdp", "model")),
+    Rule(r"o_proj/bias", 1, P()),
+    Rule(r"kv_proj", 3, P(None, "model", "fsdp")),  # of all draft layers
+    Rule(r"kv_bias", 2, P(None, "model")),
+    Rule(r"\w*norm/weight", 1, P()),
+    Rule(r"k_norm", 2, P()),  # of all draft layers
 )
 
-Config = TypeVar("Config", bound=DecoderConfig)
 
+def spec(path: str, rank: int) -> P:
+    """The mesh axes of a parameter, or of the optimizer's moments of it, by its path and number of dimensions.
 
-def auto_mesh(configs: Sequence[DecoderConfig], devices: int, per_host: int) -> dict[str, int]:
-    """Tensor parallelism over as many devices of a host as the heads of all models allow, rows over the rest."""
-    fits = (n for n in range(per_host, 0, -1) if devices % n == 0 and all(_divides(c, n) for c in configs))
-    model = next(fits)
-    return {"data": devices // model, "fsdp": 1, "model": model}
-
-
-def _divides(config: DecoderConfig, shards: int) -> bool:
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
-    whole = heads % shards == 0 and config.intermediate_size % shards == 0 and config.vocab_size % shards == 0
-    return whole and (keys % shards == 0 or shards % keys == 0)
-
-
-def shard_config(config: Config, mesh: Mesh | None) -> Config:
-    """The configuration of a model whose heads are split over the mesh; key-value heads that are too few are copied.
-
-    Raises:
-        ValueError: the heads, the inner width or the vocabulary cannot be split so.
-    """
-    shards = 1 if mesh is None else mesh.shape["model"]
-    if shards == 1:
-        return config
-    if not _divides(config, shards):
-        raise ValueError(
-            f"a model axis of {shards} does not divide {config.num_attention_heads} query heads, "
-            f"{config.num_key_value_heads} key-value heads, width {config.intermediate_size} and vocabulary "
-            f"{config.vocab_size}; choose a smaller one"
-        )
-    copies = max(1, shards // config.num_key_value_heads)
-    heads = config.num_key_value_heads * copies
-    return replace(config, shards=shards, key_value_copies=copies, num_key_value_heads=heads)
-
-
-def unsharded_config(config: Config) -> Config:
-    """The configuration as the checkpoint has it."""
-    heads = config.num_key_value_heads // config.key_value_copies
-    return replace(config, shards=1, key_value_copies=1, num_key_value_heads=heads)
-
-
-def spec(path: str) -> P:
-    """The axes of a parameter, or of the optimizer's moments of it, by its path.
+    The two arrays of a quantised weight follow the weight's rule; a scale has its first dimensions.
 
     Raises:
         ValueError: none or several rules match.
     """
-    found = [axes for pattern, axes in RULES if re.search(rf"(^|/){pattern}$", path)]
+    weight = re.sub(r"/(values|scale)$", "", path)
+    scale = path.endswith("/scale")
+    found = [r for r in RULES if re.search(rf"(^|/){r.ending}$", weight) and (scale or r.rank == rank)]
     if len(found) != 1:
-        raise ValueError(f"{len(found)} sharding rules match parameter {path}; exactly one must")
-    return found[0]
+        raise ValueError(f"{len(found)} sharding rules match parameter {path} of {rank} dimensions; exactly one must")
+    axes = found[0].axes
+    return P(axes[0]) if scale and len(axes) else axes
 
 
-def placement(mesh: Mesh | None) -> Any:
+def auto_mesh(configs: Sequence[DecoderConfig], devices: int, per_host: int) -> dict[str, int]:
+    """Tensor parallelism over as many devices of a host as the heads of all models allow, rows over the rest."""
+    fits = (n for n in range(per_host, 0, -1) if devices % n == 0 and not any(c.indivisible(n) for c in configs))
+    model = next(fits)
+    return {"data": devices // model, "fsdp": 1, "model": model}
+
+
+def check_layout(config: DecoderConfig, mesh: Mesh | None) -> Layout:
+    """The layout of a model on a mesh.
+
+    Raises:
+        ValueError: its heads, an inner width or the vocabulary cannot be split so.
+    """
+    layout = layout_of(mesh)
+    if why := config.indivisible(layout.shards):
+        raise ValueError(f"a model axis of {layout.shards} does not divide {why}; choose a smaller one")
+    return layout
+
+
+def placement(mesh: Mesh | None) -> Callable[[str, tuple[int, ...]], NamedSharding | None]:
     """For `checkpoint.load`: the sharding of a parameter by its path and shape."""
-    return lambda path, shape: None if mesh is None else NamedSharding(mesh, spec(path))
+    return lambda path, shape: None if mesh is None else NamedSharding(mesh, spec(path, len(shape)))
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """The sharding of every leaf of parameters, or of a training state, by its path."""
+    """The sharding of every array of parameters, or of a training state, by its path."""
 
     def of(path: Any, leaf: Any) -> NamedSharding:
         names = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
-        return NamedSharding(mesh, spec("/".join(names)) if names and leaf.ndim else P())
+        if names and isinstance(path[-1], jax.tree_util.GetAttrKey):  # of a quantised weight
+            names.append(path[-1].name)
+        return NamedSharding(mesh, spec("/".join(names), leaf.ndim) if names and leaf.ndim else P())
 
     return jax.tree_util.tree_map_with_path(of, tree)
 
 
+# --------------------------------------------------------------------------------------------------
+# Inside a program
+
+
 def gathers() -> bool:
-    """Inside a jitted program: whether parameters are split over the `fsdp` axis of the mesh that is set."""
+    """Whether parameters are split over the `fsdp` axis of the mesh that is entered."""
     mesh = current_mesh()
     return mesh is not None and mesh.shape["fsdp"] > 1
 
 
-def whole(weight: jax.Array, path: str) -> jax.Array:
-    """Inside a jitted program: a parameter gathered over the `fsdp` axis, right before it is used.
+def gathered(weight: Any, path: str) -> Any:
+    """A parameter gathered over the `fsdp` axis, right before it is used.
 
     Left to itself, the compiler at times gathers the rows of all devices instead, and computes them everywhere.
     """
     if not gathers():
         return weight
-    return constrain(weight, P(*(None if axis == "fsdp" else axis for axis in spec(path))))
+
+    def one(suffix: str, x: jax.Array) -> jax.Array:
+        return constrain(x, P(*(None if axis == "fsdp" else axis for axis in spec(path + suffix, x.ndim))))
+
+    if isinstance(weight, jax.Array):
+        return one("", weight)
+    return jax.tree_util.tree_map_with_path(lambda key, x: one(f"/{key[-1].name}", x), weight)
 
 
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Inside a jitted program: rows [B, T, D] of an embedding table [V, D].
+    """Rows [B, T, D] of an embedding table [V, D].
 
-    Each device looks up its part of the width, of all tokens; the parts change places with those of the other rows. The
-    table itself is never gathered.
+    Each device looks up its slice of the embedding width for all tokens; an all-to-all then gives each device complete
+    rows of its own tokens. The table itself is never gathered.
     """
     if not gathers():
         return table[tokens]
@@ -129,22 +127,18 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def pin(state: Any) -> Any:
-    """Inside a jitted program: a decoding state laid out over the mesh that is set, so that every program finds it as
-    the last one left it. Rows are split, and the heads of the caches."""
-
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: constrain(leaf, _state_spec(path)), state)
-
-
-def pin_chunks(chunks: Any) -> Any:
-    """Inside a jitted program: kept parts of caches [E, K, ...], their heads split as those of the caches."""
-    return jax.tree.map(lambda x: constrain(x, P(None, HEADS)), chunks)
+    """A decoding state laid out over the mesh that is entered: every program finds it as the last one left it."""
+    if current_mesh() is None:
+        return state
+    return jax.tree.map(constrain, state, partition(state))
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
     """The layout that `pin` gives a state."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, _state_spec(path)), state)
+    return jax.tree.map(lambda axes: NamedSharding(mesh, axes), partition(state))
 
 
-def _state_spec(path: Any) -> P:
-    in_cache = any(getattr(key, "name", None) == "entries" for key in path)
-    return P(ROWS, HEADS) if in_cache else P(ROWS)
+def partition(tree: Any) -> Any:
+    """The mesh axes of every array: what has a method `partition` says so itself, of all else rows are split."""
+    says = lambda x: callable(getattr(x, "partition", None))
+    return jax.tree.map(lambda x: x.partition() if says(x) else P(ROWS), tree, is_leaf=says)

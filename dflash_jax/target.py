@@ -7,14 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax import cache as caches
 from dflash_jax import checkpoint, models, sharding
-from dflash_jax.cache import Block, Cache
+from dflash_jax.cache import Cache, init_cache
 from dflash_jax.config import TargetConfig, parse_dtype, token_ids
 from dflash_jax.kernels.block_attention import Visibility
-from dflash_jax.models.layers import Pass, rope_tables
+from dflash_jax.mesh import WHOLE, Layout, entered
+from dflash_jax.models.attention import Pass
+from dflash_jax.vocabulary import decodable_tokens
 
 
 class Target(struct.PyTreeNode):
@@ -22,23 +23,34 @@ class Target(struct.PyTreeNode):
 
     Attributes:
         params: nested dict of arrays.
+        decodable: token ids that may be chosen; None is all. The others are rows of a padded vocabulary that the
+            tokenizer cannot turn into text.
         config: static description.
+        layout, mesh: how the parameters lie on which devices; every method enters the mesh.
         directory: where it was loaded from (tokenizer files); empty if it was not.
     """
 
     params: Any
-    config: TargetConfig = struct.field(pytree_node=False)
-    directory: str = struct.field(pytree_node=False, default="")
+    decodable: Bool[Array, " V"] | None = None
+    config: TargetConfig = struct.field(pytree_node=False, kw_only=True)
+    layout: Layout = struct.field(pytree_node=False, default=WHOLE, kw_only=True)
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
+    directory: str = struct.field(pytree_node=False, default="", kw_only=True)
 
     @property
     def dtype(self) -> jnp.dtype:
         return self.params["embed_tokens"].dtype
 
-    def init_cache(self, rows: int, slots: int) -> Cache:
-        """An empty cache for `rows` sequences of up to `slots` committed tokens."""
-        return caches.init_cache(self.config, rows, slots, self.dtype)
+    def init_cache(self, rows: int, slots: int, widest: int = 1) -> Cache:
+        """An empty cache for `rows` sequences of up to `slots` committed tokens; see `cache.init_cache`."""
+        return init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
+
+    def table(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Rows of the embedding table itself, which drafters read with a scale of their own."""
+        return self._apply("table", tokens)
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Embeddings as the target's first layer reads them."""
         return self._apply("embed", tokens)
 
     def forward(
@@ -47,39 +59,44 @@ class Target(struct.PyTreeNode):
         positions: Int[Array, "B T"],
         visible: Visibility | None,
         cache: Cache,
+        lengths: Int[Array, " B"] | None = None,
         *,
         taps: tuple[int, ...] = (),
         row: Int[Array, ""] | int = 0,
         starts: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Block, ...]]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]:
         """One pass of a block behind the committed cache, which it only reads.
 
         Args:
             tokens, positions: the block; positions are absolute.
             visible: which block positions see each other (row i sees column j); None is causal.
             cache: committed cache.
+            lengths: committed length of each of the block's rows; None is 0.
             taps: layers whose outputs to return as features, in this order.
             row: first cache row of the block; its rows are contiguous.
             starts: where the document of each position begins, if a row packs several: nothing before it
                 is seen, and rotary positions count from it.
 
         Returns:
-            Final-normed hidden states, the tapped features side by side (FD = taps times width), and the block's
-            fresh keys and values for `cache.commit`.
+            Final-normed hidden states, the tapped features side by side (FD = taps times width), and what
+            `cache.commit` wants of the block, for each cache entry.
         """
-        within = positions if starts is None else positions - starts
-        rope = rope_tables(self.config.rope, self.config.head_dim, within, self.dtype)
-        row = jnp.asarray(row, jnp.int32)
-        at = Pass(positions, rope, visible, caches.row_lengths(cache, row, tokens.shape[0]), row, starts)
+        lengths = jnp.zeros(tokens.shape[0], jnp.int32) if lengths is None else lengths
+        at = Pass(positions, visible, lengths, jnp.asarray(row, jnp.int32), starts=starts)
         return self._apply("forward", tokens, at, cache, taps)
 
+    def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Float32 products with the head itself, which drafters read with a scale and softcap of their own."""
+        return self._apply("head", hidden)
+
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Float32 logits of final-normed hidden states (the drafter's, too)."""
+        """Float32 logits of the target's own final-normed hidden states."""
         return self._apply("unembed", hidden)
 
     def _apply(self, method: str, *args: Any) -> Any:
-        model = models.family(self.config.model_type).Model(self.config)
-        return model.apply({"params": self.params}, *args, method=method)
+        model = models.family(self.config.model_type).Model(self.config, self.layout)
+        with entered(self.mesh):
+            return model.apply({"params": self.params}, *args, method=method)
 
 
 def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Target:
@@ -88,7 +105,7 @@ def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | No
     Args:
         source: directory with `config.json` and safetensors (single file or sharded), or `owner/name`.
         dtype: "float32", "bfloat16", "float16"; None takes float32 on CPU, bfloat16 elsewhere.
-        mesh: devices to spread the weights over (see `sharding`); each shard is read straight to its device.
+        mesh: devices to spread the weights over (see `mesh`); each shard is read straight to its device.
 
     Raises:
         ValueError: unsupported configuration, a mesh that its heads cannot be split over, or files that are missing,
@@ -100,8 +117,14 @@ def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | No
     generation = directory / "generation_config.json"
     if generation.is_file() and (ends := token_ids(checkpoint.read_json(generation).get("eos_token_id"))):
         config = dataclasses.replace(config, eos_token_ids=ends)
-    config = sharding.shard_config(config, mesh)
-    family = models.family(config.model_type)
-    reader, place = checkpoint.Reader(directory), sharding.placement(mesh)
-    params = checkpoint.load(reader, family.tensors(config), array_type, ignored=family.ignored(config), place=place)
-    return Target(params, config, str(directory))
+    layout, family = sharding.check_layout(config, mesh), models.family(config.model_type)
+    endings = family.ignored(config)
+    params = checkpoint.load(
+        checkpoint.Reader(directory),
+        family.tensors(config, layout),
+        array_type,
+        ignored=lambda name: name.endswith(endings),
+        place=sharding.placement(mesh),
+    )
+    decodable = decodable_tokens(directory, config.vocab_size)
+    return Target(params, decodable, config=config, layout=layout, mesh=mesh, directory=str(directory))

@@ -9,20 +9,72 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 
-from dflash_jax.decoding.step import Proposals
+from dflash_jax.decoding.choice import Proposals
 from dflash_jax.drafters.dflash import Drafter
-from dflash_jax.infer.chooser import TRY, BlockChooser, candidates
-from dflash_jax.infer.requests import Completion, Request, RequestError, check_seed
-from dflash_jax.infer.rows import STOP_WIDTH, Row, row_settings
-from dflash_jax.infer.slots import Batch
+from dflash_jax.infer.chooser import TRY, Chooser, block_sizes
+from dflash_jax.infer.params import check_seed
+from dflash_jax.infer.requests import Completion, Request, RequestError
+from dflash_jax.infer.rows import ActiveRequest
+from dflash_jax.infer.slots import Slots
 from dflash_jax.infer.stats import Stats
-from dflash_jax.mesh import mesh_of, rows_of
+from dflash_jax.mesh import rows_of
 from dflash_jax.target import Target
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is made with; none of it changes an answer in float32.
+
+    Attributes:
+        slots: rows decoded at the same time.
+        max_length: prompt and answer tokens a row can hold.
+        block_size: draft slots per step, at most the checkpoint's (the default); 1 does not speculate. "auto"
+            chooses a size for every visit, 1 included, by measured step times and acceptance.
+        proposals: how the drafter picks tokens; see `Choice.for_drafting`.
+        seed: noise of requests without a seed of their own.
+        prefill_chunk: prompts are processed in chunks of at most this many tokens.
+        steps_per_visit: device steps between two looks of the host.
+        prefix_chunks: how many chunks of prompts to keep for requests that begin alike; each takes the cache memory of
+            `prefill_chunk` tokens.
+        logprobs: most alternatives per token that a request may ask the log-probabilities of; None serves none.
+        deterministic: nothing is chosen by the clock and lengths are fixed, so that the bits of an answer follow from
+            its request, `block_size`, `slots`, `prefill_chunk`, the dtype and the kind of device alone. "auto" is then
+            the checkpoint's block size.
+    """
+
+    slots: int = 1
+    max_length: int = 2048
+    block_size: int | Literal["auto"] | None = None
+    proposals: Proposals = "coupled"
+    seed: int = 0
+    prefill_chunk: int = 256
+    steps_per_visit: int = 16
+    prefix_chunks: int = 0
+    logprobs: int | None = None
+    deterministic: bool = False
+
+    def __post_init__(self):
+        for name, value, least in (
+            ("slots", self.slots, 1),
+            ("max_length", self.max_length, 1),
+            ("prefill_chunk", self.prefill_chunk, 1),
+            ("steps_per_visit", self.steps_per_visit, 1),
+            ("prefix_chunks", self.prefix_chunks, 0),
+        ):
+            if not least <= value < 2**31:
+                raise ValueError(f"{name} must be at least {least} and below 2**31, got {value}")
+        check_seed(self.seed)
+        if self.proposals not in get_args(Proposals):
+            raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {self.proposals!r}")
+
+
+CHUNK = 128  # of a cache, that attention sums at once (see `kernels.block_attention.reference`)
 
 
 class Engine:
@@ -31,84 +83,58 @@ class Engine:
     Args:
         target: the model whose output is wanted.
         drafter: its DFlash drafter; None decodes autoregressively.
-        slots: rows decoded at the same time.
-        max_length: prompt and answer tokens a row can hold.
-        block_size: draft slots per step, at most the checkpoint's (the default); 1 does not speculate. "auto"
-            chooses a size for every visit, 1 included, by measured step times and acceptance.
-        proposals: see `speculative.drafting`; never changes the output.
-        seed: noise of requests without a seed of their own.
-        prefill_chunk: prompts are processed in chunks of at most this many tokens.
-        steps_per_visit: device steps between two looks of the host.
-        prefix_chunks: how many chunks of prompts to keep for requests that begin alike; each takes the cache memory of
-            `prefill_chunk` tokens. Never changes the output.
-        logprobs: most alternatives per token that a request may ask the log-probabilities of; None serves none.
+        config: see `EngineConfig`.
+        settings: fields of `EngineConfig` by name, which win over `config`.
 
     Raises:
-        ValueError: a drafter of another target, or an argument out of range.
+        ValueError: a drafter of another target, or a setting out of range.
     """
 
     def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None = None,
-        *,
-        slots: int = 1,
-        max_length: int = 2048,
-        block_size: int | Literal["auto"] | None = None,
-        proposals: Proposals = "coupled",
-        seed: int = 0,
-        prefill_chunk: int = 256,
-        steps_per_visit: int = 16,
-        prefix_chunks: int = 0,
-        logprobs: int | None = None,
+        self, target: Target, drafter: Drafter | None = None, config: EngineConfig | None = None, **settings: Any
     ):
-        for name, value, least in (
-            ("slots", slots, 1),
-            ("max_length", max_length, 1),
-            ("prefill_chunk", prefill_chunk, 1),
-            ("steps_per_visit", steps_per_visit, 1),
-            ("prefix_chunks", prefix_chunks, 0),
-        ):
-            if not least <= value < 2**31:
-                raise ValueError(f"{name} must be at least {least} and below 2**31, got {value}")
-        check_seed(seed)
-        if logprobs is not None and not 0 <= logprobs <= target.config.vocab_size:
-            raise ValueError(f"logprobs must lie in 0..{target.config.vocab_size} or be None, got {logprobs}")
-        if proposals not in get_args(Proposals):
-            raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {proposals!r}")
-        auto = block_size == "auto"
+        config = replace(config or EngineConfig(), **settings)
+        most = target.config.vocab_size
+        if config.logprobs is not None and not 0 <= config.logprobs <= most:
+            raise ValueError(f"logprobs must lie in 0..{most} or be None, got {config.logprobs}")
+        if config.slots % (parts := rows_of(target.mesh)):
+            raise ValueError(f"slots must be a multiple of {parts}, the mesh's parts of rows; got {config.slots}")
+        auto = config.block_size == "auto"
+        self.block_size = 1
         if drafter is not None:
             drafter.config.check_pair(target.config)
-            block_size = check_block_size(drafter, None if block_size == "auto" else block_size)
-            if drafter.config.proposals(block_size) == 0:
+            self.block_size = check_block_size(drafter, None if config.block_size == "auto" else config.block_size)
+            if drafter.depth(self.block_size) == 0:
                 drafter = None
-        self.target, self.drafter = target, drafter
-        self.max_length, self.slots, self.seed = max_length, slots, seed
-        self.block_size: int = block_size if drafter else 1  # type: ignore[assignment]
-        self.chooser: BlockChooser | None = None
-        self._auto = auto and drafter is not None
-        self.proposals: Proposals = proposals
-        self.logprobs = logprobs
+        self.target, self.drafter, self.config = target, drafter, config
+        self.max_length, self.slots = config.max_length, config.slots
+        self.chooser: Chooser | None = None
+        self._auto = auto and drafter is not None and not config.deterministic
         self.stats = Stats()
-        if slots % (parts := rows_of(mesh_of(target.params))):
-            raise ValueError(f"slots must be a multiple of {parts}, the mesh's parts of rows; got {slots}")
-        self._steps_per_visit = steps_per_visit
-        self.batch = Batch(
+        self.batch = Slots(
             target,
             drafter,
-            slots,
-            max_length,
-            chunk=prefill_chunk,
-            block_sizes=(0, *candidates(self.block_size)) if self._auto else (self.block_size,),
-            steps_per_visit=steps_per_visit,
-            proposals=proposals,
-            prefix_chunks=prefix_chunks,
-            logprobs=logprobs,
+            config.slots,
+            # A short cache would be summed in another order than a long one.
+            -(-config.max_length // CHUNK) * CHUNK if config.deterministic else config.max_length,
+            chunk=config.prefill_chunk,
+            block_sizes=[self._program(size) for size in self._choices()],
+            steps_per_visit=config.steps_per_visit,
+            proposals=config.proposals,
+            prefix_chunks=config.prefix_chunks,
+            logprobs=config.logprobs,
         )
         self._tickets = itertools.count()
-        self._waiting: deque[Row] = deque()
-        self._rows: list[Row | None] = [None] * slots
+        self._waiting: deque[ActiveRequest] = deque()
+        self._rows: list[ActiveRequest | None] = [None] * config.slots
         self._just_filled = False
+
+    def _choices(self) -> tuple[int, ...]:
+        return block_sizes(self.block_size) if self._auto else (self.block_size,)
+
+    def _program(self, size: int) -> int:
+        """The block size of `Slots.decode` for one of the choices: 1 is no speculation where there is a choice."""
+        return 0 if self._auto and size == 1 else size
 
     @property
     def waiting(self) -> int:
@@ -123,7 +149,7 @@ class Engine:
     @property
     def width(self) -> int:
         """Most tokens a step can commit per row."""
-        return self.drafter.config.proposals(self.block_size) + 1 if self.drafter else 1
+        return self.drafter.depth(self.block_size) + 1 if self.drafter else 1
 
     def warm_up(self) -> None:
         """Compiles every program this engine will run; afterwards none is compiled any more.
@@ -136,7 +162,10 @@ class Engine:
         begin = time.perf_counter()
         self.batch.warm_up()
         if self._auto:
-            self.chooser = BlockChooser(self.batch.step_seconds(), self.batch.proposed)
+            assert self.drafter is not None
+            measured, depth = self.batch.step_seconds(), self.drafter.depth
+            seconds = {size: measured[self._program(size)] for size in self._choices()}
+            self.chooser = Chooser(seconds, lambda size: depth(size) if self._program(size) else 0)
         self.stats.compile_seconds += time.perf_counter() - begin
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
@@ -173,8 +202,8 @@ class Engine:
         ticket = next(self._tickets)
         prompt = request.prompt_token_ids
         completion = Completion(prompt_tokens=len(prompt), sample=request.sample, submitted=time.perf_counter())
-        budget = min(request.max_new_tokens, self.max_length - len(prompt))
-        self._waiting.append(Row(ticket, request, completion, budget, self.batch.keys(prompt)))
+        budget = min(request.params.max_new_tokens, self.max_length - len(prompt))
+        self._waiting.append(ActiveRequest(ticket, request, completion, budget, self.batch.keys(prompt)))
         return ticket
 
     def step(self, *, admit: bool = True) -> list[tuple[int, Completion]]:
@@ -191,8 +220,9 @@ class Engine:
             if row is None and admit and self._waiting:
                 self._rows[slot] = row = self._waiting.popleft()
                 row.completion.started = time.perf_counter()
-                row.settings = row_settings(row.request, row.budget, self.seed)
-                row.drafted = self.chooser is None or self.chooser.wanted or not self.batch.draft_optional
+                request, seed = row.request, self.config.seed
+                row.settings = request.params.on_device(request.id, request.sample, seed, row.budget)
+                self.batch.begin(slot)
         filling = [slot for slot, row in enumerate(self._rows) if row and not row.decoding]
         decoding = any(row and row.decoding for row in self._rows)
         if filling and not (decoding and self._just_filled):
@@ -216,7 +246,7 @@ class Engine:
         self.batch.wait()
 
     def cancel(self, *tickets: int) -> None:
-        """Forgets requests, waiting or in a slot; nothing happens for one that is finished or unknown."""
+        """Drops requests, waiting or in a slot; nothing happens for one that is finished or unknown."""
         gone = set(tickets)
         self._waiting = deque(row for row in self._waiting if row.ticket not in gone)
         for slot, row in enumerate(self._rows):
@@ -227,48 +257,40 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises RequestError if this engine cannot serve the request."""
         request.check(self.target.config.vocab_size, self.max_length)
-        if len(request.stop_token_ids) > STOP_WIDTH:
+        served, asked = self.config.logprobs, request.params.logprobs
+        if asked is not None and asked not in range(0 if served is None else served + 1):
             raise RequestError(
-                "invalid_parameter", f"at most {STOP_WIDTH} stop tokens, got {len(request.stop_token_ids)}"
-            )
-        served = range(0 if self.logprobs is None else self.logprobs + 1)
-        if request.logprobs is not None and request.logprobs not in served:
-            raise RequestError(
-                "invalid_parameter",
-                f"logprobs {request.logprobs} is not served: the engine was made with logprobs={self.logprobs}",
+                "invalid_parameter", f"logprobs {asked} is not served: the engine was made with logprobs={served}"
             )
 
-    def _fill(self, slot: int) -> Row | None:
+    def _fill(self, slot: int) -> ActiveRequest | None:
         """Commits the next chunk of a row's prompt; returns the row if it got its first token."""
         begin = time.perf_counter()
         row = self._rows[slot]
         assert row is not None
         assert row.settings is not None
         before, prompt = row.filled, row.request.prompt_token_ids
-        row.filled, copied, first = self.batch.read(slot, prompt, before, row.keys, row.settings, row.drafted)
+        row.filled, copied, first = self.batch.read(slot, prompt, before, row.keys, row.settings)
         self.stats.prefix_tokens += copied
         self.stats.prompt_tokens += row.filled - before
         if row.decoding:
             row.extend(jax.device_get(first), (0, slice(1)))
-            if self.chooser and not row.drafted:
-                self.chooser.lapse(row.ticket)
             if row.completion.finish_reason:
                 self.batch.release(slot)
         self.stats.prefill_seconds += time.perf_counter() - begin
         return row if row.decoding else None
 
-    def _advance(self, leave_on_finish: bool) -> list[Row]:
+    def _advance(self, leave_on_finish: bool) -> list[ActiveRequest]:
         """One visit to the device; returns the rows that got tokens."""
         begin = time.perf_counter()
         self.wait()
         self.stats.prefill_seconds += time.perf_counter() - begin
-        size, most = self.block_size, self._steps_per_visit
-        if self._auto:
-            assert self.chooser is not None
+        size, most = self.block_size, self.config.steps_per_visit
+        if self.chooser:
             size = self.chooser.choose(row.ticket for row in self._rows if row and row.decoding)
             most = min(TRY, most) if self.chooser.trying else most
         begin = time.perf_counter()
-        trace = self.batch.decode(size, most, leave_on_finish)
+        trace = self.batch.decode(self._program(size), most, leave_on_finish)
         counts = trace.count
         seconds, steps = time.perf_counter() - begin, int(np.sum(counts.any(axis=1)))
         self.stats.decode_seconds += seconds

@@ -1,16 +1,17 @@
 """`spec_generate` and `generate`: batches of prompts in, tokens out."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
-from dflash_jax.decoding.step import Proposals
+from dflash_jax.decoding.choice import Proposals
 from dflash_jax.drafters.dflash import Drafter
-from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.engine import Engine, EngineConfig
+from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Request
-from dflash_jax.mesh import mesh_of, rows_of
+from dflash_jax.mesh import rows_of
 from dflash_jax.target import Target
 
 Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
@@ -37,16 +38,13 @@ def spec_generate(
     input_ids: Prompts,
     *,
     max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | None = None,
     proposals: Proposals = "coupled",
     max_length: int | None = None,
     prefill_chunk: int = 256,
+    **sampling: Any,
 ) -> Generation:
     """Generates with speculation; the tokens are those `generate` returns for the same arguments.
 
@@ -54,8 +52,6 @@ def spec_generate(
         target, drafter: a pair from `load_target` and `load_drafter`.
         input_ids: one prompt or a batch of prompts, ragged lists or an array [B, P].
         max_new_tokens: budget per row.
-        temperature: 0 is greedy.
-        top_p, top_k, min_p: sampling filters; 1.0, 0 and 0.0 keep every token.
         seed: row i draws from this seed and i alone.
         stop_token_ids: tokens that end a row; None takes the checkpoint's, an empty list none.
         block_size: draft slots per step up to the checkpoint's (the default); 1 does not speculate.
@@ -63,8 +59,11 @@ def spec_generate(
         max_length: cache slots per row; by default what the longest row needs, rounded up so that
             similar calls share compiled programs.
         prefill_chunk: prompt tokens per prefill pass.
+        sampling: other fields of `SamplingParams`: temperature (0, the default, is greedy), top_p, top_k, min_p,
+            repetition_penalty, presence_penalty, frequency_penalty.
 
     Raises:
+        TypeError: an unknown argument.
         ValueError: a drafter for another target, or an argument out of range.
     """
     prompts = _prompts(input_ids)
@@ -72,14 +71,9 @@ def spec_generate(
         longest = max((len(prompt) for prompt in prompts), default=0) + max(max_new_tokens, 0)
         max_length = -(-max(longest, 1) // 256) * 256
     stops = target.config.eos_token_ids if stop_token_ids is None else tuple(stop_token_ids)
-    requests = [
-        Request(prompt, max_new_tokens, temperature, top_p, top_k, min_p, stop_token_ids=stops, id=str(row))
-        for row, prompt in enumerate(prompts)
-    ]
-    parts = rows_of(mesh_of(target.params))
-    engine = Engine(
-        target,
-        drafter,
+    params = SamplingParams(max_new_tokens, stop_token_ids=stops, **sampling)
+    parts = rows_of(target.mesh)
+    config = EngineConfig(
         slots=-(-max(len(prompts), 1) // parts) * parts,
         max_length=max_length,
         block_size=block_size,
@@ -87,7 +81,8 @@ def spec_generate(
         seed=seed,
         prefill_chunk=prefill_chunk,
     )
-    done = engine.generate(requests)
+    requests = [Request(prompt, params, id=str(row)) for row, prompt in enumerate(prompts)]
+    done = Engine(target, drafter, config).generate(requests)
     return Generation(
         [completion.token_ids for completion in done],
         [completion.acceptance_lengths for completion in done],
@@ -95,7 +90,7 @@ def spec_generate(
     )
 
 
-def generate(target: Target, input_ids: Prompts, *, max_new_tokens: int, **settings) -> Generation:
+def generate(target: Target, input_ids: Prompts, *, max_new_tokens: int, **settings: Any) -> Generation:
     """The autoregressive baseline: `spec_generate` without a drafter; same arguments, same tokens."""
     return spec_generate(target, None, input_ids, max_new_tokens=max_new_tokens, **settings)
 

@@ -14,13 +14,16 @@ from dflash_jax.files import write_text
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.lines import Line
+from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.stats import Stats
 from dflash_jax.infer.text import Text, cut_at_stop
 from dflash_jax.target import Target
 
 
-def job_settings(target: Target, text: Text, defaults: Request, seed: int, max_length: int | None) -> dict[str, Any]:
+def job_settings(
+    target: Target, text: Text, defaults: SamplingParams, seed: int, max_length: int | None
+) -> dict[str, Any]:
     """What the answers of a job depend on, besides its lines."""
     return {
         "target": target.directory,

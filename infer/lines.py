@@ -14,6 +14,7 @@ from typing import IO, Any
 import zstandard
 
 from dflash_jax.infer import openai
+from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Request, RequestError
 from dflash_jax.infer.text import Text, valid_text
 
@@ -70,7 +71,7 @@ def _renamed(line: Line) -> Line:
     return replace(line, id=name, request=line.request and replace(line.request, id=name))
 
 
-def read_lines(stream: Iterable[bytes], text: Text, defaults: Request) -> list[Line]:
+def read_lines(stream: Iterable[bytes], text: Text, defaults: SamplingParams) -> list[Line]:
     """Parses the lines of a whole input; a bad line becomes a `Line` with an error and stops nothing.
 
     Raises:
@@ -121,7 +122,7 @@ def _open(path: str) -> IO[bytes]:
     return Path(path).open("rb")
 
 
-def parse_line(raw: bytes, index: int, text: Text, defaults: Request) -> Line:
+def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> Line:
     """Parses one input line against the job's defaults."""
     line_id: Any = str(index)
     named, batch, is_batch = False, None, False
@@ -159,7 +160,7 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: Request) -> Line:
 
 
 def plain_request(
-    row: Mapping[str, Any], name: str, text: Text, defaults: Request
+    row: Mapping[str, Any], name: str, text: Text, defaults: SamplingParams
 ) -> tuple[Request, tuple[str, ...], tuple[dict[str, str], ...], tuple[str, ...]]:
     """Request, stop strings, and messages and later turns of a conversation, of a line in one of the plain forms.
 
@@ -168,8 +169,8 @@ def plain_request(
     """
     stop = _stop_strings(row.get("stop"))
     prompt, messages, later = _prompt(row, text)
-    settings = {"id": name, "find_stop": text.find_stop(stop), **_settings(row)}
-    return replace(defaults, prompt_token_ids=prompt, **settings), stop, messages, later
+    params = replace(defaults, **_settings(row))
+    return Request(prompt, params, id=name, find_stop=text.find_stop(stop)), stop, messages, later
 
 
 def _parse_json(raw: bytes) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The compiled programs of an engine: decode for some steps, read a chunk of a prompt, end a row.
+"""The compiled programs of an engine: decode for some steps, begin a row, read a chunk of its prompt, end it.
 
 Shapes: B rows, C prefill chunk, M steps.
 """
@@ -12,16 +12,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.cache import commit, once_read
+from dflash_jax.decoding.choice import Choice, Proposals
 from dflash_jax.decoding.logprobs import log_probabilities
-from dflash_jax.decoding.penalties import penalise, remember_row
-from dflash_jax.decoding.sampling import gumbel_noise, select
-from dflash_jax.decoding.step import Committed, Drafter, Proposals, RowSettings, State, Target, chain_step, run
+from dflash_jax.decoding.penalties import remember_row
+from dflash_jax.decoding.sampling import gumbel_noise
+from dflash_jax.decoding.state import DraftModel, RowSettings, State, TargetModel, begin_row
+from dflash_jax.decoding.step import Committed, make_round, run, speculative_step
 from dflash_jax.sharding import pin
 
 
 def decode_call(
-    target: Target,
-    drafter: Drafter | None,
+    target: TargetModel,
+    drafter: DraftModel | None,
     state: State,
     max_steps: int,
     leave_on_finish: bool,
@@ -31,8 +33,8 @@ def decode_call(
     capacity: int,
     logprobs: int | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """`run` of `chain_step` as a jitted function and its arguments: one program per batch shape and block size.
-    `state` is donated."""
+    """`run` of a speculative step as a jitted function and its arguments: one program per batch shape and block size
+    (0 proposes nothing). `state` is donated."""
     steps, leave = jnp.asarray(max_steps, jnp.int32), jnp.asarray(leave_on_finish)
     arguments = target, drafter, state, steps, leave, block_size, proposals, capacity, logprobs
     return _decode_program(drafter is not None and block_size > 0), arguments
@@ -41,7 +43,8 @@ def decode_call(
 @cache
 def _decode_program(speculative: bool) -> Callable:
     def program(target, drafter, state, max_steps, leave_on_finish, block_size, proposals, capacity, logprobs):
-        step = chain_step(target, drafter, block_size, proposals, logprobs)
+        parts = make_round(target, drafter, block_size, proposals)
+        step = partial(speculative_step, parts, logprobs=logprobs)
         state, trace = run(step, state, max_steps, leave_on_finish, capacity)
         return pin(state), trace
 
@@ -72,13 +75,18 @@ def block_compiler_options() -> dict[str, str] | None:
     return options
 
 
+@partial(jax.jit, donate_argnames="state")
+def begin(state: State, row: Int[Array, ""]) -> State:
+    """Makes an idle row ready for a new prompt."""
+    return pin(begin_row(state, row))
+
+
 @partial(jax.jit, donate_argnames="state", static_argnames="logprobs")
 def prefill(
-    target: Target,
-    drafter: Drafter | None,
+    target: TargetModel,
+    drafter: DraftModel | None,
     state: State,
     row: Int[Array, ""],
-    start: Int[Array, ""],
     tokens: Int[Array, " C"],
     count: Int[Array, ""],
     last: Bool[Array, ""],
@@ -88,8 +96,7 @@ def prefill(
     """Commits the next `count` prompt tokens of one row; the last chunk also chooses the first new token.
 
     Args:
-        row: the row to fill; it must be idle.
-        start: prompt tokens already committed; 0 begins a new request.
+        row: the row to fill: idle, and begun.
         tokens, count: a chunk, and how many of its tokens are prompt.
         last: whether the prompt ends here: the row then starts decoding.
         settings: of the row.
@@ -98,27 +105,24 @@ def prefill(
     Returns:
         The state, and the first new token [1, 1], which counts if `last`. It belongs to no round.
     """
-    at_start = lambda cache: cache.replace(lengths=cache.lengths.at[row].set(start))
-    cache = at_start(state.target_cache)
-    positions = start + jnp.arange(tokens.shape[0])[None]
+    lengths = jax.lax.dynamic_slice(state.lengths, (row,), (1,))
+    positions = lengths[:, None] + jnp.arange(tokens.shape[0])[None]
     taps = drafter.taps if drafter else ()
-    hidden, features, blocks = target.forward(tokens[None], positions, None, cache, taps=taps, row=row)
+    where = positions, None, state.target_cache, lengths
+    hidden, features, fresh = target.forward(tokens[None], *where, taps=taps, row=row)
     kept = once_read(count[None], hidden)
-    state = state.replace(target_cache=commit(cache, blocks, kept, row=row))
-    if state.draft_cache is not None:  # which stays behind without the drafter
-        cache = at_start(state.draft_cache)
-        if drafter is not None:
-            context = drafter.context(features, positions, cache, row=row)
-            cache = commit(cache, context, kept, row=row)
-        state = state.replace(draft_cache=cache)
-    end = start + count
-    history = remember_row(state.history, tokens, row, start, count)
+    state = state.replace(target_cache=commit(state.target_cache, fresh, lengths, kept, row=row))
+    if drafter is not None:
+        seen = tokens[None], features, positions, lengths, kept
+        state = state.replace(draft=drafter.commit(target, state.draft, *seen, row=row))
+    end = lengths[0] + count
+    history = remember_row(state.history, tokens, row, lengths[0], count)
     own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), history)
     sampling, penalties = jax.tree.map(lambda x: x[None], (settings.sampling, settings.penalties))
     logits = target.unembed(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
     noise = gumbel_noise(sampling, end[None, None], target.config.vocab_size)
-    token = select(penalise(logits, penalties, own, end[None]), noise, sampling)
-    told = None if logprobs is None else log_probabilities(logits, token, settings.scored[None], logprobs)
+    token = Choice(sampling, penalties, own, end[None], noise, target.decodable).tokens(logits)
+    scores = None if logprobs is None else log_probabilities(logits, token, settings.scored[None], logprobs)
     goes_on = last & ~jnp.any(token[0] == settings.stop_tokens)
     rows = RowSettings(state.remaining, state.stop_tokens, state.sampling, state.penalties, state.scored)
     budget = jnp.where(goes_on, settings.max_new_tokens - 1, 0)
@@ -126,6 +130,7 @@ def prefill(
     rows = jax.tree.map(put, rows, settings._replace(max_new_tokens=budget))
     state = state.replace(
         anchor=put(state.anchor, token[0, 0]),
+        lengths=put(state.lengths, end),
         remaining=rows.max_new_tokens,
         stop_tokens=rows.stop_tokens,
         sampling=rows.sampling,
@@ -133,7 +138,7 @@ def prefill(
         scored=rows.scored,
         history=remember_row(history, token[0], row, end, jnp.int32(1)).replace(prompt=history.prompt),
     )
-    return pin(state), Committed(token, last.astype(jnp.int32)[None], told)
+    return pin(state), Committed(token, last.astype(jnp.int32)[None], scores)
 
 
 @partial(jax.jit, donate_argnames="state")

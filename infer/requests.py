@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dflash_jax.decoding.penalties import check_penalties
-from dflash_jax.decoding.sampling import check_sampling
+from dflash_jax.infer.params import SamplingParams
 
 
 class RequestError(ValueError):
@@ -15,46 +14,24 @@ class RequestError(ValueError):
         self.code = code
 
 
-def check_seed(seed: int) -> None:
-    """Raises ValueError for a seed outside 63 bits."""
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed must lie in 0..2**63 - 1, got {seed}")
-
-
 @dataclass(frozen=True)
 class Request:
     """One prompt and its settings.
 
     Attributes:
         prompt_token_ids: at least one token.
-        max_new_tokens: at most this many are generated, fewer if the engine's `max_length` is reached.
-        temperature, top_p, top_k, min_p: see `sampling.Sampling`.
-        repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`; exact with speculation.
-        logprobs: how many of the likeliest tokens to tell the log-probabilities of, besides the chosen one's, at
-            most the engine's `logprobs`; None tells none.
+        params: how its tokens are chosen.
         sample: number of this answer, where a prompt is answered more than once; each has noise of its own.
-        seed: of this request; None derives its noise from the engine's seed and `id`.
-        stop_token_ids: tokens that end the answer; the one that does is its last token.
         id: any string; it decides the noise of a request without a seed.
         find_stop: given the tokens so far and how many of them are new, how many to keep if the answer
             ends within them, else None (stop strings; called on the host as tokens arrive).
     """
 
     prompt_token_ids: Sequence[int]
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    params: SamplingParams = field(default_factory=SamplingParams)
     sample: int = 0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
     id: str = ""
     find_stop: Callable[[Sequence[int], int], int | None] | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logprobs: int | None = None
 
     def check(self, vocab_size: int, max_length: int) -> None:
         """Raises RequestError if an engine of this vocabulary and length cannot serve it."""
@@ -69,13 +46,8 @@ class Request:
                 f"the prompt has {len(self.prompt_token_ids)} tokens, which leaves no room to generate within a "
                 f"length of {max_length}; raise max_length",
             )
-        if self.max_new_tokens < 1:
-            raise RequestError("invalid_parameter", f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         try:
-            if self.seed is not None:
-                check_seed(self.seed)
-            check_sampling(self.temperature, self.top_p, self.top_k, self.min_p)
-            check_penalties(self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+            self.params.check()
         except ValueError as error:
             raise RequestError("invalid_parameter", str(error)) from error
 

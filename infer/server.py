@@ -25,6 +25,7 @@ from dflash_jax.infer import openai
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import answer, token_logprobs
 from dflash_jax.infer.lines import plain_request, sample_count
+from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.text import Text, cut_at_stop, settled
 
@@ -132,7 +133,7 @@ class Worker:
 
 
 def make_app(
-    worker: Worker, text: Text, defaults: Request, *, model: str, api_key: str | None, max_bytes: int
+    worker: Worker, text: Text, defaults: SamplingParams, *, model: str, api_key: str | None, max_bytes: int
 ) -> Starlette:
     """The ASGI application.
 

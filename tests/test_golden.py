@@ -13,6 +13,7 @@ import pytest
 from dflash_jax import Engine, Request, bundled_pair, load_drafter, load_target, replay
 from dflash_jax.infer.text import Text
 from dflash_jax.train.toy.problems import problems
+from tests import tiny
 
 FILE = Path(__file__).parent / "golden" / "bundled.json"
 SEED, TOKENS = 5, 64
@@ -30,7 +31,7 @@ def requests(target) -> list[tuple[Request, dict[str, Any]]]:
     prompts = [text.encode_chat([{"role": "user", "content": problem.question}]) for problem in asked]
     every = [(prompt, SETTINGS[i % len(SETTINGS)], str(i)) for i, prompt in enumerate(prompts)]
     stops = target.config.eos_token_ids
-    return [(Request(p, TOKENS, stop_token_ids=stops, id=name, **given), given) for p, given, name in every]
+    return [(tiny.ask(p, TOKENS, stop_token_ids=stops, id=name, **given), given) for p, given, name in every]
 
 
 def answers(target, drafter, slots: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import load_target
-from dflash_jax.models import layers
+from dflash_jax.cache import attention as cache_attention
 from tests import tiny
 
 
@@ -17,10 +17,9 @@ def test_layers_that_are_alike_are_traced_once(tmp_path, monkeypatch):
     }
     target = load_target(tiny.write_target(tmp_path, tiny.target_config(**kinds)))
     traced = []
-    attend = layers.attend
-    monkeypatch.setattr(
-        layers, "attend", lambda *x, **options: traced.append(options["window"]) or attend(*x, **options)
-    )
+    attend = cache_attention.attend
+    spy = lambda *x, **options: traced.append(options["window"]) or attend(*x, **options)
+    monkeypatch.setattr(cache_attention, "attend", spy)
     forward = lambda tokens, cache: target.forward(tokens, jnp.arange(11)[None], None, cache)[0]
     hidden = jax.jit(forward)(jnp.arange(11)[None], target.init_cache(1, 16))
     assert traced == [5, None]

@@ -7,20 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, Request, generate, load_drafter, spec_generate
+from dflash_jax import Engine, generate, load_drafter, spec_generate
 from dflash_jax.cache import commit
 from dflash_jax.decoding.penalties import Penalties
+from dflash_jax.decoding.proposal import Proposal, accept, make_block
 from dflash_jax.decoding.sampling import Sampling, select
-from dflash_jax.decoding.step import (
-    RowSettings,
-    accept,
-    chain_step,
-    committing,
-    init_state,
-    speculative_step,
-    verifying,
-)
-from dflash_jax.infer.programs import decode_call, prefill
+from dflash_jax.decoding.state import RowSettings, init_state
+from dflash_jax.decoding.step import make_round, speculative_step
+from dflash_jax.infer.programs import begin, decode_call, prefill
 from tests import tiny
 
 PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2, 19, 50]]
@@ -31,6 +25,10 @@ SETTINGS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 
 def decode(*arguments, **options):
     program, arguments = decode_call(*arguments, **options)
     return program(*arguments)
+
+
+def one_step(target, drafter, block_size):
+    return jax.jit(partial(speculative_step, make_round(target, drafter, block_size)))
 
 
 def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
@@ -52,7 +50,8 @@ def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
             *UNPENALISED,
         )
         count = np.int32(len(prompt))
-        state, first = prefill(target, drafter, state, np.int32(row), np.int32(0), chunk, count, np.bool_(True), asked)
+        state = begin(state, np.int32(row))
+        state, first = prefill(target, drafter, state, np.int32(row), chunk, count, np.bool_(True), asked)
         firsts.append(int(first.tokens[0, 0]))
     return state, firsts
 
@@ -129,7 +128,7 @@ def test_finished_rows_ask_for_nothing(target, drafter):
     state, _ = start(target, drafter, PROMPTS[:2], max_new_tokens=3, temperature=1.0)
     penalties = Penalties(*(jnp.full(2, value) for value in (1.5, 0.5, 0.5)))
     state = state.replace(penalties=penalties, scored=jnp.ones(2, bool), remaining=jnp.asarray([0, 2]))
-    state, _ = jax.jit(chain_step(target, drafter, 4, "coupled"))(state)
+    state, _ = one_step(target, drafter, 4)(state)
     assert state.sampling.temperature.tolist() == [0, 1]
     assert [x.tolist() for x in jax.tree.leaves(state.penalties)] == [[1, 1.5], [0, 0.5], [0, 0.5]]
     assert state.scored.tolist() == [False, True]
@@ -143,22 +142,19 @@ def test_gold_drafts_are_accepted_whole_and_garbage_drafts_change_nothing(target
     truth = np.asarray(trace.tokens)[:, :, 0].T  # [B, 30]
     lengths = np.array([len(prompt) for prompt in PROMPTS])
 
-    def gold(state, noise):
-        done = state.target_cache.lengths - lengths
-        return jnp.take_along_axis(jnp.asarray(truth), done[:, None] + jnp.arange(width - 1)[None], axis=1)
+    def gold(state, choice):
+        done = state.lengths - lengths
+        return Proposal(jnp.take_along_axis(jnp.asarray(truth), done[:, None] + jnp.arange(width - 1)[None], axis=1))
 
-    def garbage(state, noise):
-        return (gold(state, noise) + 1) % tiny.VOCAB
+    def garbage(state, choice):
+        return Proposal((gold(state, choice).tokens + 1) % tiny.VOCAB)
 
-    for draft, expected in ((gold, width), (garbage, 1)):
+    for propose, expected in ((gold, width), (garbage, 1)):
         state = start(target, drafter, PROMPTS, **settings)[0]
-
-        def step(state, draft=draft):
-            return speculative_step(draft, verifying(target, drafter), committing(drafter), tiny.VOCAB, width, state)
-
+        step = jax.jit(partial(speculative_step, make_round(target, drafter, width)._replace(propose=propose)))
         got = [[] for _ in PROMPTS]
         for _ in range(4):
-            state, committed = jax.jit(step)(state)
+            state, committed = step(state)
             assert committed.count.tolist() == [expected] * len(PROMPTS)
             for row, tokens in enumerate(committed.tokens.tolist()):
                 got[row] += tokens[:expected]
@@ -169,13 +165,12 @@ def test_caches_hold_exactly_the_positions_before_the_anchor(target, drafter):
     """After any number of rounds both caches equal those of a from-scratch pass over the same tokens."""
     state, firsts = start(target, drafter, PROMPTS)
     sequences = [[*prompt, first] for prompt, first in zip(PROMPTS, firsts, strict=True)]
-    step = jax.jit(chain_step(target, drafter, 8, "coupled"))
+    step = one_step(target, drafter, 8)
     for _ in range(5):
         state, committed = step(state)
         for row in range(len(PROMPTS)):
             sequences[row] += committed.tokens[row, : int(committed.count[row])].tolist()
-            assert int(state.target_cache.lengths[row]) == len(sequences[row]) - 1
-            assert int(state.draft_cache.lengths[row]) == len(sequences[row]) - 1
+            assert int(state.lengths[row]) == len(sequences[row]) - 1
             assert int(state.anchor[row]) == sequences[row][-1]
     for row, sequence in enumerate(sequences):
         tokens = jnp.asarray([sequence[:-1]])
@@ -183,10 +178,10 @@ def test_caches_hold_exactly_the_positions_before_the_anchor(target, drafter):
         cache = target.init_cache(1, 64)
         taps = drafter.config.target_layer_ids
         forward = jax.jit(partial(target.forward, visible=None, taps=taps))
-        _, features, blocks = forward(tokens, positions, cache=cache)
+        _, features, blocks = forward(tokens, positions, cache=cache, lengths=jnp.zeros(1, jnp.int32))
         for entries, expected in (
             (state.target_cache.entries, blocks),
-            (state.draft_cache.entries, drafter.context(features, positions)),
+            (state.draft.entries, drafter.context(features, positions)),
         ):
             for entry, block in zip(entries, expected, strict=True):
                 n = tokens.shape[1]
@@ -197,15 +192,14 @@ def test_caches_hold_exactly_the_positions_before_the_anchor(target, drafter):
 
 def test_draft_reads_context_strictly_before_the_anchor(target, drafter):
     state, _ = start(target, drafter, PROMPTS[1:2])
-    a = int(state.draft_cache.lengths[0])
-    base = drafter.logits(target, state.anchor, state.draft_cache, 8)
+    a = int(state.lengths[0])
+    base = drafter.logits(target, state.anchor, state.draft, state.lengths, 8)
 
     def logits_with(position):
         entries = [
-            e.replace(k=e.k.at[:, :, position].add(3.0), v=e.v.at[:, :, position].add(3.0))
-            for e in state.draft_cache.entries
+            e.replace(k=e.k.at[:, :, position].add(3.0), v=e.v.at[:, :, position].add(3.0)) for e in state.draft.entries
         ]
-        return drafter.logits(target, state.anchor, state.draft_cache.replace(entries=tuple(entries)), 8)
+        return drafter.logits(target, state.anchor, state.draft.replace(entries=tuple(entries)), state.lengths, 8)
 
     np.testing.assert_array_equal(logits_with(a), base)
     assert np.abs(np.asarray(logits_with(a - 1) - base)).max() > 1e-3
@@ -213,8 +207,8 @@ def test_draft_reads_context_strictly_before_the_anchor(target, drafter):
 
 def test_slot_zero_carries_the_anchor(target, drafter):
     state, _ = start(target, drafter, PROMPTS[:1])
-    base = drafter.logits(target, state.anchor, state.draft_cache, 8)
-    other = drafter.logits(target, (state.anchor + 1) % 60, state.draft_cache, 8)
+    base = drafter.logits(target, state.anchor, state.draft, state.lengths, 8)
+    other = drafter.logits(target, (state.anchor + 1) % 60, state.draft, state.lengths, 8)
     assert base.shape == (1, 7, tiny.VOCAB)
     assert np.abs(np.asarray(base - other)).max() > 1e-3
 
@@ -225,7 +219,8 @@ def test_wrong_taps_change_the_draft(target, drafter):
     positions = jnp.arange(prompt.shape[1])[None]
 
     def context(taps):
-        features = target.forward(prompt, positions, None, target.init_cache(1, 32), taps=taps)[1]
+        nothing = jnp.zeros(1, jnp.int32)
+        features = target.forward(prompt, positions, None, target.init_cache(1, 32), nothing, taps=taps)[1]
         return np.asarray(drafter.context(features, positions)[0].v)
 
     assert np.abs(context((0, 2)) - context((1, 3))).max() > 1e-2
@@ -237,8 +232,8 @@ def test_wrong_taps_change_the_draft(target, drafter):
 def test_scalings_of_the_config_are_applied(target, drafter, change, tmp_path):
     scaled = load_drafter(tiny.write_drafter(tmp_path, tiny.drafter_config(dflash_config=change)))
     state, _ = start(target, drafter, PROMPTS[:1])
-    base = np.asarray(drafter.logits(target, state.anchor, state.draft_cache, 8))
-    ours = np.asarray(scaled.logits(target, state.anchor, state.draft_cache, 8))
+    base = np.asarray(drafter.logits(target, state.anchor, state.draft, state.lengths, 8))
+    ours = np.asarray(scaled.logits(target, state.anchor, state.draft, state.lengths, 8))
     if "final_logit_softcapping" in change:
         np.testing.assert_allclose(ours, 2 * np.tanh(base / 2), atol=1e-5)
     elif "output_multiplier" in change:
@@ -264,40 +259,46 @@ def test_own_embedding_and_head_are_used(target, drafter, tmp_path):
     assert own.config.own_head
     shared = {k: v for k, v in own.params.items() if k not in ("embed_tokens", "lm_head")}
     state, _ = start(target, drafter, PROMPTS[:1])
-    ours = own.logits(target, state.anchor, state.draft_cache, 8)
-    base = drafter.replace(params=shared).logits(target, state.anchor, state.draft_cache, 8)
+    ours = own.logits(target, state.anchor, state.draft, state.lengths, 8)
+    base = drafter.replace(params=shared).logits(target, state.anchor, state.draft, state.lengths, 8)
     np.testing.assert_allclose(ours, 2 * base, rtol=1e-5, atol=1e-5)
 
 
 def test_accept_counts():
     tokens = jnp.asarray([[1, 2, 3, 4]] * 5)
-    proposals = jnp.asarray([[1, 2, 3], [9, 2, 3], [1, 9, 3], [1, 2, 3], [1, 2, 3]])
+    proposals = Proposal(jnp.asarray([[1, 2, 3], [9, 2, 3], [1, 9, 3], [1, 2, 3], [1, 2, 3]]))
+    block = make_block(jnp.zeros(5, jnp.int32), proposals)
     remaining = jnp.asarray([10, 10, 10, 2, 0])
     stops = jnp.asarray([[-1], [-1], [-1], [-1], [1]])
-    count, left = accept(tokens, proposals, remaining, stops)
-    assert count.tolist() == [4, 1, 2, 2, 0]
+    accepted, left = accept(tokens, block, remaining, stops)
+    assert accepted.count.tolist() == [4, 1, 2, 2, 0]
     assert left.tolist() == [6, 9, 8, 0, 0]
-    count, left = accept(tokens, proposals, jnp.asarray([10] * 5), jnp.asarray([[4], [1], [3], [2], [7]]))
-    assert count.tolist() == [4, 1, 2, 2, 4]
+    accepted, left = accept(tokens, block, jnp.asarray([10] * 5), jnp.asarray([[4], [1], [3], [2], [7]]))
+    assert accepted.count.tolist() == [4, 1, 2, 2, 4]
     assert left.tolist() == [0, 0, 8, 0, 6]
 
 
 def test_idle_rows_commit_nothing(target, drafter):
     state = init_state(target, drafter, 3, 32, 2)
-    after, committed = jax.jit(chain_step(target, drafter, 4, "coupled"))(state)
+    after, committed = one_step(target, drafter, 4)(state)
     assert committed.count.tolist() == [0, 0, 0]
-    assert after.target_cache.lengths.tolist() == [0, 0, 0]
+    assert after.lengths.tolist() == [0, 0, 0]
     assert all(np.isfinite(entry.k).all() for entry in after.target_cache.entries)
-    assert not any(np.any(entry.k) for entry in after.draft_cache.entries)
+    assert not any(np.any(entry.k) for entry in after.draft.entries)
 
 
 def test_finished_rows_do_not_keep_attending(target, drafter):
+    """A step sees no length of an idle row: what its cache holds may be anything. Its length stays for its next chunk."""
     state, _ = start(target, drafter, PROMPTS)
     state = state.replace(remaining=state.remaining.at[1].set(0))
-    after, committed = jax.jit(chain_step(target, drafter, 4, "coupled"))(state)
-    assert after.target_cache.lengths[1] == after.draft_cache.lengths[1] == 0
+    spoilt = lambda x: x.at[1].set(jnp.nan) if x.ndim == 4 else x
+    state = state.replace(
+        target_cache=jax.tree.map(spoilt, state.target_cache), draft=jax.tree.map(spoilt, state.draft)
+    )
+    after, committed = one_step(target, drafter, 4)(state)
+    assert after.lengths[1] == len(PROMPTS[1])
     assert committed.count[1] == 0
-    assert (np.asarray(after.target_cache.lengths)[[0, 2, 3]] > 0).all()
+    assert (np.asarray(committed.count)[[0, 2, 3]] > 0).all()
 
 
 def test_device_loop_leaves_when_asked(target, drafter):
@@ -318,7 +319,7 @@ def test_prefill_updates_its_state_in_place(target, drafter):
     state = jax.eval_shape(lambda: init_state(target, drafter, 4, 4096, 2))
     sampling = Sampling(np.float32(0), np.int32(0), np.float32(1), np.float32(0), jax.random.key(0))
     asked = RowSettings(np.int32(9), np.full(2, -1, np.int32), sampling, *UNPENALISED)
-    place = np.int32(1), np.int32(0), np.zeros(16, np.int32), np.int32(16), np.bool_(True), asked
+    place = np.int32(1), np.zeros(16, np.int32), np.int32(16), np.bool_(True), asked
     memory = prefill.lower(target, drafter, state, *place).compile().memory_analysis()
     assert memory.temp_size_in_bytes < int(np.prod(state.target_cache.entries[0].k.shape)) * 4
 
@@ -328,13 +329,13 @@ def test_a_decode_program_updates_its_state_in_place(target, drafter):
     slots = 4096
     state = jax.eval_shape(lambda: init_state(target, drafter, 2, slots, 2))
     run = jax.jit(
-        lambda t, d, s: jax.lax.fori_loop(0, 3, lambda _, x: chain_step(t, d, 8, "coupled")(x)[0], s),
+        lambda t, d, s: jax.lax.fori_loop(0, 3, lambda _, x: speculative_step(make_round(t, d, 8), x)[0], s),
         donate_argnums=2,
     )
     memory = run.lower(target, drafter, state).compile().memory_analysis()
     entry = state.target_cache.entries[0].k
     one = int(np.prod(entry.shape)) * 4
-    caches = 2 * one * (len(state.target_cache.entries) + len(state.draft_cache.entries))
+    caches = 2 * one * (len(state.target_cache.entries) + len(state.draft.entries))
     assert memory.alias_size_in_bytes >= caches
     assert memory.temp_size_in_bytes < one
 
@@ -344,8 +345,8 @@ def test_rotary_tables_are_evaluated_once_a_pass(target):
     cache = target.init_cache(1, 64)
     tokens = jnp.zeros((1, 4), jnp.int32)
     text = (
-        jax.jit(lambda t, c: t.forward(tokens, c.lengths[:, None] + jnp.arange(4)[None], None, c))
-        .lower(target, cache)
+        jax.jit(lambda t, c, n: t.forward(tokens, n[:, None] + jnp.arange(4)[None], None, c, n))
+        .lower(target, cache, jnp.zeros(1, jnp.int32))
         .compile()
         .as_text()
     )
@@ -359,8 +360,8 @@ def test_nothing_compiles_once_warm(target, drafter):
     listener = lambda event, duration, **_: compiled.append(event)
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
-        engine.generate([Request(p, 20 + 3 * i, temperature=i * 0.3, top_k=i) for i, p in enumerate(PROMPTS)])
-        engine.generate([Request(list(range(1, 60)), 9, stop_token_ids=(3, 4), find_stop=lambda tokens, new: None)])
+        engine.generate([tiny.ask(p, 20 + 3 * i, temperature=i * 0.3, top_k=i) for i, p in enumerate(PROMPTS)])
+        engine.generate([tiny.ask(list(range(1, 60)), 9, stop_token_ids=(3, 4), find_stop=lambda tokens, new: None)])
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert [event for event in compiled if "compile" in event or "trac" in event] == []
@@ -371,10 +372,10 @@ def test_committing_a_path_gathers_it(target):
     cache = target.init_cache(2, 16)
     tokens = jnp.asarray([[1, 2, 3, 4], [5, 6, 7, 8]])
     positions = jnp.broadcast_to(jnp.arange(4)[None], (2, 4))
-    blocks = target.forward(tokens, positions, None, cache)[2]
+    lengths = jnp.zeros(2, jnp.int32)
+    blocks = target.forward(tokens, positions, None, cache, lengths)[2]
     path = jnp.asarray([[0, 2, 3], [0, 1, 1]])
-    after = commit(cache, blocks, jnp.asarray([3, 2]), path=path)
-    assert after.lengths.tolist() == [3, 2]
+    after = commit(cache, blocks, lengths, jnp.asarray([3, 2]), path=path)
     np.testing.assert_array_equal(after.entries[1].k[0, :, :3], blocks[1].k[0][:, np.array([0, 2, 3])])
     np.testing.assert_array_equal(after.entries[1].v[1, :, :2], blocks[1].v[1][:, :2])
     assert not np.any(after.entries[1].k[1, :, 2:])

@@ -5,11 +5,16 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_jax import checkpoint, models
+from dflash_jax import Request, SamplingParams, checkpoint, models
 from dflash_jax.drafters import config as drafter_configs
 from dflash_jax.drafters import dflash as drafter
 
 VOCAB, MASK, EOS = 64, 63, 62
+
+
+def ask(prompt, max_new_tokens=256, temperature=0.0, *, sample=0, id="", find_stop=None, **given) -> Request:
+    """A request with these sampling settings."""
+    return Request(prompt, SamplingParams(max_new_tokens, temperature, **given), sample, id, find_stop)
 
 
 def target_config(**changes) -> dict:
@@ -55,11 +60,12 @@ def random_tensors(table: checkpoint.Table, seed: int) -> dict[str, np.ndarray]:
     """One random float32 tensor per checkpoint name; norms near one."""
     rng = np.random.default_rng(seed)
     tensors = {}
-    for path, leaf in sorted(table.items()):
+    for path, leaf in sorted(checkpoint.leaves(table)):
         for part in leaf.parts:
-            x = rng.standard_normal(part.shape).astype(np.float32)
+            x = rng.standard_normal(part.source.shape).astype(np.float32)
             norm = "norm" in path and x.ndim == 1
-            tensors[part.name] = (1 + 0.2 * x if norm else x / max(1, x.shape[-1]) ** 0.5).astype(np.float32)
+            value = 1 + 0.2 * x if norm else x / max(1, x.shape[-1]) ** 0.5
+            tensors[part.source.name] = value.astype(np.float32)
     return tensors
 
 

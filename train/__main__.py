@@ -147,6 +147,7 @@ def _fit(args: argparse.Namespace) -> int:
     config, target, data, drafter, raw = _prepare(args)
     from functools import partial
 
+    from dflash_jax.infer.params import SamplingParams
     from dflash_jax.train.evaluate import evaluate, read_prompts
     from dflash_jax.train.features import FeatureCache
     from dflash_jax.train.fit import Run
@@ -162,8 +163,7 @@ def _fit(args: argparse.Namespace) -> int:
             evaluate,
             target,
             requests=read_prompts(args.eval_prompts, target, config.evaluate_samples),
-            max_new_tokens=config.evaluate_max_new_tokens,
-            temperature=config.evaluate_temperature,
+            params=SamplingParams(config.evaluate_max_new_tokens, config.evaluate_temperature),
             block_size=config.block_size,
         )
     run = Run(args.out, target, drafter, raw, data.examples, config, features=features, evaluate=judge)
@@ -201,13 +201,14 @@ def _evaluate(args: argparse.Namespace) -> int:
     import jax
 
     from dflash_jax.cli import choose_mesh, enable_compilation_cache
-    from dflash_jax.decoding.sampling import check_sampling
     from dflash_jax.drafters.dflash import load_drafter
+    from dflash_jax.infer.params import SamplingParams
     from dflash_jax.target import load_target
     from dflash_jax.train.evaluate import evaluate, read_prompts
     from dflash_jax.train.fit import load_run
 
-    check_sampling(args.temperature, args.top_p, args.top_k, args.min_p)
+    params = SamplingParams(args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.min_p)
+    params.check()
     enable_compilation_cache()
     mesh = choose_mesh(args.mesh, args.target, args.drafter)
     target = load_target(args.target, dtype=args.dtype, mesh=mesh)
@@ -221,11 +222,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         target,
         drafter,
         read_prompts(args.prompts, target, args.max_samples),
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
+        params=params,
         block_size=args.block_size,
         proposals=args.proposals,
         batch_size=args.batch_size,

@@ -91,8 +91,8 @@ def target_features(
     B, S = tokens.shape
     if gathers() and S <= WHOLE_ROW:
         positions = jnp.broadcast_to(jnp.arange(S)[None], (B, S))
-        cache = target.init_cache(B, 0)
-        hidden, features, _ = target.forward(tokens, positions, None, cache, taps=taps, starts=starts)
+        cache, lengths = target.init_cache(B, 0), jnp.zeros(B, jnp.int32)
+        hidden, features, _ = target.forward(tokens, positions, None, cache, lengths, taps=taps, starts=starts)
         return jax.lax.stop_gradient(features), jax.lax.stop_gradient(hidden)
     chunk = min(TARGET_CHUNK, S)
     short = -S % chunk
@@ -101,12 +101,16 @@ def target_features(
     split = lambda x: x.reshape(B, -1, chunk).swapaxes(0, 1)
 
     def one(cache: Cache, xs) -> tuple[Cache, tuple[Array, Array]]:
-        tokens, starts = xs
-        positions = cache.lengths[:, None] + jnp.arange(chunk)[None]
-        hidden, features, blocks = target.forward(tokens, positions, None, cache, taps=taps, starts=starts)
-        return commit(cache, blocks, once_read(jnp.full(B, chunk, jnp.int32), hidden)), (features, hidden)
+        tokens, starts, start = xs
+        lengths = jnp.full(B, 1, jnp.int32) * start
+        positions = lengths[:, None] + jnp.arange(chunk)[None]
+        hidden, features, fresh = target.forward(tokens, positions, None, cache, lengths, taps=taps, starts=starts)
+        kept = once_read(jnp.full(B, chunk, jnp.int32), hidden)
+        return commit(cache, fresh, lengths, kept), (features, hidden)
 
-    _, outputs = jax.lax.scan(one, target.init_cache(B, S + short), (split(tokens), split(starts)))
+    begins = jnp.arange(0, S + short, chunk, dtype=jnp.int32)
+    cache = target.init_cache(B, S + short, chunk)
+    _, outputs = jax.lax.scan(one, cache, (split(tokens), split(starts), begins))
     join = lambda x: x.swapaxes(0, 1).reshape(B, S + short, -1)[:, :S]
     features, hidden = (jax.lax.stop_gradient(join(x)) for x in outputs)
     return features, hidden
@@ -128,16 +132,15 @@ def draft_hidden(
     """
     B, A, P = blocks.labels.shape
     positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], starts.shape)
-    context = drafter.context(features, positions, drafter.init_cache(B, 0), starts=starts)
-    entries = tuple(KV(block.k, block.v) for block in context)
-    cache = Cache(entries, jnp.zeros(B, jnp.int32))
+    context = drafter.context(features, positions, starts=starts)
+    cache = Cache(tuple(KV(fresh.k, fresh.v) for fresh in context), tuple(range(len(context))))
     flat = lambda x: x.reshape(B * A)
     hidden = drafter.denoise(
         target,
         flat(blocks.tokens),
         cache,
+        flat(blocks.anchors),
         P if drafter.config.anchor_predicts else P + 1,
-        lengths=flat(blocks.anchors),
         starts=flat(blocks.starts),
         per_row=A,
         remat=remat,

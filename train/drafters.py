@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import checkpoint
+from dflash_jax.checkpoint import leaves, nested
 from dflash_jax.config import RopeConfig, token_ids
 from dflash_jax.drafters.config import default_target_layer_ids, drafter_config
 from dflash_jax.drafters.dflash import Drafter, tensors
@@ -28,18 +29,18 @@ def new_drafter(target: Target, config: TrainConfig, mask_token_id: int) -> tupl
     Raises:
         ValueError: taps the target does not have, or a mask token outside the vocabulary.
     """
-    c = target.config
+    c, layer = target.config, target.config.layers[-1]
     taps = config.target_layer_ids or default_target_layer_ids(c.num_hidden_layers, config.num_layers)
     raw: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
+        "intermediate_size": layer.intermediate_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads // c.key_value_copies,
-        "head_dim": c.head_dim,
+        "num_attention_heads": layer.mixer.num_heads,
+        "num_key_value_heads": layer.mixer.num_kv_heads,
+        "head_dim": layer.mixer.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": c.rms_norm_eps,
         "attention_bias": False,
@@ -52,21 +53,22 @@ def new_drafter(target: Target, config: TrainConfig, mask_token_id: int) -> tupl
         "block_size": config.block_size,
         "num_target_layers": c.num_hidden_layers,
         "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(taps)},
-        **_rope_fields(c.rope),
+        **_rope_fields(layer.mixer.rope),
     }
     parsed = drafter_config(raw)
     parsed.check_pair(c)
     rng = np.random.default_rng(config.seed)
     params: dict[str, Any] = {}
-    for path, leaf in tensors(parsed).items():
+    table = tensors(parsed)
+    for path, leaf in leaves(table):
         if "norm" in path:
             value = np.ones(leaf.shape, np.float32)
         elif "bias" in path:
             value = np.zeros(leaf.shape, np.float32)
         else:
             value = rng.standard_normal(leaf.shape, np.float32) * np.float32(INIT_STD)
-        checkpoint.put(params, path, jnp.asarray(value))
-    return Drafter(params, parsed), raw
+        params[path] = jnp.asarray(value)
+    return Drafter(nested(params, table), parsed), raw
 
 
 def _rope_fields(rope: RopeConfig) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.lines import read_lines
+from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Request, RequestError
 from dflash_jax.infer.text import Text
-from dflash_jax.mesh import mesh_of, rows_of
+from dflash_jax.mesh import rows_of
 from dflash_jax.target import Target
 
 
@@ -26,7 +27,7 @@ def read_prompts(path: str | Path, target: Target, max_samples: int | None = Non
     text = Text(target.directory)
     stops = target.config.eos_token_ids or ((text.end_token,) if text.end_token is not None else ())
     with Path(path).open("rb") as file:
-        lines = read_lines(file, text, Request((), stop_token_ids=stops))
+        lines = read_lines(file, text, SamplingParams(stop_token_ids=stops))
     for number, line in enumerate(lines, 1):
         try:
             if line.error is not None:
@@ -46,11 +47,7 @@ def evaluate(
     drafter: Drafter,
     requests: Sequence[Request],
     *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
+    params: SamplingParams,
     block_size: int | None = None,
     proposals: Proposals = "coupled",
     batch_size: int = 8,
@@ -59,15 +56,14 @@ def evaluate(
     """Decodes all prompts speculatively and returns tau and how the steps went.
 
     Args:
-        max_new_tokens, temperature, top_p, top_k, min_p: those of serving; noise follows from the prompt's id.
+        params: how tokens are chosen; each prompt keeps its own stop tokens. Noise follows from the prompt's id.
         batch_size: rows at a time.
         baseline: also decode autoregressively, taking turns, for `speedup` and `equal_outputs`.
     """
-    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    settings |= {"top_p": top_p, "top_k": top_k, "min_p": min_p}
-    requests = [replace(request, **settings) for request in requests]
-    longest = max(len(r.prompt_token_ids) for r in requests) + max_new_tokens
-    parts = rows_of(mesh_of(target.params))
+    own = [replace(params, stop_token_ids=request.params.stop_token_ids) for request in requests]
+    requests = [replace(request, params=each) for request, each in zip(requests, own, strict=True)]
+    longest = max(len(r.prompt_token_ids) for r in requests) + params.max_new_tokens
+    parts = rows_of(target.mesh)
     slots, max_length = -(-min(batch_size, len(requests)) // parts) * parts, -(-longest // 256) * 256
     engines = [Engine(target, drafter, block_size=block_size, proposals=proposals, slots=slots, max_length=max_length)]
     if baseline:
@@ -83,7 +79,7 @@ def evaluate(
         "samples": len(requests),
         "tau_per_prompt": [completion.tau for completion in answers[0]],
         "tokens": sum(len(completion.token_ids) for completion in answers[0]),
-        "temperature": temperature,
+        "temperature": params.temperature,
         "block_size": engines[0].block_size,
     }
     if baseline:

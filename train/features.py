@@ -18,7 +18,6 @@ import numpy as np
 from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.files import write_json
 from dflash_jax.mesh import gather
-from dflash_jax.sharding import unsharded_config
 from dflash_jax.target import Target
 from dflash_jax.train.blocks import target_features
 from dflash_jax.train.data import Example, Packing
@@ -28,7 +27,7 @@ BATCH = 4  # rows of a target pass
 
 def model_fingerprint(model: Target | Drafter) -> str:
     """Tells one model from another: its configuration and a sample of every parameter; the same on every mesh."""
-    digest = hashlib.sha256(repr(unsharded_config(model.config)).encode())
+    digest = hashlib.sha256(repr(model.config).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
         digest.update(jax.tree_util.keystr(path).encode())
         digest.update(gather(leaf[(0,) * (leaf.ndim - 1)][:256]).tobytes())  # the first row is first on every mesh

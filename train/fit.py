@@ -20,7 +20,7 @@ from dflash_jax.drafters.dflash import Drafter, load_drafter
 from dflash_jax.files import write_json, write_text
 from dflash_jax.infer.interrupt import stop_signals
 from dflash_jax.infer.programs import block_compiler_options
-from dflash_jax.mesh import ROWS, gather, mesh_of, rows_of, spread
+from dflash_jax.mesh import ROWS, gather, rows_of, spread
 from dflash_jax.sharding import shardings
 from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
@@ -92,7 +92,7 @@ class Run:
         if config.max_steps:
             self.steps = min(self.steps, config.max_steps)
         self._every = config.evaluate_every or max(1, self.steps // 10)
-        self.mesh = mesh_of(target.params)
+        self.mesh = target.mesh
         if config.batch_size % (config.accumulate * rows_of(self.mesh)):
             raise ValueError(
                 f"batch_size {config.batch_size} must be a multiple of accumulate {config.accumulate} times the mesh's "
@@ -101,12 +101,13 @@ class Run:
         self.state = init_state(drafter, config, self.steps)
         if self.mesh is not None:
             # Its parameters stay as in the checkpoint, so that a run continues on any mesh.
-            if drafter.config.shards != 1 or drafter.config.num_key_value_heads % self.mesh.shape["model"]:
+            heads = drafter.config.layers[0].mixer.num_kv_heads
+            if drafter.layout.shards != 1 or heads % self.mesh.shape["model"]:
                 raise ValueError(
-                    f"the drafter's {drafter.config.num_key_value_heads} key-value heads must be a multiple of the "
+                    f"the drafter's {heads} key-value heads must be a multiple of the "
                     f"mesh's model axis, {self.mesh.shape['model']}, and the drafter loaded without a mesh"
                 )
-            self.drafter = spread(drafter, shardings(drafter, self.mesh))
+            self.drafter = spread(drafter, shardings(drafter, self.mesh)).replace(mesh=self.mesh)
             self.state = spread(self.state, shardings(self.state, self.mesh))
         if self.checkpoints.steps:
             self.state = self.checkpoints.restore(self.state)
@@ -196,7 +197,7 @@ class Run:
         return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def _save(self, name: str, drafter: Drafter) -> None:
-        drafter = drafter.replace(params=gather(drafter.params))
+        drafter = drafter.replace(params=gather(drafter.params), mesh=None)
         if self.leads:
             save_drafter(self.directory / name, drafter, self.raw)
 

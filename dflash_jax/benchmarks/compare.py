@@ -79,7 +79,11 @@ def compare_jobs(
         engine.warm_up()
         engine.generate(requests[: engine.slots])
         engine.stats.reset()
-    answer = lambda r: official.dflash(r.prompt_token_ids, r.max_new_tokens, r.stop_token_ids, block_size)[0]
+
+    def answer(r: Request) -> list[int]:
+        assert official is not None
+        return official.dflash(r.prompt_token_ids, r.params.max_new_tokens, r.params.stop_token_ids, block_size)[0]
+
     if official:
         answer(requests[0])
     rates: dict[str, list[float]] = {}
@@ -155,7 +159,7 @@ class _Opponent:
 
     def run(self, batch: Sequence[Request]) -> None:
         for request in batch:
-            arguments = (request.prompt_token_ids, request.max_new_tokens, request.stop_token_ids)
+            arguments = (request.prompt_token_ids, request.params.max_new_tokens, request.params.stop_token_ids)
             if not self.warm:
                 self.official.dflash(*arguments, self.block_size)
                 self.official.generate(*arguments)

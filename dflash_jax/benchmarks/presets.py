@@ -65,21 +65,23 @@ def random_pair(
     """
     target_config, draft_config = models.target_config(target), drafter_config(drafter)
     draft_config.check_pair(target_config)
-    target_config, draft_config = (sharding.shard_config(config, mesh) for config in (target_config, draft_config))
-    tables = models.family(target_config.model_type).tensors(target_config), drafter_tensors(draft_config)
+    layout, _ = (sharding.check_layout(config, mesh) for config in (target_config, draft_config))
+    family = models.family(target_config.model_type)
+    tables = family.tensors(target_config, layout), drafter_tensors(draft_config, layout)
     first, second = (_random(table, dtype) for table in tables)
-    return Target(first, target_config), Drafter(second, draft_config)
+    where = {"layout": layout, "mesh": mesh}
+    return Target(first, config=target_config, **where), Drafter(second, draft_config, **where)
 
 
 def _random(table: checkpoint.Table, dtype: Any) -> dict[str, Any]:
     """Matrices N(0, 1 / width), norms one."""
     params: dict[str, Any] = {}
-    for seed, (path, leaf) in enumerate(table.items()):
+    for seed, (path, leaf) in enumerate(checkpoint.leaves(table)):
         if "norm" in path:
             value = jnp.ones(leaf.shape, dtype)
         else:
             value = jax.random.normal(jax.random.key(seed), leaf.shape, dtype) / jnp.asarray(
                 leaf.shape[-1] ** 0.5, dtype
             )
-        checkpoint.put(params, path, value)
-    return params
+        params[path] = value
+    return checkpoint.nested(params, table)

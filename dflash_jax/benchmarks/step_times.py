@@ -1,4 +1,8 @@
-"""The parts of a step, each looped on the device and timed."""
+"""The parts of a step, each looped on the device and timed.
+
+Whatever a part needs is of the shapes that the other parts return, filled with random numbers. Tokens are all
+different: a block of one token would visit fewer experts than a real one.
+"""
 
 import time
 from collections.abc import Callable
@@ -8,20 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.cache import Block, Cache
-from dflash_jax.decoding.step import (
-    State,
-    Verified,
-    chain_step,
-    committing,
-    drafting,
-    init_state,
-    verifying,
-)
+from dflash_jax.decoding.choice import Proposals
+from dflash_jax.decoding.proposal import Accepted, Block, Proposal, make_block
+from dflash_jax.decoding.state import State, init_state
+from dflash_jax.decoding.step import Round, make_round, speculative_step
 from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.params import STOP_WIDTH
 from dflash_jax.infer.programs import block_compiler_options
-from dflash_jax.infer.rows import STOP_WIDTH
+from dflash_jax.mesh import entered
+from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
 
@@ -36,19 +36,11 @@ class StepTimes:
         target, drafter = speculative.target, speculative.drafter
         if drafter is None:
             raise ValueError("the parts of a speculative step need a block size that proposes tokens")
-        block, proposals, width = speculative.block_size, speculative.proposals, speculative.width
-        self._parts = {
-            "autoregressive": _Looped(
-                partial(_fused, block=1, proposals=proposals), target, None, plain, length, loops, temperature
-            )
-        }
-        for name, step in {
-            "speculative": partial(_fused, block=block, proposals=proposals),
-            "draft": partial(_draft, block=block, proposals=proposals),
-            "verify": partial(_verify, width=width),
-            "commit": partial(_commit, width=width),
-        }.items():
-            self._parts[name] = _Looped(step, target, drafter, speculative, length, loops, temperature)
+        settings = {"block": speculative.block_size, "proposals": speculative.config.proposals}
+        where = length, loops, temperature
+        self._parts = {"autoregressive": _Looped(partial(_fused, block=0), target, None, plain, *where)}
+        for name, step in {"speculative": _fused, "draft": _draft, "verify": _verify, "commit": _commit}.items():
+            self._parts[name] = _Looped(partial(step, **settings), target, drafter, speculative, *where)
         self._times: dict[str, list[float]] = {name: [] for name in self._parts}
         self.samples = 0
 
@@ -76,63 +68,84 @@ class _Looped:
         loops: int,
         temperature: float,
     ):
-        length = min(length, engine.max_length - engine.width)
+        length, rows = min(length, engine.max_length - engine.width), engine.slots
         options = block_compiler_options() if drafter else None
 
-        def loop(target: Target, drafter: Drafter | None, state: State) -> State:
-            return jax.lax.fori_loop(0, loops, lambda _, s: _at(step(target, drafter, s), length), state)
+        def made() -> State:
+            state = init_state(target, drafter, rows, engine.max_length, STOP_WIDTH)
+            return pin(
+                state.replace(
+                    anchor=_random(state.anchor, target.config.vocab_size),
+                    lengths=jnp.full(rows, length, jnp.int32),
+                    remaining=jnp.full(rows, jnp.iinfo(jnp.int32).max, jnp.int32),
+                    sampling=state.sampling.replace(temperature=jnp.full(rows, temperature)),
+                )
+            )
 
-        self._arguments, self._loops = (target, drafter), loops
-        state = _at(init_state(target, drafter, engine.slots, engine.max_length, STOP_WIDTH), length)
-        self._state = state.replace(
-            remaining=jnp.full(engine.slots, jnp.iinfo(jnp.int32).max, jnp.int32),
-            sampling=state.sampling.replace(temperature=jnp.full(engine.slots, temperature)),
-        )
+        def loop(target: Target, drafter: Drafter | None, state: State) -> State:
+            # Each iteration starts at the same length, and on what the last one left.
+            def once(_, state: State) -> State:
+                after = step(target, drafter, state)
+                return after.replace(lengths=jnp.minimum(after.lengths, 0) + length)
+
+            return pin(jax.lax.fori_loop(0, loops, once, state))
+
+        self._arguments, self._loops, self._mesh = (target, drafter), loops, target.mesh
+        with entered(self._mesh):
+            self._state = jax.jit(made)()
         self._program = jax.jit(loop, donate_argnums=2, compiler_options=options)
         self.seconds()
 
     def seconds(self) -> float:
         begin = time.perf_counter()
-        self._state = jax.block_until_ready(self._program(*self._arguments, self._state))
+        with entered(self._mesh):
+            self._state = jax.block_until_ready(self._program(*self._arguments, self._state))
         return (time.perf_counter() - begin) / self._loops
 
 
-def _at(state: State, length: int) -> State:
-    """The state with every row back at `length`, so that each iteration does the same work."""
-
-    def back(cache: Cache) -> Cache:
-        return cache.replace(lengths=jnp.minimum(cache.lengths, 0) + length)
-
-    draft_cache = back(state.draft_cache) if state.draft_cache else None
-    return state.replace(target_cache=back(state.target_cache), draft_cache=draft_cache)
+def _fused(target: Target, drafter: Drafter | None, state: State, *, block: int, proposals: Proposals = "coupled"):
+    return speculative_step(make_round(target, drafter, block, proposals), state)[0]
 
 
-def _fused(target: Target, drafter: Drafter | None, state: State, *, block: int, proposals: Any) -> State:
-    return chain_step(target, drafter, block, proposals)(state)[0]
+def _draft(target: Target, drafter: Drafter, state: State, *, block: int, proposals: Proposals) -> State:
+    parts = make_round(target, drafter, block, proposals)
+    # The noise is made outside: it is of the step, not of the draft.
+    shapes = jax.eval_shape(parts.choosing, state)
+    choice = parts.choosing(state).replace(noise=jnp.zeros(shapes.noise.shape))
+    return state.replace(anchor=parts.propose(state, choice).tokens[:, -1])  # the next iteration depends on this one
 
 
-def _draft(target: Target, drafter: Drafter, state: State, *, block: int, proposals: Any) -> State:
-    width = drafter.config.proposals(block) + 1
-    noise = jnp.zeros((state.anchor.shape[0], width, target.config.vocab_size))
-    tokens = drafting(target, drafter, block, proposals)(state, noise)
-    return state.replace(anchor=tokens[:, -1])  # the next iteration depends on this one
-
-
-def _verify(target: Target, drafter: Drafter, state: State, *, width: int) -> State:
-    tokens = jnp.broadcast_to(state.anchor[:, None], (state.anchor.shape[0], width))
-    logits, _ = verifying(target, drafter)(state, tokens)
+def _verify(target: Target, drafter: Drafter, state: State, *, block: int, proposals: Proposals) -> State:
+    parts = make_round(target, drafter, block, proposals)
+    logits, _ = parts.verify(state, _some_block(target, parts, state))
     return state.replace(anchor=jnp.max(jnp.argmax(logits, axis=-1), axis=1).astype(jnp.int32))
 
 
-def _commit(target: Target, drafter: Drafter, state: State, *, width: int) -> State:
-    # Keys, values and features of the right shapes that change with every iteration.
-    rows = state.anchor.shape[0]
-    value = (state.anchor[:, None, None] % 7).astype(target.dtype)
-    features = len(drafter.config.target_layer_ids) * target.config.hidden_size
-    heads, size = target.config.num_key_value_heads, target.config.head_dim
-    fresh = jnp.broadcast_to(value[..., None], (rows, heads, width, size))
-    positions = state.target_cache.lengths[:, None] + jnp.arange(width)[None]
-    blocks = tuple(Block(fresh, fresh) for _ in state.target_cache.entries)
-    verified = Verified(positions, jnp.broadcast_to(value, (rows, width, features)), blocks)
-    state = committing(drafter)(state, verified, 1 + state.anchor % width)
-    return state.replace(anchor=state.anchor + 1)
+def _commit(target: Target, drafter: Drafter, state: State, *, block: int, proposals: Proposals) -> State:
+    parts = make_round(target, drafter, block, proposals)
+    filled = _some_block(target, parts, state)
+    # What a verify pass returns, as numbers that change with every iteration.
+    _, like = jax.eval_shape(parts.verify, state, filled)
+    change = (state.anchor[0] % 7).astype(jnp.float32)
+    fill = lambda x: jnp.broadcast_to(change.astype(x.dtype), x.shape)
+    verified = jax.tree.map(fill, like)._replace(block=filled)
+    width = filled.proposal.depth + 1
+    path = None if filled.tree is None else jnp.broadcast_to(jnp.arange(width)[None], (state.anchor.shape[0], width))
+    accepted = Accepted(filled.tokens[:, :width], path, 1 + state.anchor % width)
+    return parts.commit(state, verified, accepted).replace(anchor=state.anchor + 1)
+
+
+def _some_block(target: Target, parts: Round, state: State) -> Block:
+    """A block of random tokens, of the shape that this round's proposals have."""
+
+    def propose(state: State) -> Proposal:
+        return parts.propose(state, parts.choosing(state))
+
+    like = jax.eval_shape(propose, state)
+    tokens = (_random(like.tokens, target.config.vocab_size) + state.anchor[:, None]) % target.config.vocab_size
+    parents = None if like.parents is None else jnp.zeros(like.parents.shape, jnp.int32)
+    return make_block(state.anchor, like.replace(tokens=tokens, parents=parents))
+
+
+def _random(like: Any, vocab_size: int) -> jax.Array:
+    return jax.random.randint(jax.random.key(0), like.shape, 0, vocab_size, jnp.int32)

@@ -1,94 +1,112 @@
-"""Committed keys and values. A forward pass only reads a cache; `commit` is its only writer.
+"""The committed state of a model. A forward pass only reads a cache; `commit` is its only writer.
 
-Shapes: R cache rows, B block rows, K key-value heads, S slots, H head dim, T block positions, J path length.
+A cache is a tuple of entries, one for each layer that has one of its own. What an entry holds is its own affair: keys
+and values, a ring of them, a recurrent state. Lengths are not part of it: they stand once, in the decoding state.
+Shapes: R cache rows, B block rows, T block positions, J positions of an accepted path.
 """
 
 from collections.abc import Sequence
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import DecoderConfig
-from dflash_jax.kernels.cache_update import append
-from dflash_jax.mesh import HEADS, ROWS, from_owner, local_row, on_each_device
-
-TILE = 128  # slots
+from dflash_jax.cache.attention import KV as KV
+from dflash_jax.cache.attention import Fresh as Fresh
+from dflash_jax.mesh import WHOLE, Layout
 
 
-class Block(struct.PyTreeNode):
-    """Fresh keys (rotated) and values of one layer, not yet committed."""
+class Entry(Protocol):
+    """What one layer has committed, for every row; a pytree. See `attention.KV`."""
 
-    k: Float[Array, "B K T H"]
-    v: Float[Array, "B K T H"]
+    def begin(self, row: Int[Array, ""]) -> Self:
+        """The entry with this row empty, ready for a new sequence."""
+        ...
+
+    def commit(
+        self,
+        fresh: Any,
+        lengths: Int[Array, " B"],
+        kept: Int[Array, " B"],
+        *,
+        path: Int[Array, "B J"] | None,
+        row: Int[Array, ""] | int,
+    ) -> Self:
+        """The entry with the first `kept` positions of a block behind `lengths`; see `commit`."""
+        ...
+
+    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Any:
+        """What a row needs to continue behind its committed positions `start..start+count-1`, given all before them;
+        a pytree of arrays [1, ...] with a method `partition` of its own. The row must end there."""
+        ...
+
+    def restore(self, snapshot: Any, row: Int[Array, ""], end: Int[Array, ""]) -> Self:
+        """The entry with a snapshot, of this entry or of one with another number of slots, whose last position is
+        `end - 1`."""
+        ...
+
+    def partition(self) -> Self:
+        """The mesh axes of every array: a `PartitionSpec` in the place of each."""
+        ...
 
 
-class KV(struct.PyTreeNode):
-    """Committed keys and values of one attention layer.
+class Mixer(Protocol):
+    """The description of a layer, as far as its cache is concerned. See `config.AttentionConfig`."""
 
-    Attributes:
-        k, v: position p lies in slot p, or in slot p modulo S if `ring`.
-        ring: whether new positions overwrite the oldest (a sliding window needs no more than its width).
-    """
-
-    k: Float[Array, "R K S H"]
-    v: Float[Array, "R K S H"]
-    ring: bool = struct.field(pytree_node=False, default=False)
-
-    def read(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Block:
-        """One row's `count` positions from `start` on, which must be committed; of a ring, those it still holds."""
-
-        def local(k: jax.Array, v: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, ...]:
-            row, here = local_row(row, k.shape[0], False)
-            slots = (start + jnp.arange(count)) % k.shape[2]
-            return tuple(from_owner(x[row][:, slots][None], here) for x in (k, v))
-
-        held = PartitionSpec(ROWS, HEADS)
-        whole = PartitionSpec(None, HEADS)
-        run = on_each_device(local, (held, held, PartitionSpec(), PartitionSpec()), (whole, whole))
-        return Block(*run(self.k, self.v, row, start))
-
-    def write(self, block: Block, lengths: Int[Array, " B"], kept: Int[Array, " B"], row: Int[Array, ""] | int) -> "KV":
-        """Writes the first `kept` block positions behind `lengths`; what does not fit is dropped."""
-        k, v = append(self.k, self.v, block.k, block.v, lengths, kept, row, ring=self.ring)
-        return self.replace(k=k, v=v)
+    @property
+    def shares(self) -> int | None: ...
+    def entry(self, rows: int, slots: int, dtype: Any, layout: Layout, widest: int) -> Entry: ...
 
 
 class Cache(struct.PyTreeNode):
     """The committed state of one model.
 
     Attributes:
-        entries: one per layer.
-        lengths: committed positions of each row; the next position to be written.
+        entries: one for each layer that has its own.
+        of_layer: index of the entry that each layer reads; layers may share one.
     """
 
-    entries: tuple[KV, ...]
-    lengths: Int[Array, " R"]
+    entries: tuple[Any, ...]
+    of_layer: tuple[int, ...] = struct.field(pytree_node=False)
+
+    def begin(self, row: Int[Array, ""]) -> "Cache":
+        """See `Entry.begin`."""
+        return self.replace(entries=tuple(entry.begin(row) for entry in self.entries))
+
+    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> tuple[Any, ...]:
+        """See `Entry.snapshot`."""
+        return tuple(entry.snapshot(row, start, count) for entry in self.entries)
+
+    def restore(self, snapshot: tuple[Any, ...], row: Int[Array, ""], end: Int[Array, ""]) -> "Cache":
+        """See `Entry.restore`."""
+        pairs = zip(self.entries, snapshot, strict=True)
+        return self.replace(entries=tuple(entry.restore(one, row, end) for entry, one in pairs))
+
+    def partition(self) -> "Cache":
+        """See `Entry.partition`."""
+        return self.replace(entries=tuple(entry.partition() for entry in self.entries))
 
 
-def init_cache(config: DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> Cache:
-    """Allocates an empty cache of `rows` rows with room for `slots` positions; a windowed layer gets a ring that holds
-    its window. More than a tile of slots is rounded up to whole tiles: a kernel would have to copy any other cache."""
+def init_cache(
+    mixers: Sequence[Mixer], rows: int, slots: int, dtype: Any, layout: Layout = WHOLE, widest: int = 1
+) -> Cache:
+    """Allocates an empty cache of `rows` rows with room for `slots` positions.
 
-    def whole(size: int) -> int:
-        return -(-size // TILE) * TILE if size > TILE // 2 else size
-
-    def entry(window: int | None) -> KV:
-        ring, size = False, whole(slots)
-        if window is not None and whole(max(window - 1, 1)) < size:
-            ring, size = True, whole(max(window - 1, 1))
-        shape = (rows, config.num_key_value_heads, size, config.head_dim)
-        # One buffer a leaf: donation fails on a shared one.
-        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring)
-
-    return Cache(tuple(entry(layer.window) for layer in config.layers), jnp.zeros(rows, jnp.int32))
-
-
-def row_lengths(cache: Cache, row: Int[Array, ""] | int, rows: int) -> Int[Array, " B"]:
-    """Committed lengths of the `rows` cache rows from `row` on."""
-    return jax.lax.dynamic_slice(cache.lengths, (row,), (rows,))
+    Args:
+        mixers: one per layer; one that shares reads the entry of an earlier layer.
+        widest: the longest block that is committed at once, for which writers may want some room.
+    """
+    entries: list[Entry] = []
+    of_layer: list[int] = []
+    for mixer in mixers:
+        if mixer.shares is not None:
+            of_layer.append(of_layer[mixer.shares])
+            continue
+        of_layer.append(len(entries))
+        entries.append(mixer.entry(rows, slots, dtype, layout, widest))
+    return Cache(tuple(entries), tuple(of_layer))
 
 
 def once_read(kept: Int[Array, " B"], hidden: Float[Array, "B T D"]) -> Int[Array, " B"]:
@@ -103,7 +121,8 @@ def once_read(kept: Int[Array, " B"], hidden: Float[Array, "B T D"]) -> Int[Arra
 
 def commit(
     cache: Cache,
-    blocks: Sequence[Block],
+    fresh: Sequence[Any],
+    lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
     *,
     path: Int[Array, "B J"] | None = None,
@@ -112,15 +131,17 @@ def commit(
     """Appends the first `kept` positions of a block, in the order of `path`, to each row.
 
     Args:
-        cache: the cache the blocks were computed against.
-        blocks: one per entry.
+        cache: the cache that the block was computed against.
+        fresh: what the pass found for the block, one per entry.
+        lengths: committed positions of each row before.
         kept: how many positions each row keeps; 0 leaves the row as it is.
         path: block positions in commit order (a tree's accepted path); None takes them as they are.
         row: first cache row; the block's rows are contiguous.
     """
-    lengths = row_lengths(cache, row, kept.shape[0])
-    if path is not None:
-        at = path[:, None, :, None]
-        blocks = [Block(*(jnp.take_along_axis(x, at, axis=2) for x in (b.k, b.v))) for b in blocks]
-    entries = tuple(e.write(b, lengths, kept, row) for e, b in zip(cache.entries, blocks, strict=True))
-    return Cache(entries, jax.lax.dynamic_update_slice(cache.lengths, lengths + kept, (row,)))
+    pairs = zip(cache.entries, fresh, strict=True)
+    return cache.replace(entries=tuple(e.commit(f, lengths, kept, path=path, row=row) for e, f in pairs))
+
+
+def size_in_bytes(tree: Any) -> int:
+    """Bytes of all arrays (or their shapes) in a pytree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -27,9 +27,9 @@ class Logprobs(struct.PyTreeNode):
 
 
 def log_probabilities(
-    logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], wanted: Bool[Array, " B"], alternatives: int
+    logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], asked: Bool[Array, " B"], alternatives: int
 ) -> Logprobs:
-    """What the target thinks of `tokens` and of so many alternatives, if any row wants to know."""
+    """Log-probabilities of `tokens` and of the `alternatives` most likely ones; zeros if no row asked for them."""
 
     def measured() -> Logprobs:
         scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
@@ -39,7 +39,7 @@ def log_probabilities(
 
     shape = (*tokens.shape, alternatives)
     nothing = Logprobs(jnp.zeros(tokens.shape), jnp.zeros(shape), jnp.zeros(shape, jnp.int32))
-    return if_any(wanted, measured, lambda: nothing)
+    return if_any(asked, measured, lambda: nothing)
 
 
 def _largest(scores: Float[Array, "B T V"], count: int) -> tuple[Float[Array, "B T N"], Int[Array, "B T N"]]:

@@ -7,7 +7,7 @@ Shapes: B rows, S positions, T verify width, P = T - 1 proposals, V vocabulary, 
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decoding.sampling import if_any
 
@@ -48,7 +48,7 @@ def check_penalties(repetition: float, presence: float, frequency: float) -> Non
 
 
 def no_penalties(rows: int) -> Penalties:
-    """Settings of rows without any."""
+    """Neutral penalties for `rows` rows."""
     return Penalties(jnp.ones(rows), jnp.zeros(rows), jnp.zeros(rows))
 
 
@@ -58,7 +58,7 @@ def empty_history(rows: int, positions: int) -> History:
 
 
 def remember(history: History, tokens: Int[Array, "B T"], start: Int[Array, " B"], kept: Int[Array, " B"]) -> History:
-    """Notes the first `kept` tokens of each row from position `start` on; what does not fit is dropped."""
+    """The history with the first `kept` tokens of each row from position `start` on; what does not fit is dropped."""
     rows, positions = history.tokens.shape
     index = jnp.arange(tokens.shape[1])[None]
     places = jnp.where(index < kept[:, None], start[:, None] + index, positions)
@@ -82,12 +82,15 @@ def penalise(
     history: History,
     known: Int[Array, " B"],
     proposals: Int[Array, "B P"] | None = None,
+    seen: Bool[Array, "#B T P"] | None = None,
 ) -> Float[Array, "B T V"]:
     """The logits of each row under its penalties; costs next to nothing where no row has any.
 
     Args:
         known: tokens of the history that count.
-        proposals: tokens between the history and the later positions; without them, all positions see the history.
+        proposals: tokens that are not in the history yet; without them, all positions see the history alone.
+        seen: which proposals stand before a position (the ancestors of a tree's node); None is a chain, where position
+            i sees the first i.
     """
     rows, _, vocab_size = logits.shape
     row = jnp.arange(rows)[:, None]
@@ -100,7 +103,7 @@ def penalise(
         if proposals is not None:
             # One comparison after the other, which the compiler fuses: nothing of this size is ever in memory.
             index = jnp.arange(proposals.shape[1] + 1)
-            before = index[None, None, :-1, None] < index[None, :, None, None]
+            before = ((index[None, :-1] < index[:, None])[None] if seen is None else seen)[..., None]
             proposed = proposals[:, None, :, None] == jnp.arange(vocab_size)[None, None, None]
             written = written + jnp.sum(before & proposed, axis=2, dtype=jnp.float32)
         setting = lambda x: x[:, None, None]

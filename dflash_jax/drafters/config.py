@@ -5,7 +5,7 @@ Where a field may stand, and what it means, is method sections 2.7, 3 and 7.1.
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_jax.config import (
@@ -14,6 +14,7 @@ from dflash_jax.config import (
     LayerConfig,
     Raw,
     TargetConfig,
+    attention_config,
     check_fields,
     decoder_fields,
     layer_types,
@@ -27,6 +28,7 @@ class DrafterConfig(DecoderConfig):
     """A DFlash (v1) drafter.
 
     Attributes:
+        attention_bias: whether the projections of attention have a bias.
         block_size: slots of the draft pass, one anchor and `block_size - 1` masks.
         mask_token_id: token of the masked slots.
         target_layer_ids: tapped target layers, 0-based; tap i is the output of layer i, tap -1 the embedding.
@@ -37,6 +39,7 @@ class DrafterConfig(DecoderConfig):
         own_embedding, own_head: whether the checkpoint carries its own instead of the target's.
     """
 
+    attention_bias: bool
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
@@ -162,6 +165,7 @@ def drafter_config(raw: Raw) -> DrafterConfig:
     return DrafterConfig(
         **fields,
         layers=_drafter_layers(raw, get, depth),
+        attention_bias=bool(raw.get("attention_bias")),
         block_size=require({"block_size": get("block_size", default=16)}, "block_size"),
         mask_token_id=mask,
         target_layer_ids=_taps(get, num_target_layers, depth),
@@ -250,10 +254,10 @@ def _drafter_layers(raw: Raw, get: _Lookup, depth: int) -> tuple[LayerConfig, ..
                 "(Hugging Face's Qwen3Config would drop it and run the layers unbounded)",
                 stacklevel=2,
             )
-    return tuple(
-        LayerConfig(
-            window=window if kind == "sliding_attention" else None,
-            causal=kind == "sliding_attention" if causal is None else bool(causal),
-        )
-        for kind in types
-    )
+    attention, inner = attention_config(raw), require(raw, "intermediate_size")
+
+    def layer(sliding: bool) -> LayerConfig:
+        own = replace(attention, window=window if sliding else None, causal=sliding if causal is None else bool(causal))
+        return LayerConfig(own, inner)
+
+    return tuple(layer(kind == "sliding_attention") for kind in types)

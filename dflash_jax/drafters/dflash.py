@@ -2,6 +2,7 @@
 
 One pass denoises `[anchor, MASK, ...]`. Every layer attends to the committed context through keys and
 values projected from the target's own features, and to the block itself.
+Shapes: B rows, T block slots, P proposals, J committed positions, L draft layers, FD tapped features side by side.
 """
 
 import dataclasses
@@ -14,25 +15,37 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from dflash_jax import cache as caches
 from dflash_jax import checkpoint, sharding
-from dflash_jax.cache import Block, Cache
-from dflash_jax.config import parse_dtype
+from dflash_jax.cache import Cache, Fresh, commit, init_cache
+from dflash_jax.config import LayerConfig, parse_dtype
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.drafters.config import DrafterConfig, drafter_config
-from dflash_jax.models.layers import (
-    DecoderLayer,
-    Linear,
-    Pass,
-    RMSNorm,
-    Rope,
-    matmul,
-    project,
-    rms_norm,
-    rope_tables,
-    rotate,
-    unfuse,
-)
+from dflash_jax.mesh import WHOLE, Layout, entered, on_every_device
+from dflash_jax.models.attention import Attention, Pass
+from dflash_jax.models.layers import MLP, Linear, RMSNorm, matmul, project, rms_norm, unfuse
+from dflash_jax.models.rope import Rope, rotate
+from dflash_jax.models.tables import decoder_layer
 from dflash_jax.target import Target
+
+
+class Layer(nn.Module):
+    """A Qwen3 layer whose keys and values are projected elsewhere."""
+
+    config: DrafterConfig
+    layer: LayerConfig
+    layout: Layout
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], at: Pass, entry: Any, kv_projection: Any
+    ) -> tuple[Float[Array, "B T D"], Fresh]:
+        c, layer, D, eps = self.config, self.layer, self.config.hidden_size, self.config.rms_norm_eps
+        attention = Attention(D, layer.mixer, self.layout, c.attention_bias, eps, name="self_attn")
+        h, fresh = attention(RMSNorm(D, eps, name="input_layernorm")(x), at, entry, project=kv_projection)
+        x = on_every_device(x + h)
+        h = RMSNorm(D, eps, name="post_attention_layernorm")(x)
+        return on_every_device(x + MLP(D, layer.intermediate_size, self.layout, name="mlp")(h)), fresh
 
 
 class Model(nn.Module):
@@ -43,37 +56,43 @@ class Model(nn.Module):
     """
 
     config: DrafterConfig
+    layout: Layout
 
     def setup(self):
-        c = self.config
-        kv = 2 * c.num_key_value_heads * c.head_dim
-        self.layers = [DecoderLayer(c, layer) for layer in c.layers]
+        c, (heads, size) = self.config, self._heads_and_size()
+        kv = 2 * heads * size
+        self.layers = [Layer(c, layer, self.layout) for layer in c.layers]
         self.kv_proj = self.param("kv_proj", nn.initializers.normal(0.02), (len(c.layers), kv, c.hidden_size))
-        self.k_norm = self.param("k_norm", nn.initializers.ones, (len(c.layers), c.head_dim))
+        self.k_norm = self.param("k_norm", nn.initializers.ones, (len(c.layers), size))
         if c.attention_bias:
             self.kv_bias = self.param("kv_bias", nn.initializers.zeros, (len(c.layers), kv))
         self.fc = Linear((len(c.target_layer_ids) * c.target_hidden_size, c.hidden_size))
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
+    def _heads_and_size(self) -> tuple[int, int]:
+        mixer = self.config.layers[0].mixer
+        return mixer.num_kv_heads * self.layout.copies(mixer.num_kv_heads), mixer.head_dim
+
     def forward(
         self, x: Float[Array, "B T D"], at: Pass, cache: Cache, remat: bool
-    ) -> tuple[Float[Array, "B T D"], tuple[Block, ...]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Fresh, ...]]:
         """Final-normed hidden states of the block; its keys and values are never committed.
 
         With `remat`, a backward pass computes each layer again instead of keeping its insides.
         """
-        blocks, kv_proj = [], sharding.whole(self.kv_proj, "kv_proj")
+        at = at.replace(rope=at.tables(self.config.layers[0].mixer, x.dtype))
+        blocks, kv_proj = [], sharding.gathered(self.kv_proj, "kv_proj")
         for i in range(len(self.layers)):
 
-            def layer(model: Model, x: Float[Array, "B T D"], i: int = i) -> tuple[Array, Block]:
-                def project(h: Float[Array, "B T D"]) -> tuple[Array, Array]:
+            def layer(model: Model, x: Float[Array, "B T D"], i: int = i) -> tuple[Array, Fresh]:
+                def kv_projection(h: Float[Array, "B T D"]) -> Fresh:
                     kv = matmul(h, kv_proj[i])
                     if model.config.attention_bias:
                         kv = kv + model.kv_bias[i][None, None]
                     return model._heads(kv, model.k_norm[i], at.rope)
 
-                return model.layers[i](x, at, cache.entries[i], project)
+                return model.layers[i](x, at, cache.entries[cache.of_layer[i]], kv_projection)
 
             x, block = (nn.remat(layer) if remat else layer)(self, x)
             blocks.append(block)
@@ -83,10 +102,11 @@ class Model(nn.Module):
         """One context vector per position."""
         return self.hidden_norm(self.fc(features))
 
-    def context(self, features: Float[Array, "B T FD"], rope: Rope) -> tuple[Block, ...]:
+    def context(self, features: Float[Array, "B T FD"], at: Pass) -> tuple[Fresh, ...]:
         """KV injection: keys and values of every layer for committed positions (method 2.5)."""
-        fused, kv_proj = self.fuse(features), sharding.whole(self.kv_proj, "kv_proj")
-        if self.config.shards == 1:
+        fused, kv_proj = self.fuse(features), sharding.gathered(self.kv_proj, "kv_proj")
+        rope = at.tables(self.config.layers[0].mixer, fused.dtype)
+        if self.layout.shards == 1:
             kv = matmul(fused, kv_proj.reshape(-1, fused.shape[-1]))
             layers = jnp.split(kv, len(self.layers), axis=-1)
         else:  # rows are sharded within a layer, and would have to move to be one axis with the layers
@@ -94,20 +114,22 @@ class Model(nn.Module):
             layers = list(kv.astype(fused.dtype))
         if self.config.attention_bias:
             layers = [kv + self.kv_bias[i][None, None] for i, kv in enumerate(layers)]
-        return tuple(Block(*self._heads(kv, self.k_norm[i], rope)) for i, kv in enumerate(layers))
+        return tuple(self._heads(kv, self.k_norm[i], rope) for i, kv in enumerate(layers))
 
-    def _heads(self, kv: Float[Array, "B T M"], weight: Float[Array, " H"], rope: Rope) -> tuple[Array, Array]:
-        B, T, K, H = *kv.shape[:2], self.config.num_key_value_heads, self.config.head_dim
-        k, v = (x.reshape(B, T, K, H) for x in unfuse(kv, (K * H, K * H), self.config.shards))
+    def _heads(self, kv: Float[Array, "B T M"], weight: Float[Array, " H"], rope: Rope | None) -> Fresh:
+        (B, T), (K, H) = kv.shape[:2], self._heads_and_size()
+        k, v = (x.reshape(B, T, K, H) for x in unfuse(kv, (K * H, K * H), self.layout.shards))
         k = rotate(rms_norm(k, weight, self.config.rms_norm_eps), rope)
-        return k.swapaxes(1, 2), v.swapaxes(1, 2)
+        return Fresh(k.swapaxes(1, 2), v.swapaxes(1, 2))
 
 
 class Drafter(struct.PyTreeNode):
-    """A loaded drafter. A pytree of its parameters; see `Target`."""
+    """A loaded drafter. A pytree of its parameters; see `Target`. Its state between rounds is a `Cache`."""
 
     params: Any
     config: DrafterConfig = struct.field(pytree_node=False)
+    layout: Layout = struct.field(pytree_node=False, default=WHOLE, kw_only=True)
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -118,119 +140,145 @@ class Drafter(struct.PyTreeNode):
         """Target layers whose outputs it reads."""
         return self.config.target_layer_ids
 
-    def proposals(self, block_size: int) -> int:
-        """Tokens proposed by a pass of `block_size` slots."""
+    def depth(self, block_size: int) -> int:
+        """Tokens proposed by a pass of `block_size` slots; each is one deeper than the last."""
         return self.config.proposals(block_size)
 
-    def init_cache(self, rows: int, slots: int) -> Cache:
-        """An empty cache; windowed layers hold no more than their window."""
-        return caches.init_cache(self.config, rows, slots, self.dtype)
+    def init_state(self, rows: int, slots: int, widest: int = 1) -> Cache:
+        """An empty draft cache; windowed layers hold no more than their window."""
+        return init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
+
+    def propose(
+        self,
+        target: Target,
+        state: Cache,
+        anchor: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        block_size: int,
+        choice: Choice,
+    ) -> Proposal:
+        """Tokens for the positions behind the anchor, every one chosen from its own slot of one pass."""
+        logits = self.logits(target, anchor, state, lengths, block_size)
+        return Proposal(choice.tokens(logits, forbidden=(self.config.mask_token_id,)))
+
+    def commit(
+        self,
+        target: Target,
+        state: Cache,
+        tokens: Int[Array, "B J"],
+        features: Float[Array, "B J FD"],
+        positions: Int[Array, "B J"],
+        lengths: Int[Array, " B"],
+        kept: Int[Array, " B"],
+        *,
+        row: Int[Array, ""] | int = 0,
+    ) -> Cache:
+        """Projects the target's features of committed positions into the draft cache."""
+        return commit(state, self.context(features, positions), lengths, kept, row=row)
 
     def forward(
         self,
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         cache: Cache,
+        lengths: Int[Array, " B"],
         *,
-        lengths: Int[Array, " B"] | None = None,
+        visible: Any = None,
+        row: Int[Array, ""] | int = 0,
         starts: Int[Array, "B T"] | None = None,
         per_row: int | None = None,
         remat: bool = False,
-    ) -> Float[Array, "B T D"]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Fresh, ...]]:
         """Denoises embedded block slots against the committed context; reads the cache only.
 
         Args:
             x, positions: the blocks.
             cache: context.
-            lengths: context each block sees, `cache.lengths` by default.
-            starts: where the document of each position begins (see `Target.forward`).
-            per_row: see `models.layers.Pass`.
+            lengths: context each block sees.
+            visible, row, starts: see `Target.forward`.
+            per_row: see `models.attention.Pass`.
             remat: see `Model.forward`.
+
+        Returns:
+            Final-normed hidden states, and the block's own keys and values.
         """
-        within = positions if starts is None else positions - starts
-        lengths = cache.lengths if lengths is None else lengths
-        at = Pass(positions, self._rope(within), None, lengths, jnp.int32(0), starts, per_row)
-        return self._apply("forward", x, at, cache, remat)[0]
+        at = Pass(positions, visible, lengths, jnp.asarray(row, jnp.int32), starts=starts, per_row=per_row)
+        return self._apply("forward", x, at, cache, remat)
 
     def context(
         self,
-        features: Float[Array, "B T FD"],
-        positions: Int[Array, "B T"],
-        cache: Cache | None = None,
+        features: Float[Array, "B J FD"],
+        positions: Int[Array, "B J"],
         *,
-        row: Int[Array, ""] | int = 0,
-        starts: Int[Array, "B T"] | None = None,
-    ) -> tuple[Block, ...]:
+        starts: Int[Array, "B J"] | None = None,
+    ) -> tuple[Fresh, ...]:
         """Keys and values of target features, for `cache.commit` into the draft cache.
 
         Args:
             features, positions: of the target's committed positions.
-            cache, row: what is committed before them, from which cache row on. Not read here: every position's
-                keys and values follow from its own features alone.
             starts: where the document of each position begins (see `Target.forward`).
         """
-        within = positions if starts is None else positions - starts
-        return self._apply("context", features.astype(self.dtype), self._rope(within))
+        nobody = jnp.zeros(positions.shape[0], jnp.int32)
+        at = Pass(positions, None, nobody, jnp.int32(0), starts=starts)
+        return self._apply("context", features.astype(self.dtype), at)
 
     def logits(
-        self,
-        target: Target,
-        anchor: Int[Array, " B"],
-        cache: Cache,
-        block_size: int,
+        self, target: Target, anchor: Int[Array, " B"], cache: Cache, lengths: Int[Array, " B"], block_size: int
     ) -> Float[Array, "B P V"]:
         """Float32 logits of the proposals for positions a+1, a+2, ... behind the anchor.
 
         Args:
             target: supplies embedding and head where the checkpoint has none of its own.
-            anchor: last committed token of each row, at position `cache.lengths`.
+            anchor: last committed token of each row, at position `lengths`.
             cache: draft cache holding exactly the positions before the anchor.
             block_size: slots of this pass, up to the checkpoint's.
         """
-        return self.unembed(target, self.denoise(target, anchor, cache, block_size))
+        return self.unembed(target, self.denoise(target, anchor, cache, lengths, block_size))
 
     def denoise(
         self,
         target: Target,
         anchor: Int[Array, " B"],
         cache: Cache,
+        lengths: Int[Array, " B"],
         block_size: int,
         *,
-        lengths: Int[Array, " B"] | None = None,
         starts: Int[Array, " B"] | None = None,
         per_row: int | None = None,
         remat: bool = False,
     ) -> Float[Array, "B P D"]:
         """Hidden states of the slots that predict; arguments as in `logits` and `forward`."""
         c = self.config
-        lengths = cache.lengths if lengths is None else lengths
         tokens = jnp.full((anchor.shape[0], block_size), c.mask_token_id, jnp.int32).at[:, 0].set(anchor)
         positions = lengths[:, None] + jnp.arange(block_size)[None]
-        x = sharding.lookup(self.params["embed_tokens"], tokens) if c.own_embedding else target.embed(tokens)
+        if c.own_embedding:
+            with entered(self.mesh):
+                x = sharding.lookup(self.params["embed_tokens"], tokens)
+        else:
+            x = target.table(tokens)
         x = (x * c.input_embedding_scale).astype(self.dtype)
         if starts is not None:
             starts = jnp.broadcast_to(starts[:, None], positions.shape)
-        hidden = self.forward(x, positions, cache, lengths=lengths, starts=starts, per_row=per_row, remat=remat)
+        hidden, _ = self.forward(x, positions, cache, lengths, starts=starts, per_row=per_row, remat=remat)
         return hidden[:, 0 if c.anchor_predicts else 1 :]
 
     def unembed(self, target: Target, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
         """Float32 logits of hidden states, by the target's head unless the checkpoint has its own."""
         c = self.config
         if c.own_head:
-            logits = project(hidden, self.params["lm_head"])
+            with entered(self.mesh):
+                logits = project(hidden, self.params["lm_head"])
         else:
-            logits = target.unembed(hidden.astype(target.dtype))
+            logits = target.head(hidden.astype(target.dtype))
         logits = logits * c.output_multiplier
         if c.final_logit_softcapping:
             logits = jnp.tanh(logits / c.final_logit_softcapping) * c.final_logit_softcapping
         return logits
 
-    def _rope(self, positions: Int[Array, "B T"]) -> Rope:
-        return rope_tables(self.config.rope, self.config.head_dim, positions, self.dtype)
-
     def _apply(self, method: str, *args: Any) -> Any:
         params = {k: v for k, v in self.params.items() if k not in ("embed_tokens", "lm_head")}
-        return Model(self.config).apply({"params": params}, *args, method=method)
+        with entered(self.mesh):
+            return Model(self.config, self.layout).apply({"params": params}, *args, method=method)
 
 
 def load_drafter(source: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Drafter:
@@ -243,9 +291,11 @@ def load_drafter(source: str | Path, *, dtype: str | None = None, mesh: Mesh | N
     config = dataclasses.replace(
         config, own_embedding="embed_tokens.weight" in names, own_head="lm_head.weight" in names
     )
-    config, place = sharding.shard_config(config, mesh), sharding.placement(mesh)
-    params = checkpoint.load(reader, tensors(config), array_type, ignored=("rotary_emb.inv_freq",), place=place)
-    return Drafter(params, config)
+    layout = sharding.check_layout(config, mesh)
+    unread = lambda name: name.endswith("rotary_emb.inv_freq")
+    table = tensors(config, layout)
+    params = checkpoint.load(reader, table, array_type, ignored=unread, place=sharding.placement(mesh))
+    return Drafter(params, config, layout=layout, mesh=mesh)
 
 
 def _canonical_name(name: str) -> str:
@@ -261,19 +311,19 @@ def _canonical_name(name: str) -> str:
     return name
 
 
-def tensors(config: DrafterConfig) -> checkpoint.Table:
+def tensors(config: DrafterConfig, layout: Layout = WHOLE) -> checkpoint.Table:
     """Checkpoint tensors of every parameter (method 7.3)."""
-    D, H, depth = config.hidden_size, config.head_dim, config.num_hidden_layers
-    keys = config.num_key_value_heads // config.key_value_copies * H
+    D, depth, mixer = config.hidden_size, config.num_hidden_layers, config.layers[0].mixer
+    H, keys, copies = mixer.head_dim, mixer.num_kv_heads * mixer.head_dim, layout.copies(mixer.num_kv_heads)
     features = len(config.target_layer_ids) * config.target_hidden_size
 
     def keys_and_values(layer: int, kind: str, *rest: int) -> checkpoint.Leaf:
         names = [f"layers.{layer}.self_attn.{name}_proj.{kind}" for name in "kv"]
-        copies = dict.fromkeys(names, config.key_value_copies)
-        return checkpoint.fused([(name, keys) for name in names], *rest, shards=config.shards, copies=copies)
+        each = [checkpoint.Section(checkpoint.Stored(name, (keys, *rest)), copies=copies) for name in names]
+        return checkpoint.fused(each, layout.shards)
 
     norms = [checkpoint.copied(f"layers.{i}.self_attn.k_norm.weight", H) for i in range(depth)]
-    table = {
+    table: checkpoint.Table = {
         "kv_proj": checkpoint.stacked([keys_and_values(i, "weight", D) for i in range(depth)]),
         "k_norm": checkpoint.stacked(norms),
         "fc/weight": checkpoint.copied("fc.weight", D, features),
@@ -286,6 +336,8 @@ def tensors(config: DrafterConfig) -> checkpoint.Table:
         table["embed_tokens"] = checkpoint.copied("embed_tokens.weight", config.vocab_size, D)
     if config.own_head:
         table["lm_head"] = checkpoint.copied("lm_head.weight", config.vocab_size, D)
-    for i in range(depth):
-        table |= checkpoint.decoder_layer(config, f"layers_{i}", f"layers.{i}", fuse_qkv=False)
+    bias = config.attention_bias
+    for i, layer in enumerate(config.layers):
+        names = f"layers_{i}", f"layers.{i}"
+        table |= decoder_layer(*names, D, layer, layout, bias=bias, qk_norm=True, fuse_qkv=False)
     return table

@@ -1,8 +1,8 @@
 """Target families: one file per Hugging Face `model_type`, holding only what differs.
 
-A family is a module with `config(raw) -> TargetConfig`, a Linen class `Model` with the methods `embed`,
-`forward` and `unembed`, `tensors(config)` mapping checkpoint tensors to parameters, and `ignored(config)`
-naming tensors that a checkpoint may carry without use.
+A family is a module with `config(raw) -> TargetConfig`; a Linen class `Model(config, layout)` with the methods `table`,
+`embed`, `forward`, `head` and `unembed`; `tensors(config, layout)`, which says what every parameter is made of; and
+`ignored(config)`, endings of tensors that a checkpoint may carry without use.
 """
 
 from types import ModuleType
@@ -15,7 +15,7 @@ FAMILIES: dict[str, ModuleType] = {"qwen3": qwen3}
 
 def family(model_type: str | None) -> ModuleType:
     """The module implementing a `model_type`; raises ValueError naming the supported ones."""
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"target model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")
     return FAMILIES[model_type]
 

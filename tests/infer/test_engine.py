@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dflash_jax import Engine, Request, generate, replay, spec_generate
+from dflash_jax import Engine, generate, replay, spec_generate
 from dflash_jax.infer.requests import RequestError
 from tests import tiny
 
@@ -13,7 +13,7 @@ PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7,
 
 def requests():
     return [
-        Request(prompt, 6 + 5 * i, temperature=0.4 * i, top_k=3 * i, id=f"r{i}") for i, prompt in enumerate(PROMPTS)
+        tiny.ask(prompt, 6 + 5 * i, temperature=0.4 * i, top_k=3 * i, id=f"r{i}") for i, prompt in enumerate(PROMPTS)
     ]
 
 
@@ -57,7 +57,7 @@ def test_windowed_drafter_wraps_its_ring(target, tmp_path):
 
 def test_host_side_stop_cuts_tokens_and_acceptance(target, drafter):
     free = generate(target, PROMPTS[0], max_new_tokens=20, stop_token_ids=[]).tokens[0]
-    request = Request(PROMPTS[0], 20, find_stop=lambda tokens, new: 7 if len(tokens) >= 7 else None)
+    request = tiny.ask(PROMPTS[0], 20, find_stop=lambda tokens, new: 7 if len(tokens) >= 7 else None)
     engine = Engine(target, drafter, max_length=64)
     for _ in range(2):
         done = engine.generate([request])[0]
@@ -69,14 +69,14 @@ def test_host_side_stop_cuts_tokens_and_acceptance(target, drafter):
 def test_stream_reports_progress_and_can_be_left(target, drafter):
     engine = Engine(target, drafter, max_length=64, steps_per_visit=1, block_size=2)
     seen = []
-    for _, completion in engine.stream([Request(PROMPTS[1], 20)]):
+    for _, completion in engine.stream([tiny.ask(PROMPTS[1], 20)]):
         seen.append(len(completion.token_ids))
         if len(seen) == 3:
             break
     assert seen == sorted(set(seen))
     assert seen[0] == 1
     assert (
-        engine.generate([Request(PROMPTS[0], 9)])[0].token_ids
+        engine.generate([tiny.ask(PROMPTS[0], 9)])[0].token_ids
         == generate(target, PROMPTS[0], max_new_tokens=9, stop_token_ids=[]).tokens[0]
     )
 
@@ -84,21 +84,21 @@ def test_stream_reports_progress_and_can_be_left(target, drafter):
 @pytest.mark.parametrize(
     ("request_", "code"),
     [
-        (Request([]), "empty_prompt"),
-        (Request([64]), "invalid_token"),
-        (Request([-1]), "invalid_token"),
-        (Request([1] * 32), "prompt_too_long"),
-        (Request([1], 0), "invalid_parameter"),
-        (Request([1], temperature=-1), "invalid_parameter"),
-        (Request([1], top_p=0), "invalid_parameter"),
-        (Request([1], seed=-1), "invalid_parameter"),
-        (Request([1], stop_token_ids=tuple(range(9))), "invalid_parameter"),
+        (tiny.ask([]), "empty_prompt"),
+        (tiny.ask([64]), "invalid_token"),
+        (tiny.ask([-1]), "invalid_token"),
+        (tiny.ask([1] * 32), "prompt_too_long"),
+        (tiny.ask([1], 0), "invalid_parameter"),
+        (tiny.ask([1], temperature=-1), "invalid_parameter"),
+        (tiny.ask([1], top_p=0), "invalid_parameter"),
+        (tiny.ask([1], seed=-1), "invalid_parameter"),
+        (tiny.ask([1], stop_token_ids=tuple(range(9))), "invalid_parameter"),
     ],
 )
 def test_impossible_requests_are_refused_before_any_work(target, drafter, request_, code):
     engine = Engine(target, drafter, max_length=32)
     with pytest.raises(RequestError) as error:
-        engine.generate([Request([1], 2), request_])
+        engine.generate([tiny.ask([1], 2), request_])
     assert error.value.code == code
     assert engine.stats.steps == 0
 
@@ -128,9 +128,9 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(target, drafter):
     long = [(11 * i + 5) % 60 for i in range(60)]
     alone = [generate(target, p, max_new_tokens=25, stop_token_ids=[]).tokens[0] for p in (PROMPTS[0], long)]
     engine = Engine(target, drafter, slots=2, max_length=128, block_size=2, prefill_chunk=8, steps_per_visit=1)
-    first = engine.submit(Request(PROMPTS[0], 25))
+    first = engine.submit(tiny.ask(PROMPTS[0], 25))
     engine.step()
-    second = engine.submit(Request(long, 25))
+    second = engine.submit(tiny.ask(long, 25))
     done, turns = {}, []
     while engine.busy or engine.waiting:
         turns.append(engine.step())
@@ -143,7 +143,7 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(target, drafter):
 
 def test_programs_are_compiled_on_idle_slots_only(target, drafter):
     engine = Engine(target, drafter, max_length=64, steps_per_visit=1)
-    ticket = engine.submit(Request(PROMPTS[0], 12, stop_token_ids=()))
+    ticket = engine.submit(tiny.ask(PROMPTS[0], 12, stop_token_ids=()))
     engine.step()
     with pytest.raises(ValueError, match="but 1 are busy"):
         engine.warm_up()
@@ -155,11 +155,11 @@ def test_programs_are_compiled_on_idle_slots_only(target, drafter):
 def test_requests_come_and_go(target, drafter):
     expected = {i: generate(target, p, max_new_tokens=12, stop_token_ids=[]).tokens[0] for i, p in enumerate(PROMPTS)}
     engine = Engine(target, drafter, slots=2, max_length=64, steps_per_visit=1)
-    tickets = {engine.submit(Request(PROMPTS[i], 12)): i for i in range(3)}
+    tickets = {engine.submit(tiny.ask(PROMPTS[i], 12)): i for i in range(3)}
     done = dict(engine.step())
     engine.cancel(next(iter(tickets)))  # in a slot
     engine.cancel(12345)
-    tickets |= {engine.submit(Request(PROMPTS[i], 12)): i for i in (3, 4)}
+    tickets |= {engine.submit(tiny.ask(PROMPTS[i], 12)): i for i in (3, 4)}
     engine.cancel(max(tickets))  # waiting
     while engine.busy:
         done |= dict(engine.step(admit=False))

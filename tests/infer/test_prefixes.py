@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, Request, load_drafter
+from dflash_jax import Engine, load_drafter
 from dflash_jax.infer.chooser import BlockChooser
 from dflash_jax.infer.prefixes import PrefixCache, chain, shared_chunks
 from tests import tiny
@@ -18,7 +18,7 @@ def requests():
     """Prompts that share one, two or three chunks of 8, one that ends on a chunk, and a stranger."""
     tails = [[7, 7], [1, 2, 3], [], [9] * 20, [4]]
     prompts = [HEAD[: 24 - 4 * i] + tail for i, tail in enumerate(tails)] + [[50] * 17, HEAD + HEAD]
-    return [Request(prompt, 14, temperature=0.5 * (i % 2), id=f"r{i}") for i, prompt in enumerate(prompts)]
+    return [tiny.ask(prompt, 14, temperature=0.5 * (i % 2), id=f"r{i}") for i, prompt in enumerate(prompts)]
 
 
 def outcome(completions):
@@ -48,11 +48,11 @@ def test_a_hit_changes_neither_tokens_nor_acceptance(target, drafter, tmp_path, 
 def test_copied_slots_hold_the_same_bits(target, drafter):
     engine = Engine(target, drafter, slots=2, max_length=64, prefill_chunk=8, prefix_chunks=4)
     for last in (1, 2):
-        engine.submit(Request([*HEAD, last], 1))  # a slot keeps what it holds after its request is done
+        engine.submit(tiny.ask([*HEAD, last], 1))  # a slot keeps what it holds after its request is done
     while engine.busy or engine.waiting:
         engine.step()
     assert engine.stats.prefix_tokens >= 16
-    for cache in (engine.batch.state.target_cache, engine.batch.state.draft_cache):
+    for cache in (engine.batch.state.target_cache, engine.batch.state.draft):
         for entry in cache.entries:
             for x in (entry.k, entry.v):
                 np.testing.assert_array_equal(x[0, :, : len(HEAD)], x[1, :, : len(HEAD)])
@@ -61,7 +61,7 @@ def test_copied_slots_hold_the_same_bits(target, drafter):
 
 def test_penalties_see_a_copied_prompt(target):
     given = {"repetition_penalty": 1.5, "max_new_tokens": 10}
-    ask = [Request([*HEAD, 1], **given), Request([*HEAD, 1, 2], **given)]
+    ask = [tiny.ask([*HEAD, 1], **given), tiny.ask([*HEAD, 1, 2], **given)]
     expected = outcome(Engine(target, None, max_length=64, prefill_chunk=8).generate(ask))
     assert outcome(Engine(target, None, max_length=64, prefill_chunk=8, prefix_chunks=4).generate(ask)) == expected
 

@@ -13,7 +13,7 @@ openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-from dflash_jax import Engine, Request, load_drafter, load_target  # noqa: E402
+from dflash_jax import Engine, SamplingParams, load_drafter, load_target  # noqa: E402
 from dflash_jax.infer.server import Worker, make_app  # noqa: E402
 from dflash_jax.infer.text import Text, settled  # noqa: E402
 from tests import tiny  # noqa: E402
@@ -37,7 +37,7 @@ def server(text, tmp_path_factory):
     engine = Engine(target, drafter, slots=2, max_length=256, steps_per_visit=2, logprobs=20)
     engine.warm_up()
     worker = Worker(engine)
-    app = make_app(worker, text, Request((), 16), model="tiny", api_key=KEY, max_bytes=5000)
+    app = make_app(worker, text, SamplingParams(16), model="tiny", api_key=KEY, max_bytes=5000)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -66,7 +66,7 @@ def test_answers_and_streams_are_the_engines(client, server, text):
     whole = client.chat.completions.create(model="any", messages=MESSAGES, max_tokens=20, seed=3, temperature=0.7)
     prompt = text.encode_chat(MESSAGES)
     engine = Engine(load_target(text._directory), None, max_length=256)
-    expected = engine.generate([Request(prompt, 20, seed=3, temperature=0.7)])[0]
+    expected = engine.generate([tiny.ask(prompt, 20, seed=3, temperature=0.7)])[0]
     assert whole.choices[0].message.content == text.decode(expected.token_ids)
     assert whole.usage.completion_tokens == len(expected.token_ids)
     assert whole.usage.total_tokens == len(prompt) + len(expected.token_ids)
@@ -120,7 +120,7 @@ def test_logprobs(client, server, text):
     given |= {"logprobs": True, "top_logprobs": 2, "presence_penalty": 0.5, "extra_body": {"repetition_penalty": 1.2}}
     whole = client.chat.completions.create(**given).choices[0]
     prompt = text.encode_chat(MESSAGES)
-    request = Request(prompt, 14, 1.0, seed=3, presence_penalty=0.5, repetition_penalty=1.2, logprobs=2)
+    request = tiny.ask(prompt, 14, 1.0, seed=3, presence_penalty=0.5, repetition_penalty=1.2, logprobs=2)
     (expected,) = Engine(load_target(text._directory), None, max_length=256, logprobs=2).generate([request])
     shown = [i for i, token in enumerate(expected.token_ids) if not text.is_special(token)]
     content = whole.logprobs.content

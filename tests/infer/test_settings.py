@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, Request, replay
+from dflash_jax import Engine, replay
 from dflash_jax.infer.requests import RequestError
+from tests import tiny
 
 PROMPTS = [[5, 9, 11, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40]]
 PENALTIES = [
@@ -44,9 +45,9 @@ def penalised(logits, prompt, answer, repetition_penalty=1.0, presence_penalty=0
 @pytest.mark.parametrize("given", PENALTIES, ids=["repetition", "presence and frequency", "all"])
 def test_penalties_choose_what_a_plain_loop_chooses(target, drafter, given):
     done = Engine(target, drafter, slots=2, max_length=64, prefill_chunk=8).generate(
-        [Request(prompt, 24, **given) for prompt in PROMPTS]
+        [tiny.ask(prompt, 24, **given) for prompt in PROMPTS]
     )
-    free = Engine(target, None, slots=1, max_length=64).generate([Request(prompt, 24) for prompt in PROMPTS])
+    free = Engine(target, None, slots=1, max_length=64).generate([tiny.ask(prompt, 24) for prompt in PROMPTS])
     assert any(a.token_ids != b.token_ids for a, b in zip(done, free, strict=True))
     for prompt, completion in zip(PROMPTS, done, strict=True):
         answer = completion.token_ids
@@ -57,7 +58,7 @@ def test_penalties_choose_what_a_plain_loop_chooses(target, drafter, given):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_penalties_are_exact_with_speculation_and_leave_neighbours_alone(target, drafter, temperature):
     requests = [
-        Request(prompt, 30, temperature, id=f"r{i}{prompt[0]}", **given)
+        tiny.ask(prompt, 30, temperature, id=f"r{i}{prompt[0]}", **given)
         for i, given in enumerate([{}, *PENALTIES])
         for prompt in PROMPTS
     ]
@@ -75,7 +76,7 @@ def test_penalties_are_exact_with_speculation_and_leave_neighbours_alone(target,
 
 def test_logprobs_are_the_targets_own(target, drafter):
     requests = [
-        Request(prompt, 20, 0.8, id=str(i), logprobs=n, presence_penalty=0.5)
+        tiny.ask(prompt, 20, 0.8, id=str(i), logprobs=n, presence_penalty=0.5)
         for i, (prompt, n) in enumerate(zip(PROMPTS, (3, None, 0), strict=True))
     ]
     plain = Engine(target, None, slots=1, max_length=64, logprobs=5)
@@ -93,7 +94,7 @@ def test_logprobs_are_the_targets_own(target, drafter):
 
 
 def test_a_stop_cuts_logprobs_too(target, drafter):
-    request = Request(PROMPTS[0], 20, logprobs=1, find_stop=lambda tokens, new: 5 if len(tokens) >= 5 else None)
+    request = tiny.ask(PROMPTS[0], 20, logprobs=1, find_stop=lambda tokens, new: 5 if len(tokens) >= 5 else None)
     (done,) = Engine(target, drafter, max_length=64, logprobs=1).generate([request])
     assert len(done.token_ids) == len(done.logprobs) == len(done.top_logprobs) == 5
 
@@ -111,7 +112,7 @@ def test_a_stop_cuts_logprobs_too(target, drafter):
 )
 def test_what_is_out_of_range_is_refused(target, given):
     with pytest.raises(RequestError, match=next(iter(given))):
-        Engine(target, None, max_length=64, logprobs=2).check(Request([1], **given))
+        Engine(target, None, max_length=64, logprobs=2).check(tiny.ask([1], **given))
     if "logprobs" in given:
         with pytest.raises(RequestError, match="logprobs=None"):
-            Engine(target, None, max_length=64).check(Request([1], logprobs=0))
+            Engine(target, None, max_length=64).check(tiny.ask([1], logprobs=0))

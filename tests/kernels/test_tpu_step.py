@@ -1,5 +1,7 @@
 """The whole speculative step of a published pair, compiled for a TPU from its configurations alone."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,7 +9,8 @@ from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.benchmarks.presets import PAIRS, random_pair
 from dflash_jax.benchmarks.topologies import compiling_for
-from dflash_jax.decoding.step import chain_step, init_state, run
+from dflash_jax.decoding.state import init_state
+from dflash_jax.decoding.step import make_round, run, speculative_step
 from tests.chips import topology
 
 CHIP = 16 * 2**30  # bytes of a v5e
@@ -23,7 +26,7 @@ def test_qwen3_4b_fits_one_chip_and_copies_nothing():
         return target, drafter, init_state(target, drafter, rows, slots, 8)
 
     def loop(target, drafter, state, max_steps, leave):
-        return run(chain_step(target, drafter, 16, "coupled"), state, max_steps, leave, 16)
+        return run(partial(speculative_step, make_round(target, drafter, 16)), state, max_steps, leave, 16)
 
     scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), bool)
     target, drafter, state, *scalars = jax.tree.map(
@@ -33,7 +36,7 @@ def test_qwen3_4b_fits_one_chip_and_copies_nothing():
         program = jax.jit(loop, donate_argnums=2).lower(target, drafter, state, *scalars).compile()
     text, memory = program.as_text(), program.memory_analysis()
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    caches = size([state.target_cache.entries, state.draft_cache.entries])
+    caches = size([state.target_cache, state.draft])
     one = 2 * rows * 8 * slots * 128  # bytes of one layer's keys
     # One program: a loop around draft, verify and commit, with a kernel for every attention and cache update.
     layers = 36 + 5

@@ -107,13 +107,13 @@ def test_target_logits_and_features_equal_transformers(name, tmp_path):
         expected = theirs(torch.tensor(ids), output_hidden_states=True)
 
     @jax.jit
-    def forward(tokens, cache):
-        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
-        hidden, features, blocks = ours.forward(tokens, positions, None, cache, taps=taps)
-        return ours.unembed(hidden), features, commit(cache, blocks, jnp.full(1, tokens.shape[1], jnp.int32))
+    def forward(tokens, cache, lengths):
+        positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None]
+        hidden, features, fresh = ours.forward(tokens, positions, None, cache, lengths, taps=taps)
+        return ours.unembed(hidden), features, commit(cache, fresh, lengths, jnp.full(1, tokens.shape[1], jnp.int32))
 
-    logits, features, cache = forward(jnp.asarray(ids[:, :13]), ours.init_cache(1, 32))
-    more_logits, more_features, _ = forward(jnp.asarray(ids[:, 13:]), cache)
+    logits, features, cache = forward(jnp.asarray(ids[:, :13]), ours.init_cache(1, 32), jnp.asarray([0]))
+    more_logits, more_features, _ = forward(jnp.asarray(ids[:, 13:]), cache, jnp.asarray([13]))
     logits = np.concatenate([logits, more_logits], axis=1)
     features = np.concatenate([features, more_features], axis=1)
     np.testing.assert_allclose(logits, expected.logits.numpy(), atol=1e-4)
@@ -167,14 +167,14 @@ def test_drafter_hidden_states_equal_the_official_ones_over_rounds(name, tmp_pat
     theirs = make_drafter(tmp_path, **DRAFTERS[name])
     ours = load_drafter(tmp_path)
     rng = np.random.default_rng(0)
-    their_cache, cache = model._make_cache(theirs.config), ours.init_cache(1, 64)
+    their_cache, cache = model._make_cache(theirs.config), ours.init_state(1, 64)
 
     @jax.jit
-    def draft(cache, features, kept, embedded):
-        positions = cache.lengths[:, None] + jnp.arange(features.shape[1])[None]
-        cache = commit(cache, ours.context(features, positions), kept)
-        positions = cache.lengths[:, None] + jnp.arange(embedded.shape[1])[None]
-        return cache, ours.forward(embedded, positions, cache)
+    def draft(cache, lengths, features, kept, embedded):
+        positions = lengths[:, None] + jnp.arange(features.shape[1])[None]
+        cache, lengths = commit(cache, ours.context(features, positions), lengths, kept), lengths + kept
+        positions = lengths[:, None] + jnp.arange(embedded.shape[1])[None]
+        return cache, ours.forward(embedded, positions, cache, lengths)[0]
 
     committed = 0
     for count in (13, 1, 8, 3, 8, 5, 2):
@@ -189,10 +189,10 @@ def test_drafter_hidden_states_equal_the_official_ones_over_rounds(name, tmp_pat
                 past_key_values=their_cache,
                 use_cache=True,
             )
-        committed += count
+        before, committed = committed, committed + count
         model._crop_to(their_cache, committed)
         padded = np.concatenate([features, np.full((1, 13 - count, 64), 7.0, np.float32)], axis=1)
-        cache, got = draft(cache, padded, jnp.asarray([count]), embedded)
+        cache, got = draft(cache, jnp.asarray([before]), padded, jnp.asarray([count]), embedded)
         np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from dflash_jax import load_drafter, spec_generate
-from dflash_jax.cache import commit
 from dflash_jax.train import ablations
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.blocks import draft_hidden, draw_blocks
@@ -41,14 +40,14 @@ def test_input_injection_trains_what_it_decodes(target, drafter):
     for a, (anchor, start) in enumerate(zip(blocks.anchors[0].tolist(), blocks.starts[0].tolist(), strict=True)):
         if anchor % 3 or not bool(blocks.labelled[0, a].any()):
             continue
-        cache, at = drafter.init_cache(1, 32), start
+        cache, at = drafter.init_state(1, 32), start
         while at < anchor:  # in pieces, as steps commit them
             count = min(3, anchor - at)
             piece = jnp.pad(features[:, at : at + count], ((0, 0), (0, 3 - count), (0, 0)), constant_values=7.0)
             positions = at - start + jnp.arange(3)[None]
-            context = drafter.context(piece, positions, cache)
-            cache, at = commit(cache, context, jnp.asarray([count])), at + count
-        alone = drafter.denoise(target, blocks.tokens[:, a], cache, 5)
+            where = positions, jnp.asarray([at - start]), jnp.asarray([count])
+            cache, at = drafter.commit(target, cache, positions, piece, *where), at + count
+        alone = drafter.denoise(target, blocks.tokens[:, a], cache, jnp.asarray([at - start]), 5)
         np.testing.assert_allclose(packed[0, a], alone[0], atol=2e-5)
         compared += 1
     assert compared > 4

@@ -140,13 +140,14 @@ def test_anchors_and_labels_against_a_truth_table(rows, predicts):
 @partial(jax.jit, static_argnames="block_size")
 def decoded(target, drafter, tokens, features, anchor, start, block_size):
     """What decoding computes for one anchor: context committed up to it, then one draft pass."""
-    return drafter.denoise(target, tokens[anchor][None], context(drafter, features, start, anchor), block_size)[0]
+    cache = context(drafter, features, start, anchor)
+    return drafter.denoise(target, tokens[anchor][None], cache, (anchor - start)[None], block_size)[0]
 
 
 def context(drafter, features, start, end):
     """A draft cache holding positions `start..end - 1` of a packed row."""
     blocks = drafter.context(jnp.roll(features, -start, axis=0)[None], jnp.arange(LENGTH)[None])
-    return commit(drafter.init_cache(1, LENGTH), blocks, (end - start)[None])
+    return commit(drafter.init_state(1, LENGTH), blocks, jnp.zeros(1, jnp.int32), (end - start)[None])
 
 
 @jax.jit
@@ -154,7 +155,8 @@ def inclusive(target, drafter, tokens, features, anchor, start):
     """The mistake of letting a block see its anchor's own feature."""
     block = jnp.full((1, 8), tiny.MASK).at[:, 0].set(tokens[anchor])
     positions = (anchor - start)[None, None] + jnp.arange(8)[None]
-    hidden = drafter.forward(target.embed(block), positions, context(drafter, features, start, anchor + 1))
+    cache, lengths = context(drafter, features, start, anchor + 1), (anchor + 1 - start)[None]
+    hidden, _ = drafter.forward(target.embed(block), positions, cache, lengths)
     return hidden[0, 0 if drafter.config.anchor_predicts else 1 :]
 
 

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.bundled import bundled_pair
-from dflash_jax.cache import Block, Cache, row_lengths
+from dflash_jax.cache import Cache, Fresh, commit
 from dflash_jax.checkpoint import read_json
 from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Request
 from dflash_jax.infer.text import Text
-from dflash_jax.models.layers import Pass
 from dflash_jax.target import Target, load_target
 from dflash_jax.train.config import TrainConfig, make_config
 from dflash_jax.train.data import Example, read_examples
@@ -39,26 +39,43 @@ class InputInjection(Drafter):
     any hidden state, each position seeing those before it, instead of straight to every layer's keys and values."""
 
     def context(
+        self, features: Float[Array, "B J FD"], positions: Int[Array, "B J"], *, starts: Int[Array, "B J"] | None = None
+    ) -> tuple[Fresh, ...]:
+        """See `Drafter.context`; of positions with nothing before them."""
+        rows = features.shape[0]
+        return self._behind(self.init_state(rows, 0), jnp.zeros(rows, jnp.int32), features, positions, starts=starts)
+
+    def commit(
         self,
-        features: Float[Array, "B T FD"],
-        positions: Int[Array, "B T"],
-        cache: Cache | None = None,
+        target: Target,
+        state: Cache,
+        tokens: Int[Array, "B J"],
+        features: Float[Array, "B J FD"],
+        positions: Int[Array, "B J"],
+        lengths: Int[Array, " B"],
+        kept: Int[Array, " B"],
         *,
         row: Int[Array, ""] | int = 0,
-        starts: Int[Array, "B T"] | None = None,
-    ) -> tuple[Block, ...]:
-        """See `Drafter.context`; reads what is committed before."""
-        assert cache is not None
+    ) -> Cache:
+        """See `Drafter.commit`."""
+        return commit(state, self._behind(state, lengths, features, positions, row=row), lengths, kept, row=row)
+
+    def _behind(
+        self,
+        cache: Cache,
+        lengths: Int[Array, " B"],
+        features: Float[Array, "B J FD"],
+        positions: Int[Array, "B J"],
+        **where: Any,
+    ) -> tuple[Fresh, ...]:
+        """Keys and values of positions behind a cache, by one causal pass of the layers."""
         fused = self._apply("fuse", features.astype(self.dtype))
-        rope = self._rope(positions if starts is None else positions - starts)
-        row = jnp.asarray(row, jnp.int32)
         causal = jnp.tril(jnp.ones((positions.shape[1], positions.shape[1]), bool))
-        at = Pass(positions, rope, causal, row_lengths(cache, row, features.shape[0]), row, starts)
-        return self._apply("forward", fused, at, cache, False)[1]
+        return self.forward(fused, positions, cache, lengths, visible=causal, **where)[1]
 
 
 @dataclass(frozen=True)
-class Row:
+class Ablation:
     """One drafter of the table.
 
     Attributes:
@@ -75,19 +92,19 @@ class Row:
 
 
 ROWS = {
-    "KV injection": Row(blocks=(16, 8, 4)),  # the method, and trained at 16, decoded narrower
-    "target features off": Row({"target_layer_ids": [-1]}),  # context keys and values of the text's embeddings
-    "3 draft layers": Row({"num_layers": 3}),
+    "KV injection": Ablation(blocks=(16, 8, 4)),  # the method, and trained at 16, decoded narrower
+    "target features off": Ablation({"target_layer_ids": [-1]}),  # context keys and values of the text's embeddings
+    "3 draft layers": Ablation({"num_layers": 3}),
     # With one layer the two injections are nearly the same, so this row is compared with the one above.
-    "3 draft layers, input injection": Row({"num_layers": 3}, InputInjection),
-    "fixed anchors": Row({"anchor_placement": "fixed"}),
-    "block 8": Row({"block_size": 8}),
-    "block 4": Row({"block_size": 4}),
-    "2 draft layers": Row({"num_layers": 2}),
-    "5 draft layers": Row({"num_layers": 5}),
-    "no loss decay": Row({"gamma": 1e6}),
-    "D-PACE": Row({"weighting": "dpace"}),
-    "raw answers": Row(raw_answers=True),
+    "3 draft layers, input injection": Ablation({"num_layers": 3}, InputInjection),
+    "fixed anchors": Ablation({"anchor_placement": "fixed"}),
+    "block 8": Ablation({"block_size": 8}),
+    "block 4": Ablation({"block_size": 4}),
+    "2 draft layers": Ablation({"num_layers": 2}),
+    "5 draft layers": Ablation({"num_layers": 5}),
+    "no loss decay": Ablation({"gamma": 1e6}),
+    "D-PACE": Ablation({"weighting": "dpace"}),
+    "raw answers": Ablation(raw_answers=True),
 }
 
 
@@ -128,7 +145,9 @@ def ablate(
     asked = islice(problems(EVALUATION_SEED, held_out=True), samples)
     ends = target.config.eos_token_ids
     requests = [
-        Request(tuple(text.encode_chat([{"role": "user", "content": p.question}])), stop_token_ids=ends, id=str(i))
+        Request(
+            text.encode_chat([{"role": "user", "content": p.question}]), SamplingParams(stop_token_ids=ends), id=str(i)
+        )
         for i, p in enumerate(asked)
     ]
     for name in names:
@@ -140,7 +159,7 @@ def ablate(
             continue
         drafter = _train(directory / name.replace(" ", "-"), target, config, row.kind, _data(row, made, target, config))
         for block in blocks:
-            figures = evaluate(target, drafter, requests, max_new_tokens=160, block_size=block, baseline=True)
+            figures = evaluate(target, drafter, requests, params=SamplingParams(160), block_size=block, baseline=True)
             taus = [tau for tau in figures["tau_per_prompt"] if tau]
             result = {
                 "row": name,
@@ -172,7 +191,7 @@ def _read(path: Path, steps: int, samples: int) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def _data(row: Row, made: Path, target: Target, config: TrainConfig) -> list[Example]:
+def _data(row: Ablation, made: Path, target: Target, config: TrainConfig) -> list[Example]:
     learnt = read_examples(made / "answers.jsonl", config.length, target.config.vocab_size).examples
     if not row.raw_answers:
         return learnt

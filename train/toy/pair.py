@@ -184,5 +184,5 @@ def conversations(corpus: Sequence[Problem], text: Text, end: int) -> list[Examp
 def save_target(directory: Path, target: Target, raw: dict[str, Any]) -> None:
     """Writes config and weights in bfloat16; every later stage reads those, so that it meets what is shipped."""
     params = jax.tree.map(lambda x: np.asarray(x.astype("bfloat16")), target.params)
-    table = models.family(target.config.model_type).tensors(target.config)
+    table = models.family(target.config.model_type).tensors(target.config, target.layout)
     checkpoint.save(directory, params, table, raw | {"dtype": "bfloat16"})

@@ -31,11 +31,12 @@ def new_target(raw: dict[str, Any], seed: int) -> Target:
     config = models.target_config(raw)
     rng = np.random.default_rng(seed)
     params: dict[str, Any] = {}
-    for path, leaf in models.family(config.model_type).tensors(config).items():
+    table = models.family(config.model_type).tensors(config)
+    for path, leaf in checkpoint.leaves(table):
         shrink = (2 * config.num_hidden_layers) ** 0.5 if any(name in path for name in RESIDUAL) else 1.0
         value = np.ones(leaf.shape) if "norm" in path else INIT_STD / shrink * rng.standard_normal(leaf.shape)
-        checkpoint.put(params, path, jnp.asarray(value, jnp.float32))
-    return Target(params, config)
+        params[path] = jnp.asarray(value, jnp.float32)
+    return Target(checkpoint.nested(params, table), config=config)
 
 
 def language_loss(
@@ -45,7 +46,8 @@ def language_loss(
     B, S = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(S)[None], (B, S))
     # Behind an empty cache the pass is the block alone, and differentiable.
-    hidden, _, _ = target.forward(tokens, positions, None, target.init_cache(B, 0), starts=starts)
+    cache, lengths = target.init_cache(B, 0), jnp.zeros(B, jnp.int32)
+    hidden, _, _ = target.forward(tokens, positions, None, cache, lengths, starts=starts)
     counts = supervised[:, 1:] & (starts[:, 1:] == starts[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(target.unembed(hidden[:, :-1]), tokens[:, 1:])
     return jnp.sum(jnp.where(counts, losses, 0)) / jnp.maximum(jnp.sum(counts.astype(losses.dtype)), 1)

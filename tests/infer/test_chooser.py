@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, Request
+from dflash_jax import Engine
 from dflash_jax.infer.chooser import TRY, Acceptance, BlockChooser, candidates, expected_tokens
+from tests import tiny
 
 COSTS = {0: 0.95, 1: 1.0, 4: 1.7, 8: 2.0, 16: 2.5}
 LIFE = 12  # visits of a request
@@ -141,7 +142,7 @@ def test_a_slow_step_is_noticed():
 
 
 def test_the_choice_never_changes_the_answers(target, drafter, monkeypatch):
-    requests = [Request([i + 1, 5, 9], 40, temperature=0.4 * (i % 2), id=str(i)) for i in range(5)]
+    requests = [tiny.ask([i + 1, 5, 9], 40, temperature=0.4 * (i % 2), id=str(i)) for i in range(5)]
     expected = [done.token_ids for done in Engine(target, None, max_length=64).generate(requests)]
     engine = Engine(target, drafter, slots=2, max_length=64, block_size="auto", steps_per_visit=2)
     assert [done.token_ids for done in engine.generate(requests)] == expected
@@ -158,7 +159,7 @@ def test_the_choice_never_changes_the_answers(target, drafter, monkeypatch):
 @pytest.mark.slow
 def test_speculation_goes_on_where_it_was_left_out(target, drafter):
     """Steps without speculation keep the draft cache alive: what follows is accepted as if it had never paused."""
-    request = Request([7, 3, 9], 40)
+    request = tiny.ask([7, 3, 9], 40)
     plain = Engine(target, drafter, max_length=64, block_size=8).generate([request])[0]
     engine = Engine(target, drafter, max_length=64, block_size="auto", steps_per_visit=1)
     engine.warm_up()

@@ -1,0 +1,133 @@
+"""The cache entry of an attention layer: keys and values, plain or as a ring.
+
+Shapes: R cache rows, B block rows, K key-value heads, S slots, H head dim, T block positions, C snapshot positions.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.kernels.anchored_attention import attend_anchored
+from dflash_jax.kernels.block_attention import Visibility, attend
+from dflash_jax.kernels.cache_update import append
+from dflash_jax.mesh import HEADS, ROWS, from_owner, local_row, on_each_device
+
+TILE = 128  # slots
+
+
+class Fresh(struct.PyTreeNode):
+    """Keys (rotated) and values of one layer that are not, or not yet, part of a cache."""
+
+    k: Float[Array, "B K T H"]
+    v: Float[Array, "B K T Hv"]
+
+    def partition(self) -> "Fresh":
+        """The mesh axes of a snapshot's arrays."""
+        return Fresh(P(None, HEADS), P(None, HEADS))  # type: ignore[arg-type]
+
+
+class KV(struct.PyTreeNode):
+    """Committed keys and values of one attention layer; an `Entry`.
+
+    Attributes:
+        k, v: position p lies in slot p, or in slot p modulo S if `ring`.
+        ring: whether new positions overwrite the oldest (a sliding window needs no more than its width).
+    """
+
+    k: Float[Array, "R K S H"]
+    v: Float[Array, "R K S Hv"]
+    ring: bool = struct.field(pytree_node=False, default=False)
+
+    @classmethod
+    def allocate(
+        cls, rows: int, heads: int, slots: int, size: int, dtype: Any, *, window: int | None = None, widest: int = 1
+    ) -> "KV":
+        """An empty entry; with a window, a ring that holds it. More than half a tile of slots is rounded up to whole
+        tiles: a kernel would have to copy any other cache."""
+        ring, room = False, _room(slots)
+        if window is not None and _room(max(window - 1, 1)) < room:
+            ring, room = True, _room(max(window - 1, 1))
+        shape = (rows, heads, room, size)
+        # One buffer a leaf: donation fails on a shared one.
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring)
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        positions: Int[Array, "B T"],
+        fresh: Fresh,
+        lengths: Int[Array, " B"],
+        *,
+        visible: Literal["causal", "full"] | Visibility,
+        row: Int[Array, ""],
+        starts: Int[Array, "B T"] | None,
+        **settings: Any,
+    ) -> Float[Array, "B T N Hv"]:
+        """Attention of a block to the committed positions and to its own; see `kernels.block_attention.attend`."""
+        where: dict[str, Any] = {"visible": visible, "row": row, "starts": starts}
+        return attend(q, positions, fresh.k, fresh.v, self, lengths, **where, **settings)
+
+    def attend_anchored(
+        self,
+        q: Float[Array, "B T N H"],
+        fresh: Fresh,
+        anchors: Int[Array, " B"],
+        starts: Int[Array, " B"],
+        per_row: int,
+        **settings: Any,
+    ) -> Float[Array, "B T N Hv"]:
+        """The same for `per_row` blocks to each row, differentiable; see `kernels.anchored_attention`."""
+        fold = lambda x: x.reshape(-1, per_row, *x.shape[1:])
+        blocks = map(fold, (q, fresh.k, fresh.v))
+        out = attend_anchored(*blocks, self.k, self.v, fold(anchors), fold(starts), **settings)
+        return out.reshape(q.shape[0], *out.shape[2:])
+
+    def begin(self, row: Int[Array, ""]) -> "KV":
+        """As it is: what lies beyond a row's length is never read."""
+        return self
+
+    def commit(
+        self,
+        fresh: Fresh,
+        lengths: Int[Array, " B"],
+        kept: Int[Array, " B"],
+        *,
+        path: Int[Array, "B J"] | None = None,
+        row: Int[Array, ""] | int = 0,
+    ) -> "KV":
+        """See `Entry.commit`; what does not fit is dropped."""
+        k, v = fresh.k, fresh.v
+        if path is not None:
+            k, v = (jnp.take_along_axis(x, path[:, None, :, None], axis=2) for x in (k, v))
+        k, v = append(self.k, self.v, k, v, lengths, kept, row, ring=self.ring)
+        return self.replace(k=k, v=v)
+
+    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Fresh:
+        """The row's `count` positions from `start` on, or the last of them that a ring holds."""
+        size = min(count, self.k.shape[2])
+        start = start + (count - size)
+
+        def local(k: jax.Array, v: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, ...]:
+            row, owned = local_row(row, k.shape[0], False)
+            slots = (start + jnp.arange(size)) % k.shape[2]
+            return tuple(from_owner(x[row][:, slots][None], owned) for x in (k, v))
+
+        held, one = P(ROWS, HEADS), P(None, HEADS)
+        return Fresh(*on_each_device(local, (held, held, P(), P()), (one, one))(self.k, self.v, row, start))
+
+    def restore(self, snapshot: Fresh, row: Int[Array, ""], end: Int[Array, ""]) -> "KV":
+        """See `Entry.restore`."""
+        size = jnp.asarray(snapshot.k.shape[2:3], jnp.int32)
+        return self.commit(snapshot, end[None] - size, size, row=row)
+
+    def partition(self) -> "KV":
+        """Rows and heads are split."""
+        return self.replace(k=P(ROWS, HEADS), v=P(ROWS, HEADS))
+
+
+def _room(slots: int) -> int:
+    return -(-slots // TILE) * TILE if slots > TILE // 2 else slots

@@ -1,0 +1,42 @@
+"""Checkpoint directories, local or from the hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def resolve(source: str | Path, what: str) -> Path:
+    """A local checkpoint directory, downloaded from the hub if `source` is a hub id.
+
+    Raises:
+        ValueError: neither a directory nor a repository that can be downloaded.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
+        raise ValueError(f"{what} must be a checkpoint directory or a hub id 'owner/name', got {source!s}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{what} {source!s} is no local directory and could not be fetched from the hub: {reason}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; raises ValueError naming the file if there is none."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} must hold {path.name}, found none; is this a checkpoint directory?")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
+    return raw

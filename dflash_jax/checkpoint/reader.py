@@ -1,0 +1,226 @@
+"""Reads and writes safetensors along a table, one tensor at a time."""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from dflash_jax.checkpoint.hub import read_json
+from dflash_jax.checkpoint.table import Leaf, Part, QuantisedLeaf, Table, leaves
+from dflash_jax.quantised import Quantised
+
+
+class Reader:
+    """The safetensors files of one checkpoint directory: names and shapes now, tensors on demand."""
+
+    def __init__(self, directory: Path, rename: Callable[[str], str] = lambda name: name):
+        self.directory = directory
+        self._files = {path.name: _open(path) for path in self._paths()}
+        self._tensors = {
+            rename(name): (handle, name, path)
+            for path, handle in self._files.items()
+            for name in handle.keys()  # noqa: SIM118 (no dict)
+        }
+
+    def _paths(self) -> list[Path]:
+        index, single = self.directory / "model.safetensors.index.json", self.directory / "model.safetensors"
+        if not index.is_file():
+            if not single.is_file():
+                raise ValueError(f"{self.directory} must hold model.safetensors or its index, found neither")
+            return [single]
+        files = read_json(index).get("weight_map")
+        if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+            raise ValueError(f"{index} must have a weight_map from tensor names to file names")
+        paths = [self.directory / name for name in sorted(set(files.values()))]
+        if absent := [path.name for path in paths if not path.is_file()]:
+            raise ValueError(f"{index} names files that are missing: {', '.join(absent)}; download them again")
+        return paths
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        handle, stored, _ = self._tensors[name]
+        return tuple(handle.get_slice(stored).get_shape())
+
+    def dtype(self, name: str) -> str:
+        handle, stored, _ = self._tensors[name]
+        return handle.get_slice(stored).get_dtype()
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a tensor; nothing else of it is read."""
+        handle, stored, _ = self._tensors[name]
+        return handle.get_slice(stored)[index]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no complete safetensors file ({error}); download it again") from error
+
+
+Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
+
+
+def load(
+    reader: Reader,
+    table: Table,
+    dtype: Any,
+    *,
+    ignored: Callable[[str], bool] = lambda name: False,
+    place: Place = lambda path, shape: None,
+) -> dict[str, Any]:
+    """Reads every parameter of `table` as a nested dict of device arrays.
+
+    Args:
+        dtype: of every parameter whose leaf names none.
+        ignored: whether a tensor of this name may be there without use.
+        place: the sharding of a parameter by its path and shape. Each shard goes from the file to its device; only
+            one is on the host at a time.
+
+    Raises:
+        ValueError: one message listing every missing, unexpected and misshapen tensor.
+    """
+    _check(reader, table, ignored)
+    params: dict[str, Any] = {}
+    for path, leaf in leaves(table):
+        sharding, kind = place(path, leaf.shape), dtype if leaf.dtype is None else jnp.dtype(leaf.dtype)
+        if sharding is None:
+            params[path] = jax.device_put(assemble(reader, leaf, (slice(None),) * len(leaf.shape), kind))
+        else:
+            read = partial(assemble, reader, leaf, dtype=kind)
+            params[path] = jax.block_until_ready(jax.make_array_from_callback(leaf.shape, sharding, read))
+    return nested(params, table)
+
+
+def nested(params: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    """Parameters by their paths as a nested dict, with `Quantised` where the table has two arrays for a weight."""
+    flat: dict[str, Any] = {}
+    for path, leaf in table.items():
+        quantised = isinstance(leaf, QuantisedLeaf)
+        flat[path] = Quantised(params[f"{path}/values"], params[f"{path}/scale"]) if quantised else params[path]
+    return unflatten_dict(flat, sep="/")
+
+
+def flat(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a nested dict by their paths; the opposite of `nested`."""
+    out: dict[str, Any] = {}
+    for path, value in flatten_dict(params, sep="/").items():
+        if isinstance(value, Quantised):
+            out |= {f"{path}/values": value.values, f"{path}/scale": value.scale}
+        else:
+            out[path] = value
+    return out
+
+
+def assemble(reader: Reader, leaf: Leaf, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+    """`parameter[index]` from the tensors it is made of; nothing else of them is kept.
+
+    Raises:
+        ValueError: the index has a step.
+    """
+    if any(at.step not in (None, 1) for at in index):
+        raise ValueError(f"a slice of a parameter must not have a step, got {index}")
+    wanted = [range(*s.indices(size)) for s, size in zip(index, leaf.shape, strict=True)]
+    host = np.empty([len(axis) for axis in wanted], dtype)
+    for part in leaf.parts:
+        found = _overlap(part, wanted, leaf.shape)
+        if found is not None:
+            there, inside = found
+            host[there] = _piece(reader, part, inside)
+    return host
+
+
+def _overlap(
+    part: Part, wanted: list[range], shape: tuple[int, ...]
+) -> tuple[tuple[int | slice, ...], list[slice]] | None:
+    """Where a part lies in what is wanted, and which stretch of the part that is along each of its axes."""
+    there: list[int | slice] = []
+    inside: list[slice] = []
+    for axis, at, size in zip(wanted, part.index, shape, strict=True):
+        if isinstance(at, int):
+            if at not in axis:
+                return None
+            there.append(at - axis.start)
+            continue
+        begin, end, _ = at.indices(size)
+        start, stop = max(axis.start, begin), min(axis.stop, end)
+        if start >= stop:
+            return None
+        there.append(slice(start - axis.start, stop - axis.start))
+        inside.append(slice(start - begin, stop - begin))
+    return tuple(there), inside
+
+
+def _piece(reader: Reader, part: Part, inside: list[slice]) -> np.ndarray:
+    """A stretch of what a part takes, along each of the parameter's axes that it fills."""
+    places = part.places()
+    kept = [axis for axis, at in enumerate(places) if not isinstance(at, int)]
+    order = part.order or tuple(range(len(kept)))
+    chosen = dict(zip((kept[axis] for axis in order), inside, strict=True))
+    box: list[slice] = []
+    within: list[Any] = []
+    for axis, at in enumerate(places):
+        if isinstance(at, int):
+            box.append(slice(at, at + 1))
+            within.append(np.zeros(1, int))
+        else:
+            at = at[chosen[axis]]
+            low, high = int(at.min()), int(at.max()) + 1  # one stretch of the file
+            box.append(slice(low, high))
+            within.append(at - low)
+    tensor = part.source.read(reader.read, tuple(box))
+    if any(len(at) != size or np.any(np.diff(at) != 1) for at, size in zip(within, tensor.shape, strict=True)):
+        tensor = tensor[np.ix_(*within)]
+    return tensor.reshape([len(at) for axis, at in enumerate(within) if axis in kept]).transpose(order)
+
+
+def _check(reader: Reader, table: Table, ignored: Callable[[str], bool]) -> None:
+    wanted = {name: how for _, leaf in leaves(table) for part in leaf.parts for name, how in part.source.stored.items()}
+    names = reader.names()
+    problems = [f"missing {name} {list(shape)}" for name, (shape, _) in wanted.items() if name not in names]
+    problems += [f"unexpected {name}" for name in sorted(names - set(wanted)) if not ignored(name)]
+    for name in sorted(names & set(wanted)):
+        shape, dtypes = wanted[name]
+        if reader.shape(name) != shape:
+            problems.append(f"{name} must have shape {list(shape)}, got {list(reader.shape(name))}")
+        if reader.dtype(name) not in dtypes:
+            problems.append(f"{name} must be one of {', '.join(dtypes)}, got {reader.dtype(name)}")
+    if problems:
+        raise ValueError(f"{reader.directory} does not match its config.json: " + "; ".join(problems))
+
+
+def save(directory: str | Path, params: Mapping[str, Any], table: Table, config: Mapping[str, Any]) -> None:
+    """Writes `config.json` and `model.safetensors` with the checkpoint's own tensor names and layout.
+
+    Raises:
+        ValueError: parameters and table differ.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    arrays, wanted = flat(params), dict(leaves(table))
+    if set(arrays) != set(wanted):
+        raise ValueError(f"parameters and table differ in {sorted(set(arrays) ^ set(wanted))}")
+    sources: dict[Any, np.ndarray] = {}
+    for path, leaf in wanted.items():
+        host = np.asarray(arrays[path])
+        for part in leaf.parts:
+            tensor = sources.setdefault(part.source, np.zeros(part.source.shape, host.dtype))
+            piece = host[part.index]
+            places = [np.atleast_1d(at) for at in part.places()]
+            if part.order is not None:
+                piece = piece.transpose(np.argsort(part.order))
+            tensor[np.ix_(*places)] = piece.reshape([len(at) for at in places])
+    tensors = {name: value for source, whole in sources.items() for name, value in source.write(whole).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)  # written for its owner alone otherwise
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,265 @@
+"""From checkpoint tensors to parameters, declared: a `Table` says for every parameter what it is made of.
+
+Loading goes along the table, saving takes it backwards. Nothing here reads a file. Weights keep torch's [out, in].
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+# What safetensors calls them, and what they are.
+DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+FLOATS = ("F32", "F16", "BF16")
+
+Take = int | slice | tuple[int, ...]  # along one axis: one place, a slice (with a step), or places in any order
+Read = Callable[[str, tuple[slice, ...]], np.ndarray]  # a box of a stored tensor
+
+
+class Source(Protocol):
+    """A tensor as the model understands it, whatever it is stored as.
+
+    Attributes:
+        shape: of the tensor.
+        stored: names, shapes and allowed dtypes of the checkpoint tensors that hold it.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def stored(self) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]: ...
+    def read(self, read: Read, box: tuple[slice, ...]) -> np.ndarray:
+        """A box (slices without a step) of the tensor."""
+        ...
+
+    def write(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
+        """The checkpoint tensors that hold `tensor`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that is stored as it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOATS
+
+    @property
+    def stored(self) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        return {self.name: (self.shape, self.dtypes)}
+
+    def read(self, read: Read, box: tuple[slice, ...]) -> np.ndarray:
+        return read(self.name, box)
+
+    def write(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
+        return {self.name: tensor}
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """A matrix stored as small numbers and a scale for every block of them: `values * scale` (fp8 checkpoints).
+
+    Attributes:
+        values, scale: names of the two tensors.
+        shape: of the matrix.
+        block: rows and columns that share a scale; the last block of an axis may be smaller.
+        dtype: of the stored values.
+        rescale: scales to write for a matrix; None writes the largest number of each block as the dtype's largest.
+    """
+
+    values: str
+    scale: str
+    shape: tuple[int, ...]
+    block: tuple[int, int] = (128, 128)
+    dtype: str = "F8_E4M3"
+
+    @property
+    def stored(self) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        blocks = tuple(-(-size // each) for size, each in zip(self.shape, self.block, strict=True))
+        return {self.values: (self.shape, (self.dtype,)), self.scale: (blocks, FLOATS)}
+
+    def read(self, read: Read, box: tuple[slice, ...]) -> np.ndarray:
+        values = read(self.values, box).astype(np.float32)
+        outer = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(box, self.block, strict=True))
+        scale = read(self.scale, outer).astype(np.float32)
+        for axis, (inside, each) in enumerate(zip(box, self.block, strict=True)):
+            first = inside.start - inside.start // each * each
+            size = inside.stop - inside.start
+            scale = np.repeat(scale, each, axis=axis).take(np.arange(first, first + size), axis=axis)
+        return values * scale
+
+    def write(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
+        kind, (rows, columns) = DTYPES[self.dtype], self.block
+        largest = float(ml_dtypes.finfo(kind).max if self.dtype.startswith("F8") else np.iinfo(kind).max)
+        shape = self.stored[self.scale][0]
+        scale, values = np.empty(shape, np.float32), np.empty(self.shape, kind)
+        for i, j in np.ndindex(*shape):
+            at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            piece = np.asarray(tensor[at], np.float32)
+            scale[i, j] = max(float(np.abs(piece).max()), 1e-30) / largest
+            small = piece / scale[i, j]
+            values[at] = (small if self.dtype.startswith("F8") else np.rint(small)).astype(kind)
+        return {self.values: values, self.scale: scale}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a piece of a tensor goes: `parameter[index] = transpose(tensor[take], order)`.
+
+    Attributes:
+        source: the tensor.
+        index: of the parameter: a place or a slice without a step along each axis.
+        take: of the tensor, along each of its axes; all of an axis that is not named.
+        order: axes of what was taken, in the parameter's order; None leaves them.
+    """
+
+    source: Source
+    index: tuple[int | slice, ...]
+    take: tuple[Take, ...] = ()
+    order: tuple[int, ...] | None = None
+
+    def places(self) -> list[int | np.ndarray]:
+        """What is taken along each axis of the tensor: one place, or an array of them."""
+        shape = self.source.shape
+        takes = [*self.take, *[slice(None)] * (len(shape) - len(self.take))]
+        places: list[int | np.ndarray] = []
+        for size, take in zip(shape, takes, strict=True):
+            if isinstance(take, int):
+                places.append(take)
+            elif isinstance(take, slice):
+                places.append(np.arange(size)[take])
+            else:
+                places.append(np.asarray(take))
+            if np.size(places[-1]) and not 0 <= np.min(places[-1]) <= np.max(places[-1]) < size:
+                raise ValueError(f"{self}: an axis of {size} has no {take}")
+        return places
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter and what it is made of.
+
+    Attributes:
+        shape: of the parameter.
+        parts: together they fill it.
+        dtype: of the parameter; None is the model's.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    dtype: str | None = None
+
+    def __post_init__(self):
+        filled = 0
+        for part in self.parts:
+            region = [at for at in part.index if isinstance(at, slice)]
+            if len(part.index) != len(self.shape) or any(at.step not in (None, 1) for at in region):
+                raise ValueError(f"a part's index must be places and slices without a step, got {part.index}")
+            taken = [len(places) for places in part.places() if not isinstance(places, int)]
+            order = part.order or tuple(range(len(taken)))
+            if sorted(order) != list(range(len(taken))):
+                raise ValueError(f"order {part.order} must be a permutation of the {len(taken)} axes that are taken")
+            sizes = [len(range(*at.indices(n))) for at, n in zip(part.index, self.shape, strict=True) if at in region]
+            if sizes != [taken[axis] for axis in order]:
+                raise ValueError(f"a part of shape {[taken[a] for a in order]} does not fill a region of {sizes}")
+            filled += int(np.prod(sizes))
+        if filled != int(np.prod(self.shape)):
+            raise ValueError(f"the parts of a parameter of shape {self.shape} fill {filled} places of it")
+
+
+@dataclass(frozen=True)
+class QuantisedLeaf:
+    """A weight that stays in few bits: two parameters, which make a `models.layers.Quantised`."""
+
+    values: Leaf
+    scale: Leaf
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+Table = dict[str, Leaf | QuantisedLeaf]
+
+
+def leaves(table: Table) -> Iterator[tuple[str, Leaf]]:
+    """Every parameter array by its path; those of a quantised weight are `path/values` and `path/scale`."""
+    for path, leaf in table.items():
+        if isinstance(leaf, QuantisedLeaf):
+            yield f"{path}/values", leaf.values
+            yield f"{path}/scale", leaf.scale
+        else:
+            yield path, leaf
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows that belong together and are split over devices together.
+
+    Attributes:
+        source: the tensor they are rows of.
+        rows: which, in their order here; None is all.
+        copies: how often they are there: that many shards in a row hold the same.
+    """
+
+    source: Source
+    rows: Sequence[int] | None = None
+    copies: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.source.shape[0] if self.rows is None else len(self.rows)
+
+
+def copied(name: str, *shape: int, dtype: str | None = None) -> Leaf:
+    """A tensor taken as it is."""
+    return Leaf(shape, (Part(Stored(name, shape), tuple(slice(0, size) for size in shape)),), dtype)
+
+
+def fused(sections: Sequence[Section], shards: int = 1) -> Leaf:
+    """Sections one after another along the first axis.
+
+    In `shards` parts: the first holds the first part of each section, and so on, so that a device that holds one part
+    holds rows of every section.
+
+    Raises:
+        ValueError: a section cannot be split in so many parts.
+    """
+    parts, start = [], 0
+    rest = sections[0].source.shape[1:]
+    for shard in range(shards):
+        for section in sections:
+            total = section.size * section.copies
+            if total % shards or shards % section.copies:
+                raise ValueError(f"{section.size} rows, {section.copies} times, cannot be split over {shards} shards")
+            count = total // shards
+            first = shard // section.copies * count
+            rows: Take = slice(first, first + count)
+            if section.rows is not None:
+                rows = tuple(section.rows[first : first + count])
+            index = slice(start, start + count), *(slice(0, n) for n in rest)
+            parts.append(Part(section.source, index, (rows,)))
+            start += count
+    return Leaf((start, *rest), tuple(parts))
+
+
+def stacked(leaves: Sequence[Leaf]) -> Leaf:
+    """Leaves of one shape along a new first axis."""
+    parts = tuple(replace(part, index=(i, *part.index)) for i, leaf in enumerate(leaves) for part in leaf.parts)
+    return Leaf((len(leaves), *leaves[0].shape), parts, leaves[0].dtype)

@@ -1,0 +1,184 @@
+"""What a decoding batch carries from step to step, and what the algorithm asks of its models.
+
+Shapes: B rows, T block positions, J committed positions, Q stop tokens, V vocabulary.
+"""
+
+from typing import Any, NamedTuple, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.cache import Cache
+from dflash_jax.config import TargetConfig
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.penalties import History, Penalties, empty_history, no_penalties
+from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.sampling import Sampling, greedy_rows
+
+
+class Carried(Protocol):
+    """What a model carries from step to step, for every row: a pytree, such as a `Cache`."""
+
+    def begin(self, row: Int[Array, ""]) -> Self: ...
+    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Any: ...
+    def restore(self, snapshot: Any, row: Int[Array, ""], end: Int[Array, ""]) -> Self: ...
+    def partition(self) -> Any: ...
+
+
+class TargetModel(Protocol):
+    """What the algorithm asks of a target model, a pytree of its parameters (see `target.Target`)."""
+
+    @property
+    def config(self) -> TargetConfig: ...
+    @property
+    def decodable(self) -> Bool[Array, " V"] | None: ...
+    def init_cache(self, rows: int, slots: int, widest: int = 1) -> Cache: ...
+    def forward(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        visible: Any,
+        cache: Cache,
+        lengths: Int[Array, " B"],
+        *,
+        taps: tuple[int, ...] = (),
+        row: Int[Array, ""] | int = 0,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]: ...
+    def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]: ...
+
+
+class DraftModel(Protocol):
+    """What the algorithm asks of a drafter, likewise (see `drafters.dflash.Drafter`). Its state is its own affair."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs it wants."""
+        ...
+
+    def depth(self, block_size: int) -> int:
+        """Nodes on the longest path that `propose` proposes."""
+        ...
+
+    def init_state(self, rows: int, slots: int, widest: int = 1) -> Carried: ...
+
+    def propose(
+        self,
+        target: Any,
+        state: Any,
+        anchor: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        block_size: int,
+        choice: Choice,
+    ) -> Proposal:
+        """Proposes for the positions behind the anchor, which stands at `lengths`.
+
+        `choice` picks tokens under each row's settings, as the target will; it may be asked between passes of the
+        drafter, and for scores instead.
+        """
+        ...
+
+    def commit(
+        self,
+        target: Any,
+        state: Any,
+        tokens: Int[Array, "B J"],
+        features: Float[Array, "B J FD"],
+        positions: Int[Array, "B J"],
+        lengths: Int[Array, " B"],
+        kept: Int[Array, " B"],
+        *,
+        row: Int[Array, ""] | int = 0,
+    ) -> Any:
+        """The state behind `kept` more committed positions: of a prompt's chunk, or accepted.
+
+        Args:
+            tokens, features, positions: of these positions, in order; what is not kept is arbitrary.
+            lengths: committed positions before.
+            row: first row of the state; the others follow.
+        """
+        ...
+
+
+class State(struct.PyTreeNode):
+    """Everything a decoding batch carries from step to step; donated to every program.
+
+    Attributes:
+        anchor: last committed token of each row. Its keys and values are not in the caches yet: it sits
+            at position `lengths`.
+        lengths: committed positions of each row, in the target's cache and the drafter's state alike.
+        remaining: tokens each row may still commit; 0 is an idle row, which may be waiting for more of its prompt.
+        stop_tokens: tokens that end a row, padded with -1.
+        sampling, penalties: settings of each row.
+        history: tokens of each row up to its anchor, which penalties look at.
+        scored: rows that want log-probabilities.
+        target_cache: holds exactly the positions before the anchor.
+        draft: what the drafter carries; None without one.
+    """
+
+    anchor: Int[Array, " B"]
+    lengths: Int[Array, " B"]
+    remaining: Int[Array, " B"]
+    stop_tokens: Int[Array, "B Q"]
+    sampling: Sampling
+    penalties: Penalties
+    history: History
+    scored: Bool[Array, " B"]
+    target_cache: Cache
+    draft: Any
+
+
+class RowSettings(NamedTuple):
+    """Settings of one row at admission; the fields are those of `State` without their row axis."""
+
+    max_new_tokens: Int[Array, ""]
+    stop_tokens: Int[Array, " Q"]
+    sampling: Sampling
+    penalties: Penalties
+    scored: Bool[Array, ""]
+
+
+def init_state(
+    target: TargetModel, drafter: DraftModel | None, rows: int, slots: int, stop_width: int, widest: int = 1
+) -> State:
+    """An idle batch of `rows` rows, each with room for `slots` committed tokens.
+
+    Args:
+        stop_width: stop tokens a row may have.
+        widest: the longest chunk of a prompt that will be committed at once.
+    """
+    return State(
+        anchor=jnp.zeros(rows, jnp.int32),
+        lengths=jnp.zeros(rows, jnp.int32),
+        remaining=jnp.zeros(rows, jnp.int32),
+        stop_tokens=jnp.full((rows, stop_width), -1, jnp.int32),
+        sampling=greedy_rows(rows),
+        penalties=no_penalties(rows),
+        history=empty_history(rows, slots),
+        scored=jnp.zeros(rows, jnp.bool_),
+        target_cache=target.init_cache(rows, slots, widest),
+        draft=None if drafter is None else drafter.init_state(rows, slots, widest),
+    )
+
+
+def begin_row(state: State, row: Int[Array, ""]) -> State:
+    """The state with an idle row made ready for a new sequence."""
+    return state.replace(
+        lengths=state.lengths.at[row].set(0),
+        target_cache=state.target_cache.begin(row),
+        draft=None if state.draft is None else state.draft.begin(row),
+    )
+
+
+def without_idle_rows(state: State) -> State:
+    """The state as a step sees it: idle rows have no length and neutral settings, lest they count where a step costs
+    the longest row, or what any row asks for."""
+    busy = state.remaining > 0
+    only = lambda x, idle: jnp.where(busy, x, idle)
+    return state.replace(
+        lengths=only(state.lengths, 0),
+        sampling=state.sampling.replace(temperature=only(state.sampling.temperature, 0.0)),
+        penalties=jax.tree.map(only, state.penalties, no_penalties(busy.shape[0])),
+        scored=state.scored & busy,
+    )

@@ -1,0 +1,50 @@
+"""Which token ids a checkpoint's tokenizer can turn into text."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+
+def decodable_tokens(directory: Path, vocab_size: int) -> Bool[Array, " V"] | None:
+    """Ids that stand in the tokenizer's vocabulary; None where all do, or where there is no tokenizer.
+
+    Embedding tables are often larger than the vocabulary, by rows that nobody trained.
+
+    Raises:
+        ValueError: the tokenizer files cannot be read.
+    """
+    ids = _token_ids(directory)
+    if ids is None:
+        return None
+    known = np.zeros(vocab_size, bool)
+    known[[i for i in ids if 0 <= i < vocab_size]] = True
+    return None if known.all() else jnp.asarray(known)
+
+
+def _token_ids(directory: Path) -> set[int] | None:
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        # Read as it is: to build a tokenizer takes seconds.
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            vocabulary, added = raw["model"]["vocab"], raw.get("added_tokens") or []
+            listed = enumerate(vocabulary) if isinstance(vocabulary, list) else ((i, t) for t, i in vocabulary.items())
+            return {i for i, _ in listed} | {token["id"] for token in added} | _added(directory)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no tokenizer description: {error!r:.100}") from error
+    if (directory / "tokenizer.model").is_file() or (directory / "vocab.json").is_file():
+        from dflash_jax.infer.text import Text
+
+        return Text(str(directory)).used_tokens
+    return None
+
+
+def _added(directory: Path) -> set[int]:
+    """Tokens that only `tokenizer_config.json` adds."""
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return set()
+    return set(map(int, json.loads(path.read_text(encoding="utf-8")).get("added_tokens_decoder") or {}))

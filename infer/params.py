@@ -1,0 +1,80 @@
+"""How a request wants its tokens chosen: one value, from the command line or the input line to the device."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.decoding.penalties import Penalties, check_penalties
+from dflash_jax.decoding.sampling import Sampling, check_sampling, request_key
+from dflash_jax.decoding.state import RowSettings
+
+STOP_WIDTH = 8  # stop tokens a row can hold
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed outside 63 bits."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must lie in 0..2**63 - 1, got {seed}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Settings of one request. None of them is changed by speculation.
+
+    Attributes:
+        max_new_tokens: at most this many are generated, fewer if the engine's `max_length` is reached.
+        temperature, top_p, top_k, min_p: see `decoding.sampling.Sampling`.
+        repetition_penalty, presence_penalty, frequency_penalty: see `decoding.penalties.Penalties`.
+        seed: of this request; None derives its noise from the engine's seed and the request's id.
+        logprobs: how many of the likeliest tokens to return the log-probabilities of, besides the chosen one's, at
+            most the engine's `logprobs`; None returns none.
+        stop_token_ids: tokens that end the answer; the one that does is its last token.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """Raises ValueError for a setting out of range."""
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.seed is not None:
+            check_seed(self.seed)
+        check_sampling(self.temperature, self.top_p, self.top_k, self.min_p)
+        check_penalties(self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        if len(self.stop_token_ids) > STOP_WIDTH:
+            raise ValueError(f"at most {STOP_WIDTH} stop tokens, got {len(self.stop_token_ids)}")
+
+    def on_device(self, request_id: str, sample: int, engine_seed: int, budget: int) -> RowSettings:
+        """Settings of a row: those of the request named `request_id`, of which this is answer number `sample` and may
+        have `budget` tokens; `engine_seed` is the noise of requests without a seed of their own."""
+        stops = np.full(STOP_WIDTH, -1, np.int32)
+        stops[: len(self.stop_token_ids)] = self.stop_token_ids
+        sampling = Sampling(
+            np.float32(self.temperature),
+            np.int32(self.top_k),
+            np.maximum(np.float32(self.top_p), np.finfo(np.float32).tiny),
+            np.float32(self.min_p),
+            request_key(self.seed, engine_seed, request_id, sample),
+        )
+        penalties = Penalties(
+            np.float32(self.repetition_penalty),
+            np.float32(self.presence_penalty),
+            np.float32(self.frequency_penalty),
+        )
+        return RowSettings(np.int32(budget), stops, sampling, penalties, np.bool_(self.logprobs is not None))
+
+    def described(self) -> dict[str, Any]:
+        """What an answer depends on, as JSON has it; what only decides what is reported is left out."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "logprobs"}
+        return found | {"stop_token_ids": list(self.stop_token_ids)}
