@@ -43,3 +43,8 @@ def __getattr__(name: str):
     if name in _PUBLIC:
         return getattr(importlib.import_module(f"dflash_jax.{_PUBLIC[name]}"), name)
     raise AttributeError(f"module 'dflash_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Names not imported yet are there, too: for completion."""
+    return sorted({*globals(), *__all__})

@@ -24,6 +24,20 @@ _INERT = frozenset(
     eos_token_id pad_token_id id2label label2id problem_type return_dict return_dict_in_generate
     output_attentions output_hidden_states is_encoder_decoder chunk_size_feed_forward
     _attn_implementation _attn_implementation_autoset attn_implementation _commit_hash num_anchors loss_decay_gamma
+    pretraining_tp
+""".split()
+)
+
+# Fields of published configs that change nothing while they are off (false, 0 or empty) and may when they are on.
+# A field belongs here only if off is how a model without it runs: `norm_topk_prob` or `use_qk_norm` do not.
+_INERT_WHEN_OFF = frozenset(
+    """
+    quantization_config pruned_heads torchscript use_bfloat16 tf_legacy_loss is_decoder add_cross_attention
+    tie_encoder_decoder task_specific_params output_scores output_router_logits remove_invalid_values
+    do_sample early_stopping min_length no_repeat_ngram_size encoder_no_repeat_ngram_size diversity_penalty
+    hidden_dropout hidden_dropout_prob residual_dropout resid_pdrop embd_pdrop attn_pdrop embedding_dropout
+    num_experts num_local_experts num_experts_per_tok mlp_only_layers num_nextn_predict_layers
+    use_mrope
 """.split()
 )
 
@@ -174,20 +188,27 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return ids
 
 
-def check_fields(raw: Raw, known: Iterable[str], expected: Raw) -> None:
+def check_fields(raw: Raw, known: Iterable[str], expected: Raw, *, inert: Iterable[str] = ()) -> None:
     """Raises ValueError for values other than `expected` and for fields nobody reads.
 
-    An unknown field that is off (None, False, 0, empty) cannot change anything and passes.
+    A field that is null is not set. An unknown one that is off (False, 0, empty) may still change the model, since
+    being on may be its default; it passes only if it is known to be inert when off.
+
+    Args:
+        known: fields that somebody reads.
+        expected: the one value that each of these fields may have.
+        inert: fields of a family that change nothing while they are off.
     """
     for name, value in expected.items():
         if name in raw and raw[name] is not None and raw[name] != value:
             raise ValueError(f"config.json: {name} = {raw[name]!r} is not supported, expected {value!r}")
-    unknown = [k for k, v in raw.items() if v and k not in _INERT and k not in known and k not in expected]
+    read, inert = _INERT.union(known, expected), _INERT_WHEN_OFF.union(inert)
+    unknown = [k for k, v in raw.items() if v is not None and k not in read and (v or k not in inert)]
     if unknown:
         listed = ", ".join(f"{name} = {raw[name]!r}" for name in sorted(unknown))
         raise ValueError(
-            f"config.json has fields this model class does not know: {listed}. "
-            "They may change the model's output, so they are not ignored; remove them if they are inert."
+            f"config.json has fields this model class does not know: {listed}. They may change the model's output, "
+            "on or off, so they are not ignored; remove them if they are inert."
         )
 
 

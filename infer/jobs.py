@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.checkpoint.fingerprint import fingerprint
 from dflash_jax.files import write_text
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine import Engine
@@ -24,9 +25,13 @@ from dflash_jax.target import Target
 def job_settings(
     target: Target, text: Text, defaults: SamplingParams, seed: int, max_length: int | None
 ) -> dict[str, Any]:
-    """What the answers of a job depend on, besides its lines."""
+    """What the answers of a job depend on, besides its lines.
+
+    `target` is for people; its fingerprint is what must not change (None for a target that was made in memory).
+    """
     return {
         "target": target.directory,
+        "target_fingerprint": fingerprint(target.directory) if target.directory else None,
         "max_new_tokens": defaults.max_new_tokens,
         "temperature": defaults.temperature,
         "top_p": defaults.top_p,

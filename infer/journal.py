@@ -3,16 +3,84 @@
 import errno
 import fcntl
 import json
-import sys
+import logging
+import os
 import time
 from collections.abc import Callable, Hashable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.files import write_json
-
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PAUSE = 10.0  # seconds between attempts to write to a full disk
+FORMAT = 2  # of the settings file; one more when what answers depend on is noted in another way. The first had none
+REMEDY = "Continue it all the same with --force, or choose another output"
+
+_log = logging.getLogger("dflash_jax")
+
+
+def settings_path(output: Path) -> Path:
+    """Where the settings of an output are noted."""
+    return output.with_name(output.name + ".settings.json")
+
+
+def check_settings(output: Path, settings: dict[str, Any], remedy: str = REMEDY) -> None:
+    """Raises ValueError if an output was made with other settings, or nobody can tell; `remedy` is what to do.
+
+    A field `x` with a field `x_fingerprint` beside it is a name for people, and may differ.
+    """
+    path, settings = settings_path(output), json.loads(json.dumps(settings))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{output} exists without a readable {path.name} ({error}). {remedy}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, found {json.dumps(found):.60}. {remedy}")
+    if (version := found.pop("format", None)) != FORMAT:
+        version = "none" if version is None else repr(version)
+        raise ValueError(f"{path} must have the settings format {FORMAT}, found {version:.60}. {remedy}")
+    differ = []
+    for name in dict.fromkeys([*settings, *found]):
+        was, now = found.get(name), settings.get(name)
+        if was == now or f"{name}_fingerprint" in settings:
+            continue
+        if (label := name.removesuffix("_fingerprint")) != name:
+            was, now = (f"{side.get(label)} (fingerprint {side.get(name)!s:.12})" for side in (found, settings))
+            differ.append(f"{label} {was}, now {now}")
+        else:
+            differ.append(f"{name} {was!r:.60}, now {now!r:.60}")
+    if differ:
+        raise ValueError(f"{output} was made with other settings: {'; '.join(differ)}. {remedy}")
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Puts a new file in the place of whatever is there."""
+    beside = path.with_name(path.name + ".writing")
+    beside.write_bytes(data)
+    beside.replace(path)
+
+
+def open_locked(path: Path, *, wait: bool) -> FileIO:
+    """Opens a file to append to it and locks it until it is closed or the process ends.
+
+    Only the file that has the name now counts: one that was unlinked while we waited for it is opened anew, for its
+    lock keeps nobody out.
+
+    Raises:
+        BlockingIOError: another holds the lock, and we were not to wait.
+    """
+    while True:
+        file = path.open("ab", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            file.close()
+            raise
+        file.close()
 
 
 class Journal:
@@ -22,7 +90,8 @@ class Journal:
         path: the output; continued if it is there.
         settings: what the records depend on, written to `<name>.settings.json` beside it.
         key: identifies a record that was found; raises ValueError for one that does not belong here.
-        force: continue even if the settings differ.
+        force: continue even if the settings differ or cannot be read.
+        remedy: what to do about other settings, for the error's end.
 
     Attributes:
         done: keys of the records found.
@@ -40,40 +109,25 @@ class Journal:
         key: Callable[[dict[str, Any]], Hashable],
         *,
         force: bool = False,
+        remedy: str = REMEDY,
     ):
         self.path = Path(path)
         self.done: set[Hashable] = set()
         self.failed = 0
-        beside = self.path.with_name(self.path.name + ".settings.json")
-        self._file = self.path.open("ab", buffering=0)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.close()
+            self._file = open_locked(self.path, wait=False)
+        except BlockingIOError as error:
             raise ValueError(f"another process is writing {self.path}") from error
         try:
-            if self.path.stat().st_size:
+            if os.fstat(self._file.fileno()).st_size:
                 if not force:
-                    self._check_settings(beside, settings)
+                    check_settings(self.path, settings, remedy)
                 self._read(key)
-            write_json(beside, settings)
+            noted = json.dumps({"format": FORMAT} | settings, indent=2)
+            replace_file(settings_path(self.path), noted.encode() + b"\n")
         except BaseException:
             self._file.close()
             raise
-
-    def _check_settings(self, beside: Path, settings: dict[str, Any]) -> None:
-        settings = json.loads(json.dumps(settings))
-        try:
-            found = json.loads(beside.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{self.path} exists without a readable {beside.name}; remove it or choose another"
-            ) from error
-        if differ := [name for name in settings if found.get(name) != settings[name]]:
-            raise ValueError(
-                f"{self.path} was made with other settings: "
-                + "; ".join(f"{name} {found.get(name)!r:.60}, now {settings[name]!r:.60}" for name in differ)
-            )
 
     def _read(self, key: Callable[[dict[str, Any]], Hashable]) -> None:
         end = 0
@@ -105,10 +159,7 @@ class Journal:
                 if error.errno not in FULL:
                     raise
                 if not said:
-                    print(
-                        f"no space left for {self.path}; nothing is lost: the job goes on when there is",
-                        file=sys.stderr,
-                    )
+                    _log.warning("no space left for %s; nothing is lost: the job goes on when there is", self.path)
                 said = True
                 time.sleep(PAUSE)
 

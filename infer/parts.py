@@ -4,18 +4,17 @@ No process waits for another. Whoever finds every line answered merges the parts
 died has left, any later number of processes finishes.
 """
 
-import fcntl
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.files import write_text
+from dflash_jax.infer import journal
 from dflash_jax.infer.jobs import record_id
 from dflash_jax.infer.lines import Line
-
-SETTINGS = ".settings.json"
 
 
 def part_path(output: Path, process: int, processes: int) -> Path:
@@ -24,8 +23,9 @@ def part_path(output: Path, process: int, processes: int) -> Path:
 
 
 def found_parts(output: Path) -> list[Path]:
-    """Parts of this output that are there, of this number of processes or another."""
-    return sorted(path for path in output.parent.glob(output.name + ".part-*-of-*") if path.suffix != ".json")
+    """Parts of this output that are there, of this number of processes or another; not what is noted beside them."""
+    name = re.compile(re.escape(output.name) + r"\.part-\d+-of-\d+")
+    return sorted(path for path in output.parent.iterdir() if name.fullmatch(path.name))
 
 
 def answered(output: Path) -> dict[str, str]:
@@ -49,14 +49,11 @@ def answered(output: Path) -> dict[str, str]:
 
 
 def check_settings(output: Path, settings: dict[str, Any]) -> None:
-    """Raises ValueError if a part was made with other settings."""
-    settings = json.loads(json.dumps(settings))
-    for part in found_parts(output):
-        beside = part.with_name(part.name + SETTINGS)
-        found = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else None
-        if found is not None and found != settings:
-            differ = ", ".join(name for name in settings if found.get(name) != settings[name])
-            raise ValueError(f"{part} was made with other settings: {differ}")
+    """Raises ValueError if the output or a part was made with other settings, or nobody can tell."""
+    with _alone(output):
+        for path in (output, *found_parts(output)):
+            if path.exists() and path.stat().st_size:  # a process that begins has noted nothing yet
+                journal.check_settings(path, settings)
 
 
 def merge(output: Path, lines: Sequence[Line]) -> bool:
@@ -66,12 +63,13 @@ def merge(output: Path, lines: Sequence[Line]) -> bool:
         if any(str(line.id) not in records for line in lines):
             return False
         parts = found_parts(output)
+        noted = [path for path in map(journal.settings_path, parts) if path.exists()]
+        if noted:
+            journal.replace_file(journal.settings_path(output), noted[-1].read_bytes())
         write_text(output, "".join(records[str(line.id)] for line in lines))
         for part in parts:
-            beside = part.with_name(part.name + SETTINGS)
-            if beside.exists():
-                beside.replace(output.with_name(output.name + SETTINGS))
             part.unlink()
+            journal.settings_path(part).unlink(missing_ok=True)
     return True
 
 
@@ -79,7 +77,8 @@ def merge(output: Path, lines: Sequence[Line]) -> bool:
 def _alone(output: Path) -> Iterator[None]:
     """Only one process at a time; a lock ends with the process that holds it."""
     path = output.with_name(output.name + ".lock")
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    path.unlink(missing_ok=True)
+    with journal.open_locked(path, wait=True):
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # while we hold it: those who wait find it gone and begin anew

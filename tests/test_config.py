@@ -1,8 +1,10 @@
 """What a `config.json` means, and what is refused."""
 
+import json
+
 import pytest
 
-from dflash_jax.config import LayerConfig
+from dflash_jax.config import LayerConfig, check_fields
 from dflash_jax.drafters.config import drafter_config
 from dflash_jax.models import target_config
 from tests import tiny
@@ -48,7 +50,37 @@ def test_unsupported_targets_are_refused_by_name(change, named):
 
 
 def test_inert_and_switched_off_fields_pass():
-    target_config(tiny.target_config(use_cache=True, initializer_range=0.02, num_experts=0, some_new_flag=False))
+    plain = target_config(tiny.target_config())
+    inert = {"use_cache": True, "initializer_range": 0.02, "pretraining_tp": 1, "attention_dropout": 0.0}
+    off = {"num_experts": 0, "pruned_heads": {}, "torchscript": False, "mlp_only_layers": []}
+    null = {"some_new_flag": None, "quantization_config": None, "rope_scaling": None}
+    assert target_config(tiny.target_config(**inert, **off, **null)) == plain
+
+
+@pytest.mark.parametrize("name", ["norm_topk_prob", "rope_interleave", "use_qk_norm", "some_new_flag"])
+@pytest.mark.parametrize("off", [False, 0, "", [], {}])
+def test_unknown_fields_may_change_the_model_by_being_off(name, off):
+    """Their default may be on."""
+    for config in (target_config, drafter_config):
+        with pytest.raises(ValueError, match=f"{name} = .*on or off"):
+            config(tiny.drafter_config(**{name: off}))
+
+
+def test_families_name_fields_that_are_inert_when_off():
+    check_fields({"gate": False, "width": None}, (), {}, inert=["gate"])
+    with pytest.raises(ValueError, match="gate = True"):
+        check_fields({"gate": True}, (), {}, inert=["gate"])
+
+
+def test_what_transformers_writes_is_read(tmp_path):
+    from transformers import Qwen3Config
+
+    raw = tiny.target_config()
+    written = Qwen3Config(**raw)
+    written.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert target_config(written.to_dict()) == target_config(saved) == target_config(raw)
+    target_config(Qwen3Config().to_dict())
 
 
 def test_window_of_old_targets_starts_at_max_window_layers():

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import zstandard
 
 from dflash_jax import serve
 from dflash_jax.infer import journal
-from dflash_jax.infer.journal import Journal
+from dflash_jax.infer.journal import Journal, settings_path
 
 COMPARED = ("id", "token_ids", "text", "finish_reason", "usage", "turns")
 
@@ -90,6 +91,26 @@ def test_processes_share_a_job(pair, tmp_path, capsys):
     assert {path.name for path in tmp_path.glob("out.jsonl*")} == {"out.jsonl", "out.jsonl.settings.json"}
     for wrong in ("2/2", "1", "a/b"):
         assert shared(wrong) == 2
+
+
+def test_a_job_continues_with_a_copy_of_its_target_and_not_with_another(pair, tmp_path, capsys):
+    source, output = write(tmp_path / "in.jsonl", ROWS[:3]), tmp_path / "out.jsonl"
+    assert serve.main(command(pair, source, output)) == 0
+    whole, text = records(output), output.read_text().splitlines(keepends=True)
+    moved = shutil.copytree(pair, tmp_path / "moved")
+    output.write_text(text[0])
+    assert serve.main(command(moved, source, output)) == 0
+    assert records(output) == whole
+    weights = moved / "target" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x3c")
+    shared = [*command(moved, source, tmp_path / "parts.jsonl"), "--processes", "1/2"]
+    shutil.copy(output, tmp_path / "parts.jsonl.part-0-of-2")
+    shutil.copy(settings_path(output), tmp_path / "parts.jsonl.part-0-of-2.settings.json")
+    for refused in (command(moved, source, output), shared):
+        assert serve.main(refused) == 2
+        error = capsys.readouterr().err
+        assert f"made with other settings: target {moved / 'target'} (fingerprint " in error
+        assert "--force" in error
 
 
 def test_two_processes_never_write_one_output(pair, tmp_path, capsys):
@@ -273,7 +294,7 @@ def test_turns_are_a_conversation(pair, tmp_path):
     assert long["error"]["code"] == "prompt_too_long"
 
 
-def test_a_full_disk_pauses_the_job(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_pauses_the_job(tmp_path, monkeypatch, caplog):
     class Disk(io.RawIOBase):
         """Takes few bytes at a time, and is full now and then."""
 
@@ -295,7 +316,7 @@ def test_a_full_disk_pauses_the_job(tmp_path, monkeypatch, capsys):
     book.append({"id": 1, "text": "a long answer"})
     assert json.loads(disk.data) == {"id": 1, "text": "a long answer"}
     assert len(slept) >= 1
-    assert capsys.readouterr().err.count("no space left") == 1
+    assert caplog.text.count("no space left") == 1
 
     class Broken(io.RawIOBase):
         def write(self, data):

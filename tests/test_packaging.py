@@ -32,14 +32,30 @@ def test_links_and_no_stray_top_level_packages():
         assert not (ROOT / part / "__init__.py").exists()  # would shadow other people's packages
 
 
-def test_public_names_are_few_and_exist():
+def test_public_names_exist():
     import dflash_jax
 
-    assert len(dflash_jax.__all__) <= 12
     for name in dflash_jax.__all__:
         assert getattr(dflash_jax, name) is not None
     with pytest.raises(AttributeError, match="nonsense"):
         _ = dflash_jax.nonsense
+
+
+def test_completion_knows_names_before_they_are_imported():
+    code = (
+        "import sys, dflash_jax as d; print('jax' in sys.modules, set(d.__all__) - set(dir(d)), '__file__' in dir(d))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "set()", "True"]
+
+
+def test_metadata_is_what_the_tree_holds():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license-files"] == ["LICENSE"]
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert (ROOT / "dflash_jax" / "py.typed").is_file()
+    oldest = project["requires-python"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {oldest}" in project["classifiers"]
 
 
 @pytest.mark.slow
@@ -50,6 +66,8 @@ def test_wheel_installs_and_imports_elsewhere(tmp_path):
     files = zipfile.ZipFile(wheel).namelist()
     for file in (ROOT / "dflash_jax" / "pair").rglob("*.*"):
         assert str(file.relative_to(ROOT)) in files
+    assert "dflash_jax/py.typed" in files
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in files)
     names = {name.split("/")[0] for name in files}
     assert {name for name in names if not name.endswith(".dist-info")} == {"dflash_jax"}
     venv.create(tmp_path / "env", with_pip=True, system_site_packages=False)

@@ -288,7 +288,7 @@ def test_idle_rows_commit_nothing(target, drafter):
 
 
 def test_finished_rows_do_not_keep_attending(target, drafter):
-    """A step sees no length of an idle row: what its cache holds may be anything. Its length stays for its next chunk."""
+    """A step sees no length of an idle row, so its cache may hold anything; the length stays for the next chunk."""
     state, _ = start(target, drafter, PROMPTS)
     state = state.replace(remaining=state.remaining.at[1].set(0))
     spoilt = lambda x: x.at[1].set(jnp.nan) if x.ndim == 4 else x

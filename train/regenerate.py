@@ -24,7 +24,7 @@ def journal(output: Path, wanted: dict[str, Any], lines: Sequence[Line]) -> Jour
             raise ValueError(f"{output} answers other prompts than this input")
         return index
 
-    return Journal(output, wanted, key)
+    return Journal(output, wanted, key, remedy="Remove it, or choose another output")
 
 
 def answer_record(line: Line, turns: Sequence[Completion]) -> dict[str, Any]:

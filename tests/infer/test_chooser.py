@@ -4,37 +4,30 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine
-from dflash_jax.infer.chooser import TRY, Acceptance, BlockChooser, candidates, expected_tokens
+from dflash_jax.infer.chooser import TRY, Acceptance, Chooser, block_sizes, expected_tokens
 from tests import tiny
 
-COSTS = {0: 0.95, 1: 1.0, 4: 1.7, 8: 2.0, 16: 2.5}
+COSTS = {1: 1.0, 4: 1.7, 8: 2.0, 16: 2.5}
 LIFE = 12  # visits of a request
 
 
 def proposed(size):
-    return max(size - 1, 0)
+    return size - 1
 
 
 def simulate(rate_of, visits, seed=0, costs=COSTS, rows=1, pace=lambda visit: 1.0, believed=COSTS):
     """Tokens per second of `visits` visits with acceptance rate `rate_of(visit)`, steps taking `pace(visit)` times
-    their costs, which were measured as `believed` at first; and the sizes chosen. Requests that were not wanted are
-    never accepted anything of."""
-    rng, chooser = np.random.default_rng(seed), BlockChooser(believed, proposed)
+    their costs, which were measured as `believed` at first; and the sizes chosen."""
+    rng, chooser = np.random.default_rng(seed), Chooser(believed, proposed)
     tokens = seconds = 0.0
-    sizes, lapsed, known = [], set(), set()
+    sizes = []
     for visit in range(visits):
         requests = [(slot, (visit + slot) // LIFE) for slot in range(rows)]
-        for row in set(requests) - known:
-            if not chooser.wanted:
-                chooser.lapse(row)
-                lapsed.add(row)
-        known = set(requests)
         size = chooser.choose(requests)
         sizes.append(size)
-        lapsed |= set(requests) if size == 0 else set()
         seen, steps = {}, TRY if chooser.trying else 16
         for row in requests:
-            right = rng.random((steps, proposed(size))) < (0 if row in lapsed else rate_of(visit))
+            right = rng.random((steps, proposed(size))) < rate_of(visit)
             seen[row] = (1 + np.cumprod(right, axis=1).sum(axis=1)).astype(int).tolist()
             tokens += sum(seen[row])
         took = steps * costs[size] * pace(visit) * rng.uniform(0.97, 1.03)
@@ -50,9 +43,9 @@ def test_expected_tokens():
     for committed in (1, 1, 2, 4):
         seen.observe(3, committed)
     assert seen.rates([0.0] * 3, 1e-9) == pytest.approx([0.5, 0.5, 1.0], abs=0.01)
-    assert candidates(16) == (1, 4, 8, 16)
-    assert candidates(10) == (1, 4, 8, 10)
-    assert candidates(3) == (1, 3)
+    assert block_sizes(16) == (1, 4, 8, 16)
+    assert block_sizes(10) == (1, 4, 8, 10)
+    assert block_sizes(3) == (1, 3)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.8, 0.95])
@@ -63,61 +56,34 @@ def test_it_is_near_the_best_fixed_size(rate, rows):
     assert speed > 0.95 * best
 
 
-def test_requests_are_wanted_where_speculation_pays():
-    chooser = BlockChooser(COSTS, proposed)
-    for visit in range(600):
-        size = chooser.choose([visit // LIFE])
-        chooser.observe(size, 16, 16 * COSTS[size], {visit // LIFE: [size] * 16})
-        assert chooser.wanted
-    assert size == 16
-
-
 def test_it_follows_a_change():
     _, sizes = simulate(lambda visit: 0.0 if visit < 200 else 0.95, 600)
-    assert set(sizes[100:190]) <= {0, 4}
+    assert set(sizes[100:190]) <= {1, 4}
+    assert sizes[100:190].count(4) < 5
     assert sizes[400:].count(16) > 190  # and a try now and then
     _, sizes = simulate(lambda visit: 0.95 if visit < 200 else 0.0, 600)
     assert sizes[150:200].count(16) > 47
-    assert sizes[300:350].count(0) + sizes[300:350].count(1) > 40  # a new request is expected to be like the last
-    assert sizes[450:].count(0) > 145
+    assert sizes[300:350].count(1) > 40  # a new request is expected to be like the last
+    assert sizes[450:].count(1) > 145
 
 
-def test_the_draft_cache_is_given_up_where_it_never_pays():
+def test_it_is_nearly_as_fast_as_plain_decoding_where_speculation_never_pays():
     speed, sizes = simulate(lambda visit: 0.1, 1000)
-    assert set(sizes[100:]) <= {0, 4}
+    assert set(sizes[100:]) <= {1, 4}
     assert 2 <= sizes[100:].count(4) <= 20
-    assert speed > 0.98 / COSTS[0]
-    chooser = BlockChooser(COSTS, proposed)  # a single request is not tried again once it has lapsed
-    for _ in range(500):
-        size = chooser.choose([0])
-        chooser.observe(size, 16, 16 * COSTS[size], {0: [1] * 16})
-        if size == 0:
-            break
-    assert size == 0
-    for _ in range(500):
-        chooser.observe(0, 16, 16 * COSTS[0], {0: [1] * 16})
-        assert chooser.choose([0]) == 0
-    assert chooser.wanted
-    assert chooser.choose([1]) == 4
-    chooser.observe(4, TRY, TRY * COSTS[4], {1: [1] * TRY})
-    assert not chooser.wanted  # nor need its prompt be read into the draft cache, until the next try is due
-    chooser.lapse(2)
-    while not chooser.wanted:
-        chooser.observe(0, 16, 16 * COSTS[0], {2: [1] * 16})
-        assert chooser.choose([2]) == 0
-    assert chooser.choose([2, 3]) == 4
+    assert speed > 0.98
 
 
 def test_the_pace_of_the_machine_changes_no_choice():
     """What is measured while other work slows the machine is not held against the size in use."""
     pace = lambda visit: 3.0 if visit // 20 % 2 else 1.0
     _, sizes = simulate(lambda visit: 0.1, 400, pace=pace)
-    assert sizes[20:].count(0) + sizes[20:].count(1) > 0.95 * len(sizes[20:])
+    assert sizes[20:].count(1) > 0.95 * len(sizes[20:])
     _, sizes = simulate(lambda visit: 0.95, 400, pace=pace)
     assert sizes[20:].count(16) > 0.95 * len(sizes[20:])
 
 
-@pytest.mark.parametrize("believed", [COSTS | {4: 1.1}, COSTS | {8: 1.3, 16: 1.6}, COSTS | {0: 1.5, 1: 1.5}])
+@pytest.mark.parametrize("believed", [COSTS | {4: 1.1}, COSTS | {8: 1.3, 16: 1.6}, COSTS | {1: 1.5}])
 def test_wrong_first_measurements_are_mended(believed):
     """Speculation that seems to pay, and does not."""
     speed, sizes = simulate(lambda visit: 0.35, 300, believed=believed)
@@ -133,7 +99,7 @@ def test_a_hiccup_changes_no_choice():
 
 
 def test_a_slow_step_is_noticed():
-    chooser = BlockChooser(COSTS, proposed)
+    chooser = Chooser(COSTS, proposed)
     for _ in range(60):
         size = chooser.choose([0])
         chooser.observe(size, 16, 16 * (9.0 if size == 16 else COSTS[size]), {0: [size] * 16})
@@ -141,16 +107,15 @@ def test_a_slow_step_is_noticed():
     assert sum(chooser.used.values()) == 60 * 16
 
 
-def test_the_choice_never_changes_the_answers(target, drafter, monkeypatch):
+def test_the_choice_never_changes_the_answers(target, drafter):
     requests = [tiny.ask([i + 1, 5, 9], 40, temperature=0.4 * (i % 2), id=str(i)) for i in range(5)]
     expected = [done.token_ids for done in Engine(target, None, max_length=64).generate(requests)]
     engine = Engine(target, drafter, slots=2, max_length=64, block_size="auto", steps_per_visit=2)
     assert [done.token_ids for done in engine.generate(requests)] == expected
     assert engine.chooser is not None
-    assert set(engine.chooser.used) == {0, 1, 4, 8}
+    assert set(engine.chooser.used) == {1, 4, 8}
     rng = np.random.default_rng(0)
-    monkeypatch.setattr(BlockChooser, "wanted", property(lambda chooser: bool(rng.integers(2))))
-    for sizes in ((0,), (1,), (4,), (8,), (0, 1, 4, 8)):  # each of them and any order, whatever pays
+    for sizes in ((1,), (4,), (8,), (1, 4, 8)):  # each of them and any order, whatever pays
         engine.chooser.choose = lambda rows, sizes=sizes: list(rows) and int(rng.choice(sizes))
         assert [done.token_ids for done in engine.generate(requests)] == expected
     assert min(engine.chooser.used.values()) > 0

@@ -1,13 +1,10 @@
 """Prompts that begin alike: a copied chunk is the one that was computed, bit for bit."""
 
-import itertools
-
 import jax
 import numpy as np
 import pytest
 
 from dflash_jax import Engine, load_drafter
-from dflash_jax.infer.chooser import BlockChooser
 from dflash_jax.infer.prefixes import PrefixCache, chain, shared_chunks
 from tests import tiny
 
@@ -67,18 +64,16 @@ def test_penalties_see_a_copied_prompt(target):
 
 
 @pytest.mark.parametrize("kept", [4, pytest.param(0, marks=pytest.mark.slow)])
-def test_nothing_is_compiled_after_the_start(target, drafter, kept, monkeypatch):
+def test_nothing_is_compiled_after_the_start(target, drafter, kept):
     engine = Engine(target, drafter, slots=2, max_length=96, prefill_chunk=8, prefix_chunks=kept, block_size="auto")
     compiled = []
     listen = lambda event, _, fun_name="", **__: compiled.append(fun_name) if "backend_compile" in event else None
     jax.monitoring.register_event_duration_secs_listener(listen)
     engine.warm_up()
-    # A chunk of a prompt, four block sizes with 0, a row's end; copies to and fro, or a chunk without the drafter.
-    expected = {"prefill": 1 if kept else 2, "program": 4, "release": 1} | ({"keep": 1, "restore": 1} if kept else {})
+    # A chunk of a prompt, three block sizes, a row's beginning and end; copies to and fro.
+    expected = {"prefill": 1, "program": 3, "begin": 1, "release": 1} | ({"keep": 1, "restore": 1} if kept else {})
     assert {name: compiled.count(f"jit({name})") for name in expected} == expected
     assert engine.batch.programs == sum(expected.values())
-    turns = itertools.cycle([True, False])
-    monkeypatch.setattr(BlockChooser, "wanted", property(lambda chooser: next(turns)))
     compiled.clear()
     engine.generate(requests())
     assert not compiled
@@ -91,7 +86,7 @@ def test_the_chunk_unused_for_longest_makes_room(target):
     cache = PrefixCache(state, 2, 4)
     a, b, c = (chain([token] * 4, 4) for token in (1, 2, 3))
     for keys in (a, b, a, c):
-        cache.note(state, 0, 0, 4, keys)
+        cache.offer(state, 0, 0, 4, keys)
     assert [cache._find(keys[0]) is not None for keys in (a, b, c)] == [True, False, True]
 
 
