@@ -3,9 +3,10 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Hundreds of small programs are compiled and run once or twice: compile fast, not well.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true"
+# Hundreds of small programs are compiled and run once or twice: compile fast, not well, if .ci/run does not ask for it.
+if os.environ.get("DFLASH_TESTS_OPTIMISED") != "1":
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for the network
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -17,11 +18,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Shapes of every annotated call are checked. Not the modules that define pytrees or configs.
-with install_import_hook([f"dflash_jax.{name}" for name in ("kernels", "models")], "beartype.beartype"):
-    import dflash_jax.kernels.block_attention
-    import dflash_jax.models  # noqa: F401
+# Shapes and types of every annotated call of the package are checked, whenever a module is imported.
+install_import_hook("dflash_jax", "tests.checks.checked")
 
+import tests.checks  # noqa: F401
 from dflash_jax import cli, load_drafter, load_target
 from tests import tiny
 
