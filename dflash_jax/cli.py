@@ -221,7 +221,7 @@ def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> Any:
 
     terminal = sys.stderr.isatty()
     pause = 0.5 if terminal else LOG_PAUSE
-    rhythm = {"mininterval": pause, "maxinterval": max(pause, 10.0)}
+    rhythm: dict[str, Any] = {"mininterval": pause, "maxinterval": max(pause, 10.0)}
     return tqdm(total=total, unit=unit, file=sys.stderr, disable=not (terminal or in_logs), **rhythm)
 
 

@@ -183,8 +183,8 @@ def compile_training(raws: tuple[Any, Any], mesh: Any, rows: int, length: int, a
     _, drafter = jax.eval_shape(lambda: random_pair(*raws, dtype=jnp.float32))
     state = jax.eval_shape(lambda drafter: init_state(drafter, config, 1000), drafter)
     target, drafter, state = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter, state))
-    ints = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    batch = Batch(ints, ints, jax.ShapeDtypeStruct((rows, length), bool))
+    zeros = partial(jnp.zeros, (rows, length))
+    batch = jax.eval_shape(lambda: Batch(zeros(jnp.int32), zeros(jnp.int32), zeros(bool)))
     batch = _placed(batch, jax.tree.map(lambda _: NamedSharding(mesh, sharding.P(ROWS)), batch))
     program = jax.jit(
         partial(train_step, config, 1000), donate_argnums=2, out_shardings=(sharding.shardings(state, mesh), None)
@@ -229,9 +229,10 @@ def collectives(text: str) -> list[dict[str, Any]]:
     for result, kind, rest in re.findall(rf"= (\S.*?) ({_COLLECTIVES})(?:-start)?\((.*)", text):
         channel = re.search(r"channel_id=\d+", rest)
         plain = re.sub(r"\{[^}]*\}", "", result)
-        if channel and (same := (kind, plain, channel[0])) in begun:
-            continue
-        begun |= {same} if channel else set()
+        if channel:
+            if (kind, plain, channel[0]) in begun:
+                continue
+            begun.add((kind, plain, channel[0]))
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", plain)
         if "(" in result and len(shapes) % 2 == 0 and f"{kind}-start(" in text:
             shapes = shapes[len(shapes) // 2 :]  # operands, then results

@@ -313,7 +313,7 @@ class Engine:
         if self.chooser:
             seen = {}
             for slot, row in enumerate(self._rows):
-                if row in advanced:
+                if row is not None and row in advanced:
                     taken = counts[counts[:, slot] > 0, slot].tolist()
                     # What cut a finished row's last step was its end, not a wrong proposal.
                     seen[row.ticket] = taken[:-1] if row.completion.finish_reason else taken

@@ -61,20 +61,26 @@ class SamplingParams:
         stops = np.full(STOP_WIDTH, -1, np.int32)
         stops[: len(self.stop_token_ids)] = self.stop_token_ids
         sampling = Sampling(
-            np.float32(self.temperature),
-            np.int32(self.top_k),
-            np.maximum(np.float32(self.top_p), np.finfo(np.float32).tiny),
-            np.float32(self.min_p),
+            _host(self.temperature, np.float32),
+            _host(self.top_k, np.int32),
+            _host(max(self.top_p, float(np.finfo(np.float32).tiny)), np.float32),
+            _host(self.min_p, np.float32),
             request_key(self.seed, engine_seed, request_id, sample),
         )
         penalties = Penalties(
-            np.float32(self.repetition_penalty),
-            np.float32(self.presence_penalty),
-            np.float32(self.frequency_penalty),
+            _host(self.repetition_penalty, np.float32),
+            _host(self.presence_penalty, np.float32),
+            _host(self.frequency_penalty, np.float32),
         )
-        return RowSettings(np.int32(budget), stops, sampling, penalties, np.bool_(self.logprobs is not None))
+        scored = _host(self.logprobs is not None, np.bool_)
+        return RowSettings(_host(budget, np.int32), _host(stops, np.int32), sampling, penalties, scored)
 
     def described(self) -> dict[str, Any]:
         """What an answer depends on, as JSON has it; what only decides what is reported is left out."""
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "logprobs"}
         return found | {"stop_token_ids": list(self.stop_token_ids)}
+
+
+def _host(value: float | np.ndarray, dtype: type[np.generic]) -> Any:
+    """An array on the host in the place of one on the device: the program that takes it brings it there."""
+    return np.asarray(value, dtype)

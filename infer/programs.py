@@ -53,7 +53,7 @@ def _decode_program(speculative: bool) -> Callable:
     return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=options)
 
 
-BLOCK_OPTIONS = {
+BLOCK_OPTIONS: dict[str, dict[str, str | bool]] = {
     # XLA hands products to YNNPACK. For one row that is the fastest way; for a block of 16 the older Eigen path takes a
     # quarter less time (benchmarks.md).
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""},
@@ -63,7 +63,7 @@ BLOCK_OPTIONS = {
 
 
 @cache
-def block_compiler_options() -> dict[str, str] | None:
+def block_compiler_options() -> dict[str, str | bool] | None:
     """Compiler options of programs that multiply blocks of rows; None where there are none, or this XLA knows none."""
     options = BLOCK_OPTIONS.get(jax.default_backend())
     if options is None:

@@ -72,7 +72,7 @@ def replay(
     sequence = np.asarray([*prompt, *tokens], np.int32)
     inputs, labels = sequence[:-1], sequence[1:]
     room = -(-len(sequence) // 256) * 256
-    history = History(np.pad(sequence, (0, room - len(sequence)))[None], np.int32([len(prompt)]))
+    history = History(jnp.asarray(np.pad(sequence, (0, room - len(sequence)))[None]), jnp.asarray([len(prompt)]))
     with entered(target.mesh):
         cache, gaps, start, end = target.init_cache(1, room), [], 0, 0
         while start < len(inputs):
@@ -80,7 +80,7 @@ def replay(
             end = min(start + chunk, len(prompt) - 1 if start < len(prompt) - 1 else len(inputs))
             pad = (0, chunk - (end - start))
             piece = np.pad(inputs[start:end], pad)[None], np.pad(labels[start:end], pad)[None]
-            count, length = np.int32([end - start]), np.int32([start])
+            count, length = np.array([end - start], np.int32), np.array([start], np.int32)
             cache, gap = _gaps(target, cache, length, *piece, count, sampling, penalties, history)
             gaps.append(np.asarray(gap)[0, : end - start])
             start = end

@@ -190,7 +190,8 @@ class Run:
         contents = self._packing.contents(step)
         rows = self._packing.rows(contents)
         features, hidden = self._features.rows(contents, self.config.length) if self._features else (None, None)
-        place = jnp.asarray if self.mesh is None else lambda x: spread(x, NamedSharding(self.mesh, P(ROWS)))
+        sharding = None if self.mesh is None else NamedSharding(self.mesh, P(ROWS))
+        place = lambda x: jnp.asarray(x) if sharding is None else spread(x, sharding)
         return Batch(*(None if x is None else place(x) for x in (*rows, features, hidden)))  # type: ignore
 
     def _on_mesh(self) -> Any:

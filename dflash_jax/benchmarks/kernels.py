@@ -31,7 +31,7 @@ TAU = 6.49  # the paper's average on Qwen3-8B
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dflash_jax.benchmarks.kernels", description=__doc__.splitlines()[0]
+        prog="python -m dflash_jax.benchmarks.kernels", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--only", choices=("attention", "step"), help="one part (default: both)")
     parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192], help="tokens (default 1024 8192)")
@@ -90,6 +90,7 @@ def attention(batch: int, context: int, dtype: str, loops: int, ceiling: float |
 
     from dflash_jax.cache import KV
     from dflash_jax.kernels.block_attention import attend
+    from dflash_jax.kernels.dispatch import PREFERRED
     from dflash_jax.kernels.shapes import SHAPES
 
     backend = jax.default_backend()
@@ -110,7 +111,7 @@ def attention(batch: int, context: int, dtype: str, loops: int, ceiling: float |
             softcap=shape.softcap,
             sinks=sinks,
         )
-        for implementation in ("xla", *(() if backend == "cpu" else (backend,))):
+        for implementation in ("xla", *((PREFERRED[backend],) if backend in PREFERRED else ())):
             try:
                 once = partial(call, implementation=implementation)
                 seconds = looped(once, q, positions, k, v, cache, lengths, loops=loops)
@@ -149,16 +150,17 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
 
     target, drafter = random_pair(*PAIRS[pair], jnp.dtype(dtype))
     length = -(-(context + 64) // 128) * 128
-    engines = [Engine(target, d, slots=batch, max_length=length) for d in (None, drafter)]
-    times = StepTimes(*engines, context, loops)
-    sampled = StepTimes(*engines, context, loops, temperature=1.0)
+    plain, speculative = (Engine(target, d, slots=batch, max_length=length) for d in (None, drafter))
+    times = StepTimes(plain, speculative, context, loops)
+    sampled = StepTimes(plain, speculative, context, loops, temperature=1.0)
     for _ in range(5):
         times.sample()
         sampled.sample()
     seconds = times.seconds()
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     c = target.config
-    cache = 2 * batch * context * c.num_key_value_heads * c.head_dim * len(c.layers) * target.dtype.itemsize
+    values = sum(layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in c.layers)
+    cache = 2 * batch * context * values * target.dtype.itemsize
     # The embedding is not read as a whole, but for a tied head.
     weights = size(target.params) - (0 if c.tie_word_embeddings else size(target.params["embed_tokens"]))
     ratio = seconds["speculative"] / seconds["autoregressive"]

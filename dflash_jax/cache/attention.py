@@ -82,8 +82,8 @@ class KV(struct.PyTreeNode):
     ) -> Float[Array, "B T N Hv"]:
         """The same for `per_row` blocks to each row, differentiable; see `kernels.anchored_attention`."""
         fold = lambda x: x.reshape(-1, per_row, *x.shape[1:])
-        blocks = map(fold, (q, fresh.k, fresh.v))
-        out = attend_anchored(*blocks, self.k, self.v, fold(anchors), fold(starts), **settings)
+        q_folded, k, v = map(fold, (q, fresh.k, fresh.v))
+        out = attend_anchored(q_folded, k, v, self.k, self.v, fold(anchors), fold(starts), **settings)
         return out.reshape(q.shape[0], *out.shape[2:])
 
     def begin(self, row: Int[Array, ""]) -> "KV":

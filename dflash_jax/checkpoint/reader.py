@@ -97,7 +97,7 @@ def load(
         if sharding is None:
             params[path] = jax.device_put(assemble(reader, leaf, (slice(None),) * len(leaf.shape), kind))
         else:
-            read = partial(assemble, reader, leaf, dtype=kind)
+            read = partial(_shard, reader, leaf, kind)
             params[path] = jax.block_until_ready(jax.make_array_from_callback(leaf.shape, sharding, read))
     return nested(params, table)
 
@@ -120,6 +120,11 @@ def flat(params: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[path] = value
     return out
+
+
+def _shard(reader: Reader, leaf: Leaf, dtype: Any, index: tuple[slice, ...] | None) -> np.ndarray:
+    """`assemble` of what jax asks for; None is all of it."""
+    return assemble(reader, leaf, (slice(None),) * len(leaf.shape) if index is None else index, dtype)
 
 
 def assemble(reader: Reader, leaf: Leaf, index: tuple[slice, ...], dtype: Any) -> np.ndarray:

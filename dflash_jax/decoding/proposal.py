@@ -72,7 +72,7 @@ class Accepted(NamedTuple):
 
     tokens: Int[Array, "B J"]
     path: Int[Array, "B J"] | None
-    count: Int[Array, " B"]
+    count: Int[Array, " B"]  # pyright: ignore[reportIncompatibleMethodOverride] (a tuple's, which nobody calls)
 
 
 def make_block(anchor: Int[Array, " B"], proposal: Proposal) -> Block:

@@ -171,9 +171,8 @@ def make_round(
         drafter: None decodes plainly, one token a step.
         block_size: see `DraftModel.propose`; 0 proposes nothing, but keeps the drafter's state up to date.
     """
-    speculates = drafter is not None and block_size > 0 and drafter.depth(block_size) > 0
     depth, propose = 0, nothing
-    if speculates:
+    if drafter is not None and block_size > 0 and drafter.depth(block_size) > 0:
         depth, propose = drafter.depth(block_size), proposing(target, drafter, block_size, proposals)
     return Round(choosing(target, depth), propose, verifying(target, drafter), committing(target, drafter))
 
