@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dflash_jax.decoding.choice import Proposals
-from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.decoding.state import DraftModel
 from dflash_jax.infer.chooser import TRY, Chooser, block_sizes
 from dflash_jax.infer.params import check_seed
 from dflash_jax.infer.requests import Completion, Request, RequestError
@@ -91,7 +91,7 @@ class Engine:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, config: EngineConfig | None = None, **settings: Any
+        self, target: Target, drafter: DraftModel | None = None, config: EngineConfig | None = None, **settings: Any
     ):
         config = replace(config or EngineConfig(), **settings)
         most = target.config.vocab_size
@@ -321,7 +321,7 @@ class Engine:
         return advanced
 
 
-def check_block_size(drafter: Drafter, block_size: int | None) -> int:
+def check_block_size(drafter: DraftModel, block_size: int | None) -> int:
     """Returns the block size to use; raises ValueError if it is not one the checkpoint was trained for."""
     largest = drafter.config.block_size
     if block_size is None:
