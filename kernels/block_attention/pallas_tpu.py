@@ -23,7 +23,7 @@ FEW_ROWS = 128  # of which the loop over heads is unrolled
 MASKED = -1e30  # finite: infinities would turn into NaN where a query sees nothing of a chunk
 
 
-def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
+def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
     """Why these shapes are not served, or None."""
     for size in (q.shape[-1], v.shape[-1]):
         if size not in HEAD_DIMS:
@@ -37,13 +37,13 @@ def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: F
 
 def attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T Hv"],
+    k: Float[Array, "B K F H"],
+    v: Float[Array, "B K F Hv"],
     cache_k: Float[Array, "R K S H"],
     cache_v: Float[Array, "R K S Hv"],
     lengths: Int[Array, " B"],
     low: Int[Array, "B T"] | None,
-    mask: Bool[Array, "#B T T"],
+    mask: Bool[Array, "#B T F"],
     scale: float,
     softcap: float | None,
     sinks: Float[Array, " N"] | None,
@@ -51,7 +51,7 @@ def attend(
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block."""
     B, T, N, H = q.shape
-    K, S, Hv = *cache_k.shape[1:3], v.shape[-1]
+    K, S, F, Hv = *cache_k.shape[1:3], *v.shape[2:]
     G = N // K
     heads = _heads(B, K)
     tile = T if T * G <= ROWS else max(1, ROWS // G)  # positions of a tile of queries
@@ -66,9 +66,9 @@ def attend(
 
     # XLA lays out an array of narrower heads with the slots along the lanes. To ask for any other is to copy it.
     turned_k, turned_v = H < LANES, Hv < LANES
-    wide = max(T, 8)  # a product with a single column is no matrix product
-    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wide - T), (0, 0))) for x in (k, v))
-    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, wide - T)))
+    wide = max(F, 8)  # a product with a single column is no matrix product
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wide - F), (0, 0))) for x in (k, v))
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, wide - F)))
 
     per_query = lambda x: jnp.repeat(fold(x[:, :, None]), G, axis=2).reshape(x.shape[0], tiles, rows, x.shape[-1])
     queries = fold((q * scale).astype(q.dtype)).reshape(B, tiles, K, rows, H)

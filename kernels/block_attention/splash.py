@@ -12,10 +12,12 @@ LANES = 128
 TILES = (512, 256, 128)  # queries and keys of a grid step
 
 
-def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: Float[Array, "R K 0 H"]) -> str | None:
+def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R K 0 H"]) -> str | None:
     """Why these shapes are not served, or None."""
     if q.dtype not in (jnp.float32, jnp.bfloat16) or q.dtype != v.dtype:
         return f"queries in {q.dtype}, values in {v.dtype}; it serves float32 and bfloat16"
+    if q.shape[1] != v.shape[2]:
+        return f"{q.shape[1]} queries and {v.shape[2]} keys; it serves as many of one as of the other"
     if q.shape[1] % LANES:
         return f"{q.shape[1]} positions; it serves multiples of {LANES}"
     if q.shape[-1] % LANES or v.shape[-1] % LANES:
