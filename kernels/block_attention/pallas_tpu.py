@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
+from ..products import precision
+
 HEAD_DIMS = (64, 128, 256)
 LANES = 128
 STEP_BYTES = 1 << 20  # keys and values a grid step reads; much less, and the step's fixed cost shows
@@ -71,7 +73,7 @@ def attend(
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, wide - F)))
 
     per_query = lambda x: jnp.repeat(fold(x[:, :, None]), G, axis=2).reshape(x.shape[0], tiles, rows, x.shape[-1])
-    queries = fold((q * scale).astype(q.dtype)).reshape(B, tiles, K, rows, H)
+    queries = fold(q).reshape(B, tiles, K, rows, H)
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
     first, count = _span(bounds, lengths, S, chunk)
     sink = jnp.full((K, G), MASKED) if sinks is None else sinks.astype(jnp.float32).reshape(K, G)
@@ -99,7 +101,7 @@ def attend(
     ]
     scratch = [pltpu.VMEM((heads, rows, width), jnp.float32) for width in (1, 1, Hv)]
     out = pl.pallas_call(
-        partial(_kernel, slots=S, turned_k=turned_k, turned_v=turned_v, softcap=softcap),
+        partial(_kernel, slots=S, turned_k=turned_k, turned_v=turned_v, scale=scale, softcap=softcap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(B, K // heads, tiles, jnp.maximum(jnp.max(count), 1)),
@@ -130,12 +132,11 @@ def attend(
     return out[:, :T]
 
 
-def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, softcap: float | None):
+def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, scale: float, softcap: float | None):
     """One chunk of slots of one row of the batch: see the module. All rows of `q[h]` share key-value head h."""
     lengths, first, count, _, q, low, mask, sink, k, v, cache_k, cache_v, out, top, total, acc = refs
     b, i, heads = pl.program_id(0), pl.program_id(3), cache_k.shape[0]
     chunk = cache_k.shape[2 if turned_k else 1]
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     def each_head(do):
         # Unrolled, one head's products overlap another's exponentials; of large tiles that takes long to compile.
@@ -144,11 +145,13 @@ def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, softcap: float | 
     def dot(x, y, turned):
         """x @ y, or x @ y.T where y is turned."""
         dims = ((1,), (1 if turned else 0,)), ((), ())
-        return jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+        return jax.lax.dot_general(x, y, dims, precision=precision(x), preferred_element_type=jnp.float32)
 
     def visit(h, scores, values, turned, seen):
         """One step of the online softmax of head h, over scores and visibility [rows, C] and C values."""
-        s = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        s = scores * scale
+        if softcap is not None:
+            s = softcap * jnp.tanh(s / softcap)
         s = jnp.where(seen, s, MASKED)
         higher = jnp.maximum(top[h], jnp.max(s, axis=-1, keepdims=True))
         p, keep = jnp.where(seen, jnp.exp(s - higher), 0.0), jnp.exp(top[h] - higher)

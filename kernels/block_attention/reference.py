@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..products import product
+
 # Slots read per iteration: a loop over chunks costs the longest row, not the allocation.
 CHUNK = 128
 MOST_SCORES = 1 << 27  # held at once
@@ -44,7 +46,7 @@ def attend(
         return jnp.moveaxis(jax.lax.map(one, (parts, sink)), 0, 2).reshape(B, T, N, Hv)
     chunk = min(CHUNK, S)
     rows = N // K * T  # queries of one key-value head, group by group
-    q = (q * scale).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, rows, H)
+    q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, rows, H)
 
     def read(i: Int[Array, ""] | int) -> tuple[Array, Array, Array]:
         """Keys, values and visibility [B, T, chunk] of the i-th chunk of slots."""
@@ -62,13 +64,13 @@ def attend(
         return keys, values, seen
 
     def scores(keys: Float[Array, "B K C H"], seen: Bool[Array, "B T C"]) -> Float[Array, "B K rows C"]:
-        s = jnp.einsum("bkrh,bkch->bkrc", q, keys, preferred_element_type=jnp.float32)
+        s = product("bkrh,bkch->bkrc", q, keys) * scale  # of float32 scores: a scaled query would be rounded again
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
         return jnp.where(jnp.tile(seen, (1, N // K, 1))[:, None], s, MASKED)
 
     def weigh(p: Float[Array, "B K rows C"], values: Float[Array, "B K C Hv"]) -> Float[Array, "B K rows Hv"]:
-        return jnp.einsum("bkrc,bkch->bkrh", p.astype(q.dtype), values, preferred_element_type=jnp.float32)
+        return product("bkrc,bkch->bkrh", p.astype(q.dtype), values)
 
     keys, values, seen = read(0)
     mask = jnp.broadcast_to(mask, (B, T, F))

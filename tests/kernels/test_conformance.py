@@ -71,10 +71,11 @@ def dense(shape: Shape, q, k, v, cache_k, cache_v, positions, lengths, sinks, ma
     return np.einsum("bnts,bnsh->btnh", p / p.sum(axis=-1, keepdims=True), values)
 
 
-def check(implementation, shape, lengths, *, dtype=None, mask=None, seed=0, values=None, fresh=None):
+def check(implementation, shape, lengths, *, dtype=None, mask=None, seed=0, values=None, fresh=None, loud=1):
     dtype = dtype or exact(implementation)
     T, F = shape.T, fresh or shape.T
     *arrays, positions, count, sinks = draw(shape, lengths, SLOTS, dtype, seed, values, F)
+    arrays[0] = arrays[0] * loud
     q, k, v, cache_k, cache_v = arrays
     own = mask if mask is not None else np.tril(np.ones((T, F), bool), F - T) if shape.causal else np.ones((T, F), bool)
     expected = dense(shape, *arrays, positions, count, sinks, np.broadcast_to(own, (len(lengths), T, F)))
@@ -139,6 +140,12 @@ def test_blocks_of_any_width(implementation):
 @pytest.mark.parametrize("implementation", INTERPRETED)
 def test_bfloat16(implementation):
     check(implementation, small(SHAPES["qwen3-8b verify"]), [200, 129], dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+def test_scores_are_scaled_in_float32(implementation):
+    """Scaled in bfloat16, queries this loud would give scores that are wrong by tenths."""
+    check(implementation, small(SHAPES["qwen3-8b verify"]), [200, 129], dtype=jnp.bfloat16, loud=20)
 
 
 TREE = np.tril(np.random.default_rng(3).random((2, 10, 10)) < 0.4) | np.eye(10, dtype=bool)
