@@ -13,6 +13,15 @@ from ..dispatch import Name, choose
 from . import pallas_tpu, reference
 
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu}
+TILE = 128  # slots that lie side by side in a TPU's memory
+
+
+def room(slots: int, widest: int) -> int:
+    """The number of slots, `slots` or a few more, for which every implementation writes blocks of up to `widest`
+    positions in place. That is whole tiles and whole windows of the widest chunk of a prompt; a small cache, which may
+    as well be copied, stays as it is."""
+    step = max(TILE, 1 << (widest - 1).bit_length())
+    return slots if slots <= TILE // 2 else -(-slots // step) * step
 
 
 def append(

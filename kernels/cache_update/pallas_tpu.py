@@ -110,8 +110,8 @@ def _turned(cache: Array) -> bool:
 
 
 def _window(cache: Array, block: Array) -> int:
-    least = LANES if _turned(cache) else SUBLANES
-    return -(-block.shape[2] // least) * least
+    """Slots of a window, no fewer than the block's: a power of two, so that one number of slots suits all widths."""
+    return max(LANES if _turned(cache) else SUBLANES, 1 << (block.shape[2] - 1).bit_length())
 
 
 def _place(length, j, window: int, slots: int, ring: bool):
