@@ -16,6 +16,7 @@ from dflash_jax.mesh import HEADS, ROWS, from_owner, local_row, on_each_device
 
 from ..dispatch import Name, choose
 from . import mosaic_gpu, pallas_tpu, reference, splash
+from .trial import Trial
 
 Visibility = Bool[Array, "T F"] | Bool[Array, "B T F"]  # row i sees column j: token trees
 
@@ -92,12 +93,15 @@ def attend(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rows = ROWS if q.shape[0] == cache.k.shape[0] else None
     queries, keys = P(rows, None, HEADS), P(rows, HEADS)
+    kind = visible if isinstance(visible, str) else "one for each row" if visible.ndim == 3 else "one for all rows"
+    options = {"visible": kind, "window": window, "softcap": softcap, "scale": scale}
+    trial = partial(Trial.of, sinks=sinks is not None, starts=starts is not None, **options)
     if (
         isinstance(visible, str)
         and visible == "causal"
         and cache.k.shape[2] == 0
         and key_positions is None
-        and choose(ALONE, q, v, cache.k, implementation=implementation) is splash
+        and choose(ALONE, q, v, cache.k, implementation=implementation, trial=trial(q, v, cache.k)) is splash
     ):
         alone = partial(splash.attend, window=window, scale=scale, softcap=softcap)
         return on_each_device(alone, (queries, keys, keys, P(rows), P(HEADS)), queries)(q, k, v, starts, sinks)
@@ -109,7 +113,7 @@ def attend(
         low = jnp.maximum(0 if low is None else low, positions - window + 1)
 
     def local(q, k, v, cache_k, cache_v, lengths, low, mask, sinks, row):
-        chosen = choose(IMPLEMENTATIONS, q, v, cache_k, implementation=implementation)
+        chosen = choose(IMPLEMENTATIONS, q, v, cache_k, implementation=implementation, trial=trial(q, v, cache_k))
         row, here = local_row(row, cache_k.shape[0], rows is not None)
         lengths = jnp.where(here, lengths, 0)
         out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, scale, softcap, sinks, row)
