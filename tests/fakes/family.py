@@ -61,9 +61,8 @@ class Recurrent(struct.PyTreeNode):
         age = (kept[:, None] - 1 - jnp.arange(u.shape[1])[None]).astype(jnp.float32)
         weight = jnp.where((age >= 0)[..., None], fresh.decay[:, None] ** jnp.maximum(age, 0)[..., None], 0.0)
         old = jax.lax.dynamic_slice_in_dim(self.s, row, u.shape[0])
-        new = old * fresh.decay ** kept[:, None].astype(jnp.float32) + jnp.sum(
-            jnp.where(weight > 0, weight * u, 0.0), axis=1
-        )
+        faded = old * fresh.decay ** kept[:, None].astype(jnp.float32)
+        new = faded + jnp.sum(jnp.where(weight > 0, weight * u, 0.0), axis=1)
         new = jnp.where((kept > 0)[:, None], new, old)
         return self.replace(s=jax.lax.dynamic_update_slice_in_dim(self.s, new, row, 0))
 

@@ -67,10 +67,7 @@ def test_penalties_are_exact_with_speculation_and_leave_neighbours_alone(target,
     engine = Engine(target, drafter, slots=3, max_length=64)
     assert [done.token_ids for done in engine.generate(requests)] == expected
     for request, tokens in zip(requests, expected, strict=True):
-        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        given = {name: getattr(request, name) for name in names}
-        prompt = request.prompt_token_ids
-        again = replay(target, prompt, tokens, temperature=temperature, request_id=request.id, chunk=7, **given)
+        again = replay(target, request.prompt_token_ids, tokens, request.params, request_id=request.id, chunk=7)
         assert again.mismatches == again.near_ties
 
 
