@@ -7,7 +7,7 @@ drafter, block size or batch. Shapes: B rows, T positions, V vocabulary.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.kernels.dispatch import platform
+from dflash_jax.mesh import HEADS, current_mesh
 
 
 class Sampling(struct.PyTreeNode):
@@ -184,8 +185,10 @@ def _cut(
     Every pass reads the scores once, compares them with thresholds that part what is left of the integers evenly, and
     goes on with one of the parts.
     """
+    mesh, where = current_mesh(), platform()
+    split = mesh is not None and mesh.shape[HEADS] > 1  # the vocabulary, over devices
     # Where memory is what a pass costs, few passes with many comparisons; on a CPU comparisons are.
-    parts, passes = {"tpu": (41, 6), "gpu": (16, 8)}.get(platform(), (4, 16))
+    parts, passes = (4, 16) if where == "cpu" else (41, 6) if where == "tpu" and not split else (16, 8)
     assert parts**passes >= 2**32
     width = jax.lax.bitcast_convert_type(jnp.full_like(low, jnp.iinfo(jnp.int32).max) - low, jnp.uint32)
     signed = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
@@ -193,19 +196,23 @@ def _cut(
     def narrow(_, bounds):
         low, width = bounds  # the cut lies in low..low + width
         seen = scores
-        if platform() != "cpu":  # computed anew from the scores, or XLA would store order and weight and read both
+        if where != "cpu":  # computed anew from the scores, or XLA would store order and weight and read both
             seen, _ = jax.lax.optimization_barrier((scores, low))
         order, weight = _ordered(seen), weigh(seen)
         step = width // parts + 1
         above = [low + signed(jnp.minimum(i * step - 1, width)) for i in range(1, parts)]
         weights = [jnp.where(order > t[..., None], weight, 0) for t in above]
-        sums = jax.lax.reduce(weights, [jnp.int32(0)] * len(weights), _add_each, (2,))
+        sums = [jnp.sum(x, axis=-1) for x in weights] if split else _sums(weights)
         below = sum((x >= limit).astype(jnp.uint32) for x in sums)  # thresholds below the cut
         return low + signed(below * step), jnp.minimum(step - 1, width - below * step)
 
     return jax.lax.fori_loop(0, passes, narrow, (low, width))[0]
 
 
-def _add_each(x: Sequence[Array], y: Sequence[Array]) -> list[Array]:
-    """Sums of several arrays at once, in one reading of what they are computed from."""
-    return [a + b for a, b in zip(x, y, strict=True)]
+def _sums(arrays: list[Int[Array, "B T V"]]) -> list[Int[Array, "B T"]]:
+    """Sums over the vocabulary in one reading of what they are computed from, however many they are.
+
+    Devices that split the vocabulary would exchange these one by one; sums apart, all at once.
+    """
+    add = lambda x, y: [a + b for a, b in zip(x, y, strict=True)]
+    return jax.lax.reduce(arrays, [jnp.int32(0)] * len(arrays), add, (2,))
