@@ -313,7 +313,7 @@ async def _chunks(
                 ready = whole if done.finish_reason else settled(whole, stop)
                 if len(ready) <= sent[index] and not done.finish_reason:
                     continue
-                scores = None if samples[0].logprobs is None else token_logprobs(done, text, max(told[index], 0))
+                scores = None if samples[0].params.logprobs is None else token_logprobs(done, text, max(told[index], 0))
                 piece = ready[sent[index] :], done.finish_reason or None, told[index] < 0, scores
                 last = {"speculation": answer(done, stop, text)["speculation"]} if done.finish_reason else {}
                 yield event(choices=[openai.chunk_choice(endpoint, index, *piece)], **last)
