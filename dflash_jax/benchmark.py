@@ -38,24 +38,27 @@ PROBLEM_SEED = 2  # of the held-out problems; any other asks other questions
 
 @dataclass(frozen=True)
 class BenchmarkOptions:
-    """Options of `python -m dflash_jax.benchmark`."""
+    """Options of `python -m dflash_jax.benchmark`.
+
+    Attributes:
+        dataset: problems (held-out ones of the bundled pair, and its default), gsm8k (default for other targets),
+            math500, aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl
+        max_samples: prompts, after the official shuffle
+        jobs: instead: all prompts as one job, prefill included, that often, side by side without speculation, at each
+            block size, with auto, and one prompt at a time; with --block-size, only without speculation and at that
+        untrained: random weights in the drafter's place: nothing it proposes is right
+        json: write all figures
+        seed: sampling noise
+        official: also run the official torch implementation (greedy, batch 1, CPU)
+    """
 
     dataset: Annotated[str | None, optional(str, "NAME|FILE.jsonl")] = None
-    """problems (held-out ones of the bundled pair, and its default), gsm8k (default for other targets), math500,
-    aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl"""
     max_samples: int = 24
-    """prompts, after the official shuffle"""
     jobs: Annotated[int | None, optional(int, "ROUNDS")] = None
-    """instead: all prompts as one job, prefill included, that often, side by side without speculation, at each block
-    size, with auto, and one prompt at a time; with --block-size, only without speculation and at that"""
     untrained: bool = False
-    """random weights in the drafter's place: nothing it proposes is right"""
     json: Annotated[str | None, optional(str, "FILE")] = None
-    """write all figures"""
     seed: Annotated[int, arg(metavar="N")] = 0
-    """sampling noise"""
     official: bool = False
-    """also run the official torch implementation (greedy, batch 1, CPU)"""
     models: ModelOptions = field(default_factory=ModelOptions)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
 

@@ -85,54 +85,64 @@ Kernels = Annotated[Literal["auto", "xla", "pallas"] | None, arg(metavar="auto|x
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The models, and where they run."""
+    """The models, and where they run.
+
+    Attributes:
+        target: target checkpoint: a directory or a hub id
+        drafter: its DFlash drafter
+        mesh: devices, like data=2,model=4 (axes data, fsdp, model; -1 is the rest); auto: heads over the devices of a
+            host as far as they divide, rows over the others
+        dtype: float32, bfloat16, float16; auto: float32 on CPU, else bfloat16
+        kernels: which implementation of the kernels runs; auto checks each Pallas kernel against XLA at its first use
+            (also DFLASH_KERNELS)
+    """
 
     target: Annotated[str | None, optional(str, "DIR|ID", "the bundled pair")] = None
-    """target checkpoint: a directory or a hub id"""
     drafter: Annotated[str | None, optional(str, "DIR|ID")] = None
-    """its DFlash drafter"""
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
-    """devices, like data=2,model=4 (axes data, fsdp, model; -1 is the rest); auto: heads over the devices of a host as
-    far as they divide, rows over the others"""
     dtype: str = "auto"
-    """float32, bfloat16, float16; auto: float32 on CPU, else bfloat16"""
     kernels: Kernels = None
-    """which implementation of the kernels runs; auto checks each Pallas kernel against XLA at its first use (also
-    DFLASH_KERNELS)"""
 
 
 @dataclass(frozen=True)
 class NamedModelOptions(ModelOptions):
-    """The models, and where they run."""
+    """The models, and where they run.
+
+    Attributes:
+        target: target checkpoint: a directory or a hub id
+    """
 
     target: Annotated[str, arg(metavar="DIR|ID")] = field()  # without the default that it would inherit
-    """target checkpoint: a directory or a hub id"""
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How answers are generated."""
+    """How answers are generated.
+
+    Attributes:
+        max_new_tokens: tokens per answer
+        temperature: 0 is greedy
+        top_p: in (0, 1]; 1 keeps every token
+        top_k: 0 keeps every token
+        min_p: in 0..1; 0 keeps every token
+        block_size: draft slots per step, up to the checkpoint's (default); auto measures what pays, no speculation
+            included (default of serve --input and --http). In bfloat16 block sizes round differently and auto follows
+            the clock, so answers may differ in their last bits from run to run; --deterministic of serve fixes
+            everything
+        batch_size: rows decoded together
+        proposals: how the drafter picks tokens at temperature > 0; never changes the answers
+        chat_template_kwargs: arguments of the chat template, a JSON object like {"enable_thinking": false}
+    """
 
     max_new_tokens: int = 256
-    """tokens per answer"""
     temperature: float = 0.0
-    """0 is greedy"""
     top_p: float = 1.0
-    """in (0, 1]; 1 keeps every token"""
     top_k: int = 0
-    """0 keeps every token"""
     min_p: float = 0.0
-    """in 0..1; 0 keeps every token"""
     block_size: BlockSize = None
-    """draft slots per step, up to the checkpoint's (default); auto measures what pays, no speculation included (default
-    of serve --input and --http). In bfloat16 block sizes round differently and auto follows the clock, so answers may
-    differ in their last bits from run to run; --deterministic of serve fixes everything"""
     batch_size: int = 1
-    """rows decoded together"""
     proposals: Literal["coupled", "argmax", "independent"] = "coupled"
-    """how the drafter picks tokens at temperature > 0; never changes the answers"""
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
-    """arguments of the chat template, a JSON object like {"enable_thinking": false}"""
 
     def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> "SamplingParams":
         """The settings of a request that names none."""
@@ -167,7 +177,11 @@ class EngineOptions:
 
 
 class Loaded(NamedTuple):
-    """What a command line names: the models, the tokenizer, and the settings of a request that names none."""
+    """What a command line names: the models, the tokenizer, and the settings of a request that names none.
+
+    Attributes:
+        defaults: Loads what the options name; without a target, the bundled pair.
+    """
 
     target: "Target"
     drafter: "Drafter | None"
@@ -176,7 +190,6 @@ class Loaded(NamedTuple):
 
 
 def load(models: ModelOptions, generation: GenerationOptions, *, speculative: bool = True) -> Loaded:
-    """Loads what the options name; without a target, the bundled pair."""
     if generation.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {generation.max_new_tokens}")
     source, draft_source = pair_sources(models)

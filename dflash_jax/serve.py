@@ -69,42 +69,48 @@ Files = Annotated[
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """With --http."""
+    """With --http.
+
+    Attributes:
+        api_key: bearer key that requests must carry (or DFLASH_API_KEY)
+        max_request_bytes: size of a request body, at most
+    """
 
     api_key: Annotated[str | None, optional(str, "KEY")] = None
-    """bearer key that requests must carry (or DFLASH_API_KEY)"""
     max_request_bytes: int = 2**20
-    """size of a request body, at most"""
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of `python -m dflash_jax.serve`."""
+    """Options of `python -m dflash_jax.serve`.
+
+    Attributes:
+        input: prompts, one JSON object a line: files or globs, plain, .gz or .zst; - is standard input
+        prompt: stream the answer to one prompt to the terminal
+        http: serve OpenAI's HTTP interface (needs dflash-jax[server])
+        output: answers, written as requests finish (needs --input); continued if it is there
+        force: continue an output that was made with other settings
+        stats_interval: print figures every so often; 0 prints none
+        summary: write totals, tau and the acceptance histogram
+        ordered: rewrite the output in input order at the end
+        processes: this is process I (from 0) of N that share job and storage: each answers every N-th line, the last
+            one merges; any number of processes continues what others left
+        no_speculation: decode with the target alone
+    """
 
     input: Annotated[Files, WHAT] = None
-    """prompts, one JSON object a line: files or globs, plain, .gz or .zst; - is standard input"""
     prompt: Annotated[str | None, WHAT, optional(str, "TEXT")] = None
-    """stream the answer to one prompt to the terminal"""
     http: Annotated[str | None, WHAT, optional(str, "HOST:PORT")] = None
-    """serve OpenAI's HTTP interface (needs dflash-jax[server])"""
     output: Annotated[str | None, optional(str, "FILE.jsonl")] = None
-    """answers, written as requests finish (needs --input); continued if it is there"""
     force: bool = False
-    """continue an output that was made with other settings"""
     stats_interval: Annotated[float | None, optional(float, "SECONDS", PAUSE)] = None
-    """print figures every so often; 0 prints none"""
     summary: Annotated[str | None, optional(str, "FILE.json")] = None
-    """write totals, tau and the acceptance histogram"""
     ordered: bool = False
-    """rewrite the output in input order at the end"""
     processes: Annotated[str | None, optional(str, "I/N")] = None
-    """this is process I (from 0) of N that share job and storage: each answers every N-th line, the last one merges;
-    any number of processes continues what others left"""
     models: ModelOptions = field(default_factory=ModelOptions)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     no_speculation: bool = False
-    """decode with the target alone"""
     server: HttpOptions = field(default_factory=HttpOptions)
 
 

@@ -44,26 +44,29 @@ Numbers = Annotated[tuple[int, ...], parsed(_numbers, "N [N ...]", "*")]
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """Options of `python -m dflash_jax.benchmarks.kernels`."""
+    """Options of `python -m dflash_jax.benchmarks.kernels`.
+
+    Attributes:
+        only: one part
+        context: tokens
+        batch: rows
+        pair: of the step: a name of dflash_jax.benchmarks.presets
+        dtype: float32 or bfloat16
+        bandwidth: of the device's memory, if it is not known by name
+        loops: repetitions inside one program
+        json: write the figures to this file, too
+    """
 
     only: Annotated[
         Literal["attention", "step"] | None, arg(metavar="attention|step", help_behavior_hint="(default: both)")
     ] = None
-    """one part"""
     context: Annotated[Numbers, arg(help_behavior_hint="(default: 1024 8192)")] = (1024, 8192)
-    """tokens"""
     batch: Annotated[Numbers, arg(help_behavior_hint="(default: 1 8)")] = (1, 8)
-    """rows"""
     pair: str = "qwen3-8b"
-    """of the step: a name of dflash_jax.benchmarks.presets"""
     dtype: str = "bfloat16"
-    """float32 or bfloat16"""
     bandwidth: Annotated[float | None, optional(float, "GB/s")] = None
-    """of the device's memory, if it is not known by name"""
     loops: int = 30
-    """repetitions inside one program"""
     json: Annotated[str | None, optional(str, "FILE")] = None
-    """write the figures to this file, too"""
 
 
 def parse_options(argv: Sequence[str] | None = None) -> KernelOptions:
