@@ -34,7 +34,12 @@ def parse(options: Any, argv: Sequence[str] | None, *, prog: str, description: s
 
     Wrong usage ends the process with status 2 and says why on stderr; an unknown flag names the nearest.
     """
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
+    config = (
+        tyro.conf.OmitArgPrefixes,
+        tyro.conf.OmitSubcommandPrefixes,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.HelptextFromCommentsOff,
+    )
     return tyro.cli(options, prog=prog, description=description, args=argv, config=config)
 
 
@@ -174,6 +179,12 @@ class EngineOptions:
     deterministic: bool = False
     """the bits of an answer are the same in every run: nothing is chosen by the clock or by the other prompts, and
     --block-size auto is the checkpoint's own"""
+
+    def fixed(self, generation: GenerationOptions) -> dict[str, Any] | None:
+        """What the last bits of an answer follow from besides its request, if they are to be the same in every run."""
+        if not self.deterministic:
+            return None
+        return {"block_size": generation.block_size, "batch_size": generation.batch_size}
 
 
 class Loaded(NamedTuple):

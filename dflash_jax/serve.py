@@ -162,8 +162,7 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     target, drafter, text, defaults = load(options.models, generation, speculative=not options.no_speculation)
     lines = read_lines(input_lines(sources), text, defaults)
     seed, max_length, deterministic = options.engine.seed, options.engine.max_length, options.engine.deterministic
-    fixed = {"block_size": generation.block_size, "batch_size": generation.batch_size} if deterministic else None
-    settings = job_settings(target, text, defaults, seed, max_length, fixed)
+    settings = job_settings(target, text, defaults, seed, max_length, options.engine.fixed(generation))
     notes = {
         "block_size": generation.block_size,
         "deterministic": deterministic,

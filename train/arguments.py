@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, make_dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from tyro.conf import arg, subcommand
 
@@ -55,7 +55,8 @@ def _settings() -> type:
     fields = []
     for each in dataclasses.fields(TrainConfig):
         hint = "" if each.default in ((), None) else f"(default: {each.default})"
-        read = parsed(_setting(each.name), "X", "*" if each.default == () else 1)
+        shown = "|".join(get_args(each.type)) if get_origin(each.type) is Literal else "X"
+        read = parsed(_setting(each.name), shown, "*" if each.default == () else 1)
         fields.append((each.name, Annotated[Any, read, arg(help_behavior_hint=hint)], field(default=NOT_GIVEN)))
     text = (TrainConfig.__doc__ or "").replace(
         "What `fit` does.", "The paper's recipe by default; they win over --config."
@@ -64,6 +65,7 @@ def _settings() -> type:
 
 
 Settings = _settings()
+SETTINGS = arg(constructor=Settings)
 
 
 def settings_given(settings: Any) -> dict[str, Any]:
@@ -131,7 +133,7 @@ class CacheFeaturesOptions:
     out: Directory
     source: DataOptions
     hidden: bool = False
-    settings: Settings = field(default_factory=Settings)  # type: ignore[valid-type]
+    settings: Annotated[Any, SETTINGS] = field(default_factory=Settings)
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class FitOptions:
     eval_prompts: Annotated[str | None, optional(str, "FILE.jsonl")] = None
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
     tensorboard: Annotated[str | None, optional(str, "DIR")] = None
-    settings: Settings = field(default_factory=Settings)  # type: ignore[valid-type]
+    settings: Annotated[Any, SETTINGS] = field(default_factory=Settings)
 
 
 @dataclass(frozen=True)
