@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tyro
 from tyro.conf import arg
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from dflash_jax.infer.text import Text
     from dflash_jax.target import Target
 
+T = TypeVar("T")
 LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
 
 
-def parse(options: Any, argv: Sequence[str] | None, *, prog: str, description: str) -> Any:
+def parse(options: type[T], argv: Sequence[str] | None, *, prog: str, description: str) -> T:
     """The options of a command line: an instance of `options`, a dataclass or a union of subcommands.
 
     Wrong usage ends the process with status 2 and says why on stderr; an unknown flag names the nearest.
@@ -358,8 +359,14 @@ def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> "tqdm":
 
     terminal = sys.stderr.isatty()
     pause = 0.5 if terminal else LOG_PAUSE
-    rhythm = {"mininterval": pause, "maxinterval": max(pause, 10.0)}
-    return tqdm(total=total, unit=unit, file=sys.stderr, disable=not (terminal or in_logs), **rhythm)
+    return tqdm(
+        total=total,
+        unit=unit,
+        file=sys.stderr,
+        disable=not (terminal or in_logs),
+        mininterval=pause,
+        maxinterval=max(pause, 10.0),
+    )
 
 
 def engine_rates(engine: "Engine") -> str:

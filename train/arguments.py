@@ -254,4 +254,5 @@ Stage = (
 
 def parse_stage(argv: Sequence[str] | None = None) -> Any:
     """The options of a stage, an instance of the class that is its name."""
-    return parse(Stage, argv, prog="python -m dflash_jax.train", description=DESCRIPTION)
+    stages: Any = Stage
+    return parse(stages, argv, prog="python -m dflash_jax.train", description=DESCRIPTION)

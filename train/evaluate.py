@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dflash_jax.decoding.step import Proposals
 from dflash_jax.drafters.dflash import Drafter
@@ -56,7 +56,7 @@ def evaluate(
     requests: Sequence[Request],
     *,
     params: SamplingParams,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | None = None,
     proposals: Proposals = "coupled",
     batch_size: int = 8,
     baseline: bool = False,
