@@ -10,7 +10,7 @@ import json
 import queue
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +62,7 @@ class Worker:
         self._inbox.put(None)
         self._thread.join()
 
-    async def stream(self, request: Request) -> AsyncIterator[Completion]:
+    async def stream(self, request: Request) -> AsyncGenerator[Completion, None]:
         """Completions so far, whenever tokens arrived; leaving the iteration early frees the slot.
 
         Raises:
@@ -261,7 +261,7 @@ async def _until_disconnected(request: HTTPRequest, work: asyncio.Future) -> lis
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
+async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Completion], None]:
     """(which request, its completion so far) whenever tokens of one arrived; leaving early frees all slots."""
     events: asyncio.Queue[tuple[int, Completion] | Exception | None] = asyncio.Queue()
 
