@@ -115,8 +115,8 @@ class Engine:
             target,
             drafter,
             config.slots,
-            # A short cache would be summed in another order than a long one.
-            -(-config.max_length // CHUNK) * CHUNK if config.deterministic else config.max_length,
+            # A cache of a single chunk would be another program than a longer one, and might round differently.
+            max(config.max_length, 2 * CHUNK) if config.deterministic else config.max_length,
             chunk=config.prefill_chunk,
             block_sizes=[self._program(size) for size in self._choices()],
             steps_per_visit=config.steps_per_visit,
