@@ -7,6 +7,10 @@ from dflash_jax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from dflash_jax.bundled import bundled_pair as bundled_pair
+    from dflash_jax.decoding.proposal import Proposal as Proposal
+    from dflash_jax.decoding.state import init_state as init_state
+    from dflash_jax.decoding.step import make_round as make_round
+    from dflash_jax.decoding.step import run as run
     from dflash_jax.decoding.step import speculative_step as speculative_step
     from dflash_jax.drafters.dflash import Drafter as Drafter
     from dflash_jax.drafters.dflash import load_drafter as load_drafter
@@ -30,6 +34,10 @@ _PUBLIC = {
     "Target": "target",
     "bundled_pair": "bundled",
     "generate": "infer.generate",
+    "Proposal": "decoding.proposal",
+    "init_state": "decoding.state",
+    "make_round": "decoding.step",
+    "run": "decoding.step",
     "load_drafter": "drafters.dflash",
     "load_target": "target",
     "replay": "infer.replay",

@@ -1,141 +1,182 @@
 """Autoregressive against speculative decoding in one run: `python -m dflash_jax.benchmark`."""
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from dflash_jax.cli import add_generation_arguments, add_model_arguments, load, make_engine, use_bundled_pair
+from tyro.conf import arg
 
+from dflash_jax.cli import (
+    BlockSize,
+    EngineOptions,
+    GenerationOptions,
+    Loaded,
+    ModelOptions,
+    engine_config,
+    load,
+    make_engine,
+    optional,
+    pair_sources,
+    parse,
+)
+
+if TYPE_CHECKING:
+    from dflash_jax.benchmarks.official import Official
+    from dflash_jax.drafters.dflash import Drafter
+    from dflash_jax.infer.engine import Engine
+    from dflash_jax.infer.requests import Request
+
+DESCRIPTION = """\
+Measures speedup, tau and the cost of a step; autoregressive and speculative decoding take turns on the same prompts,
+both warmed up."""
 PROBLEM_SEED = 2  # of the held-out problems; any other asks other questions
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m dflash_jax.benchmark",
-        description="Measures speedup, tau and the cost of a step; autoregressive and speculative decoding "
-        "take turns on the same prompts, both warmed up.",
-    )
-    parser.add_argument(
-        "--dataset",
-        help="problems (held-out ones of the bundled pair, and its default), gsm8k (default for other targets), "
-        "math500, aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl",
-    )
-    parser.add_argument("--max-samples", type=int, default=24, help="prompts, after the official shuffle (default 24)")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        metavar="ROUNDS",
-        help="instead: all prompts as one job, prefill included, that often, side by side without speculation, at each "
-        "block size, with auto, and one prompt at a time; with --block-size, only without speculation and at that",
-    )
-    parser.add_argument(
-        "--untrained", action="store_true", help="random weights in the drafter's place: nothing it proposes is right"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
-    parser.add_argument("--seed", type=int, default=0, help="sampling noise (default 0)")
-    parser.add_argument(
-        "--official",
-        action="store_true",
-        help="also run the official torch implementation (greedy, batch 1, CPU)",
-    )
-    add_model_arguments(parser)
-    add_generation_arguments(parser)
-    return parser
+@dataclass(frozen=True)
+class BenchmarkOptions:
+    """Options of `python -m dflash_jax.benchmark`.
+
+    Attributes:
+        dataset: problems (held-out ones of the bundled pair, and its default), gsm8k (default for other targets),
+            math500, aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl
+        max_samples: prompts, after the official shuffle
+        jobs: instead: all prompts as one job, prefill included, that often, side by side without speculation, at each
+            block size, with auto, and one prompt at a time; with --block-size, only without speculation and at that
+        untrained: random weights in the drafter's place: nothing it proposes is right
+        json: write all figures
+        seed: sampling noise
+        official: also run the official torch implementation (greedy, batch 1, CPU)
+    """
+
+    dataset: Annotated[str | None, optional(str, "NAME|FILE.jsonl")] = None
+    max_samples: int = 24
+    jobs: Annotated[int | None, optional(int, "ROUNDS")] = None
+    untrained: bool = False
+    json: Annotated[str | None, optional(str, "FILE")] = None
+    seed: Annotated[int, arg(metavar="N")] = 0
+    official: bool = False
+    models: ModelOptions = field(default_factory=ModelOptions)
+    generation: GenerationOptions = field(default_factory=GenerationOptions)
+
+
+def parse_options(argv: Sequence[str] | None = None) -> BenchmarkOptions:
+    """The options of a command line."""
+    return parse(BenchmarkOptions, argv, prog="python -m dflash_jax.benchmark", description=DESCRIPTION)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    options = parse_options(argv)
     try:
-        if args.json:
-            Path(args.json).open("ab").close()
-        figures = measure(args)
-        shown = job_table(figures) if args.jobs else table(figures)
+        if options.json:
+            Path(options.json).open("ab").close()
+        figures = measure(options)
+        shown = job_table(figures) if options.jobs else table(figures)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(shown)
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(options: BenchmarkOptions) -> dict[str, Any]:
     """Runs everything; see `table` for what the figures mean."""
-    if args.official and (args.temperature > 0 or (args.batch_size != 1 and not args.jobs)):
+    generation = options.generation
+    if options.official and (generation.temperature > 0 or (generation.batch_size != 1 and not options.jobs)):
         raise ValueError("--official compares greedy decoding at batch size 1 only")
-    if use_bundled_pair(args) and args.dataset is None:
-        args.dataset = "problems"
-    args.dataset = args.dataset or "gsm8k"
-    samples, is_correct = questions(args.dataset, args.max_samples)
-    if args.jobs is not None and args.jobs < 1:
-        raise ValueError(f"--jobs needs at least one round, got {args.jobs}")
-    (target, drafter), text, defaults = load(args)
-    if args.untrained:
-        drafter = untrained(drafter)
-    from dflash_jax.benchmarks.compare import compare, compare_jobs
+    source, draft_source = pair_sources(options.models)
+    dataset = options.dataset or ("gsm8k" if options.models.target else "problems")
+    samples, is_correct = questions(dataset, options.max_samples)
+    if options.jobs is not None and options.jobs < 1:
+        raise ValueError(f"--jobs needs at least one round, got {options.jobs}")
+    loaded = load(replace(options.models, target=source, drafter=draft_source), generation)
+    text = loaded.text
+    if options.untrained and loaded.drafter:
+        loaded = loaded._replace(drafter=untrained(loaded.drafter))
+    from dflash_jax.infer.requests import Request
 
     prompts = [
         text.encode_chat([{"role": "user", "content": question}]) if text.has_chat_template else text.encode(question)
         for question in samples
     ]
-    from dflash_jax.infer.requests import Request
-
-    requests = [Request(prompt, defaults, id=str(i)) for i, prompt in enumerate(prompts)]
+    requests = [Request(prompt, loaded.defaults, id=str(i)) for i, prompt in enumerate(prompts)]
     settings = {
-        "dataset": args.dataset,
+        "dataset": dataset,
         "samples": len(requests),
-        "temperature": args.temperature,
-        "batch_size": args.batch_size,
-        "max_new_tokens": args.max_new_tokens,
+        "temperature": generation.temperature,
+        "batch_size": generation.batch_size,
+        "max_new_tokens": generation.max_new_tokens,
+        "chat_template_kwargs": text.template_arguments,
     }
     official = None
-    if args.official:
+    if options.official:
         from dflash_jax.benchmarks.official import Official
 
-        official = Official(target.directory, args.drafter)
-    if args.jobs:
-        from dflash_jax.infer.chooser import block_sizes
-
-        def engine(block_size: int | str, **changes: Any) -> Any:
-            pair = (target, None if block_size == 1 else drafter)
-            return make_engine(argparse.Namespace(**vars(args) | {"block_size": block_size} | changes), pair, requests)
-
-        sizes = (*block_sizes(drafter.config.block_size), "auto") if args.block_size is None else (1, args.block_size)
-        names = {1: "autoregressive", "auto": "auto"}
-        engines = {names.get(size, f"block {size}"): engine(size) for size in sizes}
-        if args.batch_size > 1 and args.block_size is None:
-            engines["one at a time, autoregressive"] = engine(1, batch_size=1)
-            engines["one at a time"] = engine(drafter.config.block_size, batch_size=1)
-        figures = compare_jobs(engines, requests, args.jobs, official, drafter.config.block_size)
-        return settings | {"rounds": args.jobs, "engines": figures}
+        official = Official(loaded.target.directory, draft_source)
+    if options.jobs:
+        return settings | _jobs(options.jobs, loaded, generation, options.seed, requests, official)
     engines = {
-        "autoregressive": make_engine(args, (target, None), requests),
-        "speculative": make_engine(args, (target, drafter), requests),
+        "autoregressive": _engine(loaded, generation, options.seed, requests, drafted=False),
+        "speculative": _engine(loaded, generation, options.seed, requests),
     }
-    if args.temperature > 0 and args.proposals != "argmax":
-        argmax = argparse.Namespace(**{**vars(args), "proposals": "argmax"})
-        engines["argmax_proposals"] = make_engine(argmax, (target, drafter), requests)
+    if generation.temperature > 0 and generation.proposals != "argmax":
+        argmax = replace(generation, proposals="argmax")
+        engines["argmax_proposals"] = _engine(loaded, argmax, options.seed, requests)
     if engines["speculative"].drafter is None:
-        raise ValueError(f"--block-size {args.block_size} proposes nothing; choose a larger one to compare")
-    length = sum(map(len, prompts)) // len(prompts) + args.max_new_tokens // 2
+        raise ValueError(f"--block-size {generation.block_size} proposes nothing; choose a larger one to compare")
+    from dflash_jax.benchmarks.compare import compare
+
+    length = sum(map(len, prompts)) // len(prompts) + generation.max_new_tokens // 2
     figures, answers = compare(engines, requests, official, length)
     if is_correct is not None:
         figures["correct"] = {
             name: sum(is_correct(i, text.decode(done.token_ids) or "") for i, done in enumerate(side))
             for name, side in answers.items()
         }
-    return {
-        **settings,
-        "block_size": engines["speculative"].block_size,
-        **figures,
-    }
+    return {**settings, "block_size": engines["speculative"].block_size, **figures}
 
 
-def untrained(drafter: Any) -> Any:
+def _engine(
+    loaded: Loaded, generation: GenerationOptions, seed: int, requests: "Sequence[Request]", *, drafted: bool = True
+) -> "Engine":
+    config = engine_config(loaded.target, requests, generation, EngineOptions(seed=seed))
+    return make_engine(loaded.target, loaded.drafter if drafted else None, config)
+
+
+def _jobs(
+    rounds: int,
+    loaded: Loaded,
+    generation: GenerationOptions,
+    seed: int,
+    requests: "Sequence[Request]",
+    official: "Official | None",
+) -> dict[str, Any]:
+    """The figures of `--jobs`."""
+    from dflash_jax.benchmarks.compare import compare_jobs
+    from dflash_jax.infer.chooser import block_sizes
+
+    assert loaded.drafter is not None
+    most, one = loaded.drafter.config.block_size, generation.block_size
+
+    def engine(size: BlockSize, **changes: Any) -> "Engine":
+        changed = replace(generation, block_size=size, **changes)
+        return _engine(loaded, changed, seed, requests, drafted=size != 1)
+
+    sizes: tuple[BlockSize, ...] = (*block_sizes(most), "auto") if one is None else (1, one)
+    names: dict[BlockSize, str] = {1: "autoregressive", "auto": "auto"}
+    engines = {names.get(size, f"block {size}"): engine(size) for size in sizes}
+    if generation.batch_size > 1 and one is None:
+        engines["one at a time, autoregressive"] = engine(1, batch_size=1)
+        engines["one at a time"] = engine(most, batch_size=1)
+    return {"rounds": rounds, "engines": compare_jobs(engines, requests, rounds, official, most)}
+
+
+def untrained(drafter: "Drafter") -> "Drafter":
     """The drafter with random weights in the place of its matrices."""
     import jax
 

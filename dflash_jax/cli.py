@@ -1,109 +1,256 @@
-"""What the command lines share: options, loading what they name, progress."""
+"""What the command lines share: options, loading what they name, progress.
 
-import argparse
+Options are frozen dataclasses, which `parse` turns into a command line; the text below a field is its help. Nothing
+here imports jax before there is work for it, so that `--help` answers at once.
+"""
+
+import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
+import tyro
+from tyro.conf import arg
+from tyro.constructors import PrimitiveConstructorSpec
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from tqdm import tqdm
+
+    from dflash_jax.drafters.dflash import Drafter
+    from dflash_jax.infer.engine import Engine, EngineConfig
+    from dflash_jax.infer.params import SamplingParams
+    from dflash_jax.infer.requests import Request
+    from dflash_jax.infer.text import Text
+    from dflash_jax.target import Target
+
+T = TypeVar("T")
 LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, bundled: bool = True) -> None:
-    """Options of every command that loads a pair; `bundled` has one to fall back to."""
-    default = " (default: the bundled pair)" if bundled else ""
-    parser.add_argument(
-        "--target",
-        required=not bundled,
-        metavar="DIR|ID",
-        help=f"target checkpoint: directory or hub id{default}",
+def parse(options: type[T], argv: Sequence[str] | None, *, prog: str, description: str) -> T:
+    """The options of a command line: an instance of `options`, a dataclass or a union of subcommands.
+
+    Wrong usage ends the process with status 2 and says why on stderr; an unknown flag names the nearest.
+    """
+    config = (
+        tyro.conf.OmitArgPrefixes,
+        tyro.conf.OmitSubcommandPrefixes,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.HelptextFromCommentsOff,
     )
-    parser.add_argument("--drafter", metavar="DIR|ID", help="its DFlash drafter")
-    add_mesh_argument(parser, "heads over the devices of a host as far as they divide, rows over the others")
-    parser.add_argument(
-        "--dtype", default="auto", help="float32, bfloat16, float16; auto: float32 on CPU, else bfloat16"
-    )
+    return tyro.cli(options, prog=prog, description=description, args=argv, config=config)
 
 
-def add_mesh_argument(parser: argparse.ArgumentParser, auto: str) -> None:
-    """`--mesh`; `auto` says what that is."""
-    parser.add_argument(
-        "--mesh",
-        default="auto",
-        metavar="AXES",
-        help=f"devices, like data=2,model=4 (axes data, fsdp, model; -1 is the rest); auto: {auto} (default)",
-    )
+def optional(kind: type, metavar: str, default: str = "") -> Any:
+    """Marks a field that is None unless it is given; `default` says what happens then."""
+    hint = f"(default: {default})" if default else ""
+    return arg(constructor=kind, metavar=metavar, help_behavior_hint=hint)
 
 
-def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of every command that generates."""
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="per answer (default 256)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="in (0, 1]; 1 keeps every token (default)")
-    parser.add_argument("--top-k", type=int, default=0, help="0 keeps every token (default)")
-    parser.add_argument("--min-p", type=float, default=0.0, help="in 0..1; 0 keeps every token (default)")
-    parser.add_argument(
-        "--block-size",
-        type=_block_size,
-        metavar="N|auto",
-        help="draft slots per step, up to the checkpoint's (default); auto measures what pays, no speculation included "
-        "(default of serve --input)",
-    )
-    parser.add_argument("--batch-size", type=int, default=1, help="rows decoded together (default 1)")
-    parser.add_argument(
-        "--proposals",
-        choices=("coupled", "argmax", "independent"),
-        default="coupled",
-        help="how the drafter picks tokens at temperature > 0; never changes the answers",
-    )
+def parsed(read: Callable[[list[str]], Any], metavar: str, nargs: int | Literal["*"] = 1) -> PrimitiveConstructorSpec:
+    """Marks a field whose value `read` makes of the words after its flag; it raises ValueError for wrong ones."""
+    return PrimitiveConstructorSpec(nargs, metavar, read, lambda value: True, lambda value: [str(value)])
 
 
-def _block_size(text: str) -> int | str:
-    if text == "auto":
-        return text
+def _block_size(given: Sequence[str]) -> int | str:
+    if given[0] == "auto":
+        return "auto"
     try:
-        return int(text)
+        return int(given[0])
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a number or auto, got {text!r}") from error
+        raise ValueError(f"must be a number or auto, got {given[0]!r}") from error
 
 
-def load(args: argparse.Namespace) -> tuple[tuple[Any, Any], Any, Any]:
-    """Loads what the arguments name: (target, drafter or None), text, and the defaults of a request."""
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
-    speculative = not getattr(args, "no_speculation", False)
-    use_bundled_pair(args)
-    if speculative and not args.drafter:
+def _template_arguments(given: Sequence[str]) -> dict[str, Any]:
+    from dflash_jax.infer.text import template_arguments
+
+    try:
+        value = json.loads(given[0])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"must be a JSON object, got {given[0]!r:.80} ({error!s:.100})") from error
+    if value is None:
+        raise ValueError("must be a JSON object, got null")
+    return template_arguments(value)
+
+
+BlockSize = Annotated[
+    int | Literal["auto"] | None,
+    parsed(_block_size, "N|auto"),
+    arg(help_behavior_hint=""),
+]
+TemplateArguments = Annotated[
+    Mapping[str, Any],
+    parsed(_template_arguments, "JSON"),
+    arg(help_behavior_hint="(default: the template's own)"),
+]
+Kernels = Annotated[Literal["auto", "xla", "pallas"] | None, arg(metavar="auto|xla|pallas", help_behavior_hint="")]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The models, and where they run.
+
+    Attributes:
+        target: target checkpoint: a directory or a hub id
+        drafter: its DFlash drafter
+        mesh: devices, like data=2,model=4 (axes data, fsdp, model; -1 is the rest); auto: heads over the devices of a
+            host as far as they divide, rows over the others
+        dtype: float32, bfloat16, float16; auto: float32 on CPU, else bfloat16
+        kernels: which implementation of the kernels runs; auto checks each Pallas kernel against XLA at its first use
+            (also DFLASH_KERNELS)
+    """
+
+    target: Annotated[str | None, optional(str, "DIR|ID", "the bundled pair")] = None
+    drafter: Annotated[str | None, optional(str, "DIR|ID")] = None
+    mesh: Annotated[str, arg(metavar="AXES")] = "auto"
+    dtype: str = "auto"
+    kernels: Kernels = None
+
+
+@dataclass(frozen=True)
+class NamedModelOptions(ModelOptions):
+    """The models, and where they run.
+
+    Attributes:
+        target: target checkpoint: a directory or a hub id
+    """
+
+    target: Annotated[str, arg(metavar="DIR|ID")] = field()  # without the default that it would inherit
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How answers are generated.
+
+    Attributes:
+        max_new_tokens: tokens per answer
+        temperature: 0 is greedy
+        top_p: in (0, 1]; 1 keeps every token
+        top_k: 0 keeps every token
+        min_p: in 0..1; 0 keeps every token
+        block_size: draft slots per step, up to the checkpoint's (default); auto measures what pays, no speculation
+            included (default of serve --input and --http). In bfloat16 block sizes round differently and auto follows
+            the clock, so answers may differ in their last bits from run to run; --deterministic of serve fixes
+            everything
+        batch_size: rows decoded together
+        proposals: how the drafter picks tokens at temperature > 0; never changes the answers
+        chat_template_kwargs: arguments of the chat template, a JSON object like {"enable_thinking": false}
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    block_size: BlockSize = None
+    batch_size: int = 1
+    proposals: Literal["coupled", "argmax", "independent"] = "coupled"
+    chat_template_kwargs: TemplateArguments = field(default_factory=dict)
+
+    def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> "SamplingParams":
+        """The settings of a request that names none."""
+        from dflash_jax.infer.params import SamplingParams
+
+        return SamplingParams(
+            self.max_new_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            stop_token_ids=stop_token_ids,
+        )
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The engine that generates."""
+
+    seed: int = 0
+    """noise of requests without a seed of their own"""
+    max_length: Annotated[int | None, optional(int, "N", "what the longest request needs")] = None
+    """prompt and answer tokens per row"""
+    prefix_chunks: Annotated[
+        int | None, optional(int, "N", "what is of use, in no more memory than the slots take")
+    ] = None
+    """chunks of prompts (32 tokens where all prompts are short, else 256) to keep for those that begin alike; 0 keeps
+    none"""
+    deterministic: bool = False
+    """the bits of an answer are the same in every run: nothing is chosen by the clock or by the other prompts, and
+    --block-size auto is the checkpoint's own"""
+
+    def fixed(self, generation: GenerationOptions) -> dict[str, Any] | None:
+        """What the last bits of an answer follow from besides its request, if they are to be the same in every run."""
+        if not self.deterministic:
+            return None
+        return {"block_size": generation.block_size, "batch_size": generation.batch_size}
+
+
+class Loaded(NamedTuple):
+    """What a command line names: the models, the tokenizer, and the settings of a request that names none.
+
+    Attributes:
+        defaults: Loads what the options name; without a target, the bundled pair.
+    """
+
+    target: "Target"
+    drafter: "Drafter | None"
+    text: "Text"
+    defaults: "SamplingParams"
+
+
+def load(models: ModelOptions, generation: GenerationOptions, *, speculative: bool = True) -> Loaded:
+    if generation.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {generation.max_new_tokens}")
+    source, draft_source = pair_sources(models)
+    if speculative and not draft_source:
         raise ValueError("--drafter is needed to speculate; without one, say --no-speculation")
-    from dflash_jax.decoding.sampling import check_sampling
-
-    check_sampling(args.temperature, args.top_p, args.top_k, args.min_p)
+    generation.sampling().check()
+    use_kernels(models.kernels)
     enable_compilation_cache()
     from dflash_jax.drafters.dflash import load_drafter
-    from dflash_jax.infer.params import SamplingParams
     from dflash_jax.infer.text import Text
     from dflash_jax.target import load_target
 
-    mesh = choose_mesh(args.mesh, args.target, args.drafter if speculative else None)
-    drafter = load_drafter(args.drafter, dtype=args.dtype, mesh=mesh) if speculative else None
-    target = load_target(args.target, dtype=args.dtype, mesh=mesh)
+    mesh = choose_mesh(models.mesh, source, draft_source if speculative else None)
+    drafter = load_drafter(draft_source, dtype=models.dtype, mesh=mesh) if speculative and draft_source else None
+    target = load_target(source, dtype=models.dtype, mesh=mesh)
     if drafter:
         drafter.config.check_pair(target.config)
-    text = Text(target.directory)
+    text = Text(target.directory, generation.chat_template_kwargs)
     stops = target.config.eos_token_ids
     if not stops and text.end_token is not None:
         stops = (text.end_token,)
-    defaults = SamplingParams(
-        args.max_new_tokens,
-        args.temperature,
-        args.top_p,
-        args.top_k,
-        args.min_p,
-        stop_token_ids=stops,
-    )
-    return (target, drafter), text, defaults
+    return Loaded(target, drafter, text, generation.sampling(tuple(stops)))
 
 
-def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool = False) -> Any:
+def pair_sources(models: ModelOptions) -> tuple[str, str | None]:
+    """Target and drafter that the options name: the bundled pair if they name none.
+
+    Raises:
+        ValueError: a drafter is named without its target.
+    """
+    if models.target:
+        return models.target, models.drafter
+    if models.drafter:
+        raise ValueError("--drafter needs its --target; with neither, the bundled pair is used")
+    from dflash_jax.bundled import bundled_pair
+
+    target, drafter = bundled_pair()
+    return str(target), str(drafter)
+
+
+def use_kernels(name: str | None) -> None:
+    """Sets which implementation of the kernels runs, if that is given; before anything is traced."""
+    if name is not None:
+        from dflash_jax.kernels.dispatch import set_policy
+
+        set_policy(name)
+
+
+def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool = False) -> "Mesh | None":
     """The mesh that `--mesh` names, or None for a single device.
 
     Several CPU devices are the same cores; they are used only where the mesh is named.
@@ -128,75 +275,66 @@ def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool =
     return make_mesh(sharding.auto_mesh(configs, len(jax.devices()), jax.local_device_count()))
 
 
-def use_bundled_pair(args: argparse.Namespace) -> bool:
-    """Fills in the bundled pair where no target is named, and returns whether it did.
-
-    Raises:
-        ValueError: a drafter is named without its target.
-    """
-    if args.target:
-        return False
-    if args.drafter:
-        raise ValueError("--drafter needs its --target; with neither, the bundled pair is used")
-    from dflash_jax.bundled import bundled_pair
-
-    args.target, args.drafter = map(str, bundled_pair())
-    return True
-
-
-def make_engine(
-    args: argparse.Namespace,
-    pair: tuple[Any, Any],
-    requests: list[Any],
+def engine_config(
+    target: "Target",
+    requests: "Sequence[Request]",
+    generation: GenerationOptions,
+    options: EngineOptions,
     *,
     logprobs: int | None = None,
     growing: bool = False,
-) -> Any:
-    """An engine with room for the longest request, or for `--max-length`.
+) -> "EngineConfig":
+    """A configuration with room for the longest request.
 
     Args:
         logprobs: alternatives that requests still unknown may ask for.
         growing: whether such requests may begin as others did, like the turns of a conversation.
     """
-    from dflash_jax.infer.engine import Engine
+    from dflash_jax.infer.engine import EngineConfig
     from dflash_jax.infer.prefixes import shared_chunks
     from dflash_jax.mesh import rows_of
 
-    parts = rows_of(pair[0].mesh)
-    length = getattr(args, "max_length", None)
-    vocab_size, most = pair[0].config.vocab_size, pair[0].config.max_position_embeddings
-    known = range(vocab_size)
+    parts, most = rows_of(target.mesh), target.config.max_position_embeddings
+    known = range(target.config.vocab_size)
     fit = [r for r in requests if r.prompt_token_ids and all(token in known for token in r.prompt_token_ids)]
     prompt = max((len(r.prompt_token_ids) for r in fit), default=1)
-    if length is None:
+    max_length, kept = options.max_length, options.prefix_chunks
+    if max_length is None:
         needed = max((len(r.prompt_token_ids) + max(r.params.max_new_tokens, 1) for r in fit), default=1)
-        length = min(-(-needed // 256) * 256, most or needed)
-    slots = -(-args.batch_size // parts) * parts
-    chunk = 32 if requests and prompt <= 128 else 256  # short prompts spare compiling long chunks
-    kept = getattr(args, "prefix_chunks", None)
+        max_length = min(-(-needed // 256) * 256, most or needed)
+    slots = -(-generation.batch_size // parts) * parts
+    # Short prompts spare compiling long chunks.
+    chunk = 32 if requests and prompt <= 128 and not options.deterministic else 256
     if kept is None:  # what is of use, and no more memory than the slots take
-        kept = slots * length // chunk
+        kept = slots * max_length // chunk
         kept = kept if growing else min(kept, shared_chunks([r.prompt_token_ids for r in fit], chunk))
+    return EngineConfig(
+        slots=slots,
+        max_length=max_length,
+        block_size=generation.block_size,
+        proposals=generation.proposals,
+        seed=options.seed,
+        prefill_chunk=chunk,
+        prefix_chunks=kept,
+        logprobs=max((n for r in requests if (n := r.params.logprobs) is not None), default=logprobs),
+        deterministic=options.deterministic,
+    )
+
+
+def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConfig") -> "Engine":
+    """The engine; says what to do where there is no memory for it."""
+    from dflash_jax.infer.engine import Engine
+
     try:
-        return Engine(
-            *pair,
-            slots=slots,
-            max_length=length,
-            block_size=args.block_size if pair[1] else None,
-            proposals=args.proposals,
-            seed=getattr(args, "seed", 0),
-            prefill_chunk=chunk,
-            prefix_chunks=kept,
-            logprobs=max((n for r in requests if (n := r.params.logprobs) is not None), default=logprobs),
-        )
+        return Engine(target, drafter, config)
     except (RuntimeError, OverflowError, MemoryError) as error:
         raise ValueError(
-            f"no memory for {args.batch_size} rows of {length} tokens; lower --max-length or --batch-size "
+            f"no memory for {config.slots} rows of {config.max_length} tokens; lower --max-length or --batch-size "
             f"({str(error).splitlines()[0]:.120})"
         ) from error
 
 
-def warm_up(engine: Any) -> None:
+def warm_up(engine: "Engine") -> None:
     """Compiles, and says so."""
     print(f"compiling {engine.batch.programs} programs ...", file=sys.stderr)
     engine.warm_up()
@@ -215,17 +353,23 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> Any:
+def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> "tqdm":
     """A bar on stderr: drawn twice a second on a terminal, twice a minute in a log or not there at all."""
     from tqdm import tqdm
 
     terminal = sys.stderr.isatty()
     pause = 0.5 if terminal else LOG_PAUSE
-    rhythm: dict[str, Any] = {"mininterval": pause, "maxinterval": max(pause, 10.0)}
-    return tqdm(total=total, unit=unit, file=sys.stderr, disable=not (terminal or in_logs), **rhythm)
+    return tqdm(
+        total=total,
+        unit=unit,
+        file=sys.stderr,
+        disable=not (terminal or in_logs),
+        mininterval=pause,
+        maxinterval=max(pause, 10.0),
+    )
 
 
-def engine_rates(engine: Any) -> str:
+def engine_rates(engine: "Engine") -> str:
     """Tokens per second and tau so far, for a progress bar."""
     if not engine.stats.steps:
         return ""

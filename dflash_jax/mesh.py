@@ -78,16 +78,13 @@ def entered(mesh: Mesh | None) -> Iterator[None]:
     current = jax.sharding.get_abstract_mesh()
     if mesh is None or current == mesh.abstract_mesh:
         yield
-    elif _tracing():
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            yield
-    else:
-        with jax.set_mesh(mesh):
-            yield
-
-
-def _tracing() -> bool:
-    return not jax.core.trace_state_clean()
+        return
+    try:
+        setting = jax.set_mesh(mesh)
+    except ValueError:  # a program is being traced, where devices play no part
+        setting = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    with setting:
+        yield
 
 
 def current_mesh() -> AbstractMesh | None:

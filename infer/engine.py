@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dflash_jax.decoding.choice import Proposals
-from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.decoding.state import DraftModel
 from dflash_jax.infer.chooser import TRY, Chooser, block_sizes
 from dflash_jax.infer.params import check_seed
 from dflash_jax.infer.requests import Completion, Request, RequestError
@@ -91,7 +91,7 @@ class Engine:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, config: EngineConfig | None = None, **settings: Any
+        self, target: Target, drafter: DraftModel | None = None, config: EngineConfig | None = None, **settings: Any
     ):
         config = replace(config or EngineConfig(), **settings)
         most = target.config.vocab_size
@@ -115,8 +115,8 @@ class Engine:
             target,
             drafter,
             config.slots,
-            # A short cache would be summed in another order than a long one.
-            -(-config.max_length // CHUNK) * CHUNK if config.deterministic else config.max_length,
+            # A cache of a single chunk would be another program than a longer one, and might round differently.
+            max(config.max_length, 2 * CHUNK) if config.deterministic else config.max_length,
             chunk=config.prefill_chunk,
             block_sizes=[self._program(size) for size in self._choices()],
             steps_per_visit=config.steps_per_visit,
@@ -321,7 +321,7 @@ class Engine:
         return advanced
 
 
-def check_block_size(drafter: Drafter, block_size: int | None) -> int:
+def check_block_size(drafter: DraftModel, block_size: int | None) -> int:
     """Returns the block size to use; raises ValueError if it is not one the checkpoint was trained for."""
     largest = drafter.config.block_size
     if block_size is None:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dflash_jax.decoding.choice import Proposals
-from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.decoding.state import DraftModel
 from dflash_jax.infer.engine import Engine, EngineConfig
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Request
@@ -34,7 +34,7 @@ class Generation(NamedTuple):
 
 def spec_generate(
     target: Target,
-    drafter: Drafter | None,
+    drafter: DraftModel | None,
     input_ids: Prompts,
     *,
     max_new_tokens: int,

@@ -23,13 +23,26 @@ from dflash_jax.target import Target
 
 
 def job_settings(
-    target: Target, text: Text, defaults: SamplingParams, seed: int, max_length: int | None
+    target: Target,
+    text: Text,
+    defaults: SamplingParams,
+    seed: int,
+    max_length: int | None,
+    deterministic: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What the answers of a job depend on, besides its lines.
 
     `target` is for people; its fingerprint is what must not change (None for a target that was made in memory).
+
+    Args:
+        deterministic: what the last bits depend on besides, of a job that fixes them.
     """
-    return {
+    more: dict[str, Any] = {}  # what is left at its default is not noted
+    if text.template_arguments:
+        more["chat_template_kwargs"] = text.template_arguments
+    if deterministic is not None:
+        more["deterministic"] = dict(deterministic)
+    return more | {
         "target": target.directory,
         "target_fingerprint": fingerprint(target.directory) if target.directory else None,
         "max_new_tokens": defaults.max_new_tokens,
@@ -105,7 +118,7 @@ def _next_turn(line: Line, turns: Sequence[Completion], text: Text) -> Request:
     for completion, following in zip(turns, line.later, strict=False):
         answer = cut_at_stop(text.decode(completion.token_ids), line.stop) or ""
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": following}]
-    return replace(line.request, prompt_token_ids=text.encode_chat(messages))
+    return replace(line.request, prompt_token_ids=text.encode_chat(messages, **line.template_arguments))
 
 
 def answer_record(line: Line, completions: Sequence[Completion], text: Text) -> dict[str, Any]:

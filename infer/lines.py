@@ -6,7 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from glob import glob
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +16,7 @@ import zstandard
 from dflash_jax.infer import openai
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Request, RequestError
-from dflash_jax.infer.text import Text, valid_text
+from dflash_jax.infer.text import Text, template_arguments, valid_text
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "turns")
 MOST_SAMPLES = 128  # answers to one prompt
@@ -48,6 +48,7 @@ class Line:
         named: whether the id is the line's own.
         messages: of a conversation whose `later` user turns follow one answer after the other.
         later: see `messages`.
+        template_arguments: of the chat template, the line's own.
         n: answers to give to the prompt.
         batch: of an OpenAI batch line, which is answered in that form.
         is_batch: whether it was meant as one, even if it is none.
@@ -61,6 +62,7 @@ class Line:
     named: bool = False
     messages: tuple[dict[str, str], ...] = ()
     later: tuple[str, ...] = ()
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
     batch: openai.Batch | None = None
     is_batch: bool = False
@@ -153,6 +155,7 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> 
         named=named,
         messages=messages,
         later=later,
+        template_arguments=template_arguments(row.get("chat_template_kwargs")),
         n=n,
         batch=batch,
         is_batch=is_batch,
@@ -224,6 +227,9 @@ def _prompt(row: Mapping[str, Any], text: Text) -> tuple[list[int], tuple[dict[s
             f"the line must have exactly one of {', '.join(PROMPT_FIELDS)}; got {given or 'none'}",
         )
     kind, value = given[0], row[given[0]]
+    arguments = template_arguments(row.get("chat_template_kwargs"))
+    if arguments and kind not in ("messages", "turns"):
+        raise RequestError("invalid_parameter", f"chat_template_kwargs needs messages or turns; {kind} has no template")
     if kind == "prompt" and isinstance(value, str):
         return text.encode(value), (), ()
     if kind == "prompt_token_ids" and isinstance(value, list):
@@ -231,14 +237,14 @@ def _prompt(row: Mapping[str, Any], text: Text) -> tuple[list[int], tuple[dict[s
             return value, (), ()
     elif kind == "turns" and isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
         messages = ({"role": "user", "content": value[0]},)
-        return text.encode_chat(messages), messages, tuple(map(valid_text, value[1:]))
+        return text.encode_chat(messages, **arguments), messages, tuple(map(valid_text, value[1:]))
     elif kind == "messages" and isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
         for message in value:
             if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
                 raise RequestError(
                     "invalid_messages", f"a message needs a role and a content string, got {message!r:.80}"
                 )
-        return text.encode_chat(value), (), ()
+        return text.encode_chat(value, **arguments), (), ()
     expected = {"prompt": "a string", "prompt_token_ids": "a list of integers", "turns": "a list of strings"}
     raise RequestError(
         "invalid_request",

@@ -10,7 +10,8 @@ from dflash_jax.infer.requests import RequestError
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 KNOWN = ("model messages prompt max_tokens max_completion_tokens stream user metadata logprobs top_logprobs").split()
 COMMON = (  # named alike in both forms
-    "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty n seed stop"
+    "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty n seed stop "
+    "chat_template_kwargs"
 ).split()
 # Parameters that are accepted at the value that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {

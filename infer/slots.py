@@ -9,9 +9,8 @@ import jax
 import numpy as np
 
 from dflash_jax.decoding.choice import Proposals
-from dflash_jax.decoding.state import RowSettings, init_state
+from dflash_jax.decoding.state import DraftModel, RowSettings, init_state
 from dflash_jax.decoding.step import Committed
-from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.infer.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.prefixes import PrefixCache
 from dflash_jax.infer.programs import begin, decode_call, prefill, release
@@ -38,7 +37,7 @@ class Slots:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None,
+        drafter: DraftModel | None,
         slots: int,
         max_length: int,
         *,

@@ -1,12 +1,17 @@
 """Tokenizer, chat template and stop strings. The only user of `transformers` outside the tests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.infer.requests import RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+# What `apply_chat_template` takes itself, or is given here: no arguments of a template.
+RESERVED = frozenset(
+    "self conversation messages chat_template tokenize add_generation_prompt continue_final_message padding truncation "
+    "max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs processor_kwargs".split()
+)
 
 
 class Text:
@@ -15,16 +20,18 @@ class Text:
     Args:
         directory: checkpoint directory holding the tokenizer files. Without any, only prompts of token ids
             can be served.
+        template_arguments: of the chat template, where a call gives no others; see `template_arguments`.
 
     Raises:
         ValueError: there are tokenizer files, but they cannot be used.
     """
 
-    def __init__(self, directory: str):
+    def __init__(self, directory: str, template_arguments: Mapping[str, Any] | None = None):
         from transformers import AutoTokenizer
         from transformers.utils import logging
 
         logging.set_verbosity_error()
+        self.template_arguments = dict(template_arguments or {})
         self._directory, self._tokenizer = directory, None
         if not any((Path(directory) / name).is_file() for name in TOKENIZER_FILES):
             return
@@ -47,13 +54,19 @@ class Text:
         """Tokens of plain text, with whatever special tokens the tokenizer adds."""
         return self._need_tokenizer().encode(valid_text(prompt))
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Tokens of a conversation under the chat template, up to where the answer begins."""
+    def encode_chat(self, messages: Sequence[dict[str, Any]], **arguments: Any) -> list[int]:
+        """Tokens of a conversation under the chat template, up to where the answer begins.
+
+        Args:
+            arguments: of the template, like `enable_thinking`; they win over the ones this was made with.
+        """
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
             raise RequestError("no_chat_template", "the target's tokenizer has no chat template; use 'prompt' instead")
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self.template_arguments | arguments
+            )
         except Exception as error:  # templates are programs, and raise what they like
             raise RequestError("invalid_messages", f"the chat template refused the messages: {error}") from error
         return tokenizer.encode(valid_text(text), add_special_tokens=False)
@@ -129,6 +142,23 @@ class Text:
             return high
 
         return find
+
+
+def template_arguments(value: Any) -> dict[str, Any]:
+    """Arguments for a chat template as a request gives them: a JSON object, or None for none.
+
+    Raises:
+        RequestError: it is something else, or names what is no argument of a template.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RequestError("invalid_parameter", f"chat_template_kwargs must be an object, got {value!r:.80}")
+    if reserved := sorted(RESERVED & value.keys()):
+        raise RequestError(
+            "invalid_parameter", f"chat_template_kwargs are arguments of the template; {', '.join(reserved)} is none"
+        )
+    return value
 
 
 def valid_text(value: str) -> str:

@@ -2,19 +2,29 @@
 
 A kernel is a folder with an implementation per file: `reference` in plain XLA for every platform and case, and Pallas
 kernels that may decline a case, by a function `declines(*arrays) -> str | None` that says why.
+
+The policy says how far Pallas kernels are trusted. "xla": not at all. "pallas": they run wherever they serve the case.
+"auto": they do where they give what XLA gives on a small case of the same shape, tried the first time that the shape is
+met (see `verify`). It is what `set_policy` said, else the environment variable DFLASH_KERNELS, else "auto".
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 
+from .verify import Trial, trouble
+
 Name = Literal["xla", "tpu", "gpu"]
+Policy = Literal["auto", "xla", "pallas"]
+VARIABLE = "DFLASH_KERNELS"
 # Preferred on a platform; where it declines or there is none, XLA runs.
 PREFERRED: dict[str, Name] = {"tpu": "tpu", "gpu": "gpu"}
 _named, _platform = jax.make_user_context(None), jax.make_user_context(None)  # parts of every jit cache key
+_policy = jax.make_user_context(None)
 
 
 @contextmanager
@@ -22,7 +32,7 @@ def using(implementation: Name | None, platform: str | None = None) -> Iterator[
     """Within, every kernel takes this implementation where it serves the case and the call names none.
 
     What is compiled for another platform than the one at hand is compiled under its implementation's name, and its own.
-    None goes back to what the platform prefers, and to the platform at hand.
+    None goes back to what the platform and the policy prefer, and to the platform at hand. What is named is not tried.
     """
     with _named(implementation), _platform(platform):
         yield
@@ -33,8 +43,34 @@ def platform() -> str:
     return _platform.value or jax.default_backend()
 
 
-def choose(implementations: Mapping[str, ModuleType], *arrays: jax.Array, implementation: Name | None) -> ModuleType:
-    """The implementation that serves a call with these arrays.
+def set_policy(policy: str | None) -> None:
+    """Sets the policy of this process; None goes back to the environment variable.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    _policy.set_global(policy and _checked(policy, "the policy"))
+
+
+def policy() -> Policy:
+    """The policy in force.
+
+    Raises:
+        ValueError: the environment variable holds none.
+    """
+    return _policy.value or _checked(os.environ.get(VARIABLE) or "auto", VARIABLE)
+
+
+def _checked(text: str, what: str) -> Policy:
+    if text not in get_args(Policy):
+        raise ValueError(f"{what} must be one of {', '.join(get_args(Policy))}, got {text!r}")
+    return text  # type: ignore[return-value]
+
+
+def choose(
+    implementations: Mapping[str, ModuleType], *arrays: jax.Array, implementation: Name | None, trial: Trial
+) -> ModuleType:
+    """The implementation that serves a call with these arrays, of which `trial` is a small case.
 
     Raises:
         ValueError: it was named in the call and declines, or is none of them; the message says why.
@@ -45,6 +81,16 @@ def choose(implementations: Mapping[str, ModuleType], *arrays: jax.Array, implem
         if why := implementations[implementation].declines(*arrays):
             raise ValueError(f"implementation {implementation!r} does not serve this case: {why}")
         return implementations[implementation]
-    preferred = _named.value or PREFERRED.get(jax.default_backend(), "xla")
-    serves = preferred in implementations and not implementations[preferred].declines(*arrays)
-    return implementations[preferred if serves else "xla"]
+    name = _named.value or PREFERRED.get(platform(), "xla")
+    if name not in implementations or implementations[name].declines(*arrays):
+        name = "xla"
+    if name != "xla" and _named.value is None and not _allowed(name, implementations[name], trial):
+        name = "xla"
+    return implementations[name]
+
+
+def _allowed(name: Name, kernel: ModuleType, trial: Trial) -> bool:
+    """Whether a kernel that nobody named may run."""
+    if policy() != "auto":
+        return policy() == "pallas"
+    return platform() != jax.default_backend() or not trouble(name, kernel, trial)  # tried where it is at hand

@@ -18,6 +18,7 @@ def test_figures(pair, tmp_path, capsys, temperature):
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"turns": ["hello there"]}\n{"prompt": "and again"}\n{"question": "why?"}\n')
     arguments = ["--dataset", str(data), "--max-new-tokens", "16", "--temperature", temperature]
+    arguments += ["--chat-template-kwargs", '{"enable_thinking": false}']
     assert benchmark.main([*pair, *arguments, "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["equal_outputs"] == figures["samples"] == 3
@@ -29,6 +30,7 @@ def test_figures(pair, tmp_path, capsys, temperature):
     assert set(figures["step_seconds"]) == {"autoregressive", "speculative", "draft", "verify", "commit"}
     assert all(value > 0 for value in figures["step_seconds"].values())
     assert ("argmax_proposals" in figures) == (temperature == "1")
+    assert figures["chat_template_kwargs"] == {"enable_thinking": False}
     assert "speedup" in capsys.readouterr().out
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_jax.config import LayerConfig, check_fields
+from dflash_jax.config import check_fields
 from dflash_jax.drafters.config import drafter_config
 from dflash_jax.models import target_config
 from tests import tiny
@@ -16,9 +16,13 @@ def drafter(**changes):
 
 def test_target_fields():
     config = target_config(tiny.target_config(eos_token_id=[1, 2], rope_theta=5e5))
-    assert (config.num_hidden_layers, config.head_dim, config.rope.theta) == (4, 16, 5e5)
+    assert (config.num_hidden_layers, config.layers[0].mixer.head_dim, config.layers[0].mixer.rope.theta) == (
+        4,
+        16,
+        5e5,
+    )
     assert config.eos_token_ids == (1, 2)
-    assert set(config.layers) == {LayerConfig(None, True)}
+    assert {(layer.mixer.window, layer.mixer.causal) for layer in config.layers} == {(None, True)}
     assert hash(config) == hash(target_config(tiny.target_config(eos_token_id=[1, 2], rope_theta=5e5)))
 
 
@@ -85,7 +89,7 @@ def test_what_transformers_writes_is_read(tmp_path):
 
 def test_window_of_old_targets_starts_at_max_window_layers():
     config = target_config(tiny.target_config(use_sliding_window=True, sliding_window=8, max_window_layers=3))
-    assert [layer.window for layer in config.layers] == [None, None, None, 8]
+    assert [layer.mixer.window for layer in config.layers] == [None, None, None, 8]
 
 
 def test_drafter_fields_in_their_places():
@@ -116,33 +120,33 @@ def test_taps_default_to_the_rule():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({}, [LayerConfig(None, False)] * 2),
-        ({"is_causal": True}, [LayerConfig(None, True)] * 2),
-        ({"dflash_config": {"causal": True}}, [LayerConfig(None, True)] * 2),
-        ({"dflash_config": {"causal_head": True}}, [LayerConfig(None, True)] * 2),
+        ({}, [(None, False)] * 2),
+        ({"is_causal": True}, [(None, True)] * 2),
+        ({"dflash_config": {"causal": True}}, [(None, True)] * 2),
+        ({"dflash_config": {"causal_head": True}}, [(None, True)] * 2),
         (
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7},
-            [LayerConfig(7, True), LayerConfig(None, False)],
+            [(7, True), (None, False)],
         ),
         (
             {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7, "is_causal": False},
-            [LayerConfig(7, False)] * 2,
+            [(7, False)] * 2,
         ),
-        ({"dflash_config": {"use_swa": True, "swa_window_size": 9}}, [LayerConfig(9, True)] * 2),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 9}}, [(9, True)] * 2),
         (
             {"dflash_config": {"use_swa": True, "swa_window_size": 9}, "sliding_window_non_causal": True},
-            [LayerConfig(9, False)] * 2,
+            [(9, False)] * 2,
         ),
     ],
 )
 def test_window_and_causality_of_every_layer(change, expected):
-    assert list(drafter(**change).layers) == expected
+    assert [(layer.mixer.window, layer.mixer.causal) for layer in drafter(**change).layers] == expected
 
 
 def test_a_window_that_hugging_face_would_drop_is_kept_with_a_warning():
     with pytest.warns(UserWarning, match="keeping window 7"):
         config = drafter(layer_types=["sliding_attention"] * 2, sliding_window=7, use_sliding_window=False)
-    assert config.layers[0].window == 7
+    assert config.layers[0].mixer.window == 7
 
 
 def test_slot_conventions():

@@ -7,6 +7,7 @@ import pytest
 
 from dflash_jax.decoding.sampling import (
     Sampling,
+    _units,
     check_sampling,
     filter_scores,
     first_argmax,
@@ -14,6 +15,7 @@ from dflash_jax.decoding.sampling import (
     request_key,
     select,
 )
+from dflash_jax.kernels.dispatch import using
 
 
 def settings(temperature, top_k, top_p, rows=1, min_p=0.0):
@@ -58,6 +60,45 @@ def test_min_p_is_a_share_of_the_best(min_p):
     np.testing.assert_array_equal(kept, p >= min_p * p.max(axis=-1, keepdims=True) * (1 - 1e-6))
     both = np.isfinite(filter_scores(logits, settings(1.0, 5, 0.9, min_p=min_p)))
     np.testing.assert_array_equal(both, kept & np.isfinite(filter_scores(logits, settings(1.0, 5, 0.9))))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.95), (40, 1.0), (40, 0.95), (3000, 0.999), (0, 0.99999)])
+def test_every_platform_searches_for_the_same_cut(platform, top_k, top_p):
+    """And a tail of rare tokens counts: top_p = 0.99999 ends among those of 1e-9. Sums of float32 may put the end of a
+    top-p where float64 would with 2e-7 more or less."""
+    logits = 3 * jax.random.normal(jax.random.key(1), (2, 3, 20_000))
+    with using(None, platform):
+        got = filter_scores(logits, settings(1.0, top_k, top_p, rows=2))
+    for row, kept in zip(np.asarray(logits).reshape(6, -1), np.asarray(got).reshape(6, -1), strict=True):
+        least, most = (probabilities(row, 1.0, top_k, top_p + error) > 0 for error in (-2e-7, 2e-7))
+        assert np.isfinite(kept)[least].all()
+        assert not np.isfinite(kept)[~most].any()
+        assert (most & ~least).sum() <= 0.05 * most.sum()
+        np.testing.assert_array_equal(kept[np.isfinite(kept)], row[np.isfinite(kept)])
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_ties_with_the_last_token_are_kept(platform):
+    """By top-k and by top-p; zeros of both signs are apart, minus infinity is never kept, and equal tokens all are."""
+    inf, count = jnp.inf, lambda kept: np.isfinite(kept).sum(axis=-1).tolist()
+    logits = jnp.asarray([[[2.0, 1.0, 1.0, 1.0, 0.0, -0.0, -1.0, -inf], [-3.0] * 8, [5.0, *[-inf] * 7]]])
+    filtered = jax.jit(lambda sampling: filter_scores(logits, sampling))
+    with using(None, platform):
+        kept = {k: count(filtered(settings(1.0, k, 1.0))) for k in (1, 2, 4, 5, 6, 7)}
+        mass = {p: count(filtered(settings(1.0, 0, p))) for p in (0.3, 0.6, 0.9, 1.0)}
+        both = count(filtered(settings(1.0, 2, 0.5)))
+    assert kept == {1: [[1, 8, 1]], 2: [[4, 8, 1]], 4: [[4, 8, 1]], 5: [[5, 8, 1]], 6: [[6, 8, 1]], 7: [[7, 8, 1]]}
+    # Of 17.9: 7.4, thrice 2.7, twice 1 and 0.4.
+    assert mass == {0.3: [[1, 8, 1]], 0.6: [[4, 8, 1]], 0.9: [[5, 8, 1]], 1.0: [[7, 8, 1]]}
+    assert both == [[4, 8, 1]]
+
+
+def test_masses_of_equal_and_of_rare_tokens_add_up():
+    """Of 150,000 equal tokens, and beside one that has nearly everything: each of a third of a unit, 10**-9.5."""
+    for mass in (2.0**30 / 150_000, 1 / 3, 0.01):
+        units = jax.jit(_units)(jnp.full((1, 1, 150_000), mass, jnp.float32))
+        assert abs(int(jnp.sum(units)) - 150_000 * mass) < 100 + 2e-7 * 2**30
 
 
 def test_rows_are_filtered_by_their_own_settings():

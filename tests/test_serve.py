@@ -1,6 +1,7 @@
 """The command line, run as a user would, on a tiny pair with a tiny tokenizer."""
 
 import json
+import shutil
 
 import pytest
 
@@ -257,9 +258,62 @@ def test_an_unknown_target_family_is_refused(pair, tmp_path, capsys):
     assert "model_type must be one of ['qwen3'], got 'llama'" in capsys.readouterr().err
 
 
-def test_help_needs_no_jax():
-    import subprocess
-    import sys
+THINKING = """\
+{%- for m in messages %}{{ m['role'] }}.{{ m['content'] }}<end>{% endfor %}
+{%- if enable_thinking is defined and not enable_thinking %}no thoughts{% endif %}"""
 
-    code = "import sys; from dflash_jax import serve, benchmark; serve.build_parser(); print('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+@pytest.fixture
+def thinking(pair, tmp_path):
+    """The pair, with a chat template that can be told not to think."""
+    shutil.copytree(pair, tmp_path / "thinking")
+    (tmp_path / "thinking" / "target" / "chat_template.jinja").write_text(THINKING)
+    return tmp_path / "thinking"
+
+
+def test_arguments_of_the_chat_template(thinking, tmp_path, capsys):
+    """The job's, over them the line's own, in later turns too; noted, so that no other job continues this one."""
+    chat = {"messages": [{"role": "user", "content": "abc"}]}
+    on, off = ({"chat_template_kwargs": {"enable_thinking": value}} for value in (True, False))
+    batch = {"method": "POST", "url": "/v1/chat/completions"}
+    lines = [
+        {"id": "default"} | chat,
+        {"id": "on"} | chat | on,
+        {"id": "off"} | chat | off,
+        {"custom_id": "batch", "body": chat | on | {"max_tokens": 12}} | batch,
+        {"id": "turns", "turns": ["abc", "def"]} | on,
+        {"id": "no object"} | chat | {"chat_template_kwargs": 3},
+        {"id": "reserved"} | chat | {"chat_template_kwargs": {"messages": []}},
+        {"id": "no template", "prompt": "abc"} | off,
+    ]
+    status, records, summary = run(thinking, tmp_path, lines, "--ordered")
+    assert status == 1
+    assert [record["error"]["code"] for record in records[5:]] == ["invalid_parameter"] * 3
+    assert summary["chat_template_kwargs"] == {}
+    tokens = [record["usage"]["prompt_tokens"] for record in records[:3]]
+    assert tokens == [tokens[0], tokens[0], tokens[0] + len("no thoughts")]
+    unthinking = ["--ordered", "--chat-template-kwargs", '{"enable_thinking": false}']
+    status, records, summary = run(thinking, tmp_path, lines, *unthinking)
+    assert summary["chat_template_kwargs"] == {"enable_thinking": False}
+    assert [record["usage"]["prompt_tokens"] for record in records[:3]] == [tokens[2], tokens[0], tokens[2]]
+    assert records[3]["response"]["body"]["usage"]["prompt_tokens"] == tokens[0]
+    first, second = (turn["usage"] for turn in records[4]["turns"])
+    answered = len("assistant.") + len(records[4]["turns"][0]["text"]) + 1 + len("user.def") + 1
+    assert first["prompt_tokens"] == tokens[0]
+    assert second["prompt_tokens"] == tokens[0] + answered
+    assert run(thinking, tmp_path, lines, *unthinking, resume=True)[0] == 1
+    assert run(thinking, tmp_path, lines, "--ordered", resume=True)[0] == 2
+    assert "chat_template_kwargs {'enable_thinking': False}, now None" in capsys.readouterr().err
+
+
+def test_a_deterministic_job_fixes_what_decides_its_bits(pair, tmp_path, capsys):
+    lines = [{"id": str(i), "prompt_token_ids": [i + 1, 5, 9]} for i in range(3)]
+    _, records, summary = run(pair, tmp_path, lines, "--ordered")
+    assert (summary["deterministic"], summary["block_size"]) == (False, "auto")
+    status, fixed, summary = run(pair, tmp_path, lines, "--ordered", "--deterministic")
+    assert status == 0
+    assert [record["token_ids"] for record in fixed] == [record["token_ids"] for record in records]
+    assert (summary["deterministic"], summary["block_size"]) == (True, "auto")
+    assert list(summary["steps_by_block_size"]) == ["8"]
+    assert run(pair, tmp_path, lines, "--ordered", resume=True)[0] == 2
+    assert "deterministic" in capsys.readouterr().err

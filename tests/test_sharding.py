@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine, generate, load_drafter, load_target, spec_generate
+from dflash_jax.benchmarks.planning import collectives
 from dflash_jax.checkpoint import Reader, leaves
 from dflash_jax.decoding.state import init_state
 from dflash_jax.decoding.step import make_round, speculative_step
@@ -17,7 +18,6 @@ from dflash_jax.drafters.config import drafter_config
 from dflash_jax.drafters.dflash import tensors as drafter_tensors
 from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.models import FAMILIES, target_config
-from dflash_jax.plan import collectives
 from dflash_jax.sharding import auto_mesh, check_layout, pin, spec
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example

@@ -1,32 +1,47 @@
 """Trains drafters: `python -m dflash_jax.train STAGE ...`."""
 
-import argparse
-import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_jax.cli import progress_bar
-from dflash_jax.train.arguments import build_parser
+from dflash_jax.train.arguments import (
+    AblateOptions,
+    CacheFeaturesOptions,
+    DataOptions,
+    EvaluateOptions,
+    ExportOptions,
+    FitOptions,
+    PairOptions,
+    PlotOptions,
+    RegenerateOptions,
+    parse_stage,
+    settings_given,
+)
 from dflash_jax.train.config import TrainConfig, make_config, read_settings
+
+if TYPE_CHECKING:
+    from dflash_jax.drafters.dflash import Drafter
+    from dflash_jax.target import Target
+    from dflash_jax.train.data import Dataset
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
-    stages = {
-        "regenerate": _regenerate,
-        "cache-features": _cache_features,
-        "fit": _fit,
-        "evaluate": _evaluate,
-        "export": _export,
-        "plot": _plot,
-        "pair": _pair,
-        "ablate": _ablate,
+    options = parse_stage(argv)
+    stages: dict[type, Callable[[Any], int]] = {
+        RegenerateOptions: _regenerate,
+        CacheFeaturesOptions: _cache_features,
+        FitOptions: _fit,
+        EvaluateOptions: _evaluate,
+        ExportOptions: _export,
+        PlotOptions: _plot,
+        PairOptions: _pair,
+        AblateOptions: _ablate,
     }
     try:
-        return stages[args.stage](args)
+        return stages[type(options)](options)
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 1
@@ -43,26 +58,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _regenerate(args: argparse.Namespace) -> int:
-    from dflash_jax.cli import engine_rates, load, make_engine
+def _regenerate(options: RegenerateOptions) -> int:
+    from dflash_jax.cli import engine_config, engine_rates, load, make_engine
     from dflash_jax.infer.interrupt import stop_signals
     from dflash_jax.infer.jobs import job_settings, run_job
     from dflash_jax.infer.lines import read_lines
     from dflash_jax.train.regenerate import answer_record, journal
 
-    args.no_speculation = not args.drafter
-    output = Path(args.output)
-    with Path(args.input).open("rb") as source:
-        pair, text, defaults = load(args)
+    generation, wanted = options.generation, options.engine
+    with Path(options.input).open("rb") as source:
+        target, drafter, text, defaults = load(options.models, generation, speculative=bool(options.models.drafter))
         lines = read_lines(source, text, defaults)
-    noted = job_settings(pair[0], text, defaults, args.seed, args.max_length)
-    with journal(output, noted, lines) as book, stop_signals() as stopping:
+    noted = job_settings(target, text, defaults, wanted.seed, wanted.max_length, wanted.fixed(generation))
+    with journal(Path(options.output), noted, lines) as book, stop_signals() as stopping:
         lines = [line for line in lines if line.index not in book.done]
         if book.done:
             print(f"{len(book.done)} lines are done, {len(lines)} left", file=sys.stderr)
         if not lines:
             return 1 if book.failed else 0
-        engine = make_engine(args, pair, [line.request for line in lines if line.request])
+        requests = [line.request for line in lines if line.request]
+        engine = make_engine(target, drafter, engine_config(target, requests, generation, wanted))
         engine.warm_up()
         failed = cut = 0
         with progress_bar(len(lines), "answer") as bar:
@@ -76,29 +91,32 @@ def _regenerate(args: argparse.Namespace) -> int:
         if stopping:
             raise KeyboardInterrupt
     if cut:
-        print(f"{cut} of {len(lines)} answers were cut at {args.max_new_tokens} tokens", file=sys.stderr)
+        print(f"{cut} of {len(lines)} answers were cut at {generation.max_new_tokens} tokens", file=sys.stderr)
     if failed:
         print(f"{failed} lines have an error record", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict[str, Any]]:
-    """(settings, target, dataset, drafter, its config.json)"""
-    overrides = {}
-    for field in dataclasses.fields(TrainConfig):
-        given = getattr(args, field.name)
-        if given is not None:
-            import yaml
+class Prepared(NamedTuple):
+    """What the stages that read training data begin with."""
 
-            overrides[field.name] = yaml.safe_load(given) if field.type is not str else given
-    given = read_settings(args.config, overrides)
+    config: TrainConfig
+    target: "Target"
+    data: "Dataset"
+    drafter: "Drafter"
+    raw: dict[str, Any]  # the drafter's config.json
+
+
+def _prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
+    given = read_settings(options.config, overrides)
     make_config(given)  # complain before anything is loaded
-    if args.distributed is not None:
+    if options.distributed is not None:
         from dflash_jax.mesh import join
 
-        join(args.distributed)
-    from dflash_jax.cli import choose_mesh, enable_compilation_cache
+        join(options.distributed)
+    from dflash_jax.cli import choose_mesh, enable_compilation_cache, use_kernels
 
+    use_kernels(options.kernels)
     enable_compilation_cache()
     from dflash_jax.checkpoint import read_json, resolve
     from dflash_jax.drafters.dflash import load_drafter
@@ -107,8 +125,8 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
     from dflash_jax.train.drafters import choose_mask_token, new_drafter, with_block_size
 
     started, raw = None, {}
-    if args.init_from:
-        directory = resolve(args.init_from, "drafter")
+    if options.init_from:
+        directory = resolve(options.init_from, "drafter")
         started, raw = load_drafter(directory, dtype="float32"), read_json(directory / "config.json")
         own = {
             "num_layers": started.config.num_hidden_layers,
@@ -119,8 +137,9 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
             raise ValueError(f"--init-from decides {', '.join(fixed)}; leave them out")
         given = {"block_size": started.config.block_size} | given | own
     config = make_config(given)
-    target = load_target(args.target, dtype=config.dtype, mesh=choose_mesh(args.mesh, args.target, None, training=True))
-    data = read_examples(args.data, config.length, target.config.vocab_size)
+    mesh = choose_mesh(options.mesh, options.target, None, training=True)
+    target = load_target(options.target, dtype=config.dtype, mesh=mesh)
+    data = read_examples(options.data, config.length, target.config.vocab_size)
     print(
         f"{len(data.examples)} conversations; {data.cut} cut to {config.length} tokens, "
         f"{data.without_answer} without an answer to learn left out",
@@ -128,23 +147,26 @@ def _prepare(args: argparse.Namespace) -> tuple[TrainConfig, Any, Any, Any, dict
     )
     if started is not None:
         started.config.check_pair(target.config)
-        return config, target, data, *with_block_size(started, raw, config.block_size)
+        return Prepared(config, target, data, *with_block_size(started, raw, config.block_size))
     mask = choose_mask_token(target, config.mask_token_id)
-    return config, target, data, *new_drafter(target, config, mask)
+    return Prepared(config, target, data, *new_drafter(target, config, mask))
 
 
-def _cache_features(args: argparse.Namespace) -> int:
-    config, target, data, drafter, _ = _prepare(args)
+def _cache_features(options: CacheFeaturesOptions) -> int:
+    config, target, data, drafter, _ = _prepare(options.source, settings_given(options.settings))
     from dflash_jax.train.features import write_features
 
     with progress_bar(len(data.examples), "conversation") as bar:
-        for done in write_features(args.out, target, drafter.taps, data.examples, config.length, hidden=args.hidden):
+        done_so_far = write_features(
+            options.out, target, drafter.taps, data.examples, config.length, hidden=options.hidden
+        )
+        for done in done_so_far:
             bar.update(done - bar.n)
     return 0
 
 
-def _fit(args: argparse.Namespace) -> int:
-    config, target, data, drafter, raw = _prepare(args)
+def _fit(options: FitOptions) -> int:
+    config, target, data, drafter, raw = _prepare(options.source, settings_given(options.settings))
     from functools import partial
 
     from dflash_jax.infer.params import SamplingParams
@@ -153,25 +175,25 @@ def _fit(args: argparse.Namespace) -> int:
     from dflash_jax.train.fit import Run
 
     features, judge = None, None
-    if args.features:
+    if options.features:
         distill = bool(config.kl or config.total_variation)
-        features = FeatureCache(args.features, target, drafter.taps, data.examples, distill)
-    if config.evaluate_every and not args.eval_prompts:
+        features = FeatureCache(options.features, target, drafter.taps, data.examples, distill)
+    if config.evaluate_every and not options.eval_prompts:
         raise ValueError("evaluate_every needs --eval-prompts FILE.jsonl")
-    if args.eval_prompts:
+    if options.eval_prompts:
         judge = partial(
             evaluate,
             target,
-            requests=read_prompts(args.eval_prompts, target, config.evaluate_samples),
+            requests=read_prompts(options.eval_prompts, target, config.evaluate_samples, options.chat_template_kwargs),
             params=SamplingParams(config.evaluate_max_new_tokens, config.evaluate_temperature),
             block_size=config.block_size,
         )
-    run = Run(args.out, target, drafter, raw, data.examples, config, features=features, evaluate=judge)
+    run = Run(options.out, target, drafter, raw, data.examples, config, features=features, evaluate=judge)
     writer = None
-    if args.tensorboard:
+    if options.tensorboard:
         from tensorboardX import SummaryWriter
 
-        writer = SummaryWriter(args.tensorboard)
+        writer = SummaryWriter(options.tensorboard)
     with progress_bar(run.steps, "step") as bar:
         bar.update(int(run.state.step))
 
@@ -193,70 +215,73 @@ def _fit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate(args: argparse.Namespace) -> int:
-    if bool(args.run) == bool(args.drafter):
+def _evaluate(options: EvaluateOptions) -> int:
+    if bool(options.run) == bool(options.models.drafter):
         raise ValueError("give either --run or --drafter")
-    if args.step is not None and not args.run:
+    if options.step is not None and not options.run:
         raise ValueError("--step is of a --run")
     import jax
 
-    from dflash_jax.cli import choose_mesh, enable_compilation_cache
+    from dflash_jax.cli import choose_mesh, enable_compilation_cache, use_kernels
     from dflash_jax.drafters.dflash import load_drafter
-    from dflash_jax.infer.params import SamplingParams
     from dflash_jax.target import load_target
     from dflash_jax.train.evaluate import evaluate, read_prompts
     from dflash_jax.train.fit import load_run
 
-    params = SamplingParams(args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.min_p)
+    models, generation = options.models, options.generation
+    params = generation.sampling()
     params.check()
+    use_kernels(models.kernels)
     enable_compilation_cache()
-    mesh = choose_mesh(args.mesh, args.target, args.drafter)
-    target = load_target(args.target, dtype=args.dtype, mesh=mesh)
-    if args.run:
-        drafter, _ = load_run(args.run, args.step)
+    mesh = choose_mesh(models.mesh, models.target, models.drafter)
+    target = load_target(models.target, dtype=models.dtype, mesh=mesh)
+    if options.run:
+        drafter, _ = load_run(options.run, options.step)
         drafter = drafter.replace(params=jax.tree.map(lambda x: x.astype(target.dtype), drafter.params))
     else:
-        drafter = load_drafter(args.drafter, dtype=args.dtype, mesh=mesh)
+        assert models.drafter
+        drafter = load_drafter(models.drafter, dtype=models.dtype, mesh=mesh)
     drafter.config.check_pair(target.config)
     figures = evaluate(
         target,
         drafter,
-        read_prompts(args.prompts, target, args.max_samples),
+        read_prompts(options.prompts, target, options.max_samples, generation.chat_template_kwargs),
         params=params,
-        block_size=args.block_size,
-        proposals=args.proposals,
-        batch_size=args.batch_size,
+        block_size=generation.block_size,
+        proposals=generation.proposals,
+        batch_size=generation.batch_size,
         baseline=True,
     )
+    figures["chat_template_kwargs"] = dict(generation.chat_template_kwargs)
     rates = " ".join(f"{rate:.2f}" for rate in figures["acceptance_per_position"])
     print(f"tau {figures['tau']:.3f}   speedup {figures['speedup']:.2f}   over {figures['samples']} prompts")
     print(f"acceptance per position   {rates}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(options: ExportOptions) -> int:
     from dflash_jax.config import parse_dtype
     from dflash_jax.train.drafters import save_drafter
     from dflash_jax.train.fit import load_run
 
-    if Path(args.out).exists():
-        raise ValueError(f"{args.out} exists; choose a new directory")
-    drafter, raw = load_run(args.run, args.step)
-    save_drafter(args.out, drafter, raw, parse_dtype(args.dtype))
-    print(f"wrote {args.out}")
+    if Path(options.out).exists():
+        raise ValueError(f"{options.out} exists; choose a new directory")
+    drafter, raw = load_run(options.run, options.step)
+    save_drafter(options.out, drafter, raw, parse_dtype(options.dtype))
+    print(f"wrote {options.out}")
     return 0
 
 
-def _plot(args: argparse.Namespace) -> int:
+def _plot(options: PlotOptions) -> int:
     from dflash_jax.train.plot import plot
 
-    plot(args.run, args.out)
+    plot(options.run, options.out)
     return 0
 
 
-def _pair(args: argparse.Namespace) -> int:
+def _pair(options: PairOptions) -> int:
     from dflash_jax.train.toy.pair import Recipe, build
 
     recipe = Recipe()
@@ -266,17 +291,17 @@ def _pair(args: argparse.Namespace) -> int:
             bar.update(step - bar.n)
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
 
-        pair = build(args.out, recipe, main, progress)
+        pair = build(options.out, recipe, main, progress)
     print(f"wrote {pair}")
     return 0
 
 
-def _ablate(args: argparse.Namespace) -> int:
+def _ablate(options: AblateOptions) -> int:
     from dflash_jax.cli import enable_compilation_cache
     from dflash_jax.train.toy.ablations import ROWS, ablate
 
     enable_compilation_cache()
-    names = [name.strip() for name in args.rows.split(";")] if args.rows else list(ROWS)
+    names = [name.strip() for name in options.rows.split(";")] if options.rows else list(ROWS)
 
     def report(result: dict[str, Any]) -> None:
         print(
@@ -285,7 +310,7 @@ def _ablate(args: argparse.Namespace) -> int:
             flush=True,
         )
 
-    ablate(args.out, args.pair, names, steps=args.steps, samples=args.samples, stage=main, report=report)
+    ablate(options.out, options.pair, names, steps=options.steps, samples=options.samples, stage=main, report=report)
     return 0
 
 

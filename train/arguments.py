@@ -1,119 +1,258 @@
 """The options of `python -m dflash_jax.train STAGE ...`."""
 
-import argparse
 import dataclasses
-import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from dflash_jax.cli import add_generation_arguments, add_mesh_argument, add_model_arguments
-from dflash_jax.train.config import TrainConfig
+from tyro.conf import arg, subcommand
 
-EPILOG = """\
-stages
-  regenerate      the target answers prompts itself      prompts.jsonl -> answers.jsonl
-  cache-features  writes its features once (optional)    answers.jsonl -> features/
-  fit             trains; continues a run it finds       answers.jsonl -> run/
-  evaluate        tau and speedup by real decoding       run/ or drafter, prompts.jsonl
-  export          a Hugging Face directory               run/ -> drafter/
-  plot            loss and tau over the steps            run/ -> plot.png
-  pair            the bundled pair, from text on         nothing -> directory/pair/
-  ablate          the paper's ablations on that pair     directory/ -> results.jsonl
-exit status   0 done, 1 stopped on the way (what is done is kept), 2 unusable arguments or files
+from dflash_jax.cli import (
+    EngineOptions,
+    GenerationOptions,
+    Kernels,
+    NamedModelOptions,
+    TemplateArguments,
+    optional,
+    parse,
+    parsed,
+)
+from dflash_jax.train.config import TrainConfig, setting
+
+DESCRIPTION = """\
+Trains a DFlash drafter for a target.
+
+  stages
+    regenerate      the target answers prompts itself    prompts -> answers.jsonl
+    cache-features  writes its features once (optional)  answers.jsonl -> features/
+    fit             trains; continues a run it finds     answers.jsonl -> run/
+    evaluate        tau and speedup by real decoding     run/ or drafter, prompts
+    export          a Hugging Face directory             run/ -> drafter/
+    plot            loss and tau over the steps          run/ -> plot.png
+    pair            the bundled pair, from text on       nothing -> directory/pair/
+    ablate          the paper's ablations on that pair   directory/ -> results.jsonl
+
+  exit status   0 done, 1 stopped on the way (what is done is kept), 2 unusable
+                arguments or files
 """
+NOT_GIVEN: Any = object()  # None is a value of settings
+Directory = Annotated[str, arg(metavar="DIR")]
+JsonLines = Annotated[str, arg(metavar="FILE.jsonl")]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m dflash_jax.train",
-        description="Trains a DFlash drafter for a target.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _setting(name: str) -> Callable[[list[str]], Any]:
+    def read(given: list[str]) -> Any:
+        import yaml
+
+        values = [yaml.safe_load(word) for word in given]
+        return setting(name, values[0] if len(values) == 1 else values)
+
+    return read
+
+
+def _settings() -> type:
+    """A dataclass with the fields of `TrainConfig`, each NOT_GIVEN unless its flag is there."""
+    fields = []
+    for each in dataclasses.fields(TrainConfig):
+        hint = "" if each.default in ((), None) else f"(default: {each.default})"
+        shown = "|".join(get_args(each.type)) if get_origin(each.type) is Literal else "X"
+        read = parsed(_setting(each.name), shown, "*" if each.default == () else 1)
+        fields.append((each.name, Annotated[Any, read, arg(help_behavior_hint=hint)], field(default=NOT_GIVEN)))
+    text = (TrainConfig.__doc__ or "").replace(
+        "What `fit` does.", "The paper's recipe by default; they win over --config."
     )
-    stages = parser.add_subparsers(dest="stage", required=True, metavar="STAGE")
-
-    stage = stages.add_parser("regenerate", help="answer prompts with the target")
-    stage.add_argument("--input", required=True, metavar="FILE.jsonl", help="prompts, in every form `serve` takes")
-    stage.add_argument("--output", required=True, metavar="FILE.jsonl", help="answers; continued if it exists")
-    stage.add_argument("--seed", type=int, default=0, help="sampling noise (default 0)")
-    stage.add_argument("--max-length", type=int, help="prompt and answer tokens per row")
-    add_model_arguments(stage, bundled=False)
-    add_generation_arguments(stage)
-    stage.set_defaults(max_new_tokens=2048)
-
-    stage = stages.add_parser("cache-features", help="write the target's features once")
-    stage.add_argument("--out", required=True, metavar="DIR", help="feature cache; continued if it is there")
-    stage.add_argument("--hidden", action="store_true", help="also what kl and total_variation need")
-    _add_data_arguments(stage)
-
-    stage = stages.add_parser("fit", help="train, or continue a run")
-    stage.add_argument("--out", required=True, metavar="DIR", help="the run; continued if it is there")
-    stage.add_argument("--features", metavar="DIR", help="a feature cache, instead of computing features online")
-    stage.add_argument("--eval-prompts", metavar="FILE.jsonl", help="held-out prompts; decoded to choose `best`")
-    stage.add_argument("--tensorboard", metavar="DIR", help="also log there")
-    _add_data_arguments(stage)
-
-    stage = stages.add_parser("evaluate", help="decode held-out prompts")
-    stage.add_argument("--prompts", required=True, metavar="FILE.jsonl", help="held-out prompts")
-    stage.add_argument("--run", metavar="DIR", help="a run's `best`, else its newest checkpoint, instead of --drafter")
-    stage.add_argument("--step", type=int, help="a checkpoint of the run instead")
-    stage.add_argument("--max-samples", type=int, help="the first so many prompts")
-    stage.add_argument("--json", metavar="FILE", help="write all figures")
-    add_model_arguments(stage, bundled=False)
-    add_generation_arguments(stage)
-
-    stage = stages.add_parser("export", help="write a drafter for this package, dflash, vLLM and SGLang")
-    stage.add_argument("--run", required=True, metavar="DIR", help="made by fit")
-    stage.add_argument("--step", type=int, help="checkpoint (default: `best` if the run was evaluated, else newest)")
-    stage.add_argument("--out", required=True, metavar="DIR", help="a new directory")
-    stage.add_argument("--dtype", default="bfloat16", help="float32, bfloat16 (default) or float16")
-
-    stage = stages.add_parser("plot", help="draw loss and tau")
-    stage.add_argument("--run", required=True, metavar="DIR", help="made by fit")
-    stage.add_argument("--out", required=True, metavar="FILE.png")
-
-    stage = stages.add_parser("pair", help="make the bundled pair")
-    stage.add_argument("--out", required=True, metavar="DIR", help="all stages' results; continued if it is there")
-
-    stage = stages.add_parser("ablate", help="train and decode one drafter per row of the table")
-    stage.add_argument(
-        "--pair", metavar="DIR", help="made by pair (default: the bundled pair, whose answers are made first)"
-    )
-    stage.add_argument("--out", required=True, metavar="DIR", help="runs and results.jsonl; continued if it is there")
-    stage.add_argument("--rows", metavar="A;B", help="names of rows (default: all)")
-    stage.add_argument("--steps", type=int, default=300, help="of each row (default 300)")
-    stage.add_argument("--samples", type=int, default=64, help="held-out problems to decode (default 64)")
-    return parser
+    return make_dataclass("Settings", fields, frozen=True, namespace={"__doc__": text, "__module__": __name__})
 
 
-def _add_data_arguments(stage: argparse.ArgumentParser) -> None:
-    stage.add_argument("--target", required=True, metavar="DIR|ID", help="target checkpoint")
-    stage.add_argument("--data", required=True, metavar="FILE.jsonl", help="made by regenerate")
-    stage.add_argument("--config", metavar="FILE", help="YAML or JSON of settings")
-    add_mesh_argument(stage, "rows and parameters over all of them")
-    stage.add_argument(
-        "--distributed",
-        nargs="?",
-        const="",
-        metavar="HOST:PORT,I/N",
-        help="this is process I (from 0) of N that train together, with the first at HOST:PORT; without a value as the "
-        "environment says (TPU pods, Slurm)",
-    )
-    stage.add_argument("--init-from", metavar="DIR|ID", help="continue from a published drafter")
-    settings = stage.add_argument_group("settings (the paper's recipe by default; they win over --config)")
-    texts = _attribute_texts()
-    for field in dataclasses.fields(TrainConfig):
-        default = "" if field.default in ((), None) else f" (default {field.default})"
-        text = (texts[field.name] + default).replace("%", "%%")
-        settings.add_argument("--" + field.name.replace("_", "-"), metavar="X", help=text)
+Settings = _settings()
+SETTINGS = arg(constructor=Settings)
 
 
-def _attribute_texts() -> dict[str, str]:
-    """What the docstring of `TrainConfig` says of each setting."""
-    texts: dict[str, str] = {}
-    names: list[str] = []
-    for line in (TrainConfig.__doc__ or "").split("Attributes:")[-1].splitlines():
-        named = re.match(r" {8}(\w+(?:, \w+)*): (.*)", line)
-        if named:
-            names = named[1].split(", ")
-        for name in names:
-            texts[name] = (texts.get(name, "") + " " + (named[2] if named else line.strip())).strip()
-    return texts
+def settings_given(settings: Any) -> dict[str, Any]:
+    """Those that stand on the command line."""
+    return {name: value for name, value in vars(settings).items() if value is not NOT_GIVEN}
+
+
+def _distributed(given: list[str]) -> str:
+    if len(given) > 1:
+        raise ValueError(f"takes one HOST:PORT,I/N, got {' '.join(given)}")
+    return given[0] if given else ""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What to train on, and where.
+
+    Attributes:
+        target: target checkpoint
+        data: made by regenerate
+        config: YAML or JSON of settings
+        mesh: devices, like data=2,model=4 (axes data, fsdp, model; -1 is the rest); auto: rows and parameters over all
+            of them
+        distributed: this is process I (from 0) of N that train together, with the first at HOST:PORT; without a value
+            as the environment says (TPU pods, Slurm)
+        init_from: continue from a published drafter
+        kernels: which implementation of the kernels runs; auto checks each Pallas kernel against XLA at its first use
+            (also DFLASH_KERNELS)
+    """
+
+    target: Annotated[str, arg(metavar="DIR|ID")]
+    data: JsonLines
+    config: Annotated[str | None, optional(str, "FILE")] = None
+    mesh: Annotated[str, arg(metavar="AXES")] = "auto"
+    distributed: Annotated[str | None, parsed(_distributed, "[HOST:PORT,I/N]", "*"), arg(help_behavior_hint="")] = None
+    init_from: Annotated[str | None, optional(str, "DIR|ID")] = None
+    kernels: Kernels = None
+
+
+@dataclass(frozen=True)
+class RegenerateOptions:
+    """Options of `regenerate`.
+
+    Attributes:
+        input: prompts, in every form `serve` takes
+        output: answers; continued if it exists
+    """
+
+    input: JsonLines
+    output: JsonLines
+    models: NamedModelOptions
+    generation: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_new_tokens=2048))
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
+@dataclass(frozen=True)
+class CacheFeaturesOptions:
+    """Options of `cache-features`.
+
+    Attributes:
+        out: feature cache; continued if it is there
+        hidden: also what kl and total_variation need
+    """
+
+    out: Directory
+    source: DataOptions
+    hidden: bool = False
+    settings: Annotated[Any, SETTINGS] = field(default_factory=Settings)
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Options of `fit`.
+
+    Attributes:
+        out: the run; continued if it is there
+        features: a feature cache, instead of computing features online
+        eval_prompts: held-out prompts; decoded to choose `best`
+        chat_template_kwargs: of --eval-prompts: arguments of the chat template, a JSON object
+        tensorboard: also log there
+    """
+
+    out: Directory
+    source: DataOptions
+    features: Annotated[str | None, optional(str, "DIR")] = None
+    eval_prompts: Annotated[str | None, optional(str, "FILE.jsonl")] = None
+    chat_template_kwargs: TemplateArguments = field(default_factory=dict)
+    tensorboard: Annotated[str | None, optional(str, "DIR")] = None
+    settings: Annotated[Any, SETTINGS] = field(default_factory=Settings)
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Options of `evaluate`.
+
+    Attributes:
+        prompts: held-out prompts
+        run: a run's `best`, else its newest checkpoint, instead of --drafter
+        step: a checkpoint of the run instead
+        max_samples: the first so many prompts
+        json: write all figures
+    """
+
+    prompts: JsonLines
+    models: NamedModelOptions
+    run: Annotated[str | None, optional(str, "DIR")] = None
+    step: Annotated[int | None, optional(int, "N")] = None
+    max_samples: Annotated[int | None, optional(int, "N")] = None
+    json: Annotated[str | None, optional(str, "FILE")] = None
+    generation: GenerationOptions = field(default_factory=GenerationOptions)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of `export`.
+
+    Attributes:
+        run: made by fit
+        out: a new directory
+        step: checkpoint
+        dtype: float32, bfloat16 or float16
+    """
+
+    run: Directory
+    out: Directory
+    step: Annotated[int | None, optional(int, "N", "`best` if the run was evaluated, else newest")] = None
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class PlotOptions:
+    """Options of `plot`.
+
+    Attributes:
+        run: made by fit
+        out: the picture
+    """
+
+    run: Directory
+    out: Annotated[str, arg(metavar="FILE.png")]
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Options of `pair`.
+
+    Attributes:
+        out: all stages' results; continued if it is there
+    """
+
+    out: Directory
+
+
+@dataclass(frozen=True)
+class AblateOptions:
+    """Options of `ablate`.
+
+    Attributes:
+        out: runs and results.jsonl; continued if it is there
+        pair: made by pair
+        rows: names of rows
+        steps: of each row
+        samples: held-out problems to decode
+    """
+
+    out: Directory
+    pair: Annotated[str | None, optional(str, "DIR", "the bundled pair, whose answers are made first")] = None
+    rows: Annotated[str | None, optional(str, "A;B", "all")] = None
+    steps: int = 300
+    samples: int = 64
+
+
+Stage = (
+    Annotated[RegenerateOptions, subcommand("regenerate", description="answer prompts with the target")]
+    | Annotated[CacheFeaturesOptions, subcommand("cache-features", description="write the target's features once")]
+    | Annotated[FitOptions, subcommand("fit", description="train, or continue a run")]
+    | Annotated[EvaluateOptions, subcommand("evaluate", description="decode held-out prompts")]
+    | Annotated[
+        ExportOptions, subcommand("export", description="write a drafter for this package, dflash, vLLM and SGLang")
+    ]
+    | Annotated[PlotOptions, subcommand("plot", description="draw loss and tau")]
+    | Annotated[PairOptions, subcommand("pair", description="make the bundled pair")]
+    | Annotated[AblateOptions, subcommand("ablate", description="train and decode one drafter per row of the table")]
+)
+
+
+def parse_stage(argv: Sequence[str] | None = None) -> Any:
+    """The options of a stage, an instance of the class that is its name."""
+    stages: Any = Stage
+    return parse(stages, argv, prog="python -m dflash_jax.train", description=DESCRIPTION)

@@ -1,11 +1,10 @@
 """The configuration of a training run: the paper's recipe by default (method, section 8.3)."""
 
-import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # published; other sizes in between
 
@@ -34,21 +33,27 @@ class TrainConfig:
         schedule: "cosine", "wsd" (warmup, stable, decay over the last fifth) or "constant"; all warm up.
         warmup: share of the steps.
         final_learning_rate: share of the peak at the end.
-        b1, b2, weight_decay, clip_norm: of the optimiser; clip_norm bounds the global gradient norm.
+        b1: of the optimiser: decay of the running gradient.
+        b2: of the optimiser: decay of its running square.
+        weight_decay: of the optimiser.
+        clip_norm: bound of the global gradient norm.
         gamma: decay of the loss weights over a block, exp(-(k - 1) / gamma); 0 takes the paper's value for
             the block size.
         weighting: "decay", or "dpace" (arXiv 2605.18810) with alpha 0.5.
-        cross_entropy, kl, total_variation: coefficients of the losses against the data token, and against
-            the target's own distribution.
+        cross_entropy: coefficient of the loss against the data token.
+        kl: coefficient of the divergence from the target's own distribution.
+        total_variation: coefficient of the distance from the target's own distribution.
         feature_noise: half width of uniform noise on the target features.
         remat: recompute draft layers in the backward pass instead of keeping their insides.
         loss_chunk: hidden states whose logits exist at the same time.
         seed: of initial weights, order and anchors.
         dtype: of the computation, "auto", "float32" or "bfloat16"; parameters are float32.
-        log_every, save_every: steps between lines and checkpoints; save_every 0 saves at the end and before
-            evaluations only.
+        log_every: steps between lines of figures.
+        save_every: steps between checkpoints; 0 saves at the end and before evaluations only.
         evaluate_every: steps between evaluations; 0 is a tenth of the run. Needs prompts to evaluate on.
-        evaluate_samples, evaluate_max_new_tokens, evaluate_temperature: of an evaluation.
+        evaluate_samples: prompts of an evaluation.
+        evaluate_max_new_tokens: tokens per answer of an evaluation.
+        evaluate_temperature: of an evaluation; 0 is greedy.
         keep: checkpoints kept.
     """
 
@@ -156,27 +161,37 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
     Raises:
         ValueError: an unknown field (with the known ones), or a value of the wrong type or out of range.
     """
-    fields = {field.name: field.type for field in dataclasses.fields(TrainConfig)}
-    if unknown := [name for name in given if name not in fields]:
-        raise ValueError(f"unknown settings {', '.join(map(str, unknown))}; known are {', '.join(fields)}")
-    return TrainConfig(**{name: _typed(name, value, fields[name]) for name, value in given.items()})
+    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"unknown settings {', '.join(map(str, unknown))}; known are {', '.join(known)}")
+    return TrainConfig(**{name: setting(name, value) for name, value in given.items()})
 
 
-def _typed(name: str, value: Any, kind: Any) -> Any:
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
-        return value
-    if name == "target_layer_ids":
-        if not isinstance(value, list | tuple) or not all(type(i) is int for i in value):
-            raise ValueError(f"{name} must be a list of layer numbers, got {value!r}")
-        return tuple(value)
-    if name == "mask_token_id" and value is None:
-        return None
-    if kind is float and isinstance(value, str):  # YAML reads 6e-4 as text
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    expected = {float: (int, float), bool: (bool,), str: (str,)}.get(kind, (int,))
-    if type(value) not in expected or (kind is float and not abs(value) < math.inf):
-        raise ValueError(f"{name} must be {getattr(kind, '__name__', 'int')}, got {value!r}")
-    return float(value) if kind is float else value
+def setting(name: str, value: Any) -> Any:
+    """A value as YAML reads it, as the type of its field; what stands for that on a command line does so here.
+
+    Raises:
+        ValueError: it is none.
+    """
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+    kind = get_type_hints(TrainConfig)[name]
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
+    assert isinstance(spec, PrimitiveConstructorSpec)
+    words = [str(part) for part in (value if isinstance(value, list | tuple) else [value])]
+    try:
+        if len(words) != spec.nargs != "*":
+            raise ValueError(f"{len(words)} values")
+        if spec.choices is not None and words[0] not in spec.choices:
+            raise ValueError(f"not one of {', '.join(spec.choices)}")
+        made = spec.instance_from_str(words)
+        if isinstance(made, float) and not math.isfinite(made):
+            raise ValueError("not finite")
+    except ValueError as error:
+        choices = "one of " + ", ".join(get_args(kind)) if get_origin(kind) is Literal else _type_name(kind)
+        raise ValueError(f"{name} must be {choices}, got {value!r}") from error
+    return made
+
+
+def _type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)

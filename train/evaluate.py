@@ -1,10 +1,10 @@
 """Real speculative decoding of held-out prompts: the only number a checkpoint is chosen by."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dflash_jax.decoding.step import Proposals
 from dflash_jax.drafters.dflash import Drafter
@@ -18,13 +18,21 @@ from dflash_jax.mesh import rows_of
 from dflash_jax.target import Target
 
 
-def read_prompts(path: str | Path, target: Target, max_samples: int | None = None) -> list[Request]:
+def read_prompts(
+    path: str | Path,
+    target: Target,
+    max_samples: int | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> list[Request]:
     """Prompts of a JSON lines file, in every form `serve` takes.
+
+    Args:
+        template_arguments: of the chat template, where a line gives no others.
 
     Raises:
         ValueError: a line that is no prompt, with its number, or no prompts.
     """
-    text = Text(target.directory)
+    text = Text(target.directory, template_arguments)
     stops = target.config.eos_token_ids or ((text.end_token,) if text.end_token is not None else ())
     with Path(path).open("rb") as file:
         lines = read_lines(file, text, SamplingParams(stop_token_ids=stops))
@@ -48,7 +56,7 @@ def evaluate(
     requests: Sequence[Request],
     *,
     params: SamplingParams,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | None = None,
     proposals: Proposals = "coupled",
     batch_size: int = 8,
     baseline: bool = False,

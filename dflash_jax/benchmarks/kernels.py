@@ -5,14 +5,18 @@ with random weights: autoregressive step, draft, verify, commit, and what their 
 anywhere; the figures mean something on an accelerator. On one H100 or H200 it takes under ten minutes.
 """
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
+
+from dflash_jax.cli import optional, parse, parsed
 
 # Bytes per second of the chip's memory, as published.
 BANDWIDTH = {
@@ -29,23 +33,50 @@ BANDWIDTH = {
 TAU = 6.49  # the paper's average on Qwen3-8B
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m dflash_jax.benchmarks.kernels", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--only", choices=("attention", "step"), help="one part (default: both)")
-    parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192], help="tokens (default 1024 8192)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="rows (default 1 8)")
-    parser.add_argument("--pair", default="qwen3-8b", help="of the step: a name of dflash_jax.benchmarks.presets")
-    parser.add_argument("--dtype", default="bfloat16", help="float32 or bfloat16 (default)")
-    parser.add_argument("--bandwidth", type=float, help="of the device's memory, GB/s, if it is not known by name")
-    parser.add_argument("--loops", type=int, default=30, help="repetitions inside one program (default 30)")
-    parser.add_argument("--json", help="write the figures to this file, too")
-    return parser
+def _numbers(given: Sequence[str]) -> tuple[int, ...]:
+    if not given:
+        raise ValueError("needs at least one number")
+    return tuple(map(int, given))
+
+
+Numbers = Annotated[tuple[int, ...], parsed(_numbers, "N [N ...]", "*")]
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """Options of `python -m dflash_jax.benchmarks.kernels`.
+
+    Attributes:
+        only: one part
+        context: tokens
+        batch: rows
+        pair: of the step: a name of dflash_jax.benchmarks.presets
+        dtype: float32 or bfloat16
+        bandwidth: of the device's memory, if it is not known by name
+        loops: repetitions inside one program
+        json: write the figures to this file, too
+    """
+
+    only: Annotated[
+        Literal["attention", "step"] | None, arg(metavar="attention|step", help_behavior_hint="(default: both)")
+    ] = None
+    context: Annotated[Numbers, arg(help_behavior_hint="(default: 1024 8192)")] = (1024, 8192)
+    batch: Annotated[Numbers, arg(help_behavior_hint="(default: 1 8)")] = (1, 8)
+    pair: str = "qwen3-8b"
+    dtype: str = "bfloat16"
+    bandwidth: Annotated[float | None, optional(float, "GB/s")] = None
+    loops: int = 30
+    json: Annotated[str | None, optional(str, "FILE")] = None
+
+
+def parse_options(argv: Sequence[str] | None = None) -> KernelOptions:
+    """The options of a command line."""
+    description = (__doc__ or "").splitlines()[0]
+    return parse(KernelOptions, argv, prog="python -m dflash_jax.benchmarks.kernels", description=description)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    args = parse_options(argv)
     import jax
 
     from dflash_jax.benchmarks.presets import PAIRS
@@ -90,7 +121,6 @@ def attention(batch: int, context: int, dtype: str, loops: int, ceiling: float |
 
     from dflash_jax.cache import KV
     from dflash_jax.kernels.block_attention import attend
-    from dflash_jax.kernels.dispatch import PREFERRED
     from dflash_jax.kernels.shapes import SHAPES
 
     backend = jax.default_backend()
@@ -111,7 +141,7 @@ def attention(batch: int, context: int, dtype: str, loops: int, ceiling: float |
             softcap=shape.softcap,
             sinks=sinks,
         )
-        for implementation in ("xla", *((PREFERRED[backend],) if backend in PREFERRED else ())):
+        for implementation in ("xla", *(() if backend == "cpu" else (backend,))):
             try:
                 once = partial(call, implementation=implementation)
                 seconds = looped(once, q, positions, k, v, cache, lengths, loops=loops)
@@ -159,8 +189,7 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
     seconds = times.seconds()
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     c = target.config
-    values = sum(layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in c.layers)
-    cache = 2 * batch * context * values * target.dtype.itemsize
+    cache = 2 * batch * context * c.num_key_value_heads * c.head_dim * len(c.layers) * target.dtype.itemsize
     # The embedding is not read as a whole, but for a tied head.
     weights = size(target.params) - (0 if c.tie_word_embeddings else size(target.params["embed_tokens"]))
     ratio = seconds["speculative"] / seconds["autoregressive"]

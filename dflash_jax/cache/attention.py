@@ -13,10 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import Visibility, attend
-from dflash_jax.kernels.cache_update import append
+from dflash_jax.kernels.cache_update import append, room
 from dflash_jax.mesh import HEADS, ROWS, from_owner, local_row, on_each_device
-
-TILE = 128  # slots
 
 
 class Fresh(struct.PyTreeNode):
@@ -46,12 +44,12 @@ class KV(struct.PyTreeNode):
     def allocate(
         cls, rows: int, heads: int, slots: int, size: int, dtype: Any, *, window: int | None = None, widest: int = 1
     ) -> "KV":
-        """An empty entry; with a window, a ring that holds it. More than half a tile of slots is rounded up to whole
-        tiles: a kernel would have to copy any other cache."""
-        ring, room = False, _room(slots)
-        if window is not None and _room(max(window - 1, 1)) < room:
-            ring, room = True, _room(max(window - 1, 1))
-        shape = (rows, heads, room, size)
+        """An empty entry; with a window, a ring that holds it. Slots are rounded up to what the writer can update in
+        place for blocks of up to `widest` positions."""
+        places, ring = room(slots, widest), False
+        if window is not None and room(max(window - 1, 1), widest) < places:
+            places, ring = room(max(window - 1, 1), widest), True
+        shape = (rows, heads, places, size)
         # One buffer a leaf: donation fails on a shared one.
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring)
 
@@ -127,7 +125,3 @@ class KV(struct.PyTreeNode):
     def partition(self) -> "KV":
         """Rows and heads are split."""
         return self.replace(k=P(ROWS, HEADS), v=P(ROWS, HEADS))
-
-
-def _room(slots: int) -> int:
-    return -(-slots // TILE) * TILE if slots > TILE // 2 else slots

@@ -87,7 +87,7 @@ def make_tree(proposal: Proposal) -> Tree:
     B, P = proposal.tokens.shape
     parents = jnp.concatenate([jnp.zeros((B, 1), jnp.int32), proposal.parents], axis=1)
     index = jnp.arange(P + 1)
-    related = (index[None, None] == parents[:, :, None]) | (index[:, None] == index)[None]
+    related = (index[None, None] == parents[:, :, None]) | (index[:, None] == index[None])[None]
     reach = 1
     while reach < proposal.max_depth:
         related = jnp.any(related[:, :, :, None] & related[:, None], axis=2)

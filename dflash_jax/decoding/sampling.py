@@ -15,6 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from dflash_jax.kernels.dispatch import platform
+from dflash_jax.mesh import HEADS, current_mesh
+
 
 class Sampling(struct.PyTreeNode):
     """Sampling settings of every row.
@@ -126,31 +129,28 @@ def perturbed_scores(
 def filter_scores(scores: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
     """Sets tokens outside each row's top-k, top-p and min-p to minus infinity; costs next to nothing where none is set.
 
-    The thresholds are found by bisection over the floats, without sorting the vocabulary.
+    A filter is a cut in the order of the floats, found by searching for it (`_cut`), without sorting the vocabulary and
+    without anything of the scores' size but the result.
     """
     limited = (sampling.top_k > 0) & (sampling.top_k < scores.shape[-1])
     top_k = jnp.where(limited, sampling.top_k, scores.shape[-1])[:, None]
-    top_p = sampling.top_p[:, None]
+    best = jnp.max(scores, axis=-1, keepdims=True)
 
-    def by_count(scores: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
-        order = _ordered(scores)
-        cut = _smallest(order.shape[:2], lambda t: jnp.sum(order > t[..., None], axis=-1) < top_k)
-        return jnp.where(order >= cut[..., None], scores, -jnp.inf)
+    def by_count() -> Int[Array, "B T"]:
+        return _cut(scores, lambda scores: 1, top_k, lowest)
 
-    def by_mass(scores: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
-        order, mass = _ordered(scores), jax.nn.softmax(scores, axis=-1)
+    def by_mass() -> Int[Array, "B T"]:
+        kept = _ordered(scores) >= cut[..., None]
+        total = jnp.sum(jnp.where(kept, jnp.exp(scores - best), 0.0), axis=-1, keepdims=True)
+        share = jnp.maximum(jnp.ceil(sampling.top_p * _UNITS), 1.0).astype(jnp.int32)
+        share = jnp.where(sampling.top_p < 1, share, jnp.iinfo(jnp.int32).max)[:, None]
+        return _cut(scores, lambda scores: _units(jnp.exp(scores - best) * (_UNITS / total)), share, cut)
 
-        def above(t: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-            return jnp.sum(jnp.where(order > t[..., None], mass, 0.0), axis=-1) < top_p
-
-        cut = _smallest(order.shape[:2], above)
-        keep = (order >= cut[..., None]) | (top_p >= 1)[..., None]
-        return jnp.where(keep, scores, -jnp.inf)
-
-    least = jnp.max(scores, axis=-1, keepdims=True) + jnp.log(sampling.min_p)[:, None, None]
-    kept = if_any(limited, lambda: by_count(scores), lambda: scores)
-    kept = if_any(sampling.top_p < 1, lambda: by_mass(kept), lambda: kept)
-    return jnp.where(scores >= least, kept, -jnp.inf)
+    lowest = jnp.full(scores.shape[:2], jnp.iinfo(jnp.int32).min, jnp.int32)
+    cut = if_any(limited, by_count, lambda: lowest)
+    cut = if_any(sampling.top_p < 1, by_mass, lambda: cut)
+    least = best + jnp.log(sampling.min_p)[:, None, None]
+    return jnp.where((_ordered(scores) >= cut[..., None]) & (scores >= least), scores, -jnp.inf)
 
 
 def _ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
@@ -159,14 +159,60 @@ def _ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _smallest(shape: tuple[int, ...], holds: Callable) -> Int[Array, "B T"]:
-    """The smallest int32 at which `holds` (false below some point, true from it on), by bisection."""
+_UNITS = 2.0**30  # in which masses are counted: all of a position's together stay below 2**31
 
-    def halve(_, bounds):
-        low, high = bounds
-        middle = (low & high) + ((low ^ high) >> 1)  # floor of the mean, without overflow
-        true = holds(middle)
-        return jnp.where(true, low, middle + 1), jnp.where(true, middle, high)
 
-    low = jnp.full(shape, jnp.iinfo(jnp.int32).min, jnp.int32)
-    return jax.lax.fori_loop(0, 32, halve, (low, jnp.full(shape, jnp.iinfo(jnp.int32).max, jnp.int32)))[1]
+def _units(mass: Float[Array, "B T V"]) -> Int[Array, "B T V"]:
+    """Whole units of mass: their sums are exact, in whatever order and however the vocabulary is split, and a processor
+    may add several at once.
+
+    Rounded up or down in an even mixture over the vocabulary, so that neither a long tail of tokens below one unit nor
+    many equal ones are lost or gained together: a sum is off by a few parts in 10**7, as one of floats would be.
+    """
+    index = jax.lax.broadcasted_iota(jnp.uint32, (1, 1, mass.shape[-1]), 2)
+    golden = (index * jnp.uint32(0x9E3779B1)) >> 8  # multiples of the golden ratio, modulo 1, in 24 bits
+    return (mass + golden.astype(jnp.int32).astype(jnp.float32) * 2.0**-24).astype(jnp.int32)
+
+
+def _cut(
+    scores: Float[Array, "B T V"],
+    weigh: Callable[[Float[Array, "B T V"]], Int[Array, "B T V"] | int],
+    limit: Int[Array, "B 1"],
+    low: Int[Array, "B T"],
+) -> Int[Array, "B T"]:
+    """The smallest t >= `low` for which the tokens above t in the order of the floats weigh less than `limit` together.
+
+    Every pass reads the scores once, compares them with thresholds that part what is left of the integers evenly, and
+    goes on with one of the parts.
+    """
+    mesh, where = current_mesh(), platform()
+    split = mesh is not None and mesh.shape[HEADS] > 1  # the vocabulary, over devices
+    # Where memory is what a pass costs, few passes with many comparisons; on a CPU comparisons are.
+    parts, passes = (4, 16) if where == "cpu" else (41, 6) if where == "tpu" and not split else (16, 8)
+    assert parts**passes >= 2**32
+    width = jax.lax.bitcast_convert_type(jnp.full_like(low, jnp.iinfo(jnp.int32).max) - low, jnp.uint32)
+    signed = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
+
+    def narrow(_, bounds):
+        low, width = bounds  # the cut lies in low..low + width
+        seen = scores
+        if where != "cpu":  # computed anew from the scores, or XLA would store order and weight and read both
+            seen, _ = jax.lax.optimization_barrier((scores, low))
+        order, weight = _ordered(seen), weigh(seen)
+        step = width // parts + 1
+        above = [low + signed(jnp.minimum(i * step - 1, width)) for i in range(1, parts)]
+        weights = [jnp.where(order > t[..., None], weight, 0) for t in above]
+        sums = [jnp.sum(x, axis=-1) for x in weights] if split else _sums(weights)
+        below = sum((x >= limit).astype(jnp.uint32) for x in sums)  # thresholds below the cut
+        return low + signed(below * step), jnp.minimum(step - 1, width - below * step)
+
+    return jax.lax.fori_loop(0, passes, narrow, (low, width))[0]
+
+
+def _sums(arrays: list[Int[Array, "B T V"]]) -> list[Int[Array, "B T"]]:
+    """Sums over the vocabulary in one reading of what they are computed from, however many they are.
+
+    Devices that split the vocabulary would exchange these one by one; sums apart, all at once.
+    """
+    add = lambda x, y: [a + b for a, b in zip(x, y, strict=True)]
+    return jax.lax.reduce(arrays, [jnp.int32(0)] * len(arrays), add, (2,))

@@ -49,9 +49,21 @@ class TargetModel(Protocol):
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]: ...
 
 
+class DraftConfig(Protocol):
+    """What an engine asks of a drafter's description."""
+
+    @property
+    def block_size(self) -> int: ...
+    def check_pair(self, target: Any) -> None:
+        """Raises ValueError if the drafter was not made for this target configuration."""
+        ...
+
+
 class DraftModel(Protocol):
     """What the algorithm asks of a drafter, likewise (see `drafters.dflash.Drafter`). Its state is its own affair."""
 
+    @property
+    def config(self) -> DraftConfig: ...
     @property
     def taps(self) -> tuple[int, ...]:
         """Target layers whose outputs it wants."""

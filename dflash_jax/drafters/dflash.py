@@ -21,6 +21,7 @@ from dflash_jax.config import LayerConfig, parse_dtype
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.drafters.config import DrafterConfig, drafter_config
+from dflash_jax.kernels.products import product
 from dflash_jax.mesh import WHOLE, Layout, entered, on_every_device
 from dflash_jax.models.attention import Attention, Pass
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, matmul, project, rms_norm, unfuse
@@ -110,7 +111,7 @@ class Model(nn.Module):
             kv = matmul(fused, kv_proj.reshape(-1, fused.shape[-1]))
             layers = jnp.split(kv, len(self.layers), axis=-1)
         else:  # rows are sharded within a layer, and would have to move to be one axis with the layers
-            kv = jnp.einsum("btd,lmd->lbtm", fused, kv_proj, preferred_element_type=jnp.float32)
+            kv = product("btd,lmd->lbtm", fused, kv_proj)
             layers = list(kv.astype(fused.dtype))
         if self.config.attention_bias:
             layers = [kv + self.kv_bias[i][None, None] for i, kv in enumerate(layers)]

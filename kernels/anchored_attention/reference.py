@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..products import product
+
 TILE = 128  # queries of one head a tile holds at least
 CHUNK = 128  # cache slots per iteration
 MASKED = -1e30
@@ -58,7 +60,7 @@ def attend(
         jnp.repeat(tiled(x).reshape(n, B, -1), group, axis=-1)
         for x in (low, jnp.repeat(anchors, T, axis=1).reshape(B, A, T))
     ]
-    queries = tiled((q * scale).reshape(B, A, T, K, group, H)).transpose(0, 1, 4, 2, 3, 5, 6)
+    queries = tiled(q.reshape(B, A, T, K, group, H)).transpose(0, 1, 4, 2, 3, 5, 6)
     tiles = _Tiles(
         queries.reshape(n, B, K, size * T * group, H), tiled(k).swapaxes(2, 3), tiled(v).swapaxes(2, 3), *bounds
     )
@@ -68,70 +70,71 @@ def attend(
     mask = (apart >= 0) if causal else jnp.ones((T, T), bool)
     if window is not None:
         mask = mask & (jnp.abs(apart) < window)
-    out = _attend(chunk, tiles, cache_k, cache_v, jnp.repeat(mask, group, axis=0))
+    out = _attend(chunk, scale, tiles, cache_k, cache_v, jnp.repeat(mask, group, axis=0))
     out = out.reshape(n, B, K, size, T, group, H).transpose(1, 0, 3, 4, 2, 5, 6)
     return out.reshape(B, n * size, T, N, H)[:, :A]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
     chunk: int,
+    scale: float,
     tiles: _Tiles,
     cache_k: Float[Array, "B K S H"],
     cache_v: Float[Array, "B K S H"],
     mask: Bool[Array, "Q T"],
 ) -> Float[Array, "n B K GQ H"]:
-    return _forward(chunk, tiles, cache_k, cache_v, mask)[0]
+    return _forward(chunk, scale, tiles, cache_k, cache_v, mask)[0]
 
 
-def _forward(chunk, tiles, cache_k, cache_v, mask):
+def _forward(chunk, scale, tiles, cache_k, cache_v, mask):
     def one(tile: _Tiles) -> tuple[Array, Array]:
         def visit(i, carry):
             top, total, out = carry
             keys, values, seen = _read(i, chunk, tile, cache_k, cache_v)
-            s = jnp.where(seen, _dot("bkrh,bkch->bkrc", tile.q, keys), MASKED)
+            s = jnp.where(seen, product("bkrh,bkch->bkrc", tile.q, keys) * scale, MASKED)
             higher = jnp.maximum(top, jnp.max(s, axis=-1, keepdims=True))
             p, keep = jnp.where(seen, jnp.exp(s - higher), 0), jnp.exp(top - higher)
-            out = keep * out + _dot("bkrc,bkch->bkrh", p.astype(values.dtype), values)
+            out = keep * out + product("bkrc,bkch->bkrh", p.astype(values.dtype), values)
             return higher, keep * total + jnp.sum(p, axis=-1, keepdims=True), out
 
         shape = tile.q.shape[:-1]
         start = jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1)), jnp.zeros(tile.q.shape)
         top, total, out = jax.lax.fori_loop(*_span(tile, chunk), visit, start)
-        s = _own_scores(tile, mask)
+        s = _own_scores(tile, mask, scale)
         own = jnp.max(s, axis=-1, keepdims=True).reshape(top.shape)
         higher = jnp.maximum(top, own)
         p, keep = jnp.exp(s - higher.reshape(*s.shape[:-1], 1)), jnp.exp(top - higher)
         total = keep * total + jnp.sum(p, axis=-1).reshape(top.shape)
-        out = keep * out + _dot("bkgqt,bkgth->bkgqh", p.astype(tile.v.dtype), tile.v).reshape(out.shape)
+        out = keep * out + product("bkgqt,bkgth->bkgqh", p.astype(tile.v.dtype), tile.v).reshape(out.shape)
         return (out / total).astype(tile.q.dtype), higher + jnp.log(total)
 
     out, lse = jax.lax.map(one, tiles)
     return out, (tiles, cache_k, cache_v, mask, out, lse)
 
 
-def _backward(chunk, kept, d_out):
+def _backward(chunk, scale, kept, d_out):
     tiles, cache_k, cache_v, mask, out, lse = kept
     dtype = tiles.q.dtype
 
     def one(carry, xs):
         tile, d, out, lse = xs
         delta = jnp.sum(d.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
-        p = jnp.exp(_own_scores(tile, mask) - lse.reshape(*_own(tile.q, tile).shape[:-1], 1))
+        p = jnp.exp(_own_scores(tile, mask, scale) - lse.reshape(*_own(tile.q, tile).shape[:-1], 1))
         d_own, q_own = _own(d, tile), _own(tile.q, tile)
-        d_v = _dot("bkgqt,bkgqh->bkgth", p.astype(dtype), d_own)
-        d_s = (p * (_dot("bkgqh,bkgth->bkgqt", d_own, tile.v) - _own(delta, tile))).astype(dtype)
-        d_k = _dot("bkgqt,bkgqh->bkgth", d_s, q_own)
-        d_q = _dot("bkgqt,bkgth->bkgqh", d_s, tile.k).reshape(tile.q.shape)
+        d_v = product("bkgqt,bkgqh->bkgth", p.astype(dtype), d_own)
+        d_s = (p * scale * (product("bkgqh,bkgth->bkgqt", d_own, tile.v) - _own(delta, tile))).astype(dtype)
+        d_k = product("bkgqt,bkgqh->bkgth", d_s, q_own)
+        d_q = product("bkgqt,bkgth->bkgqh", d_s, tile.k).reshape(tile.q.shape)
 
         def visit(i, carry):
             d_q, d_cache_k, d_cache_v = carry
             keys, values, seen = _read(i, chunk, tile, cache_k, cache_v)
-            p = jnp.where(seen, jnp.exp(_dot("bkrh,bkch->bkrc", tile.q, keys) - lse), 0)
-            d_s = (p * (_dot("bkrh,bkch->bkrc", d, values) - delta)).astype(dtype)
-            d_cache_k = _add(d_cache_k, i * chunk, _dot("bkrc,bkrh->bkch", d_s, tile.q))
-            d_cache_v = _add(d_cache_v, i * chunk, _dot("bkrc,bkrh->bkch", p.astype(dtype), d))
-            return d_q + _dot("bkrc,bkch->bkrh", d_s, keys), d_cache_k, d_cache_v
+            p = jnp.where(seen, jnp.exp(product("bkrh,bkch->bkrc", tile.q, keys) * scale - lse), 0)
+            d_s = (p * scale * (product("bkrh,bkch->bkrc", d, values) - delta)).astype(dtype)
+            d_cache_k = _add(d_cache_k, i * chunk, product("bkrc,bkrh->bkch", d_s, tile.q))
+            d_cache_v = _add(d_cache_v, i * chunk, product("bkrc,bkrh->bkch", p.astype(dtype), d))
+            return d_q + product("bkrc,bkch->bkrh", d_s, keys), d_cache_k, d_cache_v
 
         d_q, *carry = jax.lax.fori_loop(*_span(tile, chunk), visit, (d_q, *carry))
         return tuple(carry), tuple(x.astype(dtype) for x in (d_q, d_k, d_v))
@@ -145,18 +148,15 @@ def _backward(chunk, kept, d_out):
 _attend.defvjp(_forward, _backward)
 
 
-def _dot(pattern: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(pattern, a, b, preferred_element_type=jnp.float32)
-
-
 def _own(x: Float[Array, "B K GQ X"], tile: _Tiles) -> Float[Array, "B K G Q X"]:
     B, K, G = tile.k.shape[:3]
     return x.reshape(B, K, G, -1, x.shape[-1])
 
 
-def _own_scores(tile: _Tiles, mask: Bool[Array, "Q T"]) -> Float[Array, "B K G Q T"]:
+def _own_scores(tile: _Tiles, mask: Bool[Array, "Q T"], scale: float) -> Float[Array, "B K G Q T"]:
     """Scores of every block against itself."""
-    return jnp.where(mask[None, None, None], _dot("bkgqh,bkgth->bkgqt", _own(tile.q, tile), tile.k), MASKED)
+    scores = product("bkgqh,bkgth->bkgqt", _own(tile.q, tile), tile.k) * scale
+    return jnp.where(mask[None, None, None], scores, MASKED)
 
 
 def _span(tile: _Tiles, chunk: int) -> tuple[Array, Array]:

@@ -25,7 +25,7 @@ LEAST = 4  # chunks a split must be worth
 MASKED = -1e30
 
 
-def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
+def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
     """Why these shapes are not served, or None."""
     for size in (q.shape[-1], v.shape[-1]):
         if size not in HEAD_DIMS:
@@ -41,13 +41,13 @@ def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: F
 
 def attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T Hv"],
+    k: Float[Array, "B K F H"],
+    v: Float[Array, "B K F Hv"],
     cache_k: Float[Array, "R K S H"],
     cache_v: Float[Array, "R K S Hv"],
     lengths: Int[Array, " B"],
     low: Int[Array, "B T"] | None,
-    mask: Bool[Array, "#B T T"],
+    mask: Bool[Array, "#B T F"],
     scale: float,
     softcap: float | None,
     sinks: Float[Array, " N"] | None,
@@ -74,13 +74,13 @@ def attend(
 
 def _stretches(
     q: Float[Array, "B K Q H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T Hv"],
+    k: Float[Array, "B K F H"],
+    v: Float[Array, "B K F Hv"],
     cache_k: Float[Array, "R K S H"],
     cache_v: Float[Array, "R K S Hv"],
     lengths: Int[Array, " B"],
     low: Int[Array, "B Q"],
-    mask: Bool[Array, "#B Q T"],
+    mask: Bool[Array, "#B Q F"],
     scale: float,
     softcap: float | None,
     row: Int[Array, ""],
@@ -90,13 +90,13 @@ def _stretches(
 
     B, K, Q, H = q.shape
     S, Hv = cache_k.shape[2], cache_v.shape[3]
-    tiles, T = -(-Q // ROWS), k.shape[2]
-    own = -(-T // CHUNK)
-    width = CHUNK if own > 1 else -(-T // TILE) * TILE  # of a chunk of the block
-    more, wider = tiles * ROWS - Q, own * width - T
+    tiles, F = -(-Q // ROWS), k.shape[2]
+    own = -(-F // CHUNK)
+    width = CHUNK if own > 1 else -(-F // TILE) * TILE  # of a chunk of the block
+    more, wider = tiles * ROWS - Q, own * width - F
     q, low = jnp.pad(q, ((0, 0), (0, 0), (0, more), (0, 0))), jnp.pad(low, ((0, 0), (0, more)))
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wider), (0, 0))) for x in (k, v))
-    mask = jnp.pad(mask, ((0, 0), (0, more), (0, own * CHUNK - T))).astype(jnp.int32)
+    mask = jnp.pad(mask, ((0, 0), (0, more), (0, own * CHUNK - F))).astype(jnp.int32)
     splits = max(1, min(-(-BLOCKS // (B * K * tiles)), S // CHUNK // LEAST))
     depth = max(2, min(6, STAGE_BYTES // (CHUNK * (H + Hv) * q.dtype.itemsize), S // CHUNK))
     first = jnp.where(lengths > S, 0, jnp.minimum(jnp.min(low[:, :Q], axis=1), lengths) // CHUNK)

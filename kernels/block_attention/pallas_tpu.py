@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
+from ..products import precision
+
 HEAD_DIMS = (64, 128, 256)
 LANES = 128
 STEP_BYTES = 1 << 20  # keys and values a grid step reads; much less, and the step's fixed cost shows
@@ -23,7 +25,7 @@ FEW_ROWS = 128  # of which the loop over heads is unrolled
 MASKED = -1e30  # finite: infinities would turn into NaN where a query sees nothing of a chunk
 
 
-def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
+def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
     """Why these shapes are not served, or None."""
     for size in (q.shape[-1], v.shape[-1]):
         if size not in HEAD_DIMS:
@@ -37,13 +39,13 @@ def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: F
 
 def attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T Hv"],
+    k: Float[Array, "B K F H"],
+    v: Float[Array, "B K F Hv"],
     cache_k: Float[Array, "R K S H"],
     cache_v: Float[Array, "R K S Hv"],
     lengths: Int[Array, " B"],
     low: Int[Array, "B T"] | None,
-    mask: Bool[Array, "#B T T"],
+    mask: Bool[Array, "#B T F"],
     scale: float,
     softcap: float | None,
     sinks: Float[Array, " N"] | None,
@@ -51,7 +53,7 @@ def attend(
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block."""
     B, T, N, H = q.shape
-    K, S, Hv = *cache_k.shape[1:3], v.shape[-1]
+    K, S, F, Hv = *cache_k.shape[1:3], *v.shape[2:]
     G = N // K
     heads = _heads(B, K)
     tile = T if T * G <= ROWS else max(1, ROWS // G)  # positions of a tile of queries
@@ -66,12 +68,12 @@ def attend(
 
     # XLA lays out an array of narrower heads with the slots along the lanes. To ask for any other is to copy it.
     turned_k, turned_v = H < LANES, Hv < LANES
-    wide = max(T, 8)  # a product with a single column is no matrix product
-    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wide - T), (0, 0))) for x in (k, v))
-    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, wide - T)))
+    wide = max(F, 8)  # a product with a single column is no matrix product
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wide - F), (0, 0))) for x in (k, v))
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, wide - F)))
 
     per_query = lambda x: jnp.repeat(fold(x[:, :, None]), G, axis=2).reshape(x.shape[0], tiles, rows, x.shape[-1])
-    queries = fold((q * scale).astype(q.dtype)).reshape(B, tiles, K, rows, H)
+    queries = fold(q).reshape(B, tiles, K, rows, H)
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
     first, count = _span(bounds, lengths, S, chunk)
     sink = jnp.full((K, G), MASKED) if sinks is None else sinks.astype(jnp.float32).reshape(K, G)
@@ -99,7 +101,7 @@ def attend(
     ]
     scratch = [pltpu.VMEM((heads, rows, width), jnp.float32) for width in (1, 1, Hv)]
     out = pl.pallas_call(
-        partial(_kernel, slots=S, turned_k=turned_k, turned_v=turned_v, softcap=softcap),
+        partial(_kernel, slots=S, turned_k=turned_k, turned_v=turned_v, scale=scale, softcap=softcap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(B, K // heads, tiles, jnp.maximum(jnp.max(count), 1)),
@@ -130,12 +132,11 @@ def attend(
     return out[:, :T]
 
 
-def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, softcap: float | None):
+def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, scale: float, softcap: float | None):
     """One chunk of slots of one row of the batch: see the module. All rows of `q[h]` share key-value head h."""
     lengths, first, count, _, q, low, mask, sink, k, v, cache_k, cache_v, out, top, total, acc = refs
     b, i, heads = pl.program_id(0), pl.program_id(3), cache_k.shape[0]
     chunk = cache_k.shape[2 if turned_k else 1]
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     def each_head(do):
         # Unrolled, one head's products overlap another's exponentials; of large tiles that takes long to compile.
@@ -144,11 +145,13 @@ def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, softcap: float | 
     def dot(x, y, turned):
         """x @ y, or x @ y.T where y is turned."""
         dims = ((1,), (1 if turned else 0,)), ((), ())
-        return jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+        return jax.lax.dot_general(x, y, dims, precision=precision(x), preferred_element_type=jnp.float32)
 
     def visit(h, scores, values, turned, seen):
         """One step of the online softmax of head h, over scores and visibility [rows, C] and C values."""
-        s = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        s = scores * scale
+        if softcap is not None:
+            s = softcap * jnp.tanh(s / softcap)
         s = jnp.where(seen, s, MASKED)
         higher = jnp.maximum(top[h], jnp.max(s, axis=-1, keepdims=True))
         p, keep = jnp.where(seen, jnp.exp(s - higher), 0.0), jnp.exp(top[h] - higher)

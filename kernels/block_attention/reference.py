@@ -4,26 +4,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..products import product
+
 # Slots read per iteration: a loop over chunks costs the longest row, not the allocation.
 CHUNK = 128
 MOST_SCORES = 1 << 27  # held at once
 MASKED = -1e30  # finite: infinities would turn into NaN where a query sees nothing of a chunk
 
 
-def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
+def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
     """Why these shapes are not served: never."""
     return None
 
 
 def attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T Hv"],
+    k: Float[Array, "B K F H"],
+    v: Float[Array, "B K F Hv"],
     cache_k: Float[Array, "R K S H"],
     cache_v: Float[Array, "R K S Hv"],
     lengths: Int[Array, " B"],
     low: Int[Array, "B T"] | None,
-    mask: Bool[Array, "#B T T"],
+    mask: Bool[Array, "#B T F"],
     scale: float,
     softcap: float | None,
     sinks: Float[Array, " N"] | None,
@@ -34,8 +36,8 @@ def attend(
     Online softmax: block and first chunk of the cache together, then chunk by chunk.
     """
     B, T, N, H = q.shape
-    K, S, Hv = *cache_k.shape[1:3], v.shape[-1]
-    if S == 0 and K > 1 and B * N * T * T > MOST_SCORES:  # a long block alone, as in training: a head at a time
+    K, S, F, Hv = *cache_k.shape[1:3], *v.shape[2:]
+    if S == 0 and K > 1 and B * N * T * F > MOST_SCORES:  # a long block alone, as in training: a head at a time
         heads = lambda x: x.reshape(*x.shape[:-2], K, -1, x.shape[-1])
         parts = jnp.moveaxis(heads(q), 2, 0), *(jnp.moveaxis(x, 1, 0)[:, :, None] for x in (k, v, cache_k, cache_v))
         sink = None if sinks is None else sinks.reshape(K, -1)
@@ -44,7 +46,7 @@ def attend(
         return jnp.moveaxis(jax.lax.map(one, (parts, sink)), 0, 2).reshape(B, T, N, Hv)
     chunk = min(CHUNK, S)
     rows = N // K * T  # queries of one key-value head, group by group
-    q = (q * scale).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, rows, H)
+    q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, rows, H)
 
     def read(i: Int[Array, ""] | int) -> tuple[Array, Array, Array]:
         """Keys, values and visibility [B, T, chunk] of the i-th chunk of slots."""
@@ -62,19 +64,19 @@ def attend(
         return keys, values, seen
 
     def scores(keys: Float[Array, "B K C H"], seen: Bool[Array, "B T C"]) -> Float[Array, "B K rows C"]:
-        s = jnp.einsum("bkrh,bkch->bkrc", q, keys, preferred_element_type=jnp.float32)
+        s = product("bkrh,bkch->bkrc", q, keys) * scale  # of float32 scores: a scaled query would be rounded again
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
         return jnp.where(jnp.tile(seen, (1, N // K, 1))[:, None], s, MASKED)
 
     def weigh(p: Float[Array, "B K rows C"], values: Float[Array, "B K C Hv"]) -> Float[Array, "B K rows Hv"]:
-        return jnp.einsum("bkrc,bkch->bkrh", p.astype(q.dtype), values, preferred_element_type=jnp.float32)
+        return product("bkrc,bkch->bkrh", p.astype(q.dtype), values)
 
     keys, values, seen = read(0)
-    mask = jnp.broadcast_to(mask, (B, T, T))
+    mask = jnp.broadcast_to(mask, (B, T, F))
     s = scores(jnp.concatenate([k, keys], axis=2), jnp.concatenate([mask, seen], axis=2))
     top = jnp.max(s, axis=-1, keepdims=True)
-    p = jnp.exp(s - top)  # 0 where masked: every query sees at least itself
+    p = jnp.exp(s - top)  # 0 where masked: every query sees some fresh key
     total, out = jnp.sum(p, axis=-1, keepdims=True), weigh(p, jnp.concatenate([v, values], axis=2))
 
     def one_chunk(i, carry):

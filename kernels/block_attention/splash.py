@@ -4,18 +4,25 @@ So are packed rows attended where a training pass takes them whole. A prompt in 
 shares one softmax with a ragged cache, which `pallas_tpu` reads in the same pass.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from ..products import precision
 
 LANES = 128
 TILES = (512, 256, 128)  # queries and keys of a grid step
 
 
-def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K T Hv"], cache_k: Float[Array, "R K 0 H"]) -> str | None:
+def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R K 0 H"]) -> str | None:
     """Why these shapes are not served, or None."""
     if q.dtype not in (jnp.float32, jnp.bfloat16) or q.dtype != v.dtype:
         return f"queries in {q.dtype}, values in {v.dtype}; it serves float32 and bfloat16"
+    if q.shape[1] != v.shape[2]:
+        return f"{q.shape[1]} queries and {v.shape[2]} keys; it serves as many of one as of the other"
     if q.shape[1] % LANES:
         return f"{q.shape[1]} positions; it serves multiples of {LANES}"
     if q.shape[-1] % LANES or v.shape[-1] % LANES:
@@ -50,10 +57,37 @@ def attend(
         attn_logits_soft_cap=softcap,
     )
 
-    def one(row: tuple[Array, Array, Array, Array | None]) -> Array:
+    def one(sinks: Array | None, row: tuple[Array, Array, Array, Array | None]) -> Array:
         q, k, v, starts = row
         # Where a document starts tells it from all others of the row.
         segments = None if starts is None else splash.SegmentIds(starts, starts)
         return kernel(q, k, v, segments, sinks)
 
-    return jax.lax.map(one, ((q * scale).astype(q.dtype).swapaxes(1, 2), k, v, starts)).swapaxes(1, 2)
+    def each(q: Array, k: Array, v: Array, starts: Array | None, sinks: Array | None) -> Array:
+        # It knows no scale: of narrow queries the scaled ones are rounded once more, unless by a power of two.
+        scaled = (q * scale).astype(q.dtype).swapaxes(1, 2)
+        return jax.lax.map(partial(one, sinks), (scaled, k, v, starts)).swapaxes(1, 2)
+
+    return (_exact(each) if precision(q) else each)(q, k, v, starts, sinks)
+
+
+def _exact(function: Callable) -> Callable:
+    """`function` with products exact to float32, also in its gradient. Splash names no precision, and so takes what is
+    set where its passes are traced; the backward one is traced much later than the call."""
+    exact = partial(jax.default_matmul_precision, "highest")
+
+    @jax.custom_vjp
+    def call(*arrays):
+        with exact():
+            return function(*arrays)
+
+    def forward(*arrays):
+        with exact():
+            return jax.vjp(function, *arrays)
+
+    def backward(pull, gradient):
+        with exact():
+            return pull(gradient)
+
+    call.defvjp(forward, backward)
+    return call

@@ -1,3 +1,4 @@
 """Appends fresh keys and values to a cache, in place."""
 
 from .api import append as append
+from .api import room as room

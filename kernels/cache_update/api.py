@@ -11,8 +11,18 @@ from dflash_jax.mesh import HEADS, ROWS, local_row, on_each_device
 
 from ..dispatch import Name, choose
 from . import pallas_tpu, reference
+from .trial import Trial
 
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu}
+TILE = 128  # slots that lie side by side in a TPU's memory
+
+
+def room(slots: int, widest: int) -> int:
+    """The number of slots, `slots` or a few more, for which every implementation writes blocks of up to `widest`
+    positions in place. That is whole tiles and whole windows of the widest chunk of a prompt; a small cache, which may
+    as well be copied, stays as it is."""
+    step = max(TILE, 1 << (widest - 1).bit_length())
+    return slots if slots <= TILE // 2 else -(-slots // step) * step
 
 
 def append(
@@ -42,7 +52,8 @@ def append(
     whole = k.shape[0] == cache_k.shape[0]
 
     def local(cache_k, cache_v, k, v, lengths, kept, row):
-        chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation)
+        trial = Trial.of(cache_k, cache_v, k, ring)
+        chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation, trial=trial)
         row, here = local_row(row, cache_k.shape[0], whole)
         return chosen.append(cache_k, cache_v, k, v, lengths, jnp.where(here, kept, 0), row, ring)
 

@@ -12,6 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from ..products import precision
+
 LANES = 128
 SUBLANES = 16  # rows of a bfloat16 tile
 
@@ -88,7 +90,6 @@ def _kernel(lengths, kept, row, block, cache, out, *, slots, window, turned, rin
     def _():
         move = moved(1 if turned else 0)
         hit = jnp.sum(move.astype(jnp.float32), axis=0 if turned else 1, keepdims=True) > 0
-        precision = jax.lax.Precision.HIGHEST if block.dtype == jnp.float32 else None
         wanted = jax.lax.broadcasted_iota(jnp.int32, (T, 1), 0) < kept[b]
 
         def one(h, _):
@@ -96,7 +97,8 @@ def _kernel(lengths, kept, row, block, cache, out, *, slots, window, turned, rin
             rows = jnp.where(wanted, block[h], 0)
             pair, dims = ((rows, move), ((0,), (0,))) if turned else ((move, rows), ((1,), (0,)))
             a, c = (x.astype(rows.dtype) for x in pair)
-            new = jax.lax.dot_general(a, c, (dims, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+            exact = precision(rows)
+            new = jax.lax.dot_general(a, c, (dims, ((), ())), precision=exact, preferred_element_type=jnp.float32)
             out[h] = jnp.where(hit, new.astype(out.dtype), cache[h])
 
         jax.lax.fori_loop(0, block.shape[0], one, None)
@@ -108,8 +110,8 @@ def _turned(cache: Array) -> bool:
 
 
 def _window(cache: Array, block: Array) -> int:
-    least = LANES if _turned(cache) else SUBLANES
-    return -(-block.shape[2] // least) * least
+    """Slots of a window, no fewer than the block's: a power of two, so that one number of slots suits all widths."""
+    return max(LANES if _turned(cache) else SUBLANES, 1 << (block.shape[2] - 1).bit_length())
 
 
 def _place(length, j, window: int, slots: int, ring: bool):

@@ -13,6 +13,7 @@ from dflash_jax.infer import parts
 from dflash_jax.infer.jobs import job_settings
 from dflash_jax.infer.journal import FORMAT, Journal, settings_path
 from dflash_jax.infer.lines import Line
+from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Request
 from dflash_jax.infer.text import Text
 
@@ -117,7 +118,7 @@ def test_a_process_that_has_just_begun_disturbs_no_other(tmp_path):
 
 
 def test_settings_of_a_target_without_directory(target, pair_directory):
-    noted = lambda target: job_settings(target, Text(""), Request((), 4), 0, None)
+    noted = lambda target: job_settings(target, Text(""), SamplingParams(4), 0, None)
     loaded, made = noted(target), noted(target.replace(directory=""))
     assert len(loaded["target_fingerprint"]) == 64
     assert loaded["target"] == str(pair_directory / "target")
@@ -163,7 +164,7 @@ def test_only_one_at_a_time_is_alone(tmp_path):
 def test_many_merge_at_once(tmp_path):
     output = tmp_path / "out.jsonl"
     names = [str(i) for i in range(6)]
-    lines = [Line(name, i, Request((1,), 1)) for i, name in enumerate(names)]
+    lines = [Line(name, i, Request((1,))) for i, name in enumerate(names)]
     for _ in range(20):
         for i, name in enumerate(names):
             with Journal(parts.part_path(output, i, len(names)), SETTINGS, record_id) as book:

@@ -91,6 +91,28 @@ def test_answers_and_streams_are_the_engines(client, server, text):
     assert "".join(part.choices[0].text for part in parts) == plain.choices[0].text
 
 
+def test_arguments_of_the_chat_template(client, text, monkeypatch):
+    """The server's own, and over them the request's."""
+    template = text._tokenizer.chat_template
+    thoughts = "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% endif %}"
+    monkeypatch.setattr(text._tokenizer, "chat_template", template + thoughts)
+
+    def size(**body):
+        answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=1, extra_body=body)
+        return answer.usage.prompt_tokens
+
+    plain = size()
+    assert size(chat_template_kwargs={"enable_thinking": False}) == plain + len("no thoughts")
+    monkeypatch.setattr(text, "template_arguments", {"enable_thinking": False})
+    assert size() == plain + len("no thoughts")
+    assert size(chat_template_kwargs={"enable_thinking": True}) == plain
+    for wrong in ([1], {"tokenize": True}):
+        with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
+            size(chat_template_kwargs=wrong)
+    with pytest.raises(openai.BadRequestError, match="has no template"):
+        client.completions.create(model="m", prompt="a", extra_body={"chat_template_kwargs": {"a": 1}})
+
+
 def test_several_answers_to_one_prompt(client):
     ask = lambda n: client.completions.create(model="m", prompt="abc", max_tokens=9, n=n, seed=3, temperature=1.0)
     three, one = ask(3), ask(1)

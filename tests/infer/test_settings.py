@@ -67,10 +67,7 @@ def test_penalties_are_exact_with_speculation_and_leave_neighbours_alone(target,
     engine = Engine(target, drafter, slots=3, max_length=64)
     assert [done.token_ids for done in engine.generate(requests)] == expected
     for request, tokens in zip(requests, expected, strict=True):
-        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        given = {name: getattr(request, name) for name in names}
-        prompt = request.prompt_token_ids
-        again = replay(target, prompt, tokens, temperature=temperature, request_id=request.id, chunk=7, **given)
+        again = replay(target, request.prompt_token_ids, tokens, request.params, request_id=request.id, chunk=7)
         assert again.mismatches == again.near_ties
 
 
@@ -83,12 +80,12 @@ def test_logprobs_are_the_targets_own(target, drafter):
     ours = Engine(target, drafter, slots=2, max_length=64, logprobs=5)
     for request, a, b in zip(requests, ours.generate(requests), plain.generate(requests), strict=True):
         assert a.token_ids == b.token_ids
-        assert len(a.logprobs) == len(a.top_logprobs) == (0 if request.logprobs is None else 20)
+        assert len(a.logprobs) == len(a.top_logprobs) == (0 if request.params.logprobs is None else 20)
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
         for step, logits in enumerate(logits_of(target, request.prompt_token_ids, a.token_ids[: len(a.logprobs)])):
             expected = logits - np.log(np.sum(np.exp(logits)))
             assert a.logprobs[step] == pytest.approx(expected[a.token_ids[step]], abs=1e-4)
-            best = np.argsort(-expected, kind="stable")[: request.logprobs]
+            best = np.argsort(-expected, kind="stable")[: request.params.logprobs]
             assert [token for token, _ in a.top_logprobs[step]] == best.tolist()
             np.testing.assert_allclose([value for _, value in a.top_logprobs[step]], expected[best], atol=1e-4)
 

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
-from dflash_jax.kernels.cache_update import append
+from dflash_jax.kernels.cache_update import append, pallas_tpu, room
 from tests.chips import topology
 
 
@@ -55,6 +55,33 @@ def test_declines_by_name():
         append(cache, cache, block, block, one, one, implementation="tpu")
     with pytest.raises(ValueError, match="block in float32, cache in bfloat16"):
         append(*[cache.astype(jnp.bfloat16)] * 2, block, block, one, one, implementation="tpu")
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("widest", [1, 8, 16, 40, 64, 128, 200, 256, 512, 1024])
+def test_there_is_room_for_every_block(H, widest):
+    """In a cache of any size that was rounded up, by less than a chunk or a tile."""
+    told, spec = [], lambda *size: jax.ShapeDtypeStruct((1, 1, *size), jnp.bfloat16)
+    chunk = max(128, 2 ** int(np.ceil(np.log2(widest))))
+    for slots in [65, 100, 128, 129, 500, 1000, 1024, 1152, 1153, 4096, 40_960, 131_071]:
+        rounded = room(slots, widest)
+        assert slots <= rounded < slots + chunk
+        assert room(rounded, widest) == rounded
+        for T in {min(T, widest) for T in (1, 3, 16, 17, 33, 100, 130, widest)}:
+            ask = lambda *arrays: told.append(pallas_tpu.declines(*arrays))
+            jax.eval_shape(ask, spec(rounded, H), spec(rounded, H), spec(T, H))
+    assert set(told) == {None}
+
+
+def test_small_caches_stay_as_they_are():
+    assert [room(slots, 256) for slots in (1, 40, 64)] == [1, 40, 64]
+
+
+def test_what_is_not_rounded_is_declined():
+    """1152 slots are whole tiles, but not whole chunks."""
+    cache, block, one = jnp.zeros((1, 1, 1152, 64)), jnp.zeros((1, 1, 256, 64)), jnp.ones(1, jnp.int32)
+    with pytest.raises(ValueError, match="1152 slots; it serves multiples of 256"):
+        append(cache, cache, block, block, one, one, implementation="tpu")
 
 
 @pytest.mark.parametrize("H", [64, 128])

@@ -31,16 +31,17 @@ def small(shape: Shape) -> Shape:
     return shape._replace(N=shape.N // shape.K * K, K=K, T=min(shape.T, 40), window=window)
 
 
-def draw(shape: Shape, lengths, slots, dtype, seed=0, values=None):
+def draw(shape: Shape, lengths, slots, dtype, seed=0, values=None, fresh=None):
+    """The arguments of `attend`; the queries are the last of the `fresh` positions."""
     rng = np.random.default_rng(seed)
     fill = lambda *size: rng.standard_normal(size).astype(np.float32)
-    B, Hv = len(lengths), values or shape.H
-    q, k, v = fill(B, shape.T, shape.N, shape.H), fill(B, shape.K, shape.T, shape.H), fill(B, shape.K, shape.T, Hv)
+    B, Hv, F = len(lengths), values or shape.H, fresh or shape.T
+    q, k, v = fill(B, shape.T, shape.N, shape.H), fill(B, shape.K, F, shape.H), fill(B, shape.K, F, Hv)
     cache_k, cache_v = fill(B, shape.K, slots, shape.H), fill(B, shape.K, slots, Hv)
     for row, length in enumerate(lengths):
         cache_k[row, :, length:] = cache_v[row, :, length:] = np.nan
     arrays = [jnp.asarray(x, dtype) for x in (q, k, v, cache_k, cache_v)]
-    positions = jnp.asarray(np.asarray(lengths)[:, None] + np.arange(shape.T), jnp.int32)
+    positions = jnp.asarray(np.asarray(lengths)[:, None] + np.arange(F - shape.T, F), jnp.int32)
     sinks = jnp.asarray(fill(shape.N), dtype) if shape.sinks else None
     return *arrays, positions, jnp.asarray(lengths, jnp.int32), sinks
 
@@ -55,10 +56,11 @@ def dense(shape: Shape, q, k, v, cache_k, cache_v, positions, lengths, sinks, ma
     s = np.einsum("btnh,bnsh->bnts", q, keys) * shape.H**-0.5
     if shape.softcap is not None:
         s = shape.softcap * np.tanh(s / shape.softcap)
-    at = np.asarray(positions)
+    at, F = np.asarray(positions), k.shape[2]
+    fresh = at[:, -1:] - np.arange(F)[::-1]
     seen = np.broadcast_to(np.arange(S) < np.asarray(lengths)[:, None, None], (B, shape.T, S))
     held = np.broadcast_to(np.arange(S), (B, S))
-    seen, held = np.concatenate([seen, mask], axis=2), np.concatenate([held, at], axis=1)
+    seen, held = np.concatenate([seen, mask], axis=2), np.concatenate([held, fresh], axis=1)
     if shape.window is not None:
         seen = seen & (np.abs(at[:, :, None] - held[:, None]) < shape.window)
     s = np.where(seen[:, None], s, -np.inf)
@@ -69,13 +71,14 @@ def dense(shape: Shape, q, k, v, cache_k, cache_v, positions, lengths, sinks, ma
     return np.einsum("bnts,bnsh->btnh", p / p.sum(axis=-1, keepdims=True), values)
 
 
-def check(implementation, shape, lengths, *, dtype=None, mask=None, **options):
+def check(implementation, shape, lengths, *, dtype=None, mask=None, seed=0, values=None, fresh=None, loud=1):
     dtype = dtype or exact(implementation)
-    T, seed = shape.T, options.pop("seed", 0)
-    *arrays, positions, count, sinks = draw(shape, lengths, SLOTS, dtype, seed, options.pop("values", None))
+    T, F = shape.T, fresh or shape.T
+    *arrays, positions, count, sinks = draw(shape, lengths, SLOTS, dtype, seed, values, F)
+    arrays[0] = arrays[0] * loud
     q, k, v, cache_k, cache_v = arrays
-    own = mask if mask is not None else np.tril(np.ones((T, T), bool)) if shape.causal else np.ones((T, T), bool)
-    expected = dense(shape, *arrays, positions, count, sinks, np.broadcast_to(own, (len(lengths), T, T)))
+    own = mask if mask is not None else np.tril(np.ones((T, F), bool), F - T) if shape.causal else np.ones((T, F), bool)
+    expected = dense(shape, *arrays, positions, count, sinks, np.broadcast_to(own, (len(lengths), T, F)))
     visible = ("causal" if shape.causal else "full") if mask is None else jnp.asarray(mask)
     with INTERPRETED[implementation]():
         got = attend(
@@ -89,6 +92,7 @@ def check(implementation, shape, lengths, *, dtype=None, mask=None, **options):
             window=shape.window,
             softcap=shape.softcap,
             sinks=sinks,
+            key_positions=None if fresh is None else count[:, None] + jnp.arange(fresh)[None],
             implementation=implementation,
         )
     assert got.dtype == q.dtype
@@ -138,12 +142,67 @@ def test_bfloat16(implementation):
     check(implementation, small(SHAPES["qwen3-8b verify"]), [200, 129], dtype=jnp.bfloat16)
 
 
+@pytest.mark.parametrize("implementation", INTERPRETED)
+def test_scores_are_scaled_in_float32(implementation):
+    """Scaled in bfloat16, queries this loud would give scores that are wrong by tenths."""
+    check(implementation, small(SHAPES["qwen3-8b verify"]), [200, 129], dtype=jnp.bfloat16, loud=20)
+
+
 TREE = np.tril(np.random.default_rng(3).random((2, 10, 10)) < 0.4) | np.eye(10, dtype=bool)
 
 
 @pytest.mark.parametrize("implementation", INTERPRETED)
 def test_a_tree_for_each_row(implementation):
     check(implementation, small(SHAPES["llama-3.1-8b verify"]), [150, 3], mask=TREE)
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+@pytest.mark.parametrize(("T", "F"), [(1, 4), (3, 7), (1, 70)])
+def test_fewer_queries_than_fresh_keys(implementation, T, F):
+    """The queries are the last of the fresh positions: those of a later pass of a drafter."""
+    check(implementation, Shape(T, 4, 2, 64), [0, 201], fresh=F)
+    check(implementation, Shape(T, 4, 2, 128, causal=False, sinks=True), [150, 3], fresh=F)
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+@pytest.mark.parametrize("window", [3, 6, 100])  # narrower than the fresh keys, and wider
+def test_fewer_queries_than_fresh_keys_under_a_window(implementation, window):
+    check(implementation, Shape(1, 4, 2, 64, window=window), [0, 201], fresh=4)
+    check(implementation, Shape(3, 4, 2, 64, window=window), [0, 201], fresh=7)
+
+
+BRANCHES = np.random.default_rng(5).random((2, 3, 7)) < 0.4
+BRANCHES[:, :, 2] |= ~BRANCHES.any(axis=2)  # each query sees some fresh key, not always its own
+
+
+@pytest.mark.parametrize("implementation", INTERPRETED)
+@pytest.mark.parametrize("window", [None, 6])
+def test_fewer_queries_than_fresh_keys_with_visibility_for_each_row(implementation, window):
+    assert not BRANCHES[:, [0, 1, 2], [4, 5, 6]].all()
+    check(implementation, Shape(3, 4, 2, 64, window=window), [150, 3], mask=BRANCHES, fresh=7)
+    check(implementation, Shape(3, 4, 2, 64, window=window), [150, 3], mask=BRANCHES[0], fresh=7)
+
+
+def test_positions_of_fresh_keys_are_asked_for():
+    q, k, v, cache_k, cache_v, positions, lengths, _ = draw(Shape(2, 4, 2, 64), [3], SLOTS, jnp.float32, fresh=4)
+    few = q, positions, k, v, KV(cache_k, cache_v), lengths
+    with pytest.raises(ValueError, match="a window and `starts` need `key_positions`"):
+        attend(*few, visible="causal", window=5)
+    with pytest.raises(ValueError, match="a window and `starts` need `key_positions`"):
+        attend(*few, visible="causal", starts=jnp.zeros((1, 2), jnp.int32))
+    with pytest.raises(ValueError, match="at least as many fresh keys as queries, got 1 for 2"):
+        attend(q, positions, k[:, :, :1], v[:, :, :1], *few[4:], visible="causal")
+
+
+def test_documents_of_fresh_keys():
+    """`starts` hides fresh keys by their own positions."""
+    shape = Shape(2, 4, 2, 64)
+    q, k, v, cache_k, cache_v, positions, lengths, _ = draw(shape, [0], SLOTS, jnp.float32, fresh=5)
+    call = {"visible": "causal", "starts": jnp.asarray([[2, 4]]), "key_positions": jnp.arange(5)[None]}
+    got = attend(q, positions, k, v, KV(cache_k, cache_v), lengths, **call)
+    own = np.asarray([[[0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]], bool)
+    expected = dense(shape, q, k, v, cache_k, cache_v, positions, lengths, None, own)
+    np.testing.assert_allclose(got, expected, atol=tolerance(got))
 
 
 @pytest.mark.parametrize("implementation", INTERPRETED)

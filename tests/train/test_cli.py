@@ -1,11 +1,13 @@
 """The stages on the command line, one after another, as a user would run them."""
 
 import json
+import re
 
 import pytest
 
 from dflash_jax import load_drafter
 from dflash_jax.train.__main__ import main
+from dflash_jax.train.arguments import parse_stage, settings_given
 from tests import tiny
 
 SETTINGS = "--length 64 --anchors 16 --batch-size 2 --block-size 4 --num-layers 1 --epochs 4 --log-every 2".split()
@@ -80,7 +82,6 @@ def test_unusable_arguments_exit_2(place, tmp_path, capsys):
     cases = {
         "nothing to train on": ["fit", *models, *data, "--out", str(tmp_path / "run")],
         "unknown settings": ["fit", *models, *data, "--out", "x", "--config", str(tmp_path / "c.yaml")],
-        "block_size must be": ["fit", *models, *data, "--out", "x", "--block-size", "many"],
         "No such file": ["fit", *models, "--data", str(tmp_path / "gone"), "--out", "x"],
         "drafter.json": ["export", "--run", str(tmp_path), "--out", str(tmp_path / "new")],
         "exists; choose": ["export", "--run", str(tmp_path), "--out", str(tmp_path)],
@@ -94,6 +95,87 @@ def test_unusable_arguments_exit_2(place, tmp_path, capsys):
     for message, arguments in cases.items():
         assert main(arguments) == 2, message
         assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit) as error:
-        main(["train"])
-    assert error.value.code == 2
+    wrong = {
+        "regenerate, cache-features": ["train"],
+        "block_size must be int, got 'many'": [*fine, "--block-size", "many"],
+        "--learning-rate": [*fine, "--learning-rat", "1"],
+        "one of adamw, muon": [*fine, "--optimizer", "sgd"],
+        "takes one HOST:PORT": [*fine, "--distributed", "a:1,0/2", "b"],
+        "--target": ["fit", *data, "--out", "x"],
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(SystemExit) as error:
+            main(arguments)
+        assert error.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+# Every flag a user may have in a script, by stage.
+SETTINGS_FLAGS = """
+    accumulate anchor-placement anchors b1 b2 batch-size block-size clip-norm cross-entropy dtype epochs
+    evaluate-every evaluate-max-new-tokens evaluate-samples evaluate-temperature feature-noise
+    final-learning-rate gamma keep kl learning-rate length log-every loss-chunk mask-token-id max-steps
+    num-layers optimizer remat row-anchors save-every schedule seed target-layer-ids total-variation warmup
+    weight-decay weighting
+"""
+DATA = "config data distributed init-from kernels mesh out target " + SETTINGS_FLAGS
+GENERATION = """
+    batch-size block-size drafter dtype max-new-tokens mesh min-p proposals target temperature top-k top-p
+    chat-template-kwargs kernels
+"""
+FLAGS = {
+    "regenerate": GENERATION + "input output seed max-length prefix-chunks deterministic",
+    "cache-features": DATA + "hidden",
+    "fit": DATA + "features eval-prompts chat-template-kwargs tensorboard",
+    "evaluate": GENERATION + "prompts run step max-samples json",
+    "export": "dtype out run step",
+    "plot": "out run",
+    "pair": "out",
+    "ablate": "out pair rows samples steps",
+}
+
+
+@pytest.mark.parametrize("stage", FLAGS)
+def test_the_flags(stage, capsys):
+    with pytest.raises(SystemExit) as done:
+        main([stage, "--help"])
+    assert done.value.code == 0
+    shown = re.findall(r"^[│ ] (?:-h, )?--([a-z0-9-]+)", capsys.readouterr().out, re.M)
+    assert set(shown) == {"help", *FLAGS[stage].split()}
+    assert len(shown) == len(set(shown))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ("", {}),
+        ("--remat false", {"remat": False}),
+        ("--learning-rate 6e-4 --epochs 2", {"learning_rate": 6e-4, "epochs": 2.0}),
+        ("--target-layer-ids [0,2]", {"target_layer_ids": (0, 2)}),
+        ("--target-layer-ids 0 2", {"target_layer_ids": (0, 2)}),
+        ("--mask-token-id 4095", {"mask_token_id": 4095}),
+        ("--mask-token-id null", {"mask_token_id": None}),  # given, though it is the default
+        ("--block-size 16", {"block_size": 16}),
+    ],
+)
+def test_settings_on_the_command_line(arguments, given):
+    options = parse_stage(["fit", "--target", "t", "--data", "d", "--out", "o", *arguments.split()])
+    assert settings_given(options.settings) == given
+
+
+def test_distributed_takes_a_value_or_none():
+    fit = ["fit", "--target", "t", "--data", "d", "--out", "o"]
+    for more, found in ([], None), (["--distributed"], ""), (["--distributed", "h:1,0/2"], "h:1,0/2"):
+        assert parse_stage([*fit, *more, "--seed", "1"]).source.distributed == found
+
+
+def test_regenerating_notes_the_arguments_of_the_chat_template(place, capsys):
+    (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "abc"}]}\n')
+    given = ["--input", str(place / "chat.jsonl"), "--deterministic"]
+    unthinking = ["--chat-template-kwargs", '{"enable_thinking": false}']
+    assert regenerate(place, "chat-answers.jsonl", *given, *unthinking) == 0
+    noted = json.loads((place / "chat-answers.jsonl.settings.json").read_text())
+    assert noted["chat_template_kwargs"] == {"enable_thinking": False}
+    assert noted["deterministic"] == {"block_size": None, "batch_size": 2}
+    assert regenerate(place, "chat-answers.jsonl", *given) == 2
+    assert "chat_template_kwargs" in capsys.readouterr().err

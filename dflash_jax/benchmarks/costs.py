@@ -1,0 +1,100 @@
+"""What a function costs, from its trace alone: operations of its products, and bytes of what is stored.
+
+The function is traced with shapes, never run. Attention to a cache is traced as one product over all of its slots, so
+a cost is that of full rows.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+
+from dflash_jax.kernels.block_attention import reference
+from dflash_jax.kernels.dispatch import using
+
+# Operations that leave the numbers of their first operand as they are, wherever these are then read.
+_VIEWS = frozenset(
+    """
+    reshape transpose broadcast_in_dim squeeze convert_element_type slice dynamic_slice expand_dims copy
+    sharding_constraint select_n optimization_barrier mul concatenate pjit
+""".split()
+)
+
+
+class Cost(NamedTuple):
+    """Of one call.
+
+    Attributes:
+        flops: of all products, two for a multiplication and an addition.
+        bytes_read: of each argument, what products read of it, once for every time they do.
+    """
+
+    flops: float
+    bytes_read: tuple[float, ...]
+
+
+def cost(function: Callable[..., Any], *arguments: Any) -> Cost:
+    """The cost of `function(*arguments)`; arguments are pytrees of arrays or their shapes."""
+    with using("xla"), mock.patch.object(reference, "CHUNK", 1 << 30), jax.disable_jit(False):
+        jax.clear_caches()  # what was traced with another chunk
+        closed = jax.make_jaxpr(function)(*arguments)
+    jax.clear_caches()
+    origins: list[int | None] = []
+    for i, argument in enumerate(arguments):
+        origins += [i] * len(jax.tree.leaves(argument))
+    count = _Count([0.0] * len(arguments))
+    count.visit(closed.jaxpr, origins, 1)
+    return Cost(count.flops, tuple(count.read))
+
+
+class _Count:
+    """Walks a trace; knows of every value which argument it is a view of, if any."""
+
+    def __init__(self, read: list[float]):
+        self.flops, self.read = 0.0, read
+
+    def visit(self, jaxpr: Any, origins: list[int | None], times: int) -> list[int | None]:
+        """Counts a (sub-)program run so many times; returns what its results are views of."""
+        known: dict[Any, int | None] = dict(zip(jaxpr.invars, origins, strict=True))
+        of = lambda x: None if isinstance(x, jax.extend.core.Literal) else known.get(x)
+        for eqn in jaxpr.eqns:
+            inputs, name = [of(x) for x in eqn.invars], eqn.primitive.name
+            if name == "dot_general":
+                self._product(eqn, inputs, times)
+            inner = _inner(eqn, inputs)
+            outputs: list[int | None] = [None] * len(eqn.outvars)
+            for program, sources, repeated in inner:
+                found = self.visit(program, sources, times * repeated)
+                if name in ("pjit", "jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call"):
+                    outputs = found
+            if not inner and name in _VIEWS:
+                outputs = [next((x for x in inputs if x is not None), None)] * len(eqn.outvars)
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return [of(x) for x in jaxpr.outvars]
+
+    def _product(self, eqn: Any, inputs: list[int | None], times: int) -> None:
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        terms = float(np.prod([shape[axis] for axis in contracted]))
+        self.flops += times * 2 * terms * float(np.prod(eqn.outvars[0].aval.shape))
+        for operand, origin in zip(eqn.invars, inputs, strict=True):
+            if origin is not None:
+                self.read[origin] += times * operand.aval.size * operand.aval.dtype.itemsize
+
+
+def _inner(eqn: Any, inputs: list[int | None]) -> list[tuple[Any, list[int | None], int]]:
+    """Programs inside an operation: each with what its inputs are views of, and how often it runs."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return [(params["jaxpr"].jaxpr, inputs, params["length"])]
+    if name == "while":  # once: loops over a cache are traced as one pass
+        skip, own = params["cond_nconsts"], params["body_nconsts"]
+        return [(params["body_jaxpr"].jaxpr, inputs[skip : skip + own] + inputs[skip + own :], 1)]
+    if name == "cond":  # as if no row asked for anything
+        return [(params["branches"][0].jaxpr, inputs[1:], 1)]
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in params:
+            return [(getattr(params[key], "jaxpr", params[key]), inputs, 1)]
+    return []

@@ -1,0 +1,312 @@
+"""What a pair needs on a machine, from its configurations alone: `python -m dflash_jax.plan`.
+
+The step is compiled by the real compiler, on any Linux host (`.[tpu]`, `.[cuda-compiler]`): memory and collectives are
+the compiler's own. Bytes and operations of a step, and the times they allow, follow from the traced functions and from
+what is published of the chip; they say what a step cannot beat.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from dflash_jax import models, sharding
+from dflash_jax.benchmarks.costs import cost
+from dflash_jax.benchmarks.presets import PAIRS, random_pair
+from dflash_jax.benchmarks.topologies import CHIPS, GIB, Chip, compiling_for, has_compiler, parse_topology, topology
+from dflash_jax.cache import size_in_bytes
+from dflash_jax.checkpoint import read_json, resolve
+from dflash_jax.config import Raw, TargetConfig
+from dflash_jax.decoding.state import State, init_state
+from dflash_jax.decoding.step import make_round, speculative_step
+from dflash_jax.drafters.config import DrafterConfig, drafter_config
+from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.infer.params import STOP_WIDTH
+from dflash_jax.infer.programs import BLOCK_OPTIONS
+from dflash_jax.kernels.dispatch import platform
+from dflash_jax.mesh import AXES, ROWS, make_mesh, parse_mesh
+from dflash_jax.target import Target
+
+_COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
+_BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64, "u64": 64, "f64": 64}
+
+Pair = tuple[Raw, Raw]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What is planned.
+
+    Attributes:
+        target: name (qwen3-8b), config.json or its folder.
+        topology: TPU, like v5e:2x2, or GPU and number, like h100:4.
+        drafter: likewise (default: that of a target named by name).
+        mesh: like data=2,model=4 (see serve).
+        batch: rows; of training, packed rows of a step.
+        max_length: tokens of a row.
+        block_size: draft slots (default: the drafter's).
+        tau: tokens a step commits.
+        training: the training step of the drafter instead.
+        anchors: of a row, for training.
+    """
+
+    target: str
+    topology: str
+    drafter: str | None = None
+    mesh: str = "auto"
+    batch: int = 8
+    max_length: int = 8192
+    block_size: int | None = None
+    tau: float = 6.49
+    training: bool = False
+    anchors: int = 512
+
+
+def plan(options: PlanOptions) -> dict[str, Any]:
+    """The figures of `table`; raises ValueError for what cannot be planned."""
+    chip, count = parse_topology(options.topology)
+    raws = _configs(options.target, options.drafter)
+    compiling = has_compiler(options.topology)
+    devices = topology(options.topology) if compiling else list(range(count))
+    if options.mesh != "auto":
+        sizes = parse_mesh(options.mesh, devices)
+    elif options.training:
+        sizes = parse_mesh("fsdp=-1", devices)
+    else:
+        sizes = sharding.auto_mesh(_parsed(raws), len(devices), len(devices))
+    parts = sizes["data"] * sizes["fsdp"]
+    if options.batch % parts:
+        raise ValueError(f"--batch {options.batch} must be a multiple of the {parts} parts the mesh splits rows in")
+    figures: dict[str, Any] = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
+    figures |= {"batch": options.batch, "max_length": options.max_length, "chip_bytes": CHIPS[chip].memory}
+    shape = options.batch, options.max_length, options.block_size
+    if options.training and not compiling:
+        raise ValueError("--training is planned by a compiler; install .[cuda-compiler], or name a TPU topology")
+    if not compiling:
+        figures |= traced(raws, sizes, *shape)
+    else:
+        mesh = make_mesh(sizes, devices)
+        with compiling_for(options.topology):
+            if options.training:
+                compiled = compile_training(raws, mesh, options.batch, options.max_length, options.anchors)
+            else:
+                compiled = compile_step(raws, mesh, *shape)
+        figures |= measured(compiled)
+        if not options.training:
+            figures |= {"parts": traced(raws, sizes, *shape)}
+    figures["fits"] = figures["peak_bytes"] < CHIPS[chip].memory
+    return figures | least_time(CHIPS[chip], figures, None if options.training else options.tau, options.batch)
+
+
+def _configs(target: str, drafter: str | None) -> Pair:
+    def read(source: str, what: str) -> Raw:
+        path = Path(source)
+        return read_json(path) if path.is_file() else read_json(resolve(source, what) / "config.json")
+
+    if target in PAIRS:
+        own = PAIRS[target]
+        return own[0], own[1] if drafter is None else read(drafter, "drafter")
+    if drafter is None:
+        raise ValueError(f"--drafter is needed, unless --target is one of {', '.join(PAIRS)}")
+    return read(target, "target"), read(drafter, "drafter")
+
+
+def _parsed(raws: Pair) -> tuple[TargetConfig, DrafterConfig]:
+    pair = models.target_config(raws[0]), drafter_config(raws[1])
+    pair[1].check_pair(pair[0])
+    return pair
+
+
+# --------------------------------------------------------------------------------------------------
+# By the compiler
+
+
+def shapes(raws: Pair, mesh: Any, batch: int, max_length: int) -> tuple[Target, Drafter, State]:
+    """A pair on a mesh and its decoding state, as shapes; nothing is allocated."""
+
+    def made() -> tuple[Target, Drafter, State]:
+        target, drafter = random_pair(*raws, mesh=mesh)
+        return target, drafter, init_state(target, drafter, batch, max_length, STOP_WIDTH)
+
+    return jax.eval_shape(made)
+
+
+def compile_step(raws: Pair, mesh: Mesh, batch: int, max_length: int, block_size: int | None = None) -> Any:
+    """The speculative step as compiled for the mesh's devices, its state donated; nothing is allocated."""
+    target, drafter, state = shapes(raws, mesh, batch, max_length)
+    target, drafter = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter))
+    state = _placed(state, sharding.state_shardings(state, mesh))
+
+    def step(target: Target, drafter: Drafter, state: State) -> Any:
+        parts = make_round(target, drafter, block_size or drafter.config.block_size)
+        state, committed = speculative_step(parts, state)
+        return sharding.pin(state), committed
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(step, donate_argnums=2).lower(target, drafter, state)
+        return lowered.compile(compiler_options=BLOCK_OPTIONS.get(platform()))
+
+
+def compile_training(raws: Pair, mesh: Mesh, rows: int, length: int, anchors: int) -> Any:
+    """The drafter's training step as compiled for the mesh's devices, its state donated; nothing is allocated."""
+    from dflash_jax.train.config import TrainConfig
+    from dflash_jax.train.step import Batch, train_step
+    from dflash_jax.train.step import init_state as init_training
+
+    config = TrainConfig(
+        length=length, anchors=anchors, row_anchors=anchors, batch_size=rows, block_size=raws[1]["block_size"]
+    )
+    target, _ = jax.eval_shape(lambda: random_pair(*raws, mesh=mesh))
+    _, drafter = jax.eval_shape(lambda: random_pair(*raws, dtype=jnp.float32))
+    state = jax.eval_shape(lambda drafter: init_training(drafter, config, 1000), drafter)
+    target, drafter, state = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter, state))
+    ints = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    batch = Batch(ints, ints, jax.ShapeDtypeStruct((rows, length), bool))  # type: ignore[arg-type]
+    batch = _placed(batch, jax.tree.map(lambda _: NamedSharding(mesh, sharding.P(ROWS)), batch))
+    program = jax.jit(
+        partial(train_step, config, 1000), donate_argnums=2, out_shardings=(sharding.shardings(state, mesh), None)
+    )
+    with jax.set_mesh(mesh):
+        return program.lower(target, drafter, state, batch).compile()
+
+
+def _placed(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+def measured(compiled: Any) -> dict[str, Any]:
+    """Per device, what the compiler says of a program."""
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}  # CUDA's tells none
+    try:
+        found = collectives(compiled.as_text())
+    except jax.errors.JaxRuntimeError:  # some programs of v5p, with jax 0.10
+        found = None
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    peak = memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "updated_in_place_bytes": memory.alias_size_in_bytes,
+        "peak_bytes": peak,
+        "collectives": found,
+    } | {name.replace(" ", "_"): cost[name] for name in ("flops", "bytes accessed") if name in cost}
+
+
+def collectives(text: str) -> list[dict[str, Any]]:
+    """Collectives of a compiled program: kind, shape, bytes, and how often it stands there, largest first.
+
+    One that runs beside other work stands in the fusions that begin it, go on with it and end it; its channel tells.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    begun = set()
+    for result, kind, rest in re.findall(rf"= (\S.*?) ({_COLLECTIVES})(?:-start)?\((.*)", text):
+        channel = re.search(r"channel_id=\d+", rest)
+        plain = re.sub(r"\{[^}]*\}", "", result)
+        if channel:
+            if (kind, plain, channel[0]) in begun:
+                continue
+            begun.add((kind, plain, channel[0]))
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", plain)
+        if "(" in result and len(shapes) % 2 == 0 and f"{kind}-start(" in text:
+            shapes = shapes[len(shapes) // 2 :]  # operands, then results
+        size = sum(
+            math.prod(map(int, filter(None, dims.split(",")))) * _BITS.get(kind_, 32) // 8 for kind_, dims in shapes
+        )
+        shape = " ".join(f"{kind_}[{dims}]" for kind_, dims in shapes)
+        entry = found.setdefault((kind, shape), {"kind": kind, "shape": shape, "bytes": size, "count": 0})
+        entry["count"] += 1
+    return sorted(found.values(), key=lambda c: -c["bytes"])
+
+
+# --------------------------------------------------------------------------------------------------
+# From the trace
+
+
+def traced(raws: Pair, sizes: dict[str, int], batch: int, length: int, block_size: int | None) -> dict[str, Any]:
+    """Per device and step, in bfloat16: bytes of weights and caches, what products read of them, and operations.
+
+    `draft_upkeep` is what a step without speculation reads more because it keeps the drafter's state up to date, as a
+    share of what it reads without a drafter.
+    """
+    types = (AxisType.Auto,) * len(AXES)
+    mesh = AbstractMesh(tuple(sizes[name] for name in AXES), AXES, axis_types=types)
+    target, drafter, state = shapes(raws, mesh, batch, length)
+    weights = (_bytes_on_device(x, sharding.shardings(x, mesh)) for x in (target, drafter))
+    caches = _bytes_on_device(state, sharding.state_shardings(state, mesh))
+    pair, (heads, rows) = shapes(raws, None, batch, length), (sizes["model"], sizes["data"] * sizes["fsdp"])
+
+    def step(target: Target, drafter: Drafter, state: State, size: int) -> Any:
+        return speculative_step(make_round(target, drafter, size), state)
+
+    def plain(target: Target, state: State) -> Any:
+        return speculative_step(make_round(target, None, 0), state)
+
+    whole = cost(partial(step, size=block_size or pair[1].config.block_size), *pair)
+    kept, alone = cost(partial(step, size=0), *pair), cost(plain, pair[0], pair[2].replace(draft=None))
+    moved = (whole.bytes_read[0] + whole.bytes_read[1]) / heads + whole.bytes_read[2] / (heads * rows)
+    logits = 4 * batch // rows * (pair[1].config.block_size + 1) * pair[0].config.vocab_size // heads
+    weight_bytes = sum(weights)
+    return {
+        "weight_bytes": weight_bytes,
+        "cache_bytes": caches,
+        "peak_bytes": weight_bytes + caches + 3 * logits,  # the logits of target and drafter, and noise
+        "flops": whole.flops / (heads * rows),
+        "bytes_accessed": moved,
+        "draft_upkeep": sum(kept.bytes_read) / sum(alone.bytes_read) - 1,
+        "collectives": None,
+    }
+
+
+def _bytes_on_device(tree: Any, shardings: Any) -> int:
+    part = lambda x, s: jax.ShapeDtypeStruct(s.shard_shape(x.shape), x.dtype)
+    keyless = lambda x: not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    return size_in_bytes([part(x, s) for x, s in pairs if keyless(x)])
+
+
+def least_time(chip: Chip, figures: dict[str, Any], tau: float | None, batch: int) -> dict[str, Any]:
+    """What memory, arithmetic and links allow, one after the other for the links."""
+    moved = sum(c["bytes"] * c["count"] for c in figures["collectives"] or [])
+    source = figures.get("parts", figures)  # a compiler counts a kernel's reads of the whole cache, or none
+    if "flops" not in source:
+        return {"collective_bytes": moved}
+    seconds = max(source["bytes_accessed"] / chip.bandwidth, source["flops"] / chip.flops) + 2 * moved / chip.link
+    out = {"collective_bytes": moved, "least_step_seconds": seconds}
+    return out | ({"tau": tau, "most_tokens_per_second": tau * batch / seconds} if tau else {})
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as text."""
+    size = lambda n: f"{n / GIB:.2f} GiB" if n > GIB / 100 else f"{n / 2**20:.2f} MiB"
+    axes = ", ".join(f"{name} {n}" for name, n in figures["mesh"].items() if n > 1) or "one device"
+    source = "as compiled" if "argument_bytes" in figures else "as traced (for more: .[cuda-compiler])"
+    lines = [f"{figures['topology']}   {figures['devices']} devices   {axes}", "", f"per device, {source}"]
+    shown = figures.get("parts", {}) | figures
+    for key in ("weight_bytes", "cache_bytes", "argument_bytes", "temporary_bytes", "updated_in_place_bytes"):
+        if key in shown:
+            lines.append(f"  {key.removesuffix('_bytes').replace('_', ' '):20} {size(shown[key])}")
+    verdict = "fits" if figures["fits"] else "DOES NOT FIT"
+    lines.append(f"  {'peak':20} {size(figures['peak_bytes'])} of {size(figures['chip_bytes'])}: {verdict}")
+    if "flops" in shown:
+        accessed = size(shown["bytes_accessed"])
+        lines.append(f"  {'operations a step':20} {shown['flops'] / 1e9:.1f} GFLOP, {accessed} read")
+    if "draft_upkeep" in shown:
+        share = 100 * shown["draft_upkeep"]
+        lines.append(f"  {'upkeep of the draft':20} {share:.1f}% more bytes read by a step that does not speculate")
+    lines.append("")
+    none = "   none" if figures["collectives"] is not None else "   not known without a compiler that writes them down"
+    lines.append("collectives a step" + ("" if figures["collectives"] else none))
+    for c in figures["collectives"] or []:
+        lines.append(f"  {c['count']:4} x {c['kind']:20} {size(c['bytes']):>12}   {c['shape']}")
+    if "least_step_seconds" in figures:
+        milliseconds = 1e3 * figures["least_step_seconds"]
+        lines += ["", f"least time of a step {milliseconds:.2f} ms (published bandwidth and FLOP rates)"]
+    if "tau" in figures:
+        lines.append(f"at tau {figures['tau']}: at most {figures['most_tokens_per_second']:.0f} tokens/s, all rows")
+    return "\n".join(lines)

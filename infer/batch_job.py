@@ -1,0 +1,211 @@
+"""A batch job from files to files: what is done already, what is left, figures on the way, the summary at the end."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflash_jax.cli import LOG_PAUSE, engine_rates, progress_bar, warm_up
+from dflash_jax.infer import parts
+from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.interrupt import stop_signals
+from dflash_jax.infer.jobs import Tally, answer_record, record_id, rewrite_in_order, run_job, summarise
+from dflash_jax.infer.journal import Journal
+from dflash_jax.infer.lines import Line, input_paths
+from dflash_jax.infer.requests import Request
+from dflash_jax.infer.text import Text
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """What a job reads and writes.
+
+    Attributes:
+        input: paths, globs, or `-`.
+        output: answers; continued if it is there.
+        summary: of the run; None writes none.
+        force: continue an output that was made with other settings.
+        ordered: rewrite the output in input order at the end.
+        process, processes: this one of how many that share the job.
+    """
+
+    input: Sequence[str]
+    output: Path
+    summary: Path | None = None
+    force: bool = False
+    ordered: bool = False
+    process: int = 0
+    processes: int = 1
+
+    def check(self) -> None:
+        """Raises ValueError or OSError if the results cannot be written: before hours of work, not after."""
+        results = [path for path in (self.output, self.summary) if path]
+        if len({path.resolve() for path in results}) < len(results):
+            raise ValueError(f"--output and --summary are both {self.output}; choose two files")
+        for path in results:
+            for source in input_paths(self.input):
+                if path.exists() and source != "-" and path.samefile(source):
+                    raise ValueError(f"{path} is the input; choose another file for the results")
+            path.open("ab").close()
+
+
+class Job:
+    """Answers the lines of a job that no run before has answered.
+
+    Args:
+        files: checked.
+        lines: the whole input.
+        settings: what the answers depend on, to be noted beside them; see `jobs.job_settings`.
+        notes: what else the summary tells.
+        begin: when the run began, by `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        files: JobFiles,
+        lines: Sequence[Line],
+        text: Text,
+        settings: dict[str, Any],
+        notes: dict[str, Any],
+        begin: float,
+    ):
+        self.files, self.lines, self.text, self.settings, self.notes = files, lines, text, settings, notes
+        self._begin = begin
+        self._in_parts = files.processes > 1 or bool(parts.found_parts(files.output))
+        self._known = {str(line.id) for line in lines}
+        self._tally = Tally()
+
+    @property
+    def requests(self) -> list[Request]:
+        """What an engine for this job must have room for."""
+        return [line.request for line in self.lines if line.request for _ in range(min(line.n, 2))]
+
+    @property
+    def conversations(self) -> bool:
+        """Whether some prompt grows out of an answer."""
+        return any(line.later for line in self.lines)
+
+    def run(self, make_engine: Callable[[], Engine], interval: float | None) -> int:
+        """Answers what is left and returns the exit status.
+
+        Args:
+            make_engine: called once the output is known to be usable.
+            interval: seconds between two lines of figures; see `Reporter`.
+        """
+        files = self.files
+        written = files.output
+        if self._in_parts:
+            written = parts.part_path(files.output, files.process, files.processes)
+            if not files.force:
+                parts.check_settings(files.output, self.settings)
+        with Journal(written, self.settings, self._key, force=files.force) as journal, stop_signals() as stopping:
+            left, done, failed = self._left(journal)
+            engine = make_engine()
+            if left:
+                warm_up(engine)
+            report = Reporter(engine, len(left), interval)
+            failed += self._answer(engine, left, journal, report, lambda: not stopping)
+        unfinished = len(left) - report.finished
+        if not unfinished:
+            self._finish()
+        if files.summary:
+            self._summarise(files.summary, engine, done, failed, unfinished)
+        if unfinished:
+            print(f"stopped; {unfinished} lines are left, which the same command continues with", file=sys.stderr)
+            return 130
+        return 1 if failed else 0
+
+    def _key(self, record: dict[str, Any]) -> str:
+        if (name := record_id(record)) not in self._known:
+            raise ValueError(f"id {name!r:.60} is not in the input")
+        return name
+
+    def _left(self, journal: Journal) -> tuple[list[Line], int, int]:
+        """Lines of this process without an answer, how many have one, and how many of those failed."""
+        mine = [line for i, line in enumerate(self.lines) if i % self.files.processes == self.files.process]
+        done, failed = journal.done, journal.failed
+        if self._in_parts:  # whoever answered a line of ours
+            found = parts.answered(self.files.output)
+            done = {str(line.id) for line in mine} & found.keys()
+            failed = sum(bool(json.loads(found[name]).get("error")) for name in done)
+        left = [line for line in mine if str(line.id) not in done]
+        if done:
+            print(f"{len(mine) - len(left)} lines are done, {len(left)} left", file=sys.stderr)
+        return left, len(done), failed
+
+    def _answer(
+        self, engine: Engine, left: Sequence[Line], journal: Journal, report: "Reporter", admit: Callable[[], bool]
+    ) -> int:
+        """Writes a record for every line as it is finished; returns how many failed."""
+        failed = 0
+        for record, turns in run_job(engine, left, partial(answer_record, text=self.text), self.text, admit=admit):
+            if record is not None:
+                journal.append(record)
+                failed += bool(record.get("error"))
+                for completion in turns:
+                    self._tally.add(completion)
+            report.update(record is not None)
+        report.close()
+        return failed
+
+    def _finish(self) -> None:
+        """Merges or sorts the output, where it is complete."""
+        if self._in_parts:
+            if not parts.merge(self.files.output, self.lines):
+                print("this process is done; the job is when the others are", file=sys.stderr)
+        elif self.files.ordered:
+            rewrite_in_order(self.files.output, self.lines)
+
+    def _summarise(self, path: Path, engine: Engine, done: int, failed: int, unfinished: int) -> None:
+        wall, process, processes = time.perf_counter() - self._begin, self.files.process, self.files.processes
+        summary = summarise(self._tally, len(self.lines), failed, engine.stats, engine.width, wall)
+        summary |= {"resumed": done, "unfinished": unfinished}
+        used = engine.chooser.used if engine.chooser else {engine.block_size: engine.stats.steps}
+        summary |= {"steps_by_block_size": used, "process": process, "processes": processes} | self.notes
+        path = path.with_name(f"{path.name}.{process}") if processes > 1 else path
+        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+class Reporter:
+    """A bar on a terminal, and a line of figures every so many seconds if that is asked for, or in a log."""
+
+    def __init__(self, engine: Engine, total: int, interval: float | None):
+        self._engine, self._last = engine, time.perf_counter()
+        self._interval = LOG_PAUSE if interval is None and not sys.stderr.isatty() else interval
+        self._bar = progress_bar(total, "request", in_logs=False)
+        self.finished = 0
+
+    def update(self, finished: bool) -> None:
+        self.finished += finished
+        self._bar.update(int(finished))
+        self._bar.set_postfix_str(engine_rates(self._engine), refresh=False)
+        now = time.perf_counter()
+        if self._interval and now - self._last >= self._interval:
+            self._last = now
+            engine = self._engine
+            line = (
+                f"{self.finished}/{self._bar.total} done   {engine_rates(engine)}   slots {engine.busy}/{engine.slots}"
+            )
+            self._bar.write(f"{line}   waiting {engine.waiting}   memory {memory_mib():.0f} MiB", file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def memory_mib() -> float:
+    """Memory in use: of the first device where it tells, else resident memory of this process."""
+    found = jax.devices()[0].memory_stats()
+    if found and "bytes_in_use" in found:
+        return found["bytes_in_use"] / 2**20
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return float("nan")

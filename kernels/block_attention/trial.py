@@ -1,0 +1,123 @@
+"""A small case of a call of `api.attend`, on which its implementations are compared."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ..verify import TOLERANCE
+
+BYTES = 8 << 20  # keys and values of one row, at most; several chunks of any implementation
+LEAST = 512  # slots, however large
+LONG = 512  # queries and keys of a block alone: the largest tile
+
+
+class _Entry(NamedTuple):
+    k: Float[Array, "R K S H"]
+    v: Float[Array, "R K S Hv"]
+
+
+class Trial(NamedTuple):
+    """What makes a call the program that it is: sizes (see `api`), type and options, with few rows and slots.
+
+    Attributes:
+        visible: "causal", "full", or another visibility, "one for each row" or "one for all rows".
+        sinks, starts: whether there are any.
+    """
+
+    rows: int
+    T: int
+    F: int
+    N: int
+    K: int
+    H: int
+    Hv: int
+    slots: int
+    dtype: str
+    visible: str
+    window: int | None
+    softcap: float | None
+    scale: float
+    sinks: bool
+    starts: bool
+
+    @classmethod
+    def of(
+        cls, q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R K S H"], **options: Any
+    ) -> "Trial":
+        """The trial of a call with arrays of these shapes."""
+        (B, T, N, H), (K, F, Hv), slots = q.shape, v.shape[1:], cache_k.shape[2]
+        if slots:
+            fits = max(LEAST, BYTES // (K * (H + Hv) * q.dtype.itemsize)) // 128 * 128
+            slots = slots if slots <= fits + 128 else fits + slots % 128
+        elif T == F > 2 * LONG:  # a block alone: of its length, the remainder shows in the program
+            T = F = LONG + T % LONG
+        heads = K if slots else min(K, 2)
+        return cls(min(B, 2), T, F, N // K * heads, heads, H, Hv, slots, str(q.dtype), **options)
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE.get(self.dtype, TOLERANCE["float32"])
+
+    def run(self, implementation: str) -> tuple[Array, ...]:
+        """What it attends to and, of a block alone, which only a training pass has, the gradients."""
+        attend = partial(self._attend, implementation)
+        key = jax.random.key(0)
+        if self.slots:
+            return (jax.jit(lambda key: attend(key, *self._block(key)))(key),)
+
+        def with_gradients(key: PRNGKeyArray) -> tuple[Array, ...]:
+            out, pull = jax.vjp(partial(attend, key), *self._block(key))
+            return out, *pull(jnp.cos(out))
+
+        return jax.jit(with_gradients)(key)
+
+    def _block(self, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
+        sizes = (self.T, self.N, self.H), (self.K, self.F, self.H), (self.K, self.F, self.Hv)
+        draw = lambda i, size: jax.random.normal(jax.random.fold_in(key, i), (self.rows, *size), self.dtype)
+        return tuple(draw(i, size) for i, size in enumerate(sizes))  # type: ignore[return-value]
+
+    def _attend(self, implementation: str, key: PRNGKeyArray, q: Array, k: Array, v: Array) -> Array:
+        """The call, behind a cache that holds NaN where nothing was written. Windowed rows have gone round it once."""
+        from .api import attend
+
+        keys = jax.random.split(jax.random.fold_in(key, 3), 4)
+        B, S, T, F = self.rows, self.slots, self.T, self.F
+        lengths = jnp.asarray([2 * S // 3, S if self.window is None else S + S // 2], jnp.int32)[:B]
+        written = (jnp.arange(S)[None] < lengths[:, None])[:, None, :, None]
+        # One row more than the block has, which begins at the second.
+        cache = _Entry(
+            *(
+                jnp.pad(
+                    jnp.where(written, jax.random.normal(keys[i], (B, self.K, S, width), self.dtype), jnp.nan),
+                    ((1, 0), (0, 0), (0, 0), (0, 0)),
+                    constant_values=jnp.nan,
+                )
+                for i, width in enumerate((self.H, self.Hv))
+            )
+        )
+        at = lengths[:, None] + jnp.arange(F)[None]
+        documents = jnp.where(jnp.arange(F)[None] < F // 3, lengths[:, None] // 2, at[:, F // 3][:, None])
+        visible: Any = self.visible
+        if visible not in ("causal", "full"):
+            visible = jax.random.bernoulli(keys[2], 0.5, (B, T, F)) | jnp.eye(T, F, F - T, dtype=bool)[None]
+            visible = visible if self.visible == "one for each row" else visible[0]
+        return attend(
+            q,
+            at[:, F - T :],
+            k,
+            v,
+            cache,
+            lengths,
+            visible=visible,
+            window=None if self.window is None else min(self.window, max(1, S // 2)) if S else self.window,
+            softcap=self.softcap,
+            sinks=jax.random.normal(keys[3], (self.N,), self.dtype) if self.sinks else None,
+            scale=self.scale,
+            row=1,
+            starts=documents[:, F - T :] if self.starts else None,
+            key_positions=None if T == F else at,
+            implementation=implementation,  # type: ignore[arg-type]
+        )

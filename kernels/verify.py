@@ -1,0 +1,83 @@
+"""Whether a Pallas kernel gives what XLA gives on the device at hand. It is asked once of every shape.
+
+A kernel that was never run on some chip may fail to compile there, or compute something else. So the first time a shape
+is met, the kernel and the XLA implementation run a small case of it. A kernel that fails is replaced, with a warning.
+"""
+
+import threading
+import warnings
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 0.02}  # of the largest value
+_known: dict[Hashable, str | None] = {}
+_asking = threading.Lock()
+
+
+@runtime_checkable
+class Trial(Hashable, Protocol):
+    """A small case of one call: the shapes, types and options that make a kernel the program that it is.
+
+    Equal trials are run once. What is printed of one goes into the warning.
+    """
+
+    @property
+    def tolerance(self) -> float:
+        """By how much results may differ, as a part of the largest value."""
+        ...
+
+    def run(self, implementation: str) -> Any:
+        """The results of the implementation of this name, a pytree of arrays."""
+        ...
+
+
+def trouble(name: str, kernel: ModuleType, trial: Trial) -> str | None:
+    """What is wrong with the implementation of this name, or None; it may be asked while a program is traced.
+
+    The answer is kept, for this kind of device, this kernel and this trial. Of several processes all must ask, in the
+    same order, and the first decides for all: they run one program. The first to know of trouble warns.
+    """
+    key = jax.local_devices()[0].device_kind, kernel, trial
+    with _asking:
+        if key not in _known:
+            # In a thread of its own there is no program being traced, and no mesh.
+            with ThreadPoolExecutor(1) as apart:
+                _known[key] = apart.submit(_agreed, name, trial).result()
+            if _known[key] and jax.process_index() == 0:
+                called = ".".join(kernel.__name__.split(".")[-2:])
+                warnings.warn(
+                    f"the kernel {called} is not used for {trial}, which XLA runs instead: {_known[key]}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+    return _known[key]
+
+
+def _agreed(name: str, trial: Trial) -> str | None:
+    """What the first process finds, in every process."""
+    found = _compared(name, trial) if jax.process_index() == 0 else None
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        fails = int(multihost_utils.broadcast_one_to_all(np.int32(found is not None)))
+        found = (found or "the first process found it to fail") if fails else None
+    return found
+
+
+def _compared(name: str, trial: Trial) -> str | None:
+    try:
+        with jax.debug_nans(False):  # a trial holds NaN where nothing may be read
+            results = [jax.tree.leaves(jax.device_get(trial.run(each))) for each in (name, "xla")]
+    except Exception as error:  # a compiler raises whatever it likes
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"
+    for got, expected in zip(*results, strict=True):
+        got, expected = (np.asarray(x, np.float64) for x in (got, expected))
+        apart = np.max(np.abs(got - expected)) / (np.max(np.abs(expected)) or 1)
+        if not apart <= trial.tolerance:  # nor may it be NaN
+            return f"results differ by {apart:.2g} of the largest value, and may by {trial.tolerance:g}"
+    return None

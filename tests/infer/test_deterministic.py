@@ -1,0 +1,64 @@
+"""`deterministic`: the bits of an answer follow from its request and the engine's configuration alone."""
+
+import numpy as np
+import pytest
+
+from dflash_jax import Engine, load_drafter, load_target
+from tests import tiny
+
+HEAD = [(5 * i + 3) % 60 for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def pair(pair_directory):
+    """In bfloat16, where products of another width, and sums in another order, do round differently."""
+    return tuple(
+        load(pair_directory / name, dtype="bfloat16")
+        for load, name in ((load_target, "target"), (load_drafter, "drafter"))
+    )
+
+
+def requests():
+    """Prompts of many lengths, some of which begin alike; greedy, sampled, filtered and penalised."""
+    tails = [[7, 7], [1, 2, 3], [9] * 20, [4], [50] * 17, [2]]
+    prompts = [HEAD[: 24 - 4 * (i % 3)] + tail for i, tail in enumerate(tails)] + [[40], [3, 1, 4, 1, 5, 9, 2, 6]]
+    given = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 9, "top_p": 0.9}, {"presence_penalty": 0.7}]
+    return [tiny.ask(p, 18, id=f"r{i}", logprobs=2, **given[i % 4]) for i, p in enumerate(prompts)]
+
+
+def answers(pair, order, **settings):
+    """What each request gets, by its id, if they arrive in this order."""
+    settings = {"slots": 3, "max_length": 96, "prefill_chunk": 8, "logprobs": 2, "deterministic": True} | settings
+    asked = [requests()[i] for i in order]
+    done = Engine(*pair, **settings).generate(asked)
+    outcome = lambda c: (c.token_ids, c.acceptance_lengths, c.logprobs, c.top_logprobs, c.finish_reason)
+    return {request.id: outcome(completion) for request, completion in zip(asked, done, strict=True)}
+
+
+def test_neighbours_arrival_prefixes_and_lengths_change_no_bit(pair):
+    everyone = range(len(requests()))
+    first = answers(pair, everyone)
+    assert len({str(tokens) for tokens, *_ in first.values()}) == len(first)
+    backwards = answers(pair, reversed(everyone))
+    shuffled = answers(pair, np.random.default_rng(0).permutation(len(first)).tolist(), steps_per_visit=1)
+    prefixes = answers(pair, everyone, prefix_chunks=16)
+    longer = answers(pair, everyone, max_length=300)
+    for other in (backwards, shuffled, prefixes, longer):
+        assert other == first
+    for i in everyone:  # nobody beside it
+        assert answers(pair, [i]).items() <= first.items()
+
+
+def test_nothing_is_chosen_by_the_clock(pair):
+    engine = Engine(*pair, slots=2, max_length=64, block_size="auto", deterministic=True)
+    engine.warm_up()
+    assert engine.chooser is None
+    assert engine.block_size == pair[1].config.block_size
+    assert Engine(*pair, slots=2, max_length=64, block_size="auto")._auto
+
+
+def test_other_block_sizes_do_round_differently(pair):
+    """The control: what the option fixes does matter in bfloat16."""
+    everyone = range(len(requests()))
+    scores = [[x[2] for x in answers(pair, everyone, block_size=size).values()] for size in (2, 8)]
+    assert scores[0] != scores[1]

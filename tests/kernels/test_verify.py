@@ -1,0 +1,312 @@
+"""Kernels that nobody named run only where they give what XLA gives. CPU stands in for a platform with kernels."""
+
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash_jax.cache import KV
+from dflash_jax.kernels import dispatch, verify
+from dflash_jax.kernels.block_attention import api, attend, reference
+from dflash_jax.kernels.block_attention.trial import Trial
+from dflash_jax.kernels.cache_update import api as update_api
+from dflash_jax.kernels.cache_update import append
+from dflash_jax.kernels.cache_update.trial import Trial as Update
+from dflash_jax.mesh import make_mesh, parse_mesh
+
+
+class Fake(ModuleType):
+    """A kernel that gives `error` too much, and counts how often it was traced."""
+
+    def __init__(self, error=0.0):
+        super().__init__("dflash_jax.kernels.block_attention.fake")
+        self.error, self.calls = error, 0
+
+    def declines(self, *arrays):
+        return None
+
+    def attend(self, *arguments):
+        self.calls += 1
+        if isinstance(self.error, Exception):
+            raise self.error
+        return reference.attend(*arguments) + self.error
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Makes a kernel the one that this platform prefers."""
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    monkeypatch.setitem(dispatch.PREFERRED, "cpu", "tpu")
+
+    def install(kernel):
+        monkeypatch.setitem(api.IMPLEMENTATIONS, "tpu", kernel)
+        return kernel
+
+    yield install
+    dispatch.set_policy(None)
+
+
+def arguments(B=2, T=3):
+    draw = lambda i, *size: jax.random.normal(jax.random.key(i), size)
+    cache = KV(draw(0, B, 2, 40, 8), draw(1, B, 2, 40, 8))
+    lengths = jnp.arange(B) * 3
+    positions = lengths[:, None] + jnp.arange(T)[None]
+    return draw(2, B, T, 4, 8), positions, draw(3, B, 2, T, 8), draw(4, B, 2, T, 8), cache, lengths
+
+
+def call(*block, **options):
+    return attend(*block, visible="causal", **options)
+
+
+def expected(*block):
+    return call(*block, implementation="xla")
+
+
+def in_a_loop(*block):
+    return jax.lax.scan(lambda carry, _: (carry, call(*block)), None, length=2)[1][1]
+
+
+def anew(transform, function):
+    """Traced again in every call, for what was traced with another kernel is kept."""
+    return lambda *block: transform(lambda *block: function(*block))(*block)
+
+
+HOW = {
+    "eager": call,
+    "jit": anew(jax.jit, call),
+    "loop": anew(jax.jit, in_a_loop),
+    "checkpoint": anew(jax.checkpoint, call),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_kernel_that_is_right_runs(install, how):
+    kernel, block = install(Fake(1e-7)), arguments()
+    got = HOW[how](*block)
+    assert kernel.calls >= 2  # in its trial, and in the program
+    np.testing.assert_allclose(got, expected(*block), atol=1e-6)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (0.01, r"results differ by 0\.\d+ of the largest value, and may by 2e-05"),
+        (float("nan"), "results differ by nan of the largest value"),
+        (RuntimeError("no such tile\non this chip"), "RuntimeError: no such tile$"),
+    ],
+)
+def test_a_kernel_that_is_wrong_is_replaced(install, how, error, why):
+    kernel, block = install(Fake(error)), arguments()
+    with pytest.warns(RuntimeWarning, match=r"block_attention\.fake is not used for Trial\(rows=2, T=3, .*" + why):
+        got = HOW[how](*block)
+    assert kernel.calls == 1
+    np.testing.assert_allclose(got, expected(*block), atol=1e-6)
+
+
+def test_a_shape_is_tried_once(install):
+    kernel = install(Fake())
+    call(*arguments())
+    assert kernel.calls == 2
+    call(*arguments())
+    HOW["jit"](*arguments())
+    call(*arguments(B=5)[:4], KV(*(jnp.zeros((5, 2, 40, 8)) for _ in "kv")), jnp.zeros(5, jnp.int32))  # two rows do
+    assert kernel.calls == 5
+    call(*arguments(T=4))
+    assert kernel.calls == 7
+    call(*arguments(), window=3)
+    assert kernel.calls == 9
+
+
+@pytest.mark.parametrize("error", [0.0, 0.01])
+def test_within_a_mesh(install, error):
+    """A trial has the shapes of a device's part."""
+    mesh, block = make_mesh(parse_mesh("data=4,model=2")), arguments(B=8)
+    kernel = install(Fake(error))
+    with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        got = jax.jit(lambda *block: call(*block))(*block)
+    assert kernel.calls == (2 if error == 0 else 1)
+    assert [" N=2, K=1," in str(x.message) for x in told] == [True] * (error != 0)
+    np.testing.assert_allclose(got, expected(*block), atol=1e-6)
+
+
+def test_policies(install, monkeypatch):
+    kernel, block = install(Fake(1.0)), arguments()
+    wrong, right = expected(*block) + 1.0, expected(*block)
+    program = jax.jit(lambda *block: call(*block))
+    dispatch.set_policy("pallas")
+    np.testing.assert_array_equal(call(*block), wrong)
+    np.testing.assert_allclose(program(*block), wrong, atol=1e-6)
+    dispatch.set_policy("xla")
+    np.testing.assert_array_equal(call(*block), right)
+    np.testing.assert_allclose(program(*block), right, atol=1e-6)  # a policy is part of what a program is
+    dispatch.set_policy(None)
+    monkeypatch.setenv("DFLASH_KERNELS", "pallas")
+    np.testing.assert_array_equal(call(*block), wrong)
+    monkeypatch.setenv("DFLASH_KERNELS", "xla")
+    np.testing.assert_array_equal(call(*block), right)
+    dispatch.set_policy("pallas")  # goes before the variable
+    np.testing.assert_array_equal(call(*block), wrong)
+    assert kernel.calls == 4  # and none of them a trial
+
+
+def test_policies_that_there_are_not(install, monkeypatch):
+    install(Fake())
+    with pytest.raises(ValueError, match="the policy must be one of auto, xla, pallas, got 'fast'"):
+        dispatch.set_policy("fast")
+    monkeypatch.setenv("DFLASH_KERNELS", "fast")
+    with pytest.raises(ValueError, match="DFLASH_KERNELS must be one of auto, xla, pallas, got 'fast'"):
+        call(*arguments())
+
+
+def test_what_is_named_is_not_tried(install):
+    kernel, block = install(Fake(1.0)), arguments()
+    wrong = expected(*block) + 1.0
+    np.testing.assert_array_equal(call(*block, implementation="tpu"), wrong)
+    dispatch.set_policy("xla")
+    np.testing.assert_array_equal(call(*block, implementation="tpu"), wrong)
+    with dispatch.using("tpu"):
+        np.testing.assert_array_equal(call(*block), wrong)
+    assert kernel.calls == 3
+
+
+def test_nothing_is_tried_for_a_platform_that_is_not_at_hand(install):
+    kernel, block = install(Fake(1.0)), arguments()
+    with dispatch.using(None, "tpu"):
+        np.testing.assert_array_equal(call(*block), expected(*block) + 1.0)
+    assert kernel.calls == 1
+
+
+def test_xla_is_never_tried(monkeypatch):
+    """Nor on a CPU, which has no kernels."""
+    monkeypatch.setattr(dispatch, "trouble", None)
+    call(*arguments())
+
+
+def test_the_cache_update(install, monkeypatch):
+    """It copies, and may not be wrong by anything."""
+    kernel = Fake()
+    kernel.append = lambda cache_k, cache_v, *rest: (cache_k, cache_v)
+    monkeypatch.setitem(update_api.IMPLEMENTATIONS, "tpu", kernel)
+    _, _, k, v, cache, lengths = arguments()
+    with pytest.warns(RuntimeWarning, match=r"fake is not used for Trial\(rows=2, T=3, K=2, .*and may by 0$"):
+        got = jax.jit(append)(*(cache.k, cache.v, k, v, lengths, jnp.full(2, 3)))
+    np.testing.assert_array_equal(got[0][1, :, 3:6], k[1])
+
+
+# The trials themselves, by the kernels that there are.
+
+SMALL = {"rows": 2, "T": 3, "F": 3, "N": 4, "K": 2, "H": 64, "Hv": 64, "slots": 256, "dtype": "float32"}
+PLAIN = {"visible": "causal", "window": None, "softcap": None, "scale": 0.1, "sinks": False, "starts": False}
+ALONE = {"T": 128, "F": 128, "H": 128, "Hv": 128, "slots": 0}
+TRIALS = {
+    "plain": {},
+    "one row": {"rows": 1, "visible": "full"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "sliding": {"window": 60, "sinks": True},
+    "wide": {"window": 1000, "softcap": 20.0},
+    "documents": {"starts": True, "T": 8, "F": 8},
+    "later pass": {"T": 1, "F": 4, "window": 100},
+    "trees": {"T": 3, "F": 5, "visible": "one for each row"},
+    "one tree": {"visible": "one for all rows", "Hv": 128},
+    "alone": ALONE | {"starts": True, "softcap": 20.0},
+    "alone, bfloat16": ALONE | {"dtype": "bfloat16", "window": 40, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_trials_of_attention(name):
+    trial = Trial(**SMALL | PLAIN | TRIALS[name])
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        assert verify._compared("tpu", trial) is None
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_trials_read_no_garbage(name):
+    """What XLA makes of a trial is finite, and not what it makes of the next."""
+    trial = Trial(**SMALL | PLAIN | TRIALS[name])
+    for x in trial.run("xla"):
+        assert np.isfinite(np.asarray(x, np.float32)).all()
+        assert np.std(np.asarray(x, np.float32)) > 0.01
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize(("T", "H", "Hv", "slots"), [(5, 64, 64, 256), (16, 128, 64, 128), (40, 128, 256, 512)])
+def test_trials_of_the_cache_update(ring, T, H, Hv, slots):
+    trial = Update(2, T, 2, H, Hv, slots, "float32", ring)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        assert verify._compared("tpu", trial) is None
+    assert all(np.isfinite(x).all() for x in trial.run("xla"))
+
+
+def test_trials_are_small():
+    def of(kind, *sizes, **options):
+        made, arrays = [], [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
+        jax.eval_shape(lambda *x: made.append(kind(*x, **options)), *arrays)
+        return made[0]
+
+    q, kv, alone = (64, 16, 32, 128), (64, 8, 16, 128), ((8, 3072, 32, 128), (8, 8, 3072, 128), (8, 8, 0, 128))
+    assert of(Trial.of, q, kv, (64, 8, 40_960, 128), **PLAIN)[:8] == (2, 16, 16, 32, 8, 128, 128, 2048)
+    assert of(Trial.of, q, kv, (64, 8, 40_000, 128), **PLAIN).slots == 2048 + 40_000 % 128
+    assert of(Trial.of, q, kv, (64, 8, 500, 128), **PLAIN).slots == 500
+    assert of(Trial.of, *alone, **PLAIN)[:8] == (2, 512, 512, 8, 2, 128, 128, 0)
+    cache = (64, 8, 40_960, 128)
+    assert of(Update.of, cache, cache, (64, 8, 256, 128), ring=False).slots == 1024
+
+
+PROCESS = """
+import sys, warnings
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+address, index, bad = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+jax.distributed.initialize(address, 2, index)
+from dflash_jax.kernels import dispatch
+from tests.kernels.test_verify import Fake, api, arguments, call
+dispatch.PREFERRED["cpu"] = "tpu"
+kernel = api.IMPLEMENTATIONS["tpu"] = Fake(0.5 if index == bad else 0.0)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    jax.jit(call).trace(*arguments())
+print("tries", kernel.calls, "warnings", sum("is not used" in str(x.message) for x in told))
+"""
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (0, ["tries 1 warnings 1", "tries 0 warnings 0"]),  # the kernel is in neither program
+        (1, ["tries 2 warnings 0", "tries 1 warnings 0"]),  # here it is in both
+    ],
+)
+def test_the_first_process_decides_for_all(bad, said):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": os.getcwd()}
+    run = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(index), str(bad)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=300)[0] for process in run]
+    finally:  # one that waits for the other would wait for ever
+        for process in run:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    assert [x.strip().splitlines()[-1] for x in told] == said, told

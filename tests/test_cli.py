@@ -1,0 +1,112 @@
+"""The command lines: every flag, every form of an argument, and what is said of wrong ones."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from dflash_jax import benchmark, load_target, serve
+from dflash_jax.benchmarks import kernels
+from dflash_jax.cli import EngineOptions, GenerationOptions, engine_config
+from tests import tiny
+
+# Every flag a user may have in a script, by command.
+SERVE = """
+    api-key batch-size block-size drafter dtype force http input max-length max-new-tokens max-request-bytes
+    mesh min-p no-speculation ordered output prefix-chunks processes prompt proposals seed stats-interval
+    summary target temperature top-k top-p
+    chat-template-kwargs deterministic kernels
+"""
+BENCHMARK = """
+    batch-size block-size dataset drafter dtype jobs json max-new-tokens max-samples mesh min-p official
+    proposals seed target temperature top-k top-p untrained
+    chat-template-kwargs kernels
+"""
+KERNELS = "bandwidth batch context dtype json loops only pair"
+
+
+@pytest.mark.parametrize(
+    ("parse", "flags"),
+    [(serve.parse_options, SERVE), (benchmark.parse_options, BENCHMARK), (kernels.parse_options, KERNELS)],
+)
+def test_the_flags(parse, flags, capsys):
+    with pytest.raises(SystemExit) as done:
+        parse(["--help"])
+    assert done.value.code == 0
+    shown = re.findall(r"^[│ ] (?:-h, )?--([a-z0-9-]+)", capsys.readouterr().out, re.M)
+    assert set(shown) == {"help", *flags.split()}
+    assert len(shown) == len(set(shown))
+
+
+def test_forms_of_arguments():
+    job = "--input a b -  --output o --force --ordered --no-speculation --temperature -1 --top-p=0.5".split()
+    options = serve.parse_options([*job, "--block-size", "auto"])
+    assert options.input == ("a", "b", "-")
+    assert options.force
+    assert options.ordered
+    assert options.no_speculation
+    assert (options.generation.temperature, options.generation.top_p) == (-1.0, 0.5)
+    assert options.generation.block_size == "auto"
+    options = serve.parse_options(["--prompt", "None", "--block-size", "4"])
+    assert (options.prompt, options.input, options.models.target) == ("None", None, None)
+    assert options.generation.block_size == 4
+    assert serve.parse_options(["--http", "localhost:1"]).generation.block_size is None
+    options = benchmark.parse_options(["--official", "--untrained", "--jobs", "3"])
+    assert (options.official, options.untrained, options.jobs) == (True, True, 3)
+    options = kernels.parse_options("--context 5 6 7 --batch 2 --only step".split())
+    assert (options.context, options.batch, options.only) == ((5, 6, 7), (2,), "step")
+
+
+def test_wrong_usage_exits_2_and_says_what_to_do(capsys):
+    cases = {
+        "--temperature": ["--prompt", "a", "--temprature", "1"],
+        "not allowed together": ["--prompt", "a", "--http", "h:1"],
+        "--input, --prompt, --http": [],
+        "at least one file": ["--input"],
+        "number or auto": ["--prompt", "a", "--block-size", "many"],
+        "--seed": ["--prompt", "a", "--seed", "x"],
+        "invalid choice": ["--prompt", "a", "--proposals", "mine"],
+        "must be a JSON object": ["--prompt", "a", "--chat-template-kwargs", "{broken"],
+        "must be an": ["--prompt", "a", "--chat-template-kwargs", "[1]"],
+        "tokenize is none": ["--prompt", "a", "--chat-template-kwargs", '{"tokenize": true}'],
+    }
+    for message, arguments in cases.items():
+        with pytest.raises(SystemExit) as error:
+            serve.main(arguments)
+        assert error.value.code == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert message in shown.err
+
+
+def test_help_needs_no_jax():
+    code = (
+        "import sys; from dflash_jax import serve, benchmark; from dflash_jax.train.arguments import parse_stage; "
+        "serve.parse_options(['--prompt', 'a']); parse_stage(['pair', '--out', 'x']); print('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_engines_of_deterministic_jobs_read_prompts_in_chunks_of_one_size(pair):
+    target, generation = load_target(pair / "target"), GenerationOptions(block_size="auto")
+    for prompt, chunk in ([1] * 5, 32), ([1] * 200, 256):
+        for deterministic in (False, True):
+            options = EngineOptions(deterministic=deterministic)
+            config = engine_config(target, [tiny.ask(prompt, 5)], generation, options)
+            assert config.prefill_chunk == (256 if deterministic else chunk)
+            assert config.deterministic == deterministic
+
+
+def test_the_kernels_are_chosen_before_anything_is_loaded(pair, monkeypatch, capsys):
+    from dflash_jax.kernels import dispatch
+
+    chosen = []
+    monkeypatch.setattr(dispatch, "set_policy", chosen.append, raising=False)
+    models = ["--target", str(pair / "target"), "--drafter", str(pair / "drafter"), "--max-new-tokens", "2"]
+    assert serve.main([*models, "--prompt", "a"]) == 0
+    assert chosen == []
+    assert serve.main([*models, "--prompt", "a", "--kernels", "xla"]) == 0
+    assert chosen == ["xla"]
+    with pytest.raises(SystemExit):
+        serve.main([*models, "--prompt", "a", "--kernels", "mine"])
