@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any, Self, get_args
 
-from beartype import beartype
+from beartype import BeartypeConf, beartype
+
+_CONF = BeartypeConf(is_pep484_tower=True)  # an int is a float, as pyright has it
 
 
 def checked(function: Callable) -> Callable:
@@ -13,7 +15,7 @@ def checked(function: Callable) -> Callable:
         return function
     hints = function.__annotations__.items()
     function.__annotations__ = {name: hint if _checkable(hint) else Any for name, hint in hints}
-    return beartype(function)
+    return beartype(conf=_CONF)(function)
 
 
 def _checkable(hint: Any) -> bool:

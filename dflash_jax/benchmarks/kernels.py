@@ -189,7 +189,8 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
     seconds = times.seconds()
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     c = target.config
-    cache = 2 * batch * context * c.num_key_value_heads * c.head_dim * len(c.layers) * target.dtype.itemsize
+    values = sum(layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in c.layers)
+    cache = 2 * batch * context * values * target.dtype.itemsize
     # The embedding is not read as a whole, but for a tied head.
     weights = size(target.params) - (0 if c.tie_word_embeddings else size(target.params["embed_tokens"]))
     ratio = seconds["speculative"] / seconds["autoregressive"]

@@ -166,8 +166,8 @@ def compile_training(raws: Pair, mesh: Mesh, rows: int, length: int, anchors: in
     _, drafter = jax.eval_shape(lambda: random_pair(*raws, dtype=jnp.float32))
     state = jax.eval_shape(lambda drafter: init_training(drafter, config, 1000), drafter)
     target, drafter, state = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter, state))
-    ints = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    batch = Batch(ints, ints, jax.ShapeDtypeStruct((rows, length), bool))  # type: ignore[arg-type]
+    zeros = partial(jnp.zeros, (rows, length))
+    batch = jax.eval_shape(lambda: Batch(zeros(jnp.int32), zeros(jnp.int32), zeros(bool)))
     batch = _placed(batch, jax.tree.map(lambda _: NamedSharding(mesh, sharding.P(ROWS)), batch))
     program = jax.jit(
         partial(train_step, config, 1000), donate_argnums=2, out_shardings=(sharding.shardings(state, mesh), None)

@@ -44,7 +44,7 @@ def attend_anchored(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     def local(*arrays):
-        return reference.attend(*arrays, visible == "causal", window, scale)
+        return reference.attend(*arrays, causal=visible == "causal", window=window, scale=scale)
 
     queries, keys = P(ROWS, None, None, HEADS), P(ROWS, None, HEADS)
     context = P(ROWS, HEADS)
