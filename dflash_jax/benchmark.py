@@ -117,6 +117,7 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
     if options.official:
         from dflash_jax.benchmarks.official import Official
 
+        assert draft_source
         official = Official(loaded.target.directory, draft_source)
     if options.jobs:
         return settings | _jobs(options.jobs, loaded, generation, options.seed, requests, official)
