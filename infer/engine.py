@@ -6,6 +6,7 @@ its neighbours.
 """
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -74,6 +75,7 @@ class EngineConfig:
             raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {self.proposals!r}")
 
 
+LANES = 16  # float32 numbers in the widest vector of a processor
 CHUNK = 128  # of a cache, that attention sums at once (see `kernels.block_attention.reference`)
 
 
@@ -114,7 +116,7 @@ class Engine:
         self.batch = Slots(
             target,
             drafter,
-            config.slots,
+            self._rows_on_device(),
             # A cache of a single chunk would be another program than a longer one, and might round differently.
             max(config.max_length, 2 * CHUNK) if config.deterministic else config.max_length,
             chunk=config.prefill_chunk,
@@ -128,6 +130,15 @@ class Engine:
         self._waiting: deque[ActiveRequest] = deque()
         self._rows: list[ActiveRequest | None] = [None] * config.slots
         self._just_filled = False
+
+    def _rows_on_device(self) -> int:
+        """The slots, and on CPU with `deterministic` some more that stay idle: there the last few of a block's
+        positions may be computed by other instructions than the rest, if they do not fill the processor's vectors."""
+        slots, width = self.config.slots, self.width
+        if not self.config.deterministic or slots == 1 or jax.default_backend() != "cpu":
+            return slots
+        step = math.lcm(LANES // math.gcd(LANES, width), rows_of(self.target.mesh))
+        return -(-slots // step) * step
 
     def _choices(self) -> tuple[int, ...]:
         return block_sizes(self.block_size) if self._auto else (self.block_size,)
