@@ -189,10 +189,11 @@ class EngineOptions:
 
 
 class Loaded(NamedTuple):
-    """What a command line names: the models, the tokenizer, and the settings of a request that names none.
+    """What a command line names.
 
     Attributes:
-        defaults: Loads what the options name; without a target, the bundled pair.
+        drafter: None where nothing is to be speculated.
+        defaults: settings of a request that names none.
     """
 
     target: "Target"
@@ -202,6 +203,7 @@ class Loaded(NamedTuple):
 
 
 def load(models: ModelOptions, generation: GenerationOptions, *, speculative: bool = True) -> Loaded:
+    """Loads what the options name; without a target, the bundled pair."""
     if generation.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {generation.max_new_tokens}")
     source, draft_source = pair_sources(models)

@@ -1,42 +1,56 @@
 """`python -m dflash_jax.plan`: what a pair needs on a machine; see `benchmarks.planning`."""
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from dflash_jax.benchmarks.topologies import CHIPS
+from tyro.conf import arg
+
+from dflash_jax.cli import optional, parse
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m dflash_jax.plan",
-        description="Memory, operations, collectives and the least time of a step, per device.",
-    )
-    parser.add_argument("--target", required=True, metavar="CONFIG", help="name (qwen3-8b), config.json or its folder")
-    parser.add_argument("--drafter", metavar="CONFIG", help="likewise (default: that of a target named by name)")
-    parser.add_argument(
-        "--topology", required=True, help=f"TPU, like v5e:2x2, or GPU and number, like h100:4 ({', '.join(CHIPS)})"
-    )
-    parser.add_argument("--mesh", default="auto", help="like data=2,model=4 (see serve)")
-    parser.add_argument("--batch", type=int, default=8, help="rows; of training, packed rows of a step (default 8)")
-    parser.add_argument("--max-length", type=int, default=8192, help="tokens of a row (default 8192)")
-    parser.add_argument("--block-size", type=int, help="draft slots (default: the drafter's)")
-    parser.add_argument("--tau", type=float, default=6.49, help="tokens a step commits (default 6.49)")
-    parser.add_argument("--training", action="store_true", help="the training step of the drafter instead")
-    parser.add_argument("--anchors", type=int, default=512, help="of a row, for --training (default 512)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures, too")
-    return parser
+@dataclass(frozen=True)
+class PlanOptions:
+    """Memory, operations, collectives and the least time of a step, per device.
+
+    Attributes:
+        target: name (qwen3-8b), config.json or its folder
+        topology: TPU, like v5e:2x2, or GPU and number, like h100:4
+        drafter: likewise
+        mesh: like data=2,model=4 (see serve)
+        batch: rows; of training, packed rows of a step
+        max_length: tokens of a row
+        block_size: draft slots
+        tau: tokens a step commits
+        training: the training step of the drafter instead
+        anchors: of a row, for --training
+        json: write the figures, too
+    """
+
+    target: Annotated[str, arg(metavar="CONFIG")]
+    topology: Annotated[str, arg(metavar="CHIP:SHAPE")]
+    drafter: Annotated[str | None, optional(str, "CONFIG", "that of a target named by name")] = None
+    mesh: Annotated[str, arg(metavar="AXES")] = "auto"
+    batch: int = 8
+    max_length: int = 8192
+    block_size: Annotated[int | None, optional(int, "N", "the drafter's")] = None
+    tau: float = 6.49
+    training: bool = False
+    anchors: int = 512
+    json: Annotated[Path | None, optional(Path, "FILE")] = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = vars(build_parser().parse_args(argv))
-    file = args.pop("json")
-    from dflash_jax.benchmarks.planning import PlanOptions, plan, table
+    options = parse(
+        PlanOptions, argv, prog="python -m dflash_jax.plan", description=str(PlanOptions.__doc__).splitlines()[0]
+    )
+    from dflash_jax.benchmarks.planning import plan, table
 
     try:
-        figures = plan(PlanOptions(**args))
+        figures = plan(options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -49,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"does not fit: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
     print(table(figures))
-    if file:
-        Path(file).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

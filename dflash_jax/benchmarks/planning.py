@@ -7,10 +7,9 @@ what is published of the chip; they say what a step cannot beat.
 
 import math
 import re
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -33,42 +32,16 @@ from dflash_jax.kernels.dispatch import platform
 from dflash_jax.mesh import AXES, ROWS, make_mesh, parse_mesh
 from dflash_jax.target import Target
 
+if TYPE_CHECKING:
+    from dflash_jax.plan import PlanOptions
+
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 _BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64, "u64": 64, "f64": 64}
 
 Pair = tuple[Raw, Raw]
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What is planned.
-
-    Attributes:
-        target: name (qwen3-8b), config.json or its folder.
-        topology: TPU, like v5e:2x2, or GPU and number, like h100:4.
-        drafter: likewise (default: that of a target named by name).
-        mesh: like data=2,model=4 (see serve).
-        batch: rows; of training, packed rows of a step.
-        max_length: tokens of a row.
-        block_size: draft slots (default: the drafter's).
-        tau: tokens a step commits.
-        training: the training step of the drafter instead.
-        anchors: of a row, for training.
-    """
-
-    target: str
-    topology: str
-    drafter: str | None = None
-    mesh: str = "auto"
-    batch: int = 8
-    max_length: int = 8192
-    block_size: int | None = None
-    tau: float = 6.49
-    training: bool = False
-    anchors: int = 512
-
-
-def plan(options: PlanOptions) -> dict[str, Any]:
+def plan(options: "PlanOptions") -> dict[str, Any]:
     """The figures of `table`; raises ValueError for what cannot be planned."""
     chip, count = parse_topology(options.topology)
     raws = _configs(options.target, options.drafter)
