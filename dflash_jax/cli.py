@@ -181,11 +181,21 @@ class EngineOptions:
     """the bits of an answer are the same in every run: nothing is chosen by the clock or by the other prompts, and
     --block-size auto is the checkpoint's own"""
 
-    def fixed(self, generation: GenerationOptions) -> dict[str, Any] | None:
-        """What the last bits of an answer follow from besides its request, if they are to be the same in every run."""
+    def fixed(self, generation: GenerationOptions, drafter: str | None) -> dict[str, Any] | None:
+        """What the last bits of an answer follow from besides its request, if they are to be the same in every run.
+
+        Args:
+            drafter: its directory; None without speculation. Which tokens are accepted decides which are computed
+                together.
+        """
         if not self.deterministic:
             return None
-        return {"block_size": generation.block_size, "batch_size": generation.batch_size}
+        from dflash_jax.checkpoint import resolve
+        from dflash_jax.checkpoint.fingerprint import fingerprint
+
+        which = None if drafter is None else fingerprint(str(resolve(drafter, "drafter")))
+        sizes = {"block_size": generation.block_size, "batch_size": generation.batch_size}
+        return sizes | {"proposals": generation.proposals, "drafter": which}
 
 
 class Loaded(NamedTuple):

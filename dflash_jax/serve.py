@@ -21,6 +21,7 @@ from dflash_jax.cli import (
     load,
     make_engine,
     optional,
+    pair_sources,
     parse,
     parsed,
     warm_up,
@@ -87,7 +88,7 @@ class ServeOptions:
     Attributes:
         input: prompts, one JSON object a line: files or globs, plain, .gz or .zst; - is standard input
         prompt: stream the answer to one prompt to the terminal
-        http: serve OpenAI's HTTP interface (needs dflash-jax[server])
+        http: serve OpenAI's HTTP interface (needs the extra `server`)
         output: answers, written as requests finish (needs --input); continued if it is there
         force: continue an output that was made with other settings
         stats_interval: print figures every so often; 0 prints none
@@ -162,7 +163,8 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     target, drafter, text, defaults = load(options.models, generation, speculative=not options.no_speculation)
     lines = read_lines(input_lines(sources), text, defaults)
     seed, max_length, deterministic = options.engine.seed, options.engine.max_length, options.engine.deterministic
-    settings = job_settings(target, text, defaults, seed, max_length, options.engine.fixed(generation))
+    source = pair_sources(options.models)[1] if drafter else None
+    settings = job_settings(target, text, defaults, seed, max_length, options.engine.fixed(generation, source))
     notes = {
         "block_size": generation.block_size,
         "deterministic": deterministic,
@@ -230,7 +232,7 @@ def _http(options: ServeOptions, address: str) -> int:
         from dflash_jax.infer.lines import MOST_ALTERNATIVES
         from dflash_jax.infer.server import Worker, make_app
     except ImportError as error:
-        raise ValueError(f"{error}; the server needs more packages: pip install 'dflash-jax[server]'") from error
+        raise ValueError(f"{error}; the server needs more packages: pip install '.[server]' in the checkout") from error
     generation = _measured(options.generation)
     target, drafter, text, defaults = load(options.models, generation, speculative=not options.no_speculation)
     limits = options.engine

@@ -30,12 +30,13 @@ from dflash_jax.target import Target
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is made with; none of it changes an answer in float32.
+    """What an engine is made with. But for `seed` and `max_length`, none of it changes an answer in float32.
 
     Attributes:
         slots: rows decoded at the same time.
         max_length: prompt and answer tokens a row can hold.
-        block_size: draft slots per step, at most the checkpoint's (the default); 1 does not speculate. "auto"
+        block_size: draft slots per step, at most the checkpoint's (the default); 1 does not speculate, but for drafters
+            whose anchor predicts, too. "auto"
             chooses a size for every visit, 1 included, by measured step times and acceptance.
         proposals: how the drafter picks tokens; see `Choice.for_drafting`.
         seed: noise of requests without a seed of their own.
@@ -45,8 +46,8 @@ class EngineConfig:
             `prefill_chunk` tokens.
         logprobs: most alternatives per token that a request may ask the log-probabilities of; None serves none.
         deterministic: nothing is chosen by the clock and lengths are fixed, so that the bits of an answer follow from
-            its request, `block_size`, `slots`, `prefill_chunk`, the dtype and the kind of device alone. "auto" is then
-            the checkpoint's block size.
+            its request, the drafter, `block_size`, `proposals`, `slots`, `prefill_chunk`, the dtype and the kind of
+            device alone. "auto" is then the checkpoint's block size.
     """
 
     slots: int = 1

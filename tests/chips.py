@@ -19,7 +19,7 @@ SERVED = {name: shape for name, shape in SHAPES.items() if shape.H <= 256}  # by
 def topology(name: str):
     """The devices; skips the test where their compiler is not installed."""
     if not topologies.has_compiler(name):
-        pytest.skip(f"nothing compiles for {name} here: pip install 'dflash-jax[cuda-compiler]'")
+        pytest.skip(f"nothing compiles for {name} here: pip install '.[cuda-compiler]'")
     try:
         return topologies.topology(name)
     except ImportError as error:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax import plan
-from dflash_jax.benchmarks import presets
+from dflash_jax.benchmarks import planning, presets
 from dflash_jax.benchmarks.topologies import compiling_for
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests.chips import topology
@@ -29,7 +29,7 @@ def cut(depth):
 
 
 def test_collectives_are_read_from_a_program():
-    found = plan.collectives(LIST)
+    found = planning.collectives(LIST)
     assert [(c["kind"], c["bytes"], c["count"]) for c in found] == [
         ("all-reduce", 8 * 16 * 4096 * 4, 2),
         ("all-reduce", 8 * 16 * 4 + 8 * 16 * 64 * 2, 1),
@@ -38,7 +38,7 @@ def test_collectives_are_read_from_a_program():
 
 
 def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plan, "has_compiler", lambda name: False)
+    monkeypatch.setattr(planning, "has_compiler", lambda name: False)
     arguments = ["--target", "qwen3-8b", "--topology", "h100:4", "--max-length", "1024", "--batch", "1"]
     assert plan.main([*arguments, "--json", str(tmp_path / "f.json")]) == 0
     figures = json.loads((tmp_path / "f.json").read_text())
@@ -67,7 +67,7 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_what_cannot_be_planned(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(plan, "has_compiler", lambda name: False)
+    monkeypatch.setattr(planning, "has_compiler", lambda name: False)
     assert plan.main(arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -79,8 +79,8 @@ def test_a_training_step_by_its_compiler():
     devices = topology("v5e:4x4")
     mesh = make_mesh(parse_mesh("fsdp=8,model=2", devices), devices)
     with compiling_for("v5e:4x4"):
-        compiled = plan.compile_training(cut(2), mesh, 8, 1024, 64)
-    text, figures = compiled.as_text(), plan.measured(compiled)
+        compiled = planning.compile_training(cut(2), mesh, 8, 1024, 64)
+    text, figures = compiled.as_text(), planning.measured(compiled)
     assert "splash_mha_fwd" in text
     assert max(c["bytes"] for c in figures["collectives"]) <= 1.01 * 151936 * 4096 * 2 / 2  # half of the head
     assert figures["temporary_bytes"] < 3 * 2**30

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted; the same command continues", file=sys.stderr)
         return 1
     except ImportError as error:
-        print(f"error: {error}; training needs more packages: pip install 'dflash-jax[train]'", file=sys.stderr)
+        print(f"error: {error}; training needs more packages: pip install '.[train]' in the checkout", file=sys.stderr)
         return 2
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -69,7 +69,8 @@ def _regenerate(options: RegenerateOptions) -> int:
     with Path(options.input).open("rb") as source:
         target, drafter, text, defaults = load(options.models, generation, speculative=bool(options.models.drafter))
         lines = read_lines(source, text, defaults)
-    noted = job_settings(target, text, defaults, wanted.seed, wanted.max_length, wanted.fixed(generation))
+    fixed = wanted.fixed(generation, options.models.drafter)
+    noted = job_settings(target, text, defaults, wanted.seed, wanted.max_length, fixed)
     with journal(Path(options.output), noted, lines) as book, stop_signals() as stopping:
         lines = [line for line in lines if line.index not in book.done]
         if book.done:
@@ -174,21 +175,21 @@ def _fit(options: FitOptions) -> int:
     from dflash_jax.train.features import FeatureCache
     from dflash_jax.train.fit import Run
 
-    features, judge = None, None
+    features, evaluation = None, None
     if options.features:
         distill = bool(config.kl or config.total_variation)
         features = FeatureCache(options.features, target, drafter.taps, data.examples, distill)
     if config.evaluate_every and not options.eval_prompts:
         raise ValueError("evaluate_every needs --eval-prompts FILE.jsonl")
     if options.eval_prompts:
-        judge = partial(
+        evaluation = partial(
             evaluate,
             target,
             requests=read_prompts(options.eval_prompts, target, config.evaluate_samples, options.chat_template_kwargs),
             params=SamplingParams(config.evaluate_max_new_tokens, config.evaluate_temperature),
             block_size=config.block_size,
         )
-    run = Run(options.out, target, drafter, raw, data.examples, config, features=features, evaluate=judge)
+    run = Run(options.out, target, drafter, raw, data.examples, config, features=features, evaluate=evaluation)
     writer = None
     if options.tensorboard:
         from tensorboardX import SummaryWriter
@@ -224,6 +225,8 @@ def _evaluate(options: EvaluateOptions) -> int:
 
     from dflash_jax.cli import choose_mesh, enable_compilation_cache, use_kernels
     from dflash_jax.drafters.dflash import load_drafter
+    from dflash_jax.mesh import spread
+    from dflash_jax.sharding import shardings
     from dflash_jax.target import load_target
     from dflash_jax.train.evaluate import evaluate, read_prompts
     from dflash_jax.train.fit import load_run
@@ -238,6 +241,8 @@ def _evaluate(options: EvaluateOptions) -> int:
     if options.run:
         drafter, _ = load_run(options.run, options.step)
         drafter = drafter.replace(params=jax.tree.map(lambda x: x.astype(target.dtype), drafter.params))
+        if mesh is not None:
+            drafter = spread(drafter, shardings(drafter, mesh)).replace(mesh=mesh)
     else:
         assert models.drafter
         drafter = load_drafter(models.drafter, dtype=models.dtype, mesh=mesh)

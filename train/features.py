@@ -17,7 +17,7 @@ import numpy as np
 
 from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.files import write_json
-from dflash_jax.mesh import gather
+from dflash_jax.mesh import entered, gather, rows_of
 from dflash_jax.target import Target
 from dflash_jax.train.blocks import target_features
 from dflash_jax.train.data import Example, Packing
@@ -119,11 +119,13 @@ def write_features(
     offsets = _offsets(examples)
     stores = _open(directory, "r+" if done else "w+", description, offsets[-1])
     compute = jax.jit(partial(target_features, taps=taps))
-    packing = Packing(examples, length, BATCH, 0)
+    parts = rows_of(target.mesh)
+    batch = -(-BATCH // parts) * parts
+    packing = Packing(examples, length, batch, 0)
     while done < len(examples):
         contents: list[list[int]] = []
         index = done
-        for _ in range(BATCH):
+        for _ in range(batch):
             row, room = [], length
             while index < len(examples) and len(examples[index].tokens) <= room:
                 row.append(index)
@@ -131,7 +133,8 @@ def write_features(
                 index += 1
             contents.append(row)
         rows = packing.rows(contents)
-        outputs = compute(target, tokens=rows.tokens, starts=rows.starts)
+        with entered(target.mesh):
+            outputs = compute(target, tokens=rows.tokens, starts=rows.starts)
         for store, values in zip(stores, outputs, strict=True):
             if store is None:
                 continue

@@ -2,7 +2,7 @@
 
 Attention: every shape of `shapes.py` at a context and batch, keys and values read per second. Step: a published pair
 with random weights: autoregressive step, draft, verify, commit, and what their ratio means at a given tau. It runs
-anywhere; the figures mean something on an accelerator. On one H100 or H200 it takes under ten minutes.
+anywhere; the figures mean something on an accelerator.
 """
 
 import json
@@ -18,18 +18,8 @@ from tyro.conf import arg
 
 from dflash_jax.cli import optional, parse, parsed
 
-# Bytes per second of the chip's memory, as published.
-BANDWIDTH = {
-    "h100": 3.35e12,
-    "h200": 4.8e12,
-    "b200": 8.0e12,
-    "a100": 2.04e12,
-    "v4": 1.23e12,
-    "v5 lite": 0.82e12,
-    "v5p": 2.77e12,
-    "v6 lite": 1.64e12,
-    "v7": 3.69e12,  # of one of the chip's two devices
-}
+# What a device calls itself, and its name in `topologies`.
+KINDS = {"v5 lite": "v5e", "v6 lite": "v6e", "v7": "tpu7x"} | {name: name for name in CHIPS}
 TAU = 6.49  # the paper's average on Qwen3-8B
 
 
@@ -105,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def bandwidth(kind: str) -> float | None:
     """Of a device by its name, or None."""
-    return next((value for name, value in BANDWIDTH.items() if name in kind.lower()), None)
+    return next((CHIPS[chip].bandwidth for name, chip in KINDS.items() if name in kind.lower()), None)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -174,8 +164,11 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
     import jax
     import jax.numpy as jnp
 
+    from dflash_jax.benchmarks.costs import cost
     from dflash_jax.benchmarks.presets import PAIRS, random_pair
     from dflash_jax.benchmarks.step_times import StepTimes
+    from dflash_jax.decoding.state import init_state
+    from dflash_jax.decoding.step import make_round, speculative_step
     from dflash_jax.infer.engine import Engine
 
     target, drafter = random_pair(*PAIRS[pair], jnp.dtype(dtype))
@@ -187,19 +180,17 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
         times.sample()
         sampled.sample()
     seconds = times.seconds()
-    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    c = target.config
-    values = sum(layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in c.layers)
-    cache = 2 * batch * context * values * target.dtype.itemsize
-    # The embedding is not read as a whole, but for a tied head.
-    weights = size(target.params) - (0 if c.tie_word_embeddings else size(target.params["embed_tokens"]))
+    plain, room = (target, None), jax.eval_shape(lambda: init_state(target, None, batch, length, 1))
+    # What products read of weights and cache; of the cache, as much as is filled.
+    weights, cache = cost(lambda pair, state: speculative_step(make_round(*pair, 0), state), plain, room).bytes_read
+    read = weights + cache * context / length
     ratio = seconds["speculative"] / seconds["autoregressive"]
     row: dict[str, Any] = {"step": pair, "rows": batch, "context": context}
     row |= {f"{name} ms": 1e3 * value for name, value in seconds.items()}
     row |= {"ratio": ratio, f"speedup at tau {TAU}": TAU / ratio}
     row["sampled / greedy"] = sampled.seconds()["speculative"] / seconds["speculative"]
     if ceiling:
-        row["autoregressive of bandwidth"] = (weights + cache) / seconds["autoregressive"] / ceiling
+        row["autoregressive of bandwidth"] = read / seconds["autoregressive"] / ceiling
     return row
 
 

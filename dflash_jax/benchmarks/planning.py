@@ -211,7 +211,8 @@ def traced(raws: Pair, sizes: dict[str, int], batch: int, length: int, block_siz
     mesh = AbstractMesh(tuple(sizes[name] for name in AXES), AXES, axis_types=types)
     target, drafter, state = shapes(raws, mesh, batch, length)
     weights = (_bytes_on_device(x, sharding.shardings(x, mesh)) for x in (target, drafter))
-    caches = _bytes_on_device(state, sharding.state_shardings(state, mesh))
+    held = state.target_cache, state.draft
+    caches = _bytes_on_device(held, sharding.state_shardings(held, mesh))
     pair, (heads, rows) = shapes(raws, None, batch, length), (sizes["model"], sizes["data"] * sizes["fsdp"])
 
     def step(target: Target, drafter: Drafter, state: State, size: int) -> Any:

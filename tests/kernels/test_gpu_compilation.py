@@ -5,7 +5,7 @@ import re
 import jax
 import pytest
 
-from dflash_jax import plan
+from dflash_jax.benchmarks import planning
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.topologies import compiling_for
 from dflash_jax.mesh import make_mesh, parse_mesh
@@ -37,13 +37,13 @@ def test_what_ptxas_says_is_seen(monkeypatch, capfd):
 def step(pair, chips, mesh, rows, slots):
     devices = topology(chips)
     with compiling_for(chips):
-        return plan.compile_step(pair, make_mesh(parse_mesh(mesh, devices), devices), rows, slots)
+        return planning.compile_step(pair, make_mesh(parse_mesh(mesh, devices), devices), rows, slots)
 
 
 def test_nothing_of_the_vocabularys_size_changes_places():
     """XLA:GPU had gathered the logits of all devices, at every condition on what some row asks for."""
     program = step(PAIRS["qwen3-4b"], "h100:4", "model=4", 4, 2048)
-    found = plan.collectives(program.as_text())
+    found = planning.collectives(program.as_text())
     assert {c["kind"] for c in found} <= {"all-reduce", "all-to-all"}
     assert max(c["bytes"] for c in found) <= 1.01 * 2 * (4 * 2560 * 4 * 16)  # two sums of hidden states at once
 
@@ -53,7 +53,7 @@ def test_qwen3_8b_fits_one_gpu_and_copies_nothing():
     rows, slots = 1, 8192
     target, drafter = PAIRS["qwen3-8b"]
     program = step(PAIRS["qwen3-8b"], "h100", "data=1", rows, slots)
-    text, figures = program.as_text(), plan.measured(program)
+    text, figures = program.as_text(), planning.measured(program)
     layers = target["num_hidden_layers"] + drafter["num_hidden_layers"]
     assert text.count('custom_call_target="mosaic_gpu') == layers
     caches = 2 * layers * (2 * rows * 8 * slots * 128)
