@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
+from dflash_jax.benchmarks.topologies import CHIPS
 from dflash_jax.cli import optional, parse, parsed
 
 # What a device calls itself, and its name in `topologies`.
