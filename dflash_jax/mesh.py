@@ -66,7 +66,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> dict[str, int
     return sizes
 
 
-def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:  # pyright: ignore[reportInvalidTypeForm] (a compiled class)
     """The mesh of these axis sizes, all axes automatic."""
     types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(sizes[name] for name in AXES), AXES, axis_types=types, devices=devices)

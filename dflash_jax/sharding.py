@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.config import DecoderConfig
@@ -76,7 +76,7 @@ def placement(mesh: Mesh | None) -> Callable[[str, tuple[int, ...]], NamedShardi
     return lambda path, shape: None if mesh is None else NamedSharding(mesh, spec(path, len(shape)))
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
+def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """The sharding of every array of parameters, or of a training state, by its path."""
 
     def of(path: Any, leaf: Any) -> NamedSharding:
@@ -133,7 +133,7 @@ def pin(state: Any) -> Any:
     return jax.tree.map(constrain, state, partition(state))
 
 
-def state_shardings(state: Any, mesh: Mesh) -> Any:
+def state_shardings(state: Any, mesh: Mesh | AbstractMesh) -> Any:
     """The layout that `pin` gives a state."""
     return jax.tree.map(lambda axes: NamedSharding(mesh, axes), partition(state))
 

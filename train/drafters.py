@@ -53,7 +53,7 @@ def new_drafter(target: Target, config: TrainConfig, mask_token_id: int) -> tupl
         "block_size": config.block_size,
         "num_target_layers": c.num_hidden_layers,
         "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(taps)},
-        **_rope_fields(layer.mixer.rope),
+        **(_rope_fields(layer.mixer.rope) if layer.mixer.rope else {}),
     }
     parsed = drafter_config(raw)
     parsed.check_pair(c)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from jax.extend.core import Literal
 
 from dflash_jax.kernels.block_attention import reference
 from dflash_jax.kernels.dispatch import using
@@ -58,7 +59,7 @@ class _Count:
     def visit(self, jaxpr: Any, origins: list[int | None], times: int) -> list[int | None]:
         """Counts a (sub-)program run so many times; returns what its results are views of."""
         known: dict[Any, int | None] = dict(zip(jaxpr.invars, origins, strict=True))
-        of = lambda x: None if isinstance(x, jax.extend.core.Literal) else known.get(x)
+        of = lambda x: None if isinstance(x, Literal) else known.get(x)
         for eqn in jaxpr.eqns:
             inputs, name = [of(x) for x in eqn.invars], eqn.primitive.name
             if name == "dot_general":

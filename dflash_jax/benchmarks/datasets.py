@@ -2,9 +2,9 @@
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 _MATH = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 _CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
@@ -86,7 +86,7 @@ def _from_hub(source: Source) -> list[list[str]]:
             f"{source.path[0]} could not be loaded from the hub ({type(error).__name__}); pass a local .jsonl file"
         ) from error
     ask = _asker(source)
-    return [ask(row) for row in data]
+    return [ask(row) for row in cast(Iterable[Mapping[str, Any]], data)]
 
 
 def _asker(source: Source) -> Callable[[Mapping[str, Any]], list[str]]:

@@ -112,6 +112,7 @@ def attention(batch: int, context: int, dtype: str, loops: int, ceiling: float |
 
     from dflash_jax.cache import KV
     from dflash_jax.kernels.block_attention import attend
+    from dflash_jax.kernels.dispatch import PREFERRED
     from dflash_jax.kernels.shapes import SHAPES
 
     backend = jax.default_backend()
@@ -132,7 +133,7 @@ def attention(batch: int, context: int, dtype: str, loops: int, ceiling: float |
             softcap=shape.softcap,
             sinks=sinks,
         )
-        for implementation in ("xla", *(() if backend == "cpu" else (backend,))):
+        for implementation in ("xla", *((PREFERRED[backend],) if backend in PREFERRED else ())):
             try:
                 once = partial(call, implementation=implementation)
                 seconds = looped(once, q, positions, k, v, cache, lengths, loops=loops)

@@ -32,7 +32,7 @@ class Official:
         out = model.dflash_generate(
             self._drafter,
             self._target,
-            torch.tensor([list(prompt)]),
+            torch.tensor([list(prompt)]),  # pyright: ignore[reportArgumentType] (torch has no narrower type for it)
             max_new_tokens,
             list(stop),
             block_size=block_size,
@@ -52,7 +52,7 @@ class Official:
 
         def run(count: int) -> tuple[list[int], float]:
             begin = time.perf_counter()
-            out = self._target.generate(
+            out = self._target.generate(  # pyright: ignore[reportAttributeAccessIssue] (transformers mixes it in)
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=count,

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.proposal import Accepted, Block, Proposal, make_block
-from dflash_jax.decoding.state import State, init_state
+from dflash_jax.decoding.state import DraftModel, State, init_state
 from dflash_jax.decoding.step import Round, make_round, speculative_step
-from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.params import STOP_WIDTH
 from dflash_jax.infer.programs import block_compiler_options
@@ -62,7 +61,7 @@ class _Looped:
         self,
         step: Callable,
         target: Target,
-        drafter: Drafter | None,
+        drafter: DraftModel | None,
         engine: Engine,
         length: int,
         loops: int,
@@ -82,7 +81,7 @@ class _Looped:
                 )
             )
 
-        def loop(target: Target, drafter: Drafter | None, state: State) -> State:
+        def loop(target: Target, drafter: DraftModel | None, state: State) -> State:
             # Each iteration starts at the same length, and on what the last one left.
             def once(_, state: State) -> State:
                 after = step(target, drafter, state)
@@ -103,11 +102,11 @@ class _Looped:
         return (time.perf_counter() - begin) / self._loops
 
 
-def _fused(target: Target, drafter: Drafter | None, state: State, *, block: int, proposals: Proposals = "coupled"):
+def _fused(target: Target, drafter: DraftModel | None, state: State, *, block: int, proposals: Proposals = "coupled"):
     return speculative_step(make_round(target, drafter, block, proposals), state)[0]
 
 
-def _draft(target: Target, drafter: Drafter, state: State, *, block: int, proposals: Proposals) -> State:
+def _draft(target: Target, drafter: DraftModel, state: State, *, block: int, proposals: Proposals) -> State:
     parts = make_round(target, drafter, block, proposals)
     # The noise is made outside: it is of the step, not of the draft.
     shapes = jax.eval_shape(parts.choosing, state)
@@ -115,13 +114,13 @@ def _draft(target: Target, drafter: Drafter, state: State, *, block: int, propos
     return state.replace(anchor=parts.propose(state, choice).tokens[:, -1])  # the next iteration depends on this one
 
 
-def _verify(target: Target, drafter: Drafter, state: State, *, block: int, proposals: Proposals) -> State:
+def _verify(target: Target, drafter: DraftModel, state: State, *, block: int, proposals: Proposals) -> State:
     parts = make_round(target, drafter, block, proposals)
     logits, _ = parts.verify(state, _some_block(target, parts, state))
     return state.replace(anchor=jnp.max(jnp.argmax(logits, axis=-1), axis=1).astype(jnp.int32))
 
 
-def _commit(target: Target, drafter: Drafter, state: State, *, block: int, proposals: Proposals) -> State:
+def _commit(target: Target, drafter: DraftModel, state: State, *, block: int, proposals: Proposals) -> State:
     parts = make_round(target, drafter, block, proposals)
     filled = _some_block(target, parts, state)
     # What a verify pass returns, as numbers that change with every iteration.

@@ -41,10 +41,10 @@ def attend_anchored(
         window: a query at p sees keys with |p - key position| < window only; None is unbounded.
         scale: of the scores, `H ** -0.5` by default.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
 
     def local(*arrays):
-        return reference.attend(*arrays, causal=visible == "causal", window=window, scale=scale)
+        return reference.attend(*arrays, causal=visible == "causal", window=window, scale=factor)
 
     queries, keys = P(ROWS, None, None, HEADS), P(ROWS, None, HEADS)
     context = P(ROWS, HEADS)
