@@ -112,7 +112,7 @@ def attention(batch: int, context: int, dtype: str, loops: int, ceiling: float |
 
     from dflash_jax.cache import KV
     from dflash_jax.kernels.block_attention import attend
-    from dflash_jax.kernels.dispatch import PREFERRED
+    from dflash_jax.kernels.dispatch import PREFERRED, Name
     from dflash_jax.kernels.shapes import SHAPES
 
     backend = jax.default_backend()
@@ -133,7 +133,8 @@ def attention(batch: int, context: int, dtype: str, loops: int, ceiling: float |
             softcap=shape.softcap,
             sinks=sinks,
         )
-        for implementation in ("xla", *((PREFERRED[backend],) if backend in PREFERRED else ())):
+        names: list[Name] = ["xla", *([PREFERRED[backend]] if backend in PREFERRED else [])]
+        for implementation in names:
             try:
                 once = partial(call, implementation=implementation)
                 seconds = looped(once, q, positions, k, v, cache, lengths, loops=loops)
@@ -182,9 +183,10 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
         times.sample()
         sampled.sample()
     seconds = times.seconds()
-    plain, room = (target, None), jax.eval_shape(lambda: init_state(target, None, batch, length, 1))
+    room = jax.eval_shape(lambda: init_state(target, None, batch, length, 1))
     # What products read of weights and cache; of the cache, as much as is filled.
-    weights, cache = cost(lambda pair, state: speculative_step(make_round(*pair, 0), state), plain, room).bytes_read
+    alone = lambda target, state: speculative_step(make_round(target, None, 0), state)
+    weights, cache = cost(alone, target, room).bytes_read
     read = weights + cache * context / length
     ratio = seconds["speculative"] / seconds["autoregressive"]
     row: dict[str, Any] = {"step": pair, "rows": batch, "context": context}

@@ -5,7 +5,7 @@ softmax, and its backward pass walks them again. Neither pass holds more than ti
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,13 +56,15 @@ def attend(
     low = jnp.broadcast_to(starts[:, :, None], (B, A, T))
     if window is not None:
         low = jnp.maximum(low, anchors[:, :, None] + jnp.arange(T)[None, None] - window + 1)
-    bounds = [
-        jnp.repeat(tiled(x).reshape(n, B, -1), group, axis=-1)
-        for x in (low, jnp.repeat(anchors, T, axis=1).reshape(B, A, T))
-    ]
+    per_query = lambda x: jnp.repeat(tiled(x).reshape(n, B, -1), group, axis=-1)
+    high = jnp.repeat(anchors, T, axis=1).reshape(B, A, T)
     queries = tiled(q.reshape(B, A, T, K, group, H)).transpose(0, 1, 4, 2, 3, 5, 6)
     tiles = _Tiles(
-        queries.reshape(n, B, K, size * T * group, H), tiled(k).swapaxes(2, 3), tiled(v).swapaxes(2, 3), *bounds
+        queries.reshape(n, B, K, size * T * group, H),
+        tiled(k).swapaxes(2, 3),
+        tiled(v).swapaxes(2, 3),
+        per_query(low),
+        per_query(high),
     )
     short = -S % chunk
     cache_k, cache_v = (jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) for x in (cache_k, cache_v))
@@ -70,7 +72,7 @@ def attend(
     mask = (apart >= 0) if causal else jnp.ones((T, T), bool)
     if window is not None:
         mask = mask & (jnp.abs(apart) < window)
-    out = _attend(chunk, scale, tiles, cache_k, cache_v, jnp.repeat(mask, group, axis=0))
+    out: Any = _attend(chunk, scale, tiles, cache_k, cache_v, jnp.repeat(mask, group, axis=0))
     out = out.reshape(n, B, K, size, T, group, H).transpose(1, 0, 3, 4, 2, 5, 6)
     return out.reshape(B, n * size, T, N, H)[:, :A]
 

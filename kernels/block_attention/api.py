@@ -28,8 +28,10 @@ ALONE = IMPLEMENTATIONS | {"tpu": splash}  # of a causal block without a cache; 
 class Entry(Protocol):
     """Committed keys and values of one layer."""
 
-    k: Float[Array, "R K S H"]
-    v: Float[Array, "R K S Hv"]
+    @property
+    def k(self) -> Float[Array, "R K S H"]: ...
+    @property
+    def v(self) -> Float[Array, "R K S Hv"]: ...
 
 
 def attend(
@@ -90,11 +92,11 @@ def attend(
     at = positions if key_positions is None else key_positions
     if at.shape[1] != k.shape[2] and not (window is None and starts is None):
         raise ValueError("with fewer queries than fresh keys, a window and `starts` need `key_positions`")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     rows = ROWS if q.shape[0] == cache.k.shape[0] else None
     queries, keys = P(rows, None, HEADS), P(rows, HEADS)
     kind = visible if isinstance(visible, str) else "one for each row" if visible.ndim == 3 else "one for all rows"
-    options = {"visible": kind, "window": window, "softcap": softcap, "scale": scale}
+    options = {"visible": kind, "window": window, "softcap": softcap, "scale": factor}
     trial = partial(Trial.of, sinks=sinks is not None, starts=starts is not None, **options)
     if (
         isinstance(visible, str)
@@ -103,7 +105,7 @@ def attend(
         and key_positions is None
         and choose(ALONE, q, v, cache.k, implementation=implementation, trial=trial(q, v, cache.k)) is splash
     ):
-        alone = partial(splash.attend, window=window, scale=scale, softcap=softcap)
+        alone = partial(splash.attend, window=window, scale=factor, softcap=softcap)
         return on_each_device(alone, (queries, keys, keys, P(rows), P(HEADS)), queries)(q, k, v, starts, sinks)
     mask = block_mask(visible, k.shape[2], positions, at, window)
     low = starts
@@ -116,7 +118,7 @@ def attend(
         chosen = choose(IMPLEMENTATIONS, q, v, cache_k, implementation=implementation, trial=trial(q, v, cache_k))
         row, here = local_row(row, cache_k.shape[0], rows is not None)
         lengths = jnp.where(here, lengths, 0)
-        out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, scale, softcap, sinks, row)
+        out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, row)
         return out if rows else from_owner(out, here)
 
     masks = P(rows if mask.shape[0] > 1 else None)

@@ -60,13 +60,13 @@ def attend(
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
     bounds, mask = jnp.tile(bounds, (1, G)), jnp.tile(mask, (1, G, 1))
     out, top, total = _stretches(grouped, k, v, cache_k, cache_v, lengths, bounds, mask, scale, softcap, row)
-    highest = jnp.max(top, axis=2)
+    highest, sink = jnp.max(top, axis=2), None
     if sinks is not None:
         sink = jnp.repeat(sinks.astype(jnp.float32).reshape(K, G), T, axis=1)[None]
         highest = jnp.maximum(highest, sink)
     weights = jnp.exp(top - highest[:, :, None])
     out, total = jnp.sum(weights[..., None] * out, axis=2), jnp.sum(weights * total, axis=2)
-    if sinks is not None:
+    if sink is not None:
         total = total + jnp.exp(sink - highest)
     out = (out / total[..., None]).astype(q.dtype)
     return out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
@@ -248,11 +248,13 @@ def _product(a, b):
         plgpu.wgmma(ref, a, b.transpose((1, 0)))
         return ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
+    accumulator = plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32)  # pyright: ignore (jax documents it, but marks it not)
+    return pl.run_scoped(multiply, accumulator)
 
 
 def _add_product(acc, a, b):
     """acc + a @ b of `b` in shared memory and the rest in registers."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+    start = plgpu.ACC.init(acc)  # pyright: ignore (as above)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(start)

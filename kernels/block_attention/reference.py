@@ -38,11 +38,15 @@ def attend(
     B, T, N, H = q.shape
     K, S, F, Hv = *cache_k.shape[1:3], *v.shape[2:]
     if S == 0 and K > 1 and B * N * T * F > MOST_SCORES:  # a long block alone, as in training: a head at a time
-        heads = lambda x: x.reshape(*x.shape[:-2], K, -1, x.shape[-1])
-        parts = jnp.moveaxis(heads(q), 2, 0), *(jnp.moveaxis(x, 1, 0)[:, :, None] for x in (k, v, cache_k, cache_v))
+        by_head = lambda x: jnp.moveaxis(x, 1, 0)[:, :, None]
+        queries = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 2, 0)
+        parts = queries, by_head(k), by_head(v), by_head(cache_k), by_head(cache_v)
         sink = None if sinks is None else sinks.reshape(K, -1)
-        rest = mask, scale, softcap
-        one = lambda xs: attend(*xs[0], lengths, low, *rest, xs[1], row)
+
+        def one(head: tuple[tuple[Array, Array, Array, Array, Array], Array | None]) -> Array:
+            (q, k, v, cache_k, cache_v), sink = head
+            return attend(q, k, v, cache_k, cache_v, lengths, low, mask, scale, softcap, sink, row)
+
         return jnp.moveaxis(jax.lax.map(one, (parts, sink)), 0, 2).reshape(B, T, N, Hv)
     chunk = min(CHUNK, S)
     rows = N // K * T  # queries of one key-value head, group by group

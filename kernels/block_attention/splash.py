@@ -48,10 +48,18 @@ def attend(
     T, N = q.shape[1:3]
     tile = next(size for size in TILES if T % size == 0)
     mask = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     kernel = splash.make_splash_mha(
         masks.MultiHeadMask([mask] * N),
-        block_sizes=splash.BlockSizes(**{f"block_{name}": tile for name in names}),
+        block_sizes=splash.BlockSizes(
+            block_q=tile,
+            block_kv=tile,
+            block_kv_compute=tile,
+            block_q_dkv=tile,
+            block_kv_dkv=tile,
+            block_kv_dkv_compute=tile,
+            block_q_dq=tile,
+            block_kv_dq=tile,
+        ),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=softcap,
@@ -61,7 +69,7 @@ def attend(
         q, k, v, starts = row
         # Where a document starts tells it from all others of the row.
         segments = None if starts is None else splash.SegmentIds(starts, starts)
-        return kernel(q, k, v, segments, sinks)
+        return jnp.asarray(kernel(q, k, v, segments, sinks))  # the output alone: no residuals are asked for
 
     def each(q: Array, k: Array, v: Array, starts: Array | None, sinks: Array | None) -> Array:
         # It knows no scale: of narrow queries the scaled ones are rounded once more, unless by a power of two.

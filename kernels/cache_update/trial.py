@@ -48,15 +48,17 @@ class Trial(NamedTuple):
             keys = jax.random.split(key, 4)
             draw = lambda i, *size: jax.random.normal(keys[i], size, self.dtype)
             # One cache row more than the block has, which begins at the second; what is not kept is NaN.
-            caches = [draw(i, self.rows + 1, self.K, S, width) for i, width in enumerate((self.H, self.Hv))]
+            cache_k, cache_v = (draw(i, self.rows + 1, self.K, S, width) for i, width in enumerate((self.H, self.Hv)))
             wanted = (jnp.arange(T)[None] < kept[:, None])[:, None, :, None]
-            block = [
+            k, v = (
                 jnp.where(wanted, draw(2 + i, self.rows, self.K, T, width), jnp.nan)
                 for i, width in enumerate((self.H, self.Hv))
-            ]
+            )
             return append(
-                *caches,
-                *block,
+                cache_k,
+                cache_v,
+                k,
+                v,
                 lengths,
                 kept,
                 1,
