@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 ROWS, HEADS = ("data", "fsdp"), "model"  # the axes that rows, and heads, are split over
 AXES = (*ROWS, HEADS)
+AnyMesh = Mesh | AbstractMesh  # of devices, or of their number alone
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Layout:
 WHOLE = Layout()  # on a single device
 
 
-def layout_of(mesh: Mesh | None) -> Layout:
+def layout_of(mesh: AnyMesh | None) -> Layout:
     """The layout of a model whose heads are split over the mesh."""
     return WHOLE if mesh is None else Layout(mesh.shape[HEADS])
 
@@ -73,14 +74,14 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None
 
 
 @contextmanager
-def entered(mesh: Mesh | None) -> Iterator[None]:
+def entered(mesh: AnyMesh | None) -> Iterator[None]:
     """Within, programs are split over this mesh; None changes nothing. It may be entered while a program is traced."""
     current = jax.sharding.get_abstract_mesh()
     if mesh is None or current == mesh.abstract_mesh:
         yield
         return
     try:
-        setting = jax.set_mesh(mesh)
+        setting = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
     except ValueError:  # a program is being traced, where devices play no part
         setting = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
     with setting:
@@ -99,7 +100,7 @@ def mesh_of(tree: Any) -> Mesh | None:
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)  # type: ignore
 
 
-def rows_of(mesh: Mesh | AbstractMesh | None) -> int:
+def rows_of(mesh: AnyMesh | None) -> int:
     """In how many parts a mesh splits rows; the rows of a batch must be a multiple."""
     return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
 
@@ -132,6 +133,11 @@ def on_each_device(function: Callable, in_specs: tuple[PartitionSpec, ...], out_
     if current_mesh() is None:
         return function
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def split_rows(rows: int) -> tuple[str, ...] | None:
+    """The mesh axes that a cache of so many rows is split over; none if they do not divide it, as for a single row."""
+    return ROWS if rows % row_parts() == 0 else None
 
 
 def local_row(row: jax.Array, rows: int, all_rows: bool) -> tuple[jax.Array, jax.Array]:

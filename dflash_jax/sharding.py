@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.mesh import ROWS, Layout, constrain, current_mesh, layout_of, on_every_device
+from dflash_jax.mesh import ROWS, AnyMesh, Layout, constrain, current_mesh, layout_of, on_every_device
 
 
 class Rule(NamedTuple):
@@ -59,7 +59,7 @@ def auto_mesh(configs: Sequence[DecoderConfig], devices: int, per_host: int) -> 
     return {"data": devices // model, "fsdp": 1, "model": model}
 
 
-def check_layout(config: DecoderConfig, mesh: Mesh | None) -> Layout:
+def check_layout(config: DecoderConfig, mesh: AnyMesh | None) -> Layout:
     """The layout of a model on a mesh.
 
     Raises:
@@ -71,7 +71,7 @@ def check_layout(config: DecoderConfig, mesh: Mesh | None) -> Layout:
     return layout
 
 
-def placement(mesh: Mesh | None) -> Callable[[str, tuple[int, ...]], NamedSharding | None]:
+def placement(mesh: AnyMesh | None) -> Callable[[str, tuple[int, ...]], NamedSharding | None]:
     """For `checkpoint.load`: the sharding of a parameter by its path and shape."""
     return lambda path, shape: None if mesh is None else NamedSharding(mesh, spec(path, len(shape)))
 

@@ -13,7 +13,7 @@ from dflash_jax import checkpoint, models, sharding
 from dflash_jax.cache import Cache, init_cache
 from dflash_jax.config import TargetConfig, parse_dtype, token_ids
 from dflash_jax.kernels.block_attention import Visibility
-from dflash_jax.mesh import WHOLE, Layout, entered
+from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
 from dflash_jax.models.attention import Pass
 from dflash_jax.vocabulary import decodable_tokens
 
@@ -34,7 +34,7 @@ class Target(struct.PyTreeNode):
     decodable: Bool[Array, " V"] | None = None
     config: TargetConfig = struct.field(pytree_node=False, kw_only=True)
     layout: Layout = struct.field(pytree_node=False, default=WHOLE, kw_only=True)
-    mesh: Mesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
+    mesh: AnyMesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
     directory: str = struct.field(pytree_node=False, default="", kw_only=True)
 
     @property

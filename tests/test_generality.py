@@ -128,7 +128,7 @@ def test_speculation_chunks_slots_and_prefixes_change_nothing(toy, drafter, plai
         assert engine.stats.prefix_tokens > 0
 
 
-@pytest.mark.parametrize("axes", ["model=2", "data=2,model=2"])
+@pytest.mark.parametrize("axes", [pytest.param("model=2", marks=pytest.mark.slow), "data=2,model=2"])
 def test_a_mesh_changes_nothing(directory, plain, axes):
     count = 4 if "data" in axes else 2
     mesh = make_mesh(parse_mesh(axes, jax.devices()[:count]), jax.devices()[:count])
@@ -156,21 +156,19 @@ def test_a_checkpoint_comes_back(directory, toy, tmp_path):
     table = family.tensors(toy.config)
     checkpoint.save(tmp_path, toy.params, table, RAW)
     again = load_target(tmp_path)
-    equal = jax.tree.map(lambda a, b: bool((a == b).all()), toy.params, again.params)
-    assert jax.tree.all(equal)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), toy.params, again.params)
     stored = checkpoint.Reader(directory / "target")
     small, scale = (stored.read(f"model.layers.1.mix.in.{x}", (slice(None), slice(None))) for x in ("weight", "scale"))
     matrix = small.astype(np.float32) * np.repeat(np.repeat(scale, 8, axis=0), 16, axis=1)
-    np.testing.assert_allclose(toy.params["layers_1"]["self_attn"]["q_proj"]["weight"], matrix[:, 1::2].T)
-    mesh = make_mesh(parse_mesh("model=4,fsdp=2"))
+    in_order = np.concatenate([matrix[:, 1::2].T, matrix[:, ::2].T])
+    np.testing.assert_allclose(toy.params["layers_1"]["self_attn"]["q_proj"]["weight"], in_order)
     split = load_target(directory / "target", mesh=make_mesh(parse_mesh("model=2,fsdp=4"))).params["layers_1"]
-    assert mesh is not None
     for name in ("q_proj", "o_proj"):
         whole = toy.params["layers_1"]["self_attn"][name]["weight"]
         jax.tree.map(np.testing.assert_array_equal, whole, split["self_attn"][name]["weight"])
 
 
-def test_a_slice_that_cannot_be_honoured_raises():
+def test_a_slice_that_cannot_be_honoured_raises(directory):
     from dflash_jax.checkpoint import Leaf, Part, Stored
     from dflash_jax.checkpoint.reader import assemble
 
@@ -183,7 +181,7 @@ def test_a_slice_that_cannot_be_honoured_raises():
         Leaf((4, 2), (Part(source, (slice(0, 4), slice(0, 2)), (slice(None), (5, 6))),))
     whole = Leaf((4, 6), (Part(source, (slice(0, 4), slice(0, 6))),))
     with pytest.raises(ValueError, match="must not have a step"):
-        assemble(None, whole, (slice(0, 4, 2), slice(None)), np.float32)
+        assemble(checkpoint.Reader(directory / "target"), whole, (slice(0, 4, 2), slice(None)), np.float32)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -240,7 +238,7 @@ def rollout(target, drafter, parts, state, steps):
 
 
 @pytest.mark.parametrize("which", ["qwen3", "toy"])
-@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("how", ["warm", *(pytest.param(how, marks=pytest.mark.slow) for how in ("greedy", "hot"))])
 def test_random_trees_equal_autoregressive_decoding(target, toy, drafter, which, how):
     target = target if which == "qwen3" else toy
     plain, _, _ = rollout(target, None, make_round(target, None, 0), started(target, None, *SETTINGS[how]), WIDTH - 1)

@@ -196,7 +196,7 @@ def test_impossible_settings_are_refused(bad):
 
 def test_the_tail_of_the_noise_is_there():
     """Of 100,000 equal tokens the largest noise exceeds 15.94 in 1.2% of draws; a coarse uniform never does."""
-    vocabulary, draws, chunk = 100_000, 1_500, 100
+    vocabulary, draws, chunk = 100_000, 900, 100
     draw = jax.jit(lambda positions: jnp.max(gumbel_noise(settings(1.0, 0, 1.0), positions, vocabulary), axis=-1))
     largest = np.concatenate([draw(start + jnp.arange(chunk)[None])[0] for start in range(0, draws, chunk)])
     share = lambda x: 1 - np.exp(-vocabulary * np.exp(-x))  # of draws whose largest noise exceeds x
@@ -204,3 +204,4 @@ def test_the_tail_of_the_noise_is_there():
         expected = draws * share(threshold)
         deviation = np.sqrt(expected * (1 - share(threshold)))
         assert abs((largest > threshold).sum() - expected) < 4 * deviation
+    assert (largest > 15.95).any()  # eleven are expected

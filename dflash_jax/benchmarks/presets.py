@@ -4,13 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from dflash_jax import checkpoint, models, sharding
 from dflash_jax.config import Raw
 from dflash_jax.drafters.config import drafter_config
 from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.drafters.dflash import tensors as drafter_tensors
+from dflash_jax.mesh import AnyMesh
 from dflash_jax.target import Target
 
 MASK = 151669
@@ -55,7 +55,7 @@ PAIRS: dict[str, tuple[Raw, Raw]] = {
 
 
 def random_pair(
-    target: Raw, drafter: Raw, dtype: Any = jnp.bfloat16, mesh: Mesh | None = None
+    target: Raw, drafter: Raw, dtype: Any = jnp.bfloat16, mesh: AnyMesh | None = None
 ) -> tuple[Target, Drafter]:
     """A pair of these configurations with random weights, in the shapes they have on a mesh; `jax.eval_shape` of it
     gives the shapes alone.

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import Visibility, attend
 from dflash_jax.kernels.cache_update import append, room
-from dflash_jax.mesh import HEADS, ROWS, from_owner, local_row, on_each_device
+from dflash_jax.mesh import HEADS, ROWS, from_owner, local_row, on_each_device, split_rows
 
 
 class Fresh(struct.PyTreeNode):
@@ -110,11 +110,13 @@ class KV(struct.PyTreeNode):
         start = start + (count - size)
 
         def local(k: jax.Array, v: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, ...]:
-            row, owned = local_row(row, k.shape[0], False)
+            row, owned = local_row(row, k.shape[0], axes is None)
             slots = (start + jnp.arange(size)) % k.shape[2]
-            return tuple(from_owner(x[row][:, slots][None], owned) for x in (k, v))
+            found = (x[row][:, slots][None] for x in (k, v))
+            return tuple(x if axes is None else from_owner(x, owned) for x in found)
 
-        held, one = P(ROWS, HEADS), P(None, HEADS)
+        axes = split_rows(self.k.shape[0])
+        held, one = P(axes, HEADS), P(None, HEADS)
         return Fresh(*on_each_device(local, (held, held, P(), P()), (one, one))(self.k, self.v, row, start))
 
     def restore(self, snapshot: Fresh, row: Int[Array, ""], end: Int[Array, ""]) -> "KV":

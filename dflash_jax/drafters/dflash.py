@@ -22,7 +22,7 @@ from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.drafters.config import DrafterConfig, drafter_config
 from dflash_jax.kernels.products import product
-from dflash_jax.mesh import WHOLE, Layout, entered, on_every_device
+from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered, on_every_device
 from dflash_jax.models.attention import Attention, Pass
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, matmul, project, rms_norm, unfuse
 from dflash_jax.models.rope import Rope, rotate
@@ -130,7 +130,7 @@ class Drafter(struct.PyTreeNode):
     params: Any
     config: DrafterConfig = struct.field(pytree_node=False)
     layout: Layout = struct.field(pytree_node=False, default=WHOLE, kw_only=True)
-    mesh: Mesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
+    mesh: AnyMesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
 
     @property
     def dtype(self) -> jnp.dtype:

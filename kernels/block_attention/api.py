@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.mesh import HEADS, ROWS, from_owner, local_row, on_each_device
+from dflash_jax.mesh import HEADS, from_owner, local_row, on_each_device, split_rows
 
 from ..dispatch import Name, choose
 from . import mosaic_gpu, pallas_tpu, reference, splash
@@ -93,7 +93,8 @@ def attend(
     if at.shape[1] != k.shape[2] and not (window is None and starts is None):
         raise ValueError("with fewer queries than fresh keys, a window and `starts` need `key_positions`")
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    rows = ROWS if q.shape[0] == cache.k.shape[0] else None
+    held = split_rows(cache.k.shape[0])
+    rows = held if q.shape[0] == cache.k.shape[0] else None
     queries, keys = P(rows, None, HEADS), P(rows, HEADS)
     kind = visible if isinstance(visible, str) else "one for each row" if visible.ndim == 3 else "one for all rows"
     options = {"visible": kind, "window": window, "softcap": softcap, "scale": factor}
@@ -116,13 +117,13 @@ def attend(
 
     def local(q, k, v, cache_k, cache_v, lengths, low, mask, sinks, row):
         chosen = choose(IMPLEMENTATIONS, q, v, cache_k, implementation=implementation, trial=trial(q, v, cache_k))
-        row, here = local_row(row, cache_k.shape[0], rows is not None)
+        row, here = local_row(row, cache_k.shape[0], rows is not None or held is None)
         lengths = jnp.where(here, lengths, 0)
         out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, row)
-        return out if rows else from_owner(out, here)
+        return from_owner(out, here) if held and not rows else out
 
     masks = P(rows if mask.shape[0] > 1 else None)
-    specs = (queries, keys, keys, P(ROWS, HEADS), P(ROWS, HEADS), P(rows), P(rows), masks, P(HEADS), P())
+    specs = (queries, keys, keys, P(held, HEADS), P(held, HEADS), P(rows), P(rows), masks, P(HEADS), P())
     run = on_each_device(local, specs, queries)
     return run(q, k, v, cache.k, cache.v, lengths, low, mask, sinks, jnp.asarray(row, jnp.int32))
 

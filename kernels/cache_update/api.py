@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.mesh import HEADS, ROWS, local_row, on_each_device
+from dflash_jax.mesh import HEADS, local_row, on_each_device, split_rows
 
 from ..dispatch import Name, choose
 from . import pallas_tpu, reference
@@ -49,15 +49,15 @@ def append(
     Raises:
         ValueError: the named implementation does not serve this case; the message says why.
     """
-    whole = k.shape[0] == cache_k.shape[0]
+    held = split_rows(cache_k.shape[0])
+    rows = held if k.shape[0] == cache_k.shape[0] else None
 
     def local(cache_k, cache_v, k, v, lengths, kept, row):
         trial = Trial.of(cache_k, cache_v, k, ring)
         chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation, trial=trial)
-        row, here = local_row(row, cache_k.shape[0], whole)
+        row, here = local_row(row, cache_k.shape[0], rows is not None or held is None)
         return chosen.append(cache_k, cache_v, k, v, lengths, jnp.where(here, kept, 0), row, ring)
 
-    rows = ROWS if whole else None
-    cache, block = P(ROWS, HEADS), P(rows, HEADS)
+    cache, block = P(held, HEADS), P(rows, HEADS)
     run = on_each_device(local, (cache, cache, block, block, P(rows), P(rows), P()), (cache, cache))
     return run(cache_k, cache_v, k, v, lengths, kept, jnp.asarray(row, jnp.int32))

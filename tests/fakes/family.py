@@ -117,7 +117,8 @@ class Mix(nn.Module):
 
     @nn.compact
     def __call__(self, x, at, entry):
-        u = Linear((self.width, self.width), name="q_proj")(x)
+        first, second = jnp.split(Linear((self.width, 2 * self.width), name="q_proj")(x), 2, axis=-1)
+        u = first - second
         gate = Decay(self.width, name="decay_norm")()
         decay = jnp.broadcast_to(jax.nn.sigmoid(gate)[None], (x.shape[0], self.width))
         T = x.shape[1]
@@ -188,11 +189,12 @@ def tensors(config, layout=WHOLE):
         plain = decoder_layer(*names, D, replace(layer, mixer=LARGE), layout, bias=False, qk_norm=False)
         table |= {path: leaf for path, leaf in plain.items() if "self_attn" not in path}
         mix, prefix = f"{names[0]}/self_attn", f"{names[1]}.mix"
-        # Every second column of a matrix that is stored [in, out], in small numbers with a scale for each block.
+        # The odd columns, then the even ones, of a matrix that is stored [in, out], in small numbers with block scales.
         stored = BlockScaled(f"{prefix}.in.weight", f"{prefix}.in.scale", (D, 2 * D), block=(8, 16), dtype="I8")
         everything = slice(0, D), slice(0, D)
-        second = Part(stored, everything, (slice(None), slice(1, None, 2)), (1, 0))
-        table[f"{mix}/q_proj/weight"] = Leaf((D, D), (second,))
+        odd = Part(stored, everything, (slice(None), slice(1, None, 2)), (1, 0))
+        even = Part(stored, (slice(D, 2 * D), slice(0, D)), (slice(None), slice(0, None, 2)), (1, 0))
+        table[f"{mix}/q_proj/weight"] = Leaf((2 * D, D), (odd, even))
         # The rows of halves, which are stored one after the other, in turns; and it stays in small numbers.
         rows = tuple(range(0, D, 2)) + tuple(range(1, D, 2))
         values = Leaf((D, D), (Part(Stored(f"{prefix}.out.weight", (D, D), ("I8",)), everything, (rows,)),), "int8")

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from dflash_jax.benchmarks import kernels as bench
 from dflash_jax.benchmarks import presets
-from dflash_jax.kernels import bench, shapes
+from dflash_jax.kernels import shapes
 from tests import tiny
 
 

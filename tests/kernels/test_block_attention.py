@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.cache import KV, Block, Cache, commit
+from dflash_jax.cache import KV, Cache, Fresh, commit
 from dflash_jax.kernels.block_attention import attend, reference
 
 TREE = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
@@ -75,13 +75,14 @@ def test_ring_reads_the_last_window(length):
     window, T = 10, 4
     q, k, v, prefix_k, prefix_v, positions = case(2, [length], T, 4, 2, 8, 40)
     ring = KV(jnp.full((1, 2, window - 1, 8), jnp.nan), jnp.full((1, 2, window - 1, 8), jnp.nan), True)
-    cache = Cache((ring,), jnp.zeros(1, jnp.int32))
+    cache = Cache((ring,), (0,))
     for start in range(0, length, 4):  # written in chunks, as a prefill does
         count = min(4, length - start)
         part = slice(start, start + 4)
-        block = Block(jnp.asarray(prefix_k[:, :, part]), jnp.asarray(prefix_v[:, :, part]))
-        cache = commit(cache, [block], jnp.asarray([count]))
-    got = attend(q, jnp.asarray(positions), k, v, cache.entries[0], cache.lengths, visible="causal", window=window)
+        fresh = Fresh(jnp.asarray(prefix_k[:, :, part]), jnp.asarray(prefix_v[:, :, part]))
+        cache = commit(cache, [fresh], jnp.asarray([start]), jnp.asarray([count]))
+    lengths = jnp.asarray([length])
+    got = attend(q, jnp.asarray(positions), k, v, cache.entries[0], lengths, visible="causal", window=window)
     mask = np.tril(np.ones((T, T), bool))
     expected = dense(q, k, v, prefix_k, prefix_v, [length], positions, mask, window)
     np.testing.assert_allclose(got, expected, atol=2e-6)

@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dflash_jax.benchmarks.planning import collectives, compile_step, traced
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.topologies import compiling_for
 from dflash_jax.decoding import sampling
-from dflash_jax.drafters.config import drafter_config
 from dflash_jax.mesh import AXES, make_mesh, parse_mesh
-from dflash_jax.models import target_config
-from dflash_jax.plan import analytic, collectives, compile_step
 from dflash_jax.sharding import P
 from tests.chips import topology
 
@@ -106,8 +104,7 @@ def test_filters_add_less_than_15_percent_to_a_step(certain):
     added = bytes_accessed(compile_pair(name, LAYERS)) - plain
     # Every layer of the target moves the same.
     step = plain + (deeper - plain) / 2 * (PAIRS[name][0]["num_hidden_layers"] - LAYERS)
-    pair = target_config(PAIRS[name][0]), drafter_config(PAIRS[name][1])
-    least = analytic(pair, dict.fromkeys(AXES, 1), ROWS, SLOTS, WIDTH)["bytes_accessed"]
+    least = traced(PAIRS[name], dict.fromkeys(AXES, 1), ROWS, SLOTS, WIDTH)["bytes_accessed"]
     print(f"{name}: {added / 1e9:.2f} GB of filters; a plain step {step / 1e9:.2f} GB, at least {least / 1e9:.2f} GB")
     assert added > 2 * 12 * SCORES * (WIDTH - 1) / WIDTH  # of target and drafter: nothing has hidden a pass
     assert least < step

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dflash_jax import load_drafter, spec_generate
-from dflash_jax.train import ablations
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.blocks import draft_hidden, draw_blocks
+from dflash_jax.train.toy import ablations
 from dflash_jax.train.toy.ablations import ROWS, InputInjection
 from dflash_jax.train.toy.pair import build
 from tests import tiny
