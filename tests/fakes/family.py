@@ -118,9 +118,9 @@ class Mix(nn.Module):
     @nn.compact
     def __call__(self, x, at, entry):
         first, second = jnp.split(Linear((self.width, 2 * self.width), name="q_proj")(x), 2, axis=-1)
-        u = first - second
+        u = (first - second).astype(jnp.float32)
         gate = Decay(self.width, name="decay_norm")()
-        decay = jnp.broadcast_to(jax.nn.sigmoid(gate)[None], (x.shape[0], self.width))
+        decay = jnp.broadcast_to(jax.nn.sigmoid(gate.astype(jnp.float32))[None], (x.shape[0], self.width))
         T = x.shape[1]
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if at.visible is None else at.visible
         depth = (at.positions - at.lengths[:, None]).astype(jnp.float32)
@@ -128,7 +128,7 @@ class Mix(nn.Module):
         weight = jnp.where(seen[..., None], decay[:, None, None] ** jnp.maximum(age, 0)[..., None], 0.0)
         old = jax.lax.dynamic_slice_in_dim(entry.s, at.row, x.shape[0])
         s = jnp.einsum("btjd,bjd->btd", weight, u) + decay[:, None] ** (depth + 1)[..., None] * old[:, None]
-        return Linear((self.width, self.width), name="o_proj")(s), Fresh(u, decay)
+        return Linear((self.width, self.width), name="o_proj")(s.astype(x.dtype)), Fresh(u, decay)
 
 
 class Layer(nn.Module):
