@@ -223,6 +223,7 @@ TRIALS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRIALS)
 def test_trials_of_attention(name):
     trial = Trial(**SMALL | PLAIN | TRIALS[name])
@@ -230,6 +231,7 @@ def test_trials_of_attention(name):
         assert verify._compared("tpu", trial) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRIALS)
 def test_trials_read_no_garbage(name):
     """What XLA makes of a trial is finite, and not what it makes of the next."""
@@ -239,6 +241,7 @@ def test_trials_read_no_garbage(name):
         assert np.std(np.asarray(x, np.float32)) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize(("T", "H", "Hv", "slots"), [(5, 64, 64, 256), (16, 128, 64, 128), (40, 128, 256, 512)])
 def test_trials_of_the_cache_update(ring, T, H, Hv, slots):
