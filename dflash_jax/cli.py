@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 from tyro.conf import arg
@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from dflash_jax.infer.text import Text
     from dflash_jax.target import Target
 
-T = TypeVar("T")
 LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
 
 
-def parse(options: type[T], argv: Sequence[str] | None, *, prog: str, description: str) -> T:
+def parse(options: Any, argv: Sequence[str] | None, *, prog: str, description: str) -> Any:
     """The options of a command line: an instance of `options`, a dataclass or a union of subcommands.
 
     Wrong usage ends the process with status 2 and says why on stderr; an unknown flag names the nearest.

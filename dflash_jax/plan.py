@@ -44,7 +44,7 @@ class PlanOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(
+    options: PlanOptions = parse(
         PlanOptions, argv, prog="python -m dflash_jax.plan", description=str(PlanOptions.__doc__).splitlines()[0]
     )
     from dflash_jax.benchmarks.planning import plan, table
