@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import glob
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import zstandard
 
@@ -114,11 +114,11 @@ def input_paths(names: Sequence[str]) -> list[str]:
     return paths
 
 
-def _open(path: str) -> IO[bytes]:
+def _open(path: str) -> io.BufferedIOBase:
     if path == "-":
-        return sys.stdin.buffer
+        return sys.stdin.buffer  # type: ignore[return-value]  # it is one, but declared by what it can do
     if path.endswith(".gz"):
-        return gzip.open(path, "rb")  # type: ignore[return-value]
+        return gzip.GzipFile(path, "rb")
     if path.endswith(".zst"):
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(Path(path).open("rb"), closefd=True))
     return Path(path).open("rb")
