@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.checkpoint import read_json
@@ -92,6 +92,7 @@ class Run:
         if config.max_steps:
             self.steps = min(self.steps, config.max_steps)
         self._every = config.evaluate_every or max(1, self.steps // 10)
+        assert not isinstance(target.mesh, AbstractMesh)  # there are devices to train on
         self.mesh = target.mesh
         if config.batch_size % (config.accumulate * rows_of(self.mesh)):
             raise ValueError(
