@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax import load_drafter, spec_generate
+from dflash_jax import SamplingParams, load_drafter, spec_generate
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example
 from dflash_jax.train.drafters import choose_mask_token, new_drafter, save_drafter
@@ -212,7 +212,7 @@ def test_the_best_drafter_is_the_one_that_decodes_best(target, start, examples, 
 @pytest.mark.slow
 def test_evaluation_decodes(target, start):
     requests = [tiny.ask([5, 9, 2], id="a"), tiny.ask([8, 1], id="b")]
-    figures = evaluate(target, start[0], requests, max_new_tokens=9, baseline=True)
+    figures = evaluate(target, start[0], requests, params=SamplingParams(9), baseline=True)
     assert figures["tokens"] == 18
     assert figures["equal_outputs"] == 2
     assert figures["tau"] >= 1
