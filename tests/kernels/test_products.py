@@ -108,8 +108,8 @@ def test_whole_models(target, drafter, dtype):
         return target.unembed(hidden)
 
     check(verify, dtype, target, target.init_cache(1, 64), least=4 * 6 + 1)
-    draft = lambda drafter, cache, x: drafter.forward(x, positions, cache)
+    draft = lambda drafter, cache, x: drafter.forward(x, positions, cache, jnp.zeros(1, jnp.int32))
     x = jnp.zeros((1, 4, drafter.config.hidden_size), dtype)
-    check(draft, dtype, drafter, drafter.init_cache(1, 64), x, least=7 * 2)
+    check(draft, dtype, drafter, drafter.init_state(1, 64), x, least=7 * 2)
     features = jnp.zeros((1, 4, len(drafter.taps) * target.config.hidden_size), dtype)
     check(lambda drafter, x: drafter.context(x, positions), dtype, drafter, features, least=2)
