@@ -211,8 +211,14 @@ class Loaded(NamedTuple):
     defaults: "SamplingParams"
 
 
-def load(models: ModelOptions, generation: GenerationOptions, *, speculative: bool = True) -> Loaded:
-    """Loads what the options name; without a target, the bundled pair."""
+def load(
+    models: ModelOptions, generation: GenerationOptions, *, speculative: bool = True, max_length: int | None = None
+) -> Loaded:
+    """Loads what the options name; without a target, the bundled pair.
+
+    Args:
+        max_length: tokens that a row can have, if that is known; otherwise the target decides.
+    """
     if generation.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {generation.max_new_tokens}")
     source, draft_source = pair_sources(models)
@@ -230,7 +236,8 @@ def load(models: ModelOptions, generation: GenerationOptions, *, speculative: bo
     target = load_target(source, dtype=models.dtype, mesh=mesh)
     if drafter:
         drafter.config.check_pair(target.config)
-    text = Text(target.directory, generation.chat_template_kwargs)
+    longest = min(filter(None, (max_length, target.config.max_position_embeddings)), default=None)
+    text = Text(target.directory, generation.chat_template_kwargs, longest)
     stops = target.config.eos_token_ids
     if not stops and text.end_token is not None:
         stops = (text.end_token,)
@@ -305,6 +312,8 @@ def engine_config(
     from dflash_jax.infer.prefixes import shared_chunks
     from dflash_jax.mesh import rows_of
 
+    if generation.batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {generation.batch_size}")
     parts, most = rows_of(target.mesh), target.config.max_position_embeddings
     known = range(target.config.vocab_size)
     fit = [r for r in requests if r.prompt_token_ids and all(token in known for token in r.prompt_token_ids)]

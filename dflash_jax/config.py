@@ -16,6 +16,10 @@ from dflash_jax.mesh import Layout
 
 Raw = Mapping[str, Any]
 
+# What no real model exceeds: a larger number is a mistake, found before memory is asked for.
+_MOST = {"num_hidden_layers": 4096, "num_target_layers": 4096, "rms_norm_eps": 0.1}
+_MOST_ANYWHERE = 2**31 - 1
+
 # Fields of `config.json` that describe bookkeeping or training, not the forward pass.
 _INERT = frozenset(
     """
@@ -176,15 +180,17 @@ def require(raw: Raw, name: str, kind: type = int) -> Any:
     value: Any = raw.get(name)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value < float("inf") or (kind is int and value != int(value)):
-        raise ValueError(f"config.json must have a positive {kind.__name__} {name!r}, got {value!r}")
+        raise ValueError(f"config.json must have a positive {kind.__name__} {name!r}, got {value!r:.80}")
+    if value > (most := _MOST.get(name, _MOST_ANYWHERE)):
+        raise ValueError(f"config.json: {name} must be at most {most}, got {value!r:.80}")
     return kind(value)
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
+def token_ids(value: Any, file: str = "config.json") -> tuple[int, ...]:
     """Normalises Hugging Face's None | int | list of ints; raises ValueError for anything else."""
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ValueError(f"config.json: token and layer ids must be integers, got {value!r:.80}")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) <= _MOST_ANYWHERE for i in ids):
+        raise ValueError(f"{file}: token and layer ids must be integers below 2**31, got {value!r:.80}")
     return ids
 
 
@@ -245,9 +251,16 @@ def rope_config(raw: Raw) -> RopeConfig:
     if missing := [name for name in needed if name not in fields]:
         raise ValueError(f"config.json: rope_type {kind!r} must give {', '.join(missing)}")
     theta = require(fields, "rope_theta", float)
+    if theta < 1:
+        raise ValueError(f"config.json: rope_theta must be at least 1, got {theta!r}")
     for name, value in fields.items():
         if not isinstance(value, int | float) or not abs(value) < float("inf"):
             raise ValueError(f"config.json: rope parameter {name} must be a number, got {value!r:.80}")
+    factor = fields.get("factor", 1)
+    if kind == "default" and factor != 1:
+        raise ValueError(f"config.json: a rope factor of {factor!r} needs a rope_type, found none")
+    if factor <= 0:
+        raise ValueError(f"config.json: the rope factor must be above 0, got {factor!r}")
     del fields["rope_theta"]
     if unknown := set(fields) - set(RopeConfig.__dataclass_fields__):
         raise ValueError(f"config.json: rope parameters {sorted(unknown)} are not supported")

@@ -1,12 +1,13 @@
 """Batch generation: `python -m dflash_jax.serve --input FILE --output FILE [--target DIR --drafter DIR]`."""
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from tyro.conf import arg
@@ -29,6 +30,7 @@ from dflash_jax.cli import (
 
 if TYPE_CHECKING:
     from dflash_jax.infer.engine import Engine
+    from dflash_jax.infer.server import Limits
 
 DESCRIPTION = """\
 Lossless speculative generation for a file of prompts, or for one prompt to the terminal.
@@ -74,11 +76,45 @@ class HttpOptions:
 
     Attributes:
         api_key: bearer key that requests must carry (or DFLASH_API_KEY)
+        allow_unauthenticated: serve other machines without a key
         max_request_bytes: size of a request body, at most
+        max_waiting: requests that wait for a slot, at most; further ones get status 429
+        client_timeout: seconds in which a request must have arrived whole
+        shutdown_timeout: seconds that requests in progress have to finish when the server is asked to end
     """
 
     api_key: Annotated[str | None, optional(str, "KEY")] = None
+    allow_unauthenticated: bool = False
     max_request_bytes: int = 2**20
+    max_waiting: int = 1024
+    client_timeout: float = 30.0
+    shutdown_timeout: float = 60.0
+
+    def check(self, host: str, api_key: str | None) -> "Limits":
+        """What clients are held to.
+
+        Raises:
+            ValueError: a value out of range, an empty key, or no key where other machines can connect.
+        """
+        from dflash_jax.infer.listening import is_local
+        from dflash_jax.infer.server import Limits
+
+        for name, least in (
+            ("max_request_bytes", 1),
+            ("max_waiting", 0),
+            ("client_timeout", 0),
+            ("shutdown_timeout", 0),
+        ):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        if api_key is not None and not api_key.strip():
+            raise ValueError("the key is empty (--api-key or DFLASH_API_KEY); give one, or leave it out")
+        if api_key is None and not is_local(host) and not self.allow_unauthenticated:
+            raise ValueError(
+                f"{host} can be reached from other machines, and no key is asked for; give --api-key, or "
+                "--allow-unauthenticated if everybody may use the server"
+            )
+        return Limits(self.max_request_bytes, self.client_timeout)
 
 
 @dataclass(frozen=True)
@@ -122,6 +158,8 @@ def parse_options(argv: Sequence[str] | None = None) -> ServeOptions:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
+    for name, mode in _without_effect(options):
+        print(f"note: {name} has no effect with {mode}", file=sys.stderr)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it regrets the absence of torch, which nobody needs here
     try:
         if options.prompt is not None:
@@ -138,6 +176,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
+
+
+def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
+    """Flags that were given and change nothing, each with the flag that is the reason."""
+
+    def given(options: Any, default: Any, names: Iterable[str]) -> Iterator[str]:
+        return (f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(default, n))
+
+    job = given(options, ServeOptions(), ("force", "stats_interval", "ordered", "processes"))
+    server = given(options.server, HttpOptions(), HttpOptions.__dataclass_fields__)
+    if options.prompt is not None:
+        yield from ((name, "--prompt") for name in (*job, *server))
+    elif options.http is not None:
+        yield from ((name, "--http") for name in job)
+    else:
+        yield from ((name, "--input") for name in server)
+    if options.no_speculation:
+        speculating = given(options.generation, GenerationOptions(), ("block_size", "proposals"))
+        yield from ((name, "--no-speculation") for name in speculating)
 
 
 def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
@@ -160,11 +217,14 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     )
     files.check()
     generation = _measured(options.generation)
-    target, drafter, text, defaults = load(options.models, generation, speculative=not options.no_speculation)
-    lines = read_lines(input_lines(sources), text, defaults)
+    target, drafter, text, defaults = load(
+        options.models, generation, speculative=not options.no_speculation, max_length=options.engine.max_length
+    )
+    lines = read_lines(input_lines(sources, files.own), text, defaults)
     seed, max_length, deterministic = options.engine.seed, options.engine.max_length, options.engine.deterministic
     source = pair_sources(options.models)[1] if drafter else None
-    settings = job_settings(target, text, defaults, seed, max_length, options.engine.fixed(generation, source))
+    fixed = options.engine.fixed(generation, source)
+    settings = job_settings(target, text, defaults, lines, seed, max_length, fixed)
     notes = {
         "block_size": generation.block_size,
         "deterministic": deterministic,
@@ -198,6 +258,7 @@ def _answer(options: ServeOptions, prompt: str) -> int:
     generation = options.generation
     target, drafter, text, defaults = load(options.models, generation, speculative=not options.no_speculation)
     from dflash_jax.infer.requests import Request
+    from dflash_jax.infer.text import GrowingText
 
     if text.has_chat_template:
         tokens = text.encode_chat([{"role": "user", "content": prompt}])
@@ -207,14 +268,12 @@ def _answer(options: ServeOptions, prompt: str) -> int:
     engine = make_engine(target, drafter, engine_config(target, [request], generation, options.engine))
     engine.check(request)
     engine.warm_up()
-    shown, completion = "", None
-    for _, completion in engine.stream([request]):
-        answer = text.decode(completion.token_ids) or ""
-        if not completion.finish_reason:
-            answer = answer.removesuffix("\ufffd")  # the rest of a character may still come
-        print(answer[len(shown) :], end="", flush=True)
-        shown = answer
-    print()
+    shown, seen, completion = GrowingText(text), 0, None
+    with contextlib.closing(engine.stream([request])) as completions:
+        for _, completion in completions:
+            print(shown.add(completion.token_ids[seen:]), end="", flush=True)
+            seen = len(completion.token_ids)
+    print(shown.end(completion.token_ids) if completion else "")
     if completion is not None and completion.tau is not None:
         print(f"[{len(completion.token_ids)} tokens, {engine_rates(engine)}]", file=sys.stderr)
     return 0
@@ -227,34 +286,35 @@ def _http(options: ServeOptions, address: str) -> int:
     if options.output or options.summary:
         raise ValueError("--http answers over the network; --output and --summary need --input")
     try:
-        import uvicorn
-
         from dflash_jax.infer.lines import MOST_ALTERNATIVES
+        from dflash_jax.infer.listening import listen, make_server
         from dflash_jax.infer.server import Worker, make_app
     except ImportError as error:
         raise ValueError(f"{error}; the server needs more packages: pip install '.[server]' in the checkout") from error
-    generation = _measured(options.generation)
-    target, drafter, text, defaults = load(options.models, generation, speculative=not options.no_speculation)
-    limits = options.engine
-    if limits.max_length is None:
-        limits = replace(limits, max_length=min(target.config.max_position_embeddings or HTTP_LENGTH, HTTP_LENGTH))
-    config = engine_config(target, [], generation, limits, logprobs=MOST_ALTERNATIVES, growing=True)
-    engine = make_engine(target, drafter, config)
-    warm_up(engine)
-    worker = Worker(engine)
-    app = make_app(
-        worker,
-        text,
-        defaults,
-        model=Path(target.directory).name or "target",
-        api_key=options.server.api_key or os.environ.get("DFLASH_API_KEY"),
-        max_bytes=options.server.max_request_bytes,
-    )
-    worker.start()
-    try:
-        uvicorn.run(app, host=host.strip("[]"), port=int(port), log_level="info")
-    finally:
-        worker.stop()
+    given = options.server
+    api_key = given.api_key if given.api_key is not None else os.environ.get("DFLASH_API_KEY")
+    limits = given.check(host.strip("[]"), api_key)
+    with listen(host.strip("[]"), int(port)) as listener:
+        generation = _measured(options.generation)
+        length = HTTP_LENGTH if options.engine.max_length is None else options.engine.max_length
+        target, drafter, text, defaults = load(
+            options.models, generation, speculative=not options.no_speculation, max_length=length
+        )
+        engine_options = options.engine
+        if engine_options.max_length is None:
+            length = min(target.config.max_position_embeddings or length, length)
+            engine_options = replace(engine_options, max_length=length)
+        config = engine_config(target, [], generation, engine_options, logprobs=MOST_ALTERNATIVES, growing=True)
+        engine = make_engine(target, drafter, config)
+        warm_up(engine)
+        worker = Worker(engine, given.max_waiting)
+        name = Path(target.directory).name or "target"
+        app = make_app(worker, text, defaults, model=name, api_key=api_key, limits=limits)
+        worker.start()
+        try:
+            make_server(app, limits.client_seconds, given.shutdown_timeout).run(sockets=[listener])
+        finally:
+            worker.stop()
     return 0
 
 

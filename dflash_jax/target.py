@@ -115,7 +115,9 @@ def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | No
     directory = checkpoint.resolve(source, "target")
     config = models.target_config(checkpoint.read_json(directory / "config.json"))
     generation = directory / "generation_config.json"
-    if generation.is_file() and (ends := token_ids(checkpoint.read_json(generation).get("eos_token_id"))):
+    if generation.is_file() and (
+        ends := token_ids(checkpoint.read_json(generation).get("eos_token_id"), generation.name)
+    ):
         config = dataclasses.replace(config, eos_token_ids=ends)
     layout, family = sharding.check_layout(config, mesh), models.family(config.model_type)
     endings = family.ignored(config)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dflash_jax.infer import parts
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.interrupt import stop_signals
 from dflash_jax.infer.jobs import Tally, answer_record, record_id, rewrite_in_order, run_job, summarise
-from dflash_jax.infer.journal import Journal
+from dflash_jax.infer.journal import Journal, settings_path
 from dflash_jax.infer.lines import Line, input_paths
 from dflash_jax.infer.requests import Request
 from dflash_jax.infer.text import Text
@@ -45,13 +46,22 @@ class JobFiles:
     process: int = 0
     processes: int = 1
 
+    @property
+    def own(self) -> frozenset[Path]:
+        """Files of the job itself, resolved, which a glob of inputs does not mean."""
+        own = [self.output, settings_path(self.output)]
+        own += [path for part in parts.found_parts(self.output) for path in (part, settings_path(part))]
+        if self.summary:
+            own += [self.summary, *self.summary.parent.glob(f"{escape(self.summary.name)}.*")]
+        return frozenset(path.resolve() for path in own)
+
     def check(self) -> None:
         """Raises ValueError or OSError if the results cannot be written: before hours of work, not after."""
         results = [path for path in (self.output, self.summary) if path]
         if len({path.resolve() for path in results}) < len(results):
             raise ValueError(f"--output and --summary are both {self.output}; choose two files")
         for path in results:
-            for source in input_paths(self.input):
+            for source in input_paths(self.input, self.own):
                 if path.exists() and source != "-" and path.samefile(source):
                     raise ValueError(f"{path} is the input; choose another file for the results")
             path.open("ab").close()
@@ -106,7 +116,10 @@ class Job:
             written = parts.part_path(files.output, files.process, files.processes)
             if not files.force:
                 parts.check_settings(files.output, self.settings)
-        with Journal(written, self.settings, self._key, force=files.force) as journal, stop_signals() as stopping:
+        with (
+            stop_signals() as stopping,
+            Journal(written, self.settings, self._key, force=files.force, stopping=lambda: stopping) as journal,
+        ):
             left, done, failed = self._left(journal)
             engine = make_engine()
             if left:
@@ -146,14 +159,18 @@ class Job:
     ) -> int:
         """Writes a record for every line as it is finished; returns how many failed."""
         failed = 0
-        for record, turns in run_job(engine, left, partial(answer_record, text=self.text), self.text, admit=admit):
-            if record is not None:
-                journal.append(record)
-                failed += bool(record.get("error"))
-                for completion in turns:
-                    self._tally.add(completion)
-            report.update(record is not None)
-        report.close()
+        record_of = partial(answer_record, text=self.text)
+        with (
+            contextlib.closing(report),
+            contextlib.closing(run_job(engine, left, record_of, self.text, admit=admit)) as records,
+        ):
+            for record, turns in records:
+                if record is not None:
+                    journal.append(record)
+                    failed += bool(record.get("error"))
+                    for completion in turns:
+                        self._tally.add(completion)
+                report.update(record is not None)
         return failed
 
     def _finish(self) -> None:

@@ -5,6 +5,7 @@ takes its slot, and its prompt is read in chunks between the visits. What a requ
 its neighbours.
 """
 
+import contextlib
 import itertools
 import math
 import time
@@ -183,7 +184,8 @@ class Engine:
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Completions in the order of the requests; raises RequestError for one that cannot be served."""
         requests = list(requests)
-        done = {index: completion for index, completion in self.stream(requests) if completion.finish_reason}
+        with contextlib.closing(self.stream(requests)) as completions:
+            done = {index: completion for index, completion in completions if completion.finish_reason}
         return [done[index] for index in range(len(requests))]
 
     def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Completion]]:

@@ -1,5 +1,6 @@
 """Batch jobs: lines in, records out, and what they add up to."""
 
+import hashlib
 import json
 from array import array
 from collections import Counter
@@ -26,13 +27,15 @@ def job_settings(
     target: Target,
     text: Text,
     defaults: SamplingParams,
+    lines: Sequence[Line],
     seed: int,
     max_length: int | None,
     deterministic: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What the answers of a job depend on, besides its lines.
+    """What the answers of a job depend on.
 
-    `target` is for people; its fingerprint is what must not change (None for a target that was made in memory).
+    `target` and `input` are for people; their fingerprints are what must not change (None for a target that was made
+    in memory).
 
     Args:
         deterministic: what the last bits depend on besides, of a job that fixes them.
@@ -45,6 +48,8 @@ def job_settings(
     return more | {
         "target": target.directory,
         "target_fingerprint": fingerprint(target.directory) if target.directory else None,
+        "input": f"{len(lines)} lines",
+        "input_fingerprint": hashlib.sha256(b"".join(line.digest for line in lines)).hexdigest(),
         "max_new_tokens": defaults.max_new_tokens,
         "temperature": defaults.temperature,
         "top_p": defaults.top_p,
@@ -133,26 +138,37 @@ def answer_record(line: Line, completions: Sequence[Completion], text: Text) -> 
 
 def answer(completion: Completion, stop: Sequence[str], text: Text) -> dict[str, Any]:
     """What an output record says of one answer."""
-    lengths = completion.acceptance_lengths
     scores = {"logprobs": token_logprobs(completion, text)} if completion.logprobs else {}
     return {
         "text": cut_at_stop(text.decode(completion.token_ids), stop),
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
-        "usage": {"prompt_tokens": completion.prompt_tokens, "completion_tokens": len(completion.token_ids)},
-        "speculation": {"steps": len(lengths), "acceptance_lengths": lengths, "tau": completion.tau},
+        "usage": usage(completion),
+        "speculation": speculation(completion),
     } | scores
 
 
-def token_logprobs(completion: Completion, text: Text, start: int = 0) -> list[dict[str, Any]]:
-    """Tokens from `start` on, each with its log-probability and its likeliest alternatives."""
+def usage(completion: Completion) -> dict[str, int]:
+    """How many tokens an answer took."""
+    return {"prompt_tokens": completion.prompt_tokens, "completion_tokens": len(completion.token_ids)}
+
+
+def speculation(completion: Completion) -> dict[str, Any]:
+    """How the steps of an answer went."""
+    lengths = completion.acceptance_lengths
+    return {"steps": len(lengths), "acceptance_lengths": lengths, "tau": completion.tau}
+
+
+def token_logprobs(completion: Completion, text: Text, start: int = 0, stop: int | None = None) -> list[dict[str, Any]]:
+    """Tokens from `start` to `stop`, each with its log-probability and its likeliest alternatives."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         special = {"special": True} if text.is_special(token) else {}
         return {"token": text.token(token), "id": token, "logprob": logprob} | special
 
-    chosen = zip(completion.token_ids, completion.logprobs, completion.top_logprobs, strict=True)
-    return [entry(token, p) | {"top": [entry(*other) for other in top]} for token, p, top in list(chosen)[start:]]
+    c, these = completion, slice(start, stop)
+    chosen = zip(c.token_ids[these], c.logprobs[these], c.top_logprobs[these], strict=True)
+    return [entry(token, p) | {"top": [entry(*other) for other in top]} for token, p, top in chosen]
 
 
 def error_record(line: Line) -> dict[str, Any]:

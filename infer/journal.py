@@ -1,5 +1,6 @@
 """Output files that a killed job continues: whole lines only, each key once, the settings noted beside them."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -13,7 +14,7 @@ from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PAUSE = 10.0  # seconds between attempts to write to a full disk
-FORMAT = 2  # of the settings file; one more when what answers depend on is noted in another way. The first had none
+FORMAT = 3  # of the settings file; one more when what answers depend on is noted in another way. The first had none
 REMEDY = "Continue it all the same with --force, or choose another output"
 
 _log = logging.getLogger("dflash_jax")
@@ -56,8 +57,12 @@ def check_settings(output: Path, settings: dict[str, Any], remedy: str = REMEDY)
 def replace_file(path: Path, data: bytes) -> None:
     """Puts a new file in the place of whatever is there."""
     beside = path.with_name(path.name + ".writing")
-    beside.write_bytes(data)
-    beside.replace(path)
+    try:
+        beside.write_bytes(data)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def open_locked(path: Path, *, wait: bool) -> FileIO:
@@ -92,6 +97,7 @@ class Journal:
         key: identifies a record that was found; raises ValueError for one that does not belong here.
         force: continue even if the settings differ or cannot be read.
         remedy: what to do about other settings, for the error's end.
+        stopping: asked while the disk is full; once it is true, KeyboardInterrupt is raised instead of waiting on.
 
     Attributes:
         done: keys of the records found.
@@ -110,8 +116,9 @@ class Journal:
         *,
         force: bool = False,
         remedy: str = REMEDY,
+        stopping: Callable[[], object] = lambda: False,
     ):
-        self.path = Path(path)
+        self.path, self._stopping = Path(path), stopping
         self.done: set[Hashable] = set()
         self.failed = 0
         try:
@@ -149,7 +156,12 @@ class Journal:
             file.truncate(end)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Writes a record before it returns; while the disk is full, it says so and waits."""
+        """Writes a record before it returns; while the disk is full, it says so and waits.
+
+        Raises:
+            OSError: it cannot be written, or the file was deleted or replaced since it was opened.
+        """
+        self._check_place()
         data = memoryview(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         said = False
         while data:
@@ -161,7 +173,17 @@ class Journal:
                 if not said:
                     _log.warning("no space left for %s; nothing is lost: the job goes on when there is", self.path)
                 said = True
-                time.sleep(PAUSE)
+                again = time.monotonic() + PAUSE
+                while time.monotonic() < again:
+                    if self._stopping():
+                        raise KeyboardInterrupt from error
+                    time.sleep(min(0.2, PAUSE))
+
+    def _check_place(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
+                return
+        raise FileNotFoundError(errno.ENOENT, "the output was deleted or replaced while it was written", str(self.path))
 
     def close(self) -> None:
         self._file.close()

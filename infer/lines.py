@@ -1,17 +1,22 @@
 """Job input: JSON lines of files, each a request or the reason why it is none."""
 
 import gzip
+import hashlib
 import io
 import json
 import sys
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import glob
 from pathlib import Path
 from typing import Any
 
-import zstandard
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 from dflash_jax.infer import openai
 from dflash_jax.infer.params import SamplingParams
@@ -21,6 +26,8 @@ from dflash_jax.infer.text import Text, template_arguments, valid_text
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "turns")
 MOST_SAMPLES = 128  # answers to one prompt
 MOST_ALTERNATIVES = 20  # log-probabilities per token
+MOST_STOPS = 4  # stop strings of a request
+LONGEST_STOP = 1024  # bytes of a stop string
 SETTINGS: dict[str, tuple[type, ...]] = {
     "max_new_tokens": (int,),
     "temperature": (int, float),
@@ -52,6 +59,7 @@ class Line:
         n: answers to give to the prompt.
         batch: of an OpenAI batch line, which is answered in that form.
         is_batch: whether it was meant as one, even if it is none.
+        digest: of the line as it was read.
     """
 
     index: int
@@ -66,10 +74,13 @@ class Line:
     n: int = 1
     batch: openai.Batch | None = None
     is_batch: bool = False
+    digest: bytes = b""
 
 
-def _renamed(line: Line) -> Line:
+def _renamed(line: Line, given: Container[str]) -> Line:
     name = f"line-{line.index}"
+    while name in given:
+        name += "-"
     return replace(line, id=name, request=line.request and replace(line.request, id=name))
 
 
@@ -79,35 +90,51 @@ def read_lines(stream: Iterable[bytes], text: Text, defaults: SamplingParams) ->
     Raises:
         ValueError: two lines with the same id.
     """
-    lines = [parse_line(raw, i, text, defaults) for i, raw in enumerate(line for line in stream if line.strip())]
+    lines = [
+        replace(parse_line(raw, i, text, defaults), digest=hashlib.sha256(raw.strip()).digest())
+        for i, raw in enumerate(line for line in stream if line.strip())
+    ]
     # Requests without a seed draw from their id, so 7 and "7" are one id; generated ids step aside.
     given = Counter(str(line.id) for line in lines if line.named)
-    lines = [line if line.named or str(line.id) not in given else _renamed(line) for line in lines]
+    lines = [line if line.named or str(line.id) not in given else _renamed(line, given) for line in lines]
     if repeated := [name for name, count in given.items() if count > 1]:
         raise ValueError(f"ids must be unique, but these appear more than once: {', '.join(repeated[:5])}")
     return lines
 
 
-def input_lines(names: Sequence[str]) -> Iterator[bytes]:
+def input_lines(names: Sequence[str], without: Container[Path] = ()) -> Iterator[bytes]:
     """Lines of files one after the other: paths or globs, plain, `.gz` or `.zst`; `-` is standard input.
 
+    Args:
+        without: see `input_paths`.
+
     Raises:
-        ValueError: a glob that matches nothing, or a compressed file that is damaged.
+        ValueError: a glob that matches nothing, or a compressed file that is damaged, cut short or empty.
         OSError: a file that cannot be read.
     """
-    for path in input_paths(names):
+    for path in input_paths(names, without):
+        lines = 0
         try:
             with _open(path) as file:
-                yield from file
-        except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
+                for line in file:
+                    yield line
+                    lines += 1
+        except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
+            raise ValueError(f"{path} is damaged behind its first {lines} lines: {error}") from error
 
 
-def input_paths(names: Sequence[str]) -> list[str]:
-    """The files that `input_lines` reads, globs expanded in order of name."""
+def input_paths(names: Sequence[str], without: Container[Path] = ()) -> list[str]:
+    """The files that `input_lines` reads, globs expanded in order of name.
+
+    Args:
+        without: resolved paths that a glob does not mean, such as the job's own output.
+    """
     paths: list[str] = []
     for name in names:
-        found = [name] if name == "-" or Path(name).exists() else sorted(glob(name, recursive=True))
+        if name == "-" or Path(name).exists():
+            found = [name]
+        else:
+            found = sorted(path for path in glob(name, recursive=True) if Path(path).resolve() not in without)
         if not found and any(character in name for character in "*?["):
             raise ValueError(f"{name} matches no file")
         paths += found or [name]
@@ -117,19 +144,19 @@ def input_paths(names: Sequence[str]) -> list[str]:
 def _open(path: str) -> io.BufferedIOBase:
     if path == "-":
         return sys.stdin.buffer  # type: ignore[return-value]  # it is one, but declared by what it can do
-    if path.endswith(".gz"):
-        return gzip.GzipFile(path, "rb")
-    if path.endswith(".zst"):
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(Path(path).open("rb"), closefd=True))
+    if path.endswith((".gz", ".zst")):
+        if not Path(path).stat().st_size:
+            raise EOFError("it is empty, which no compressed file is")
+        return gzip.GzipFile(path, "rb") if path.endswith(".gz") else zstd.ZstdFile(path, "rb")
     return Path(path).open("rb")
 
 
 def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> Line:
     """Parses one input line against the job's defaults."""
     line_id: Any = str(index)
-    named, batch, is_batch = False, None, False
+    named, batch, is_batch, whole = False, None, False, {}
     try:
-        row = _parse_json(raw)
+        row = whole = _parse_json(raw)
         name = "custom_id" if "custom_id" in row else "id"
         line_id = row.get(name, line_id)
         if not isinstance(line_id, str | int) or isinstance(line_id, bool):
@@ -146,6 +173,8 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> 
         if n > 1 and later:
             raise RequestError("invalid_parameter", "n is of a single prompt, not of a conversation's turns")
     except RequestError as error:
+        if is_batch:
+            error = openai.in_their_words(error, whole.get("body"))
         return Line(index, line_id, error=error, named=named, is_batch=is_batch)
     return Line(
         index,
@@ -178,7 +207,7 @@ def plain_request(
 
 def _parse_json(raw: bytes) -> Mapping[str, Any]:
     try:
-        row = json.loads(raw.decode("utf-8"))
+        row = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise RequestError("invalid_json", f"the line must be a JSON object in UTF-8: {error!s:.200}") from error
     if not isinstance(row, dict):
@@ -215,6 +244,10 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
         raise RequestError("invalid_parameter", f"stop must be a string or a list of strings, got {stop!r:.80}")
+    if len(stops) > MOST_STOPS:
+        raise RequestError("invalid_parameter", f"stop may have at most {MOST_STOPS} strings, got {len(stops)}")
+    if (longest := max((len(valid_text(s).encode()) for s in stops), default=0)) > LONGEST_STOP:
+        raise RequestError("invalid_parameter", f"a stop string may have at most {LONGEST_STOP} bytes, got {longest}")
     return tuple(stops)
 
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dflash_jax.infer.requests import RequestError
+from dflash_jax.infer.text import valid_text
 
+LONGEST_NAME = 256  # characters of a model's name
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 KNOWN = ("model messages prompt max_tokens max_completion_tokens stream user metadata logprobs top_logprobs").split()
 COMMON = (  # named alike in both forms
@@ -41,7 +43,27 @@ def plain_line(row: Mapping[str, Any]) -> tuple[dict[str, Any], Batch]:
     body = row.get("body")
     if not isinstance(body, dict):
         raise RequestError("invalid_request", f"body must be an object, got {type(body).__name__}")
-    return plain_body(body, row["url"]), Batch(row["url"], str(body.get("model") or "dflash-jax"))
+    return plain_body(body, row["url"]), Batch(row["url"], model_name(body))
+
+
+def model_name(body: Mapping[str, Any], default: str = "dflash-jax") -> str:
+    """The model that a request body names; raises RequestError if it is no name."""
+    name = body.get("model")
+    if name is None or name == "":
+        return default
+    if not isinstance(name, str) or len(name) > LONGEST_NAME:
+        raise RequestError("invalid_parameter", f"model must be a string of at most {LONGEST_NAME} characters")
+    return valid_text(name)
+
+
+def in_their_words(error: RequestError, body: Any) -> RequestError:
+    """The error with the names of parameters as the request has them."""
+    given = body if isinstance(body, dict) else {}
+    tokens = "max_completion_tokens" if given.get("max_completion_tokens") is not None else "max_tokens"
+    message = str(error).replace("max_new_tokens", tokens)
+    if "prompt_token_ids" not in given:
+        message = message.replace("prompt_token_ids", "prompt")
+    return RequestError(error.code, message)
 
 
 def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
@@ -55,9 +77,10 @@ def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
     plain = {name: body[name] for name in COMMON if name in body}
     if (alternatives := _alternatives(body, endpoint)) is not None:
         plain["logprobs"] = alternatives
-    tokens = body.get("max_completion_tokens", body.get("max_tokens"))
-    if tokens is not None:
-        plain["max_new_tokens"] = tokens
+    for name in ("max_completion_tokens", "max_tokens"):  # null is as good as absent
+        if body.get(name) is not None:
+            plain["max_new_tokens"] = body[name]
+            break
     if endpoint == CHAT:
         if "prompt" in body or "messages" not in body:
             raise RequestError("invalid_request", f"{CHAT} needs messages, and no prompt")

@@ -1,6 +1,7 @@
 """An HTTP server with OpenAI's completions and chat completions: one engine, any number of clients.
 
-A worker thread owns the engine; the event loop parses requests, hands them over and streams what comes back.
+A worker thread owns the engine. Two more threads turn text into tokens and tokens into text, each for one request at
+a time, so that a long prompt holds up neither the event loop nor the answers that are being streamed.
 """
 
 import asyncio
@@ -11,11 +12,13 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -23,11 +26,23 @@ from starlette.routing import Route
 
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.jobs import answer, token_logprobs
+from dflash_jax.infer.jobs import answer, speculation, token_logprobs, usage
 from dflash_jax.infer.lines import plain_request, sample_count
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Completion, Request, RequestError
-from dflash_jax.infer.text import Text, cut_at_stop, settled
+from dflash_jax.infer.text import GrowingText, Text
+
+
+class OverloadedError(Exception):
+    """More requests wait than the server keeps."""
+
+
+class Progress(NamedTuple):
+    """A completion that the engine may go on writing to, how many tokens it had, and whether that was all."""
+
+    completion: Completion
+    tokens: int
+    finished: bool
 
 
 class Worker:
@@ -35,12 +50,14 @@ class Worker:
 
     Args:
         engine: warmed up; nobody else may use it.
+        most_waiting: requests without a slot that are kept; further ones are refused.
     """
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    def __init__(self, engine: Engine, most_waiting: int = 1024):
+        self.engine, self.most_waiting = engine, most_waiting
+        self._present = 0  # requests between their arrival and their last token; only the event loop counts
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._listeners: dict[int, Callable[[Completion | Exception], None]] = {}
+        self._listeners: dict[int, Callable[[Progress | Exception], None]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: Exception | None = None
         registry = self.registry = CollectorRegistry()
@@ -62,8 +79,22 @@ class Worker:
         self._inbox.put(None)
         self._thread.join()
 
-    async def stream(self, request: Request) -> AsyncGenerator[Completion, None]:
-        """Completions so far, whenever tokens arrived; leaving the iteration early frees the slot.
+    def reserve(self, requests: int) -> None:
+        """Makes room for so many requests, each of which `stream` then takes.
+
+        Raises:
+            OverloadedError: too many wait already.
+        """
+        if self._present + requests > self.engine.slots + self.most_waiting:
+            raise OverloadedError(f"{self._present} requests are in progress or waiting; try again later")
+        self._present += requests
+
+    def leave(self, requests: int) -> None:
+        """Gives back what `reserve` took."""
+        self._present -= requests
+
+    async def stream(self, request: Request) -> AsyncGenerator[Progress, None]:
+        """The completion so far, whenever tokens arrived; leaving the iteration early frees the slot.
 
         Raises:
             RequestError: the engine cannot serve the request.
@@ -71,15 +102,17 @@ class Worker:
         loop, events = asyncio.get_running_loop(), asyncio.Queue()
         ticket: list[int] = []
 
-        def listen(event: Completion | Exception) -> None:
+        def listen(event: Progress | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         def submit() -> None:
             try:
+                if self.failure:
+                    raise self.failure
                 ticket.append(self.engine.submit(request))
                 self._listeners[ticket[0]] = listen
-            except RequestError as error:
+            except Exception as error:
                 listen(error)
 
         def cancel() -> None:
@@ -88,8 +121,6 @@ class Worker:
                     self.engine.cancel(number)
                     self._requests.labels("cancelled").inc()
 
-        if self.failure:
-            raise self.failure
         self._inbox.put(submit)
         try:
             while True:
@@ -97,7 +128,7 @@ class Worker:
                 if isinstance(event, Exception):
                     raise event
                 yield event
-                if event.finish_reason:
+                if event.finished:
                     return
         finally:
             self._inbox.put(cancel)
@@ -112,11 +143,10 @@ class Worker:
                     job()
                     idle = False
                 for ticket, completion in self.engine.step():
-                    # A copy: the engine goes on writing into its own.
-                    growing = ("token_ids", "acceptance_lengths", "logprobs", "top_logprobs")
-                    lists: dict[str, Any] = {name: [*getattr(completion, name)] for name in growing}
-                    self._listeners[ticket](replace(completion, **lists))
-                    if completion.finish_reason:
+                    # The tokens that are there now stay as they are while the engine adds others.
+                    finished = bool(completion.finish_reason)
+                    self._listeners[ticket](Progress(completion, len(completion.token_ids), finished))
+                    if finished:
                         del self._listeners[ticket]
                         self._requests.labels(completion.finish_reason).inc()
                         self._tokens.inc(len(completion.token_ids))
@@ -126,14 +156,48 @@ class Worker:
                 self._copied.set(self.engine.stats.prefix_tokens)
                 self._busy.set(self.engine.busy)
                 self._waiting.set(self.engine.waiting)
-        except Exception as error:  # whoever waits must learn of it
+        except Exception as error:  # whoever waits must learn of it, and whoever comes later too
             self.failure = error
-            for listen in self._listeners.values():
-                listen(error)
+            while self._listeners:
+                self._listeners.popitem()[1](error)
+            while (job := self._inbox.get()) is not None:
+                job()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server takes from a client.
+
+    Attributes:
+        request_bytes: of a body, at most.
+        client_seconds: for the head of a request, and for its body.
+        retry_seconds: after which a client that was refused for want of room may try again.
+    """
+
+    request_bytes: int = 2**20
+    client_seconds: float = 30.0
+    retry_seconds: int = 5
+
+
+class Asked(NamedTuple):
+    """A request for completions, read and checked."""
+
+    endpoint: str
+    model: str
+    samples: list[Request]
+    stop: tuple[str, ...]
+    streamed: bool
+    with_usage: bool
 
 
 def make_app(
-    worker: Worker, text: Text, defaults: SamplingParams, *, model: str, api_key: str | None, max_bytes: int
+    worker: Worker,
+    text: Text,
+    defaults: SamplingParams,
+    *,
+    model: str,
+    api_key: str | None,
+    limits: Limits | None = None,
 ) -> Starlette:
     """The ASGI application.
 
@@ -141,13 +205,16 @@ def make_app(
         defaults: of a request.
         model: name under which the pair is listed. Requests may name any model.
         api_key: bearer key that every request but `/health` must carry; None asks for none.
-        max_bytes: larger request bodies are refused.
+        limits: see `Limits`.
     """
+    limits = limits or Limits()
+    service = Service(worker, text, defaults, model, limits)
 
     def guarded(handler: Callable) -> Callable:
         async def handle(request: HTTPRequest) -> Response:
-            given = request.headers.get("authorization", "")
-            if api_key and not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            known = api_key is None or hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
+            if not known or (api_key and scheme.lower() != "bearer"):
                 return _error(401, "invalid_api_key", "the request needs `Authorization: Bearer <key>`")
             return await handler(request)
 
@@ -165,57 +232,117 @@ def make_app(
         listed = {"id": model, "object": "model", "created": 0, "owned_by": "dflash-jax"}
         return JSONResponse({"object": "list", "data": [listed]})
 
-    async def complete(request: HTTPRequest) -> Response:
-        endpoint = request.url.path
-        try:
-            body = json.loads(await _body(request, max_bytes))
-            if not isinstance(body, dict):
-                raise ValueError(f"expected an object, got {type(body).__name__}")
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except OverflowError as error:
-            return _error(413, "request_too_large", str(error))
-        except (ValueError, RecursionError) as error:
-            return _error(400, "invalid_json", f"the body must be a JSON object: {error!s:.200}")
-        try:
-            streamed, with_usage = _streaming(body)
-            options = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-            # Without a seed of its own a request draws from its name, so names never repeat.
-            plain = openai.plain_body(options, endpoint)
-            asked, stop, _, _ = plain_request(plain, uuid.uuid4().hex, text, defaults)
-            n = sample_count(plain)
-            worker.engine.check(asked)
-        except RequestError as error:
-            return _error(400, error.code, str(error))
-        name = str(body.get("model") or model)
-        samples = [replace(asked, sample=i) for i in range(n)]
-        if streamed:
-            chunks = _chunks(worker, samples, stop, text, endpoint, name, with_usage)
-            return StreamingResponse(chunks, media_type="text/event-stream")
-        try:
-            work = asyncio.gather(*(_last(worker, sample) for sample in samples))
-            done = await _until_disconnected(request, work)
-        except Exception as error:
-            return _error(500, "engine_failed", str(error))
-        if done is None:
-            return Response(status_code=499)
-        return JSONResponse(openai.body(endpoint, name, [answer(completion, stop, text) for completion in done]))
+    async def refused(request: HTTPRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _error(error.status_code, "not_found" if error.status_code == 404 else "invalid_request", error.detail)
+
+    async def failed(request: HTTPRequest, error: Exception) -> Response:
+        return _error(500, "internal_error", "the server failed on this request")
 
     return Starlette(
         routes=[
             Route("/health", health),
             Route("/metrics", guarded(metrics)),
             Route("/v1/models", guarded(models)),
-            Route(openai.CHAT, guarded(complete), methods=["POST"]),
-            Route(openai.TEXT, guarded(complete), methods=["POST"]),
-        ]
+            Route(openai.CHAT, guarded(service.complete), methods=["POST"]),
+            Route(openai.TEXT, guarded(service.complete), methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: refused, Exception: failed},
     )
 
 
-def _error(status: int, code: str, message: str) -> JSONResponse:
+class Service:
+    """Answers requests for completions. Arguments as in `make_app`."""
+
+    def __init__(self, worker: Worker, text: Text, defaults: SamplingParams, model: str, limits: Limits):
+        self._worker, self._text, self._defaults = worker, text, defaults
+        self._model, self._limits = model, limits
+        self._reading = ThreadPoolExecutor(1, "tokenize")
+        self._writing = ThreadPoolExecutor(1, "detokenize")
+
+    async def complete(self, request: HTTPRequest) -> Response:
+        """A completion or a stream of its parts."""
+        loop, endpoint, worker = asyncio.get_running_loop(), request.url.path, self._worker
+        try:
+            async with asyncio.timeout(self._limits.client_seconds):
+                raw = await _body(request, self._limits.request_bytes)
+            body = await loop.run_in_executor(self._reading, json.loads, raw)
+            if not isinstance(body, dict):
+                raise ValueError(f"expected an object, got {type(body).__name__}")
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except TimeoutError:
+            message = f"the body did not arrive within {self._limits.client_seconds:g} seconds"
+            return _error(408, "request_timeout", message, {"Connection": "close"})
+        except OverflowError as error:
+            return _error(413, "request_too_large", str(error))
+        except (ValueError, RecursionError) as error:
+            return _error(400, "invalid_json", f"the body must be a JSON object: {error!s:.200}")
+        if worker.failure:
+            return _error(500, "engine_failed", str(worker.failure))
+        try:
+            asked = await loop.run_in_executor(self._reading, self._parse, body, endpoint)
+            worker.reserve(len(asked.samples))
+        except RequestError as error:
+            return _error(400, error.code, str(openai.in_their_words(error, body)))
+        except OverloadedError as error:
+            return _error(429, "overloaded", str(error), {"Retry-After": str(self._limits.retry_seconds)})
+        if asked.streamed:
+            return StreamingResponse(self._chunks(asked), media_type="text/event-stream")
+        try:
+            work = asyncio.gather(*(_last(worker, sample) for sample in asked.samples))
+            done = await _until_disconnected(request, work)
+            if done is None:
+                return Response(status_code=499)
+            return JSONResponse(await loop.run_in_executor(self._writing, self._whole, asked, done))
+        except Exception as error:
+            return _error(500, "engine_failed", str(error))
+        finally:
+            worker.leave(len(asked.samples))
+
+    def _parse(self, body: Mapping[str, Any], endpoint: str) -> Asked:
+        """What a body asks for; raises RequestError."""
+        streamed, with_usage = _streaming(body)
+        options = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+        # Without a seed of its own a request draws from its name, so names never repeat.
+        plain = openai.plain_body(options, endpoint)
+        request, stop, _, _ = plain_request(plain, uuid.uuid4().hex, self._text, self._defaults)
+        self._worker.engine.check(request)
+        samples = [replace(request, sample=i) for i in range(sample_count(plain))]
+        return Asked(endpoint, openai.model_name(body, self._model), samples, stop, streamed, with_usage)
+
+    def _whole(self, asked: Asked, done: Sequence[Completion]) -> dict[str, Any]:
+        answers = [answer(completion, asked.stop, self._text) for completion in done]
+        return openai.body(asked.endpoint, asked.model, answers)
+
+    async def _chunks(self, asked: Asked) -> AsyncIterator[str]:
+        """Server-sent events of answers as they grow; text is sent once nothing can change it any more."""
+        loop, worker, text = asyncio.get_running_loop(), self._worker, self._text
+        kind = "chat.completion.chunk" if asked.endpoint == openai.CHAT else "text_completion"
+        head = openai.envelope(asked.endpoint, kind, asked.model)
+        event = lambda **fields: f"data: {json.dumps(head | fields, ensure_ascii=False)}\n\n"
+        streams = [_Stream(text, asked) for _ in asked.samples]
+        try:
+            async with contextlib.aclosing(_merged(worker, asked.samples)) as completions:
+                async for index, progress in completions:
+                    choice = await loop.run_in_executor(self._writing, streams[index].add, progress)
+                    if choice is None:
+                        continue
+                    last = {"speculation": speculation(progress.completion)} if progress.finished else {}
+                    yield event(choices=[choice | {"index": index}], **last)
+            if asked.with_usage:
+                yield event(choices=[], usage=openai.usage([stream.usage for stream in streams]))
+            yield "data: [DONE]\n\n"
+        except Exception as error:  # the status line is long gone
+            yield f"data: {json.dumps({'error': {'message': str(error), 'code': 'engine_failed'}})}\n\n"
+        finally:
+            worker.leave(len(asked.samples))
+
+
+def _error(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
-    return JSONResponse({"error": error}, status_code=status)
+    return JSONResponse({"error": error}, status_code=status, headers=headers)
 
 
 async def _body(request: HTTPRequest, limit: int) -> bytes:
@@ -237,11 +364,11 @@ def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 async def _last(worker: Worker, request: Request) -> Completion:
-    done = Completion()
+    progress = Progress(Completion(), 0, False)
     async with contextlib.aclosing(worker.stream(request)) as completions:
-        async for done in completions:  # noqa: B007
+        async for progress in completions:  # noqa: B007
             pass
-    return done
+    return progress.completion
 
 
 async def _until_disconnected(request: HTTPRequest, work: asyncio.Future) -> list[Completion] | None:
@@ -261,9 +388,9 @@ async def _until_disconnected(request: HTTPRequest, work: asyncio.Future) -> lis
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Completion], None]:
+async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Progress], None]:
     """(which request, its completion so far) whenever tokens of one arrived; leaving early frees all slots."""
-    events: asyncio.Queue[tuple[int, Completion] | Exception | None] = asyncio.Queue()
+    events: asyncio.Queue[tuple[int, Progress] | Exception | None] = asyncio.Queue()
 
     async def follow(index: int, request: Request) -> None:
         try:
@@ -291,36 +418,29 @@ async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _chunks(
-    worker: Worker,
-    samples: Sequence[Request],
-    stop: Sequence[str],
-    text: Text,
-    endpoint: str,
-    model: str,
-    with_usage: bool,
-) -> AsyncIterator[str]:
-    """Server-sent events of answers as they grow; text is sent once nothing can change it any more."""
-    kind = "chat.completion.chunk" if endpoint == openai.CHAT else "text_completion"
-    head = openai.envelope(endpoint, kind, model)
-    event = lambda **fields: f"data: {json.dumps(head | fields, ensure_ascii=False)}\n\n"
-    sent, told, answers = [0] * len(samples), [-1] * len(samples), [Completion()] * len(samples)  # -1: nothing yet
-    try:
-        async with contextlib.aclosing(_merged(worker, samples)) as completions:
-            async for index, done in completions:
-                answers[index] = done
-                whole = cut_at_stop(text.decode(done.token_ids), stop) or ""
-                ready = whole if done.finish_reason else settled(whole, stop)
-                if len(ready) <= sent[index] and not done.finish_reason:
-                    continue
-                scores = None if samples[0].params.logprobs is None else token_logprobs(done, text, max(told[index], 0))
-                piece = ready[sent[index] :], done.finish_reason or None, told[index] < 0, scores
-                last = {"speculation": answer(done, stop, text)["speculation"]} if done.finish_reason else {}
-                yield event(choices=[openai.chunk_choice(endpoint, index, *piece)], **last)
-                sent[index], told[index] = max(sent[index], len(ready)), len(done.token_ids)
-    except Exception as error:  # the status line is long gone
-        yield f"data: {json.dumps({'error': {'message': str(error), 'code': 'engine_failed'}})}\n\n"
-        return
-    if with_usage:
-        yield event(choices=[], usage=openai.usage([answer(done, stop, text) for done in answers]))
-    yield "data: [DONE]\n\n"
+class _Stream:
+    """The chunks of one streamed answer."""
+
+    def __init__(self, text: Text, asked: Asked):
+        self._asked, self._text, self._growing = asked, text, GrowingText(text, asked.stop)
+        self._read = self._scored = 0  # tokens that were decoded, and whose log-probabilities were sent
+        self._begun = False
+        self.usage: Mapping[str, Any] = {}
+
+    def add(self, progress: Progress) -> dict[str, Any] | None:
+        """The choice of the next chunk; None if nothing more can be said yet."""
+        done, count, ended = progress
+        piece = self._growing.add(done.token_ids[self._read : count])
+        self._read = count
+        if ended:
+            piece += self._growing.end(done.token_ids)
+            self.usage = {"usage": usage(done)}
+        if not piece and not ended:
+            return None
+        scores = None
+        if self._asked.samples[0].params.logprobs is not None:
+            scores = token_logprobs(done, self._text, self._scored, count)
+            self._scored = count
+        first, self._begun = not self._begun, True
+        reason = done.finish_reason if ended else None
+        return openai.chunk_choice(self._asked.endpoint, 0, piece, reason, first, scores)

@@ -1,11 +1,13 @@
 """Tokenizer, chat template and stop strings. The only user of `transformers` outside the tests."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.infer.requests import RequestError
 
+SHORTEST_LIMIT = 16  # bytes of a token that any tokenizer is thought to have
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 # What `apply_chat_template` takes itself, or is given here: no arguments of a template.
 RESERVED = frozenset(
@@ -21,18 +23,22 @@ class Text:
         directory: checkpoint directory holding the tokenizer files. Without any, only prompts of token ids
             can be served.
         template_arguments: of the chat template, where a call gives no others; see `template_arguments`.
+        most_tokens: a text that cannot fit into so many is refused without being tokenized; None refuses none.
 
     Raises:
         ValueError: there are tokenizer files, but they cannot be used.
     """
 
-    def __init__(self, directory: str, template_arguments: Mapping[str, Any] | None = None):
+    def __init__(
+        self, directory: str, template_arguments: Mapping[str, Any] | None = None, most_tokens: int | None = None
+    ):
         from transformers import AutoTokenizer
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         self.template_arguments = dict(template_arguments or {})
         self._directory, self._tokenizer = directory, None
+        self._most_tokens, self._most_bytes = most_tokens, math.inf
         if not any((Path(directory) / name).is_file() for name in TOKENIZER_FILES):
             return
         try:
@@ -40,6 +46,9 @@ class Text:
         except Exception as error:  # tokenizer files are read by several libraries, which raise what they like
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}") from error
+        if most_tokens is not None:
+            longest = max((len(token.encode(errors="replace")) for token in self._tokenizer.get_vocab()), default=1)
+            self._most_bytes = most_tokens * max(longest, SHORTEST_LIMIT)
 
     def _need_tokenizer(self) -> Any:
         if self._tokenizer is None:
@@ -52,7 +61,15 @@ class Text:
 
     def encode(self, prompt: str) -> list[int]:
         """Tokens of plain text, with whatever special tokens the tokenizer adds."""
-        return self._need_tokenizer().encode(valid_text(prompt))
+        return self._need_tokenizer().encode(self._checked(prompt))
+
+    def _checked(self, prompt: str) -> str:
+        """Returns a text that can be tokenized, and in reasonable time."""
+        if (size := len(valid_text(prompt).encode())) > self._most_bytes:
+            raise RequestError(
+                "prompt_too_long", f"the prompt has {size} bytes, which cannot fit into {self._most_tokens} tokens"
+            )
+        return prompt
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], **arguments: Any) -> list[int]:
         """Tokens of a conversation under the chat template, up to where the answer begins.
@@ -69,7 +86,7 @@ class Text:
             )
         except Exception as error:  # templates are programs, and raise what they like
             raise RequestError("invalid_messages", f"the chat template refused the messages: {error}") from error
-        return tokenizer.encode(valid_text(text), add_special_tokens=False)
+        return tokenizer.encode(self._checked(text), add_special_tokens=False)
 
     @property
     def end_token(self) -> int | None:
@@ -170,10 +187,44 @@ def valid_text(value: str) -> str:
     return value
 
 
+class GrowingText:
+    """The text of an answer while its tokens arrive.
+
+    A few tokens are decoded at a time: the new ones, behind those before them that may change how they read.
+
+    Args:
+        stops: the text ends before the first of these.
+    """
+
+    def __init__(self, text: Text, stops: Sequence[str] = ()):
+        self._text, self._stops = text, stops
+        self._context: list[int] = []  # tokens whose text is whole, before those of `_tokens`
+        self._tokens: list[int] = []  # tokens whose text may lack the rest of a character
+        self._pending = ""  # text that may turn out to begin a stop string
+        self.sent = 0  # characters returned so far
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that further tokens settle: without half a character or half a stop string at its end."""
+        self._tokens += tokens
+        before = self._text.decode(self._context) or ""
+        new = (self._text.decode(self._context + self._tokens) or "")[len(before) :]
+        if new and not new.endswith("\ufffd"):
+            self._pending += new
+            self._context, self._tokens = self._tokens, []
+        ready = cut_at_stop(self._pending, self._stops) or ""
+        if ready == self._pending:
+            ready = settled(ready, self._stops)
+        self._pending = self._pending[len(ready) :]
+        self.sent += len(ready)
+        return ready
+
+    def end(self, tokens: Sequence[int]) -> str:
+        """What is left of the answer, which has these tokens in all."""
+        return (cut_at_stop(self._text.decode(tokens), self._stops) or "")[self.sent :]
+
+
 def settled(text: str, stops: Sequence[str]) -> str:
-    """The part of an unfinished text that later tokens cannot change: without half a character or half a stop string
-    at its end."""
-    text = text.rstrip("\ufffd")
+    """The part of an unfinished text that is no beginning of a stop string."""
     held = 0
     for stop in stops:
         for size in range(min(len(stop) - 1, len(text)), held, -1):

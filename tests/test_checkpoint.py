@@ -121,6 +121,36 @@ def test_broken_files_are_named(directory, tmp_path):
         load_target("nobody/nothing")
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_weights_that_are_not_finite_are_named(directory, dtype, value):
+    tensors = {name: x.astype(dtype) for name, x in load_file(directory / "model.safetensors").items()}
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = value
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ValueError, match="'model.layers.2.mlp.up_proj.weight' holds infinite numbers or NaN"):
+        load_target(directory)
+
+
+@pytest.mark.parametrize("name", ["../a.safetensors", "/a.safetensors", "b/../a.safetensors"])
+def test_an_index_names_files_of_its_own_directory(directory, name):
+    split(directory)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="must name files of its own directory"):
+        load_target(directory)
+
+
+def test_a_tensor_in_two_files_is_an_error(directory):
+    whole = load_file(directory / "model.safetensors")
+    split(directory)
+    one = load_file(directory / "a.safetensors")
+    other = next(name for name in whole if name not in one)
+    save_file(one | {other: whole[other]}, directory / "a.safetensors")
+    with pytest.raises(ValueError, match="twice, in a.safetensors and b.safetensors"):
+        load_target(directory)
+
+
 def test_published_aliases_of_drafter_names(tmp_path):
     raw = tiny.drafter_config(num_hidden_layers=1)
     tiny.write_drafter(tmp_path, raw)

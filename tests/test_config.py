@@ -46,6 +46,16 @@ def test_target_fields():
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding"),
+        ({"model_type": []}, "model_type"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 4096"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers must be at most 4096"),
+        ({"intermediate_size": 2**40}, "intermediate_size must be at most"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps must be at most"),
+        ({"rope_theta": 1e-300}, "rope_theta must be at least 1"),
+        ({"eos_token_id": 2**31}, "ids must be integers below"),
+        ({"rope_scaling": {"factor": 2.0}}, "needs a rope_type"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "above 0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "above 0"),
     ],
 )
 def test_unsupported_targets_are_refused_by_name(change, named):
@@ -185,6 +195,10 @@ def test_slot_conventions():
         ({"dflash_config": {"target_layer_ids": ["1"]}}, "integers"),
         ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor must be a number"),
         ({"hidden_size": float("inf")}, "hidden_size"),
+        ({"model_type": {}}, "model_type"),
+        ({"dflash_config": {"input_embedding_scale": [1]}}, "input_embedding_scale must be a number"),
+        ({"dflash_config": {"output_multiplier": {}}}, "output_multiplier must be a number"),
+        ({"dflash_config": {"final_logit_softcapping": "x"}}, "final_logit_softcapping must be a number"),
     ],
 )
 def test_unsupported_drafters_are_refused_by_name(change, named):
@@ -204,3 +218,8 @@ def test_unsupported_drafters_are_refused_by_name(change, named):
 def test_wrong_pairs_are_refused_with_both_numbers(change, numbers):
     with pytest.raises(ValueError, match=numbers):
         drafter(**change).check_pair(target_config(tiny.target_config()))
+
+
+def test_a_mask_that_ends_the_targets_texts_is_refused():
+    with pytest.raises(ValueError, match="one of its end tokens"):
+        drafter().check_pair(target_config(tiny.target_config(eos_token_id=tiny.MASK)))

@@ -1,5 +1,6 @@
 """Trains drafters: `python -m dflash_jax.train STAGE ...`."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -70,7 +71,7 @@ def _regenerate(options: RegenerateOptions) -> int:
         target, drafter, text, defaults = load(options.models, generation, speculative=bool(options.models.drafter))
         lines = read_lines(source, text, defaults)
     fixed = wanted.fixed(generation, options.models.drafter)
-    noted = job_settings(target, text, defaults, wanted.seed, wanted.max_length, fixed)
+    noted = job_settings(target, text, defaults, lines, wanted.seed, wanted.max_length, fixed)
     with journal(Path(options.output), noted, lines) as book, stop_signals() as stopping:
         lines = [line for line in lines if line.index not in book.done]
         if book.done:
@@ -81,8 +82,11 @@ def _regenerate(options: RegenerateOptions) -> int:
         engine = make_engine(target, drafter, engine_config(target, requests, generation, wanted))
         engine.warm_up()
         failed = cut = 0
-        with progress_bar(len(lines), "answer") as bar:
-            for record, _ in run_job(engine, lines, answer_record, admit=lambda: not stopping):
+        with (
+            progress_bar(len(lines), "answer") as bar,
+            contextlib.closing(run_job(engine, lines, answer_record, admit=lambda: not stopping)) as records,
+        ):
+            for record, _ in records:
                 if record is not None:
                     book.append(record)
                     failed += "error" in record

@@ -24,11 +24,12 @@ class Reader:
     def __init__(self, directory: Path, rename: Callable[[str], str] = lambda name: name):
         self.directory = directory
         self._files = {path.name: _open(path) for path in self._paths()}
-        self._tensors = {
-            rename(name): (handle, name, path)
-            for path, handle in self._files.items()
-            for name in handle.keys()  # noqa: SIM118 (no dict)
-        }
+        self._tensors: dict[str, tuple[Any, str, str]] = {}
+        for path, handle in self._files.items():
+            for name in handle.keys():  # noqa: SIM118 (no dict)
+                if (known := rename(name)) in self._tensors:
+                    raise ValueError(f"{directory} has {name!r} twice, in {self._tensors[known][2]} and {path}")
+                self._tensors[known] = handle, name, path
 
     def _paths(self) -> list[Path]:
         index, single = self.directory / "model.safetensors.index.json", self.directory / "model.safetensors"
@@ -39,6 +40,8 @@ class Reader:
         files = read_json(index).get("weight_map")
         if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
             raise ValueError(f"{index} must have a weight_map from tensor names to file names")
+        if outside := [name for name in files.values() if Path(name).name != name]:
+            raise ValueError(f"{index} must name files of its own directory, found {outside[0]!r:.80}")
         paths = [self.directory / name for name in sorted(set(files.values()))]
         if absent := [path.name for path in paths if not path.is_file()]:
             raise ValueError(f"{index} names files that are missing: {', '.join(absent)}; download them again")
@@ -56,9 +59,27 @@ class Reader:
         return handle.get_slice(stored).get_dtype()
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a tensor; nothing else of it is read."""
-        handle, stored, _ = self._tensors[name]
-        return handle.get_slice(stored)[index]
+        """A slice of a tensor; nothing else of it is read.
+
+        Raises:
+            ValueError: numbers in it are infinite or NaN.
+        """
+        handle, stored, path = self._tensors[name]
+        values = handle.get_slice(stored)[index]
+        if not _finite(values):
+            raise ValueError(f"{self.directory / path}: {stored!r} holds infinite numbers or NaN; download it again")
+        return values
+
+
+# Bits of the exponent; a number that has them all is infinite or NaN.
+_EXPONENTS = {"float32": (np.uint32, 0x7F800000), "bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00)}
+
+
+def _finite(values: np.ndarray) -> bool:
+    if values.dtype.name not in _EXPONENTS:
+        return True  # integers, and the 8-bit formats, which hardly have such numbers
+    bits, exponent = _EXPONENTS[values.dtype.name]
+    return not bool(np.any(np.bitwise_and(values.view(bits), bits(exponent)) == exponent))
 
 
 def _open(path: Path) -> Any:
@@ -193,7 +214,11 @@ def _check(reader: Reader, table: Table, ignored: Callable[[str], bool]) -> None
     wanted = {name: how for _, leaf in leaves(table) for part in leaf.parts for name, how in part.source.stored.items()}
     names = reader.names()
     problems = [f"missing {name} {list(shape)}" for name, (shape, _) in wanted.items() if name not in names]
-    problems += [f"unexpected {name}" for name in sorted(names - set(wanted)) if not ignored(name)]
+    problems += [
+        f"unexpected {name if name.isprintable() else repr(name)}"
+        for name in sorted(names - set(wanted))
+        if not ignored(name)
+    ]
     for name in sorted(names & set(wanted)):
         shape, dtypes = wanted[name]
         if reader.shape(name) != shape:

@@ -40,8 +40,8 @@ class History(struct.PyTreeNode):
 
 def check_penalties(repetition: float, presence: float, frequency: float) -> None:
     """Raises ValueError for a penalty out of range; presence and frequency as OpenAI has them."""
-    if not 0 < repetition < float("inf"):
-        raise ValueError(f"repetition_penalty must be above 0 and finite, got {repetition}; 1 is none")
+    if not 0.01 <= repetition <= 100:
+        raise ValueError(f"repetition_penalty must lie in 0.01..100, got {repetition}; 1 is none")
     for name, value in (("presence_penalty", presence), ("frequency_penalty", frequency)):
         if not -2 <= value <= 2:
             raise ValueError(f"{name} must lie in -2..2, got {value}; 0 is none")

@@ -70,6 +70,8 @@ class DrafterConfig(DecoderConfig):
         wrong = [f"{name} {ours} (target: {theirs})" for name, ours, theirs in pairs if ours != theirs]
         if not (self.own_embedding and self.own_head) and self.hidden_size != target.hidden_size:
             wrong.append(f"draft hidden size {self.hidden_size} (target embedding: {target.hidden_size})")
+        if self.mask_token_id in target.eos_token_ids:
+            wrong.append(f"a mask token {self.mask_token_id} that ends no text (target: one of its end tokens)")
         if max(self.target_layer_ids) > target.num_hidden_layers - 2:
             wrong.append(
                 f"a target layer {max(self.target_layer_ids)} (target: last usable {target.num_hidden_layers - 2})"
@@ -172,10 +174,17 @@ def drafter_config(raw: Raw) -> DrafterConfig:
         num_target_layers=num_target_layers,
         target_hidden_size=get("target_hidden_size", default=fields["hidden_size"]),
         anchor_predicts=_anchor_predicts(raw, get),
-        input_embedding_scale=float(get("input_embedding_scale", default=1.0)),
-        output_multiplier=float(get("output_multiplier", "logit_scale", default=1.0)),
-        final_logit_softcapping=max(0.0, float(get("final_logit_softcapping", default=0.0))),
+        input_embedding_scale=_number(get, "input_embedding_scale", default=1.0),
+        output_multiplier=_number(get, "output_multiplier", "logit_scale", default=1.0),
+        final_logit_softcapping=max(0.0, _number(get, "final_logit_softcapping", default=0.0)),
     )
+
+
+def _number(get: _Lookup, *names: str, default: float) -> float:
+    value = get(*names, default=default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
+        raise ValueError(f"{names[0]} must be a number, got {value!r:.80}")
+    return float(value)
 
 
 def _classes(raw: Raw) -> str:

@@ -13,7 +13,7 @@ from dflash_jax.models import qwen3
 FAMILIES: dict[str, ModuleType] = {"qwen3": qwen3}
 
 
-def family(model_type: str | None) -> ModuleType:
+def family(model_type: object) -> ModuleType:
     """The module implementing a `model_type`; raises ValueError naming the supported ones."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"target model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")

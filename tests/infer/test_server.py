@@ -1,5 +1,6 @@
 """The HTTP server, spoken to by the official client over a real socket."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -7,18 +8,24 @@ import time
 import urllib.error
 import urllib.request
 
+import numpy as np
 import pytest
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-from dflash_jax import Engine, SamplingParams, load_drafter, load_target  # noqa: E402
-from dflash_jax.infer.server import Worker, make_app  # noqa: E402
-from dflash_jax.infer.text import Text, settled  # noqa: E402
+from starlette.testclient import TestClient  # noqa: E402
+
+from dflash_jax import Engine, SamplingParams, load_drafter, load_target, serve  # noqa: E402
+from dflash_jax.infer.listening import is_local, listen, make_server  # noqa: E402
+from dflash_jax.infer.server import Limits, OverloadedError, Worker, make_app  # noqa: E402
+from dflash_jax.infer.text import GrowingText, Text, cut_at_stop, settled  # noqa: E402
 from tests import tiny  # noqa: E402
 
 KEY = "secret"
+AUTHORISED = {"Authorization": f"Bearer {KEY}"}
+LIMITS = Limits(request_bytes=5000, client_seconds=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +43,12 @@ def server(text, tmp_path_factory):
     drafter = load_drafter(tiny.write_drafter(tmp_path_factory.mktemp("drafter"), tiny.drafter_config()))
     engine = Engine(target, drafter, slots=2, max_length=256, steps_per_visit=2, logprobs=20)
     engine.warm_up()
-    worker = Worker(engine)
-    app = make_app(worker, text, SamplingParams(16), model="tiny", api_key=KEY, max_bytes=5000)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    served = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
-    thread = threading.Thread(target=served.run, daemon=True)
+    worker = Worker(engine, most_waiting=8)
+    app = make_app(worker, text, SamplingParams(16), model="tiny", api_key=KEY, limits=LIMITS)
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    served = make_server(app, LIMITS.client_seconds, shutdown_seconds=5)
+    thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
     worker.start()
     thread.start()
     while not served.started:
@@ -173,7 +179,35 @@ def test_settled():
     assert settled("abc", ["cd"]) == "ab"
     assert settled("abc", ["bcd", "cx"]) == "a"
     assert settled("abc", ["x"]) == "abc"
-    assert settled("ab\ufffd", []) == "ab"
+
+
+@pytest.mark.parametrize("stops", [(), ("é😀",), ("ab ",)])
+def test_text_grows_to_what_it_is_as_a_whole(stops):
+    """In pieces of any size, with characters of several tokens, bytes that are none, and special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)} | {"<end>": len(alphabet)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    text = Text("")
+    text._tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    byte = {c: i for i, c in enumerate(alphabet)}
+    rng = np.random.default_rng(0)
+    encode = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for _ in range(200):
+        pieces = rng.choice(["a", "b ", "é", "😀", "日本", "\n"], size=rng.integers(1, 12))
+        tokens = [byte[c] for part, _ in encode.pre_tokenize_str("".join(pieces)) for c in part]
+        for at in rng.integers(0, len(tokens), size=rng.integers(0, 3)):
+            tokens.insert(at, int(rng.integers(0, len(alphabet) + 1)))  # often no character at all
+        whole = cut_at_stop(text.decode(tokens), stops)
+        growing, shown, at = GrowingText(text, stops), "", 0
+        while at < len(tokens):
+            size = int(rng.integers(1, 4))
+            shown += growing.add(tokens[at : at + size])
+            assert whole.startswith(shown)
+            at += size
+        assert shown + growing.end(tokens) == whole
 
 
 def test_what_is_refused(client, server):
@@ -189,6 +223,7 @@ def test_what_is_refused(client, server):
         {"messages": [{"role": "user", "content": "a" * 300}]},
         {"messages": []},
         {"extra_body": {"colour": 1}},
+        {"stop": list("abcde")},
     ):
         with pytest.raises(openai.BadRequestError) as error:
             client.chat.completions.create(**({"model": "m", "messages": MESSAGES} | arguments))
@@ -200,7 +235,7 @@ def test_what_is_refused(client, server):
         client.with_options(api_key="wrong").models.list()
     for body in (b"{", b"[]", b"\xff", b"[" * 4000):
         call = urllib.request.Request(
-            server[0] + "/v1/completions", body, {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+            server[0] + "/v1/completions", body, AUTHORISED | {"Content-Type": "application/json"}
         )
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(call)
@@ -208,11 +243,20 @@ def test_what_is_refused(client, server):
         assert json.loads(refused.value.read())["error"]["code"] == "invalid_json"
 
 
+@pytest.mark.parametrize("change", [{"stop": "\ud800"}, {"model": "\ud800"}, {"model": "\ud800", "stream": True}])
+def test_half_characters_are_refused(server, change):
+    body = json.dumps({"prompt": "abc"} | change).encode()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(server[0] + "/v1/completions", body, AUTHORISED))
+    assert refused.value.code == 400
+    assert "lone surrogate" in json.loads(refused.value.read())["error"]["message"]
+
+
 def test_models_health_and_metrics(client, server):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert json.loads(urllib.request.urlopen(server[0] + "/health").read()) == {"status": "ok"}
     client.completions.create(model="m", prompt="abc", max_tokens=4)
-    call = urllib.request.Request(server[0] + "/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    call = urllib.request.Request(server[0] + "/metrics", headers=AUTHORISED)
     metrics = urllib.request.urlopen(call).read().decode()
     assert 'dflash_requests_total{finish_reason="length"}' in metrics
     assert "dflash_slots 2.0" in metrics
@@ -253,3 +297,138 @@ def test_many_clients_at_once(client):
     for thread in threads:
         thread.join()
     assert [together[i] for i in range(6)] == alone
+
+
+def test_an_address_nobody_knows_and_a_wrong_method_get_json(client, server):
+    for path, method, status in (("/nothing", "GET", 404), ("/v1/completions", "GET", 405)):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(server[0] + path, headers=AUTHORISED, method=method))
+        assert refused.value.code == status
+        assert json.loads(refused.value.read())["error"]["type"] == "invalid_request_error"
+
+
+def test_more_requests_than_wait_are_told_to_come_back(client, server, monkeypatch):
+    engine = server[1].engine
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda **options: time.sleep(0.02) or step(**options))
+    streams = [client.completions.create(model="m", prompt="abc", max_tokens=200, stream=True) for _ in range(10)]
+    with pytest.raises(openai.RateLimitError) as error:  # two slots, eight that wait
+        client.completions.create(model="m", prompt="abc")
+    assert error.value.response.headers["retry-after"] == "5"
+    assert error.value.code == "overloaded"
+    for stream in streams:
+        stream.close()
+    deadline = time.monotonic() + 10
+    while server[1]._present and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert client.completions.create(model="m", prompt="abc", max_tokens=4).usage.completion_tokens == 4
+
+
+def test_a_slow_client_is_hung_up_on(server):
+    """One that never ends its head, and one that never ends its body."""
+    address = server[0].removeprefix("http://").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+    key = b"Authorization: Bearer " + KEY.encode() + b"\r\nContent-Length: 100\r\n\r\n{"
+    for sent, answer in ((b"", b""), (head, b""), (head + key, b"HTTP/1.1 408")):
+        with socket.create_connection((address[0], int(address[1])), timeout=10) as connection:
+            connection.sendall(sent)
+            assert connection.recv(12) == answer
+
+
+def test_long_prompts_hold_up_nobody(client, server, text, monkeypatch):
+    encode = text.encode
+    monkeypatch.setattr(text, "encode", lambda prompt: (len(prompt) > 99 and time.sleep(2)) or encode(prompt))
+    slow = threading.Thread(target=lambda: client.completions.create(model="m", prompt="a" * 100, max_tokens=1))
+    slow.start()
+    time.sleep(0.2)
+    begin = time.perf_counter()
+    assert urllib.request.urlopen(server[0] + "/health").status == 200
+    assert time.perf_counter() - begin < 1
+    assert slow.is_alive()
+    slow.join()
+
+
+class Broken:
+    """An engine that dies at its first step."""
+
+    slots, busy, waiting = 1, 0, 0
+
+    def submit(self, request):
+        self.busy = 1
+        return 0
+
+    def step(self):
+        time.sleep(0.2)
+        raise RuntimeError("the device is gone")
+
+    def cancel(self, *tickets):
+        pass
+
+
+def test_who_waits_while_the_engine_dies_is_answered():
+    """A request in a slot, one that arrives while the engine dies, and one that comes later."""
+    worker = Worker(Broken())
+    worker.start()
+
+    async def ask(after):
+        await asyncio.sleep(after)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            async for _ in worker.stream(tiny.ask([1])):
+                pass
+
+    async def everybody():
+        await asyncio.wait_for(asyncio.gather(*map(ask, (0.0, 0.1, 0.5))), timeout=10)
+
+    asyncio.run(everybody())
+    worker.stop()
+
+
+def test_room_is_counted():
+    worker = Worker(Broken(), most_waiting=2)
+    worker.reserve(3)
+    with pytest.raises(OverloadedError):
+        worker.reserve(1)
+    worker.leave(2)
+    worker.reserve(2)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("example.org", False),
+    ],
+)
+def test_addresses(host, local):
+    assert is_local(host) is local
+
+
+def test_a_key_is_needed_where_others_can_connect(capsys, monkeypatch):
+    monkeypatch.delenv("DFLASH_API_KEY", raising=False)
+    for arguments, problem in (
+        (["--http", "0.0.0.0:0"], "--allow-unauthenticated"),
+        (["--http", "127.0.0.1:0", "--api-key", ""], "the key is empty"),
+        (["--http", "127.0.0.1:0", "--max-request-bytes", "-5"], "--max-request-bytes must be at least 1"),
+    ):
+        assert serve.main(arguments) == 2
+        assert problem in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_found_at_once(capsys):
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert serve.main(["--http", f"127.0.0.1:{port}", "--target", "no such place", "--drafter", "none"]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["Bearer schlüssel", "bearer schlüssel", "Bearer  schlüssel"])
+def test_keys_of_any_letters(text, given):
+    app = make_app(Worker(Broken()), text, SamplingParams(4), model="tiny", api_key="schlüssel")
+    with TestClient(app) as client:
+        ask = lambda value: client.get("/v1/models", headers={"Authorization": value}).status_code
+        assert ask(given.encode()) == 200
+        assert ask(b"Bearer schlussel") == ask(b"Basic " + "schlüssel".encode()) == ask(b"") == ask(b"\xff") == 401

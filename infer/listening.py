@@ -1,0 +1,73 @@
+"""The socket of the HTTP server, and what clients are held to before a request is read."""
+
+import ipaddress
+import socket
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches a server at this address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Takes a port, so that an address in use is known before anything is compiled.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    listener.set_inheritable(True)
+    return listener
+
+
+def make_server(app: Any, client_seconds: float, shutdown_seconds: float) -> uvicorn.Server:
+    """A server to `run(sockets=[...])` until SIGINT or SIGTERM.
+
+    Args:
+        client_seconds: in which the head of a request must arrive.
+        shutdown_seconds: that requests in progress have to finish in the end.
+    """
+
+    class Protocol(H11Protocol):
+        """A connection that is closed unless the head of a request arrives in time."""
+
+        def connection_made(self, transport: Any) -> None:  # asyncio's, or uvloop's, which is none by its type
+            super().connection_made(transport)
+            self._expect_head()
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            if self.cycle is not before and self._late:
+                self._late.cancel()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._expect_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._late.cancel()
+            super().connection_lost(exc)
+
+        def _expect_head(self) -> None:
+            self._late = self.loop.call_later(client_seconds, self._hang_up)
+
+        def _hang_up(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+
+    config = uvicorn.Config(
+        app, http=Protocol, log_level="info", timeout_graceful_shutdown=max(1, round(shutdown_seconds))
+    )
+    return uvicorn.Server(config)
