@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -188,7 +188,7 @@ class Engine:
             done = {index: completion for index, completion in completions if completion.finish_reason}
         return [done[index] for index in range(len(requests))]
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Completion]]:
+    def stream(self, requests: Iterable[Request]) -> Generator[tuple[int, Completion], None, None]:
         """Yields (index of the request, its completion so far) whenever tokens arrived.
 
         The completion object of a request is the same each time; it is final once it has a finish

@@ -4,7 +4,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def run_job(
     record: Callable[[Line, list[Completion]], dict[str, Any]],
     text: Text | None = None,
     admit: Callable[[], bool] = lambda: True,
-) -> Iterator[tuple[dict[str, Any] | None, list[Completion]]]:
+) -> Generator[tuple[dict[str, Any] | None, list[Completion]], None, None]:
     """Answers every line: yields (output record or None while in progress, its answers so far).
 
     Args:
