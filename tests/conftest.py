@@ -1,6 +1,7 @@
 """Strict JAX for every test, and a tiny random pair written to disk and read by the real loader."""
 
 import os
+from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Hundreds of small programs are compiled and run once or twice: compile fast, not well, if .ci/run does not ask for it.
@@ -17,6 +18,14 @@ from jaxtyping import install_import_hook
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
+
+if os.environ.get("DFLASH_TESTS_OPTIMISED") != "1" and version("jaxlib").startswith("0.10."):
+    # The older emitters compile in half the time. Only this jaxlib has them, and whoever else reads the flags, like
+    # the compiler for TPUs, ends at a name it does not know: so they are there only while jax reads them.
+    flags = os.environ["XLA_FLAGS"]
+    os.environ["XLA_FLAGS"] = flags + " --xla_cpu_use_fusion_emitters=false"
+    jax.devices()
+    os.environ["XLA_FLAGS"] = flags
 
 # Shapes and types of every annotated call of the package are checked, whenever a module is imported.
 install_import_hook("dflash_jax", "tests.checks.checked")
