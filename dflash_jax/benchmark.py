@@ -159,7 +159,7 @@ def _jobs(
 ) -> dict[str, Any]:
     """The figures of `--jobs`."""
     from dflash_jax.benchmarks.compare import compare_jobs
-    from dflash_jax.infer.chooser import block_sizes
+    from dflash_jax.infer.chooser import Chooser, block_sizes
 
     assert loaded.drafter is not None
     most, one = loaded.drafter.config.block_size, generation.block_size
@@ -174,6 +174,10 @@ def _jobs(
     if generation.batch_size > 1 and one is None:
         engines["one at a time, autoregressive"] = engine(1, batch_size=1)
         engines["one at a time"] = engine(most, batch_size=1)
+    if one == "auto":  # what `auto` pays for being able to speculate, where speculation does not pay
+        kept = engines["draft state kept, unused"] = engine("auto")
+        kept.warm_up()
+        kept.chooser = Chooser({1: 1.0}, lambda size: 0)
     return {"rounds": rounds, "engines": compare_jobs(engines, requests, rounds, official, most)}
 
 

@@ -122,7 +122,7 @@ class Chooser:
         pause = self._pause
         if speculates and speed[other] > CLOSE * speed[best]:
             pause = min(pause, PAUSES[1])
-        self.trying = self._since >= pause
+        self.trying = other != best and self._since >= pause
         if not self.trying:
             return best
         self._pause, self._tries = min(2 * self._pause, PAUSES[2]), self._tries + 1

@@ -69,5 +69,5 @@ def test_what_a_tokenizer_knows(directory, tmp_path):
     assert added is not None
     assert np.flatnonzero(added)[-1] == 70
     (tmp_path / "tokenizer.json").write_text("[]")
-    with pytest.raises(ValueError, match="no tokenizer description"):
+    with pytest.raises(ValueError, match="must hold a tokenizer"):
         decodable_tokens(tmp_path, PADDED)

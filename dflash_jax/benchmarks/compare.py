@@ -26,7 +26,8 @@ def compare(
     """
     steps = StepTimes(engines["autoregressive"], engines["speculative"], length)
     for engine in engines.values():
-        engine.warm_up()
+        if engine.chooser is None:
+            engine.warm_up()
         engine.generate(requests[: engine.slots])
         engine.stats.reset()
     opponent = _Opponent(official, engines["speculative"].block_size) if official else None
@@ -76,7 +77,8 @@ def compare_jobs(
         (geometric mean), the lower end of its one-sided 95% confidence interval, and the steps at each block size.
     """
     for engine in engines.values():
-        engine.warm_up()
+        if engine.chooser is None:
+            engine.warm_up()
         engine.generate(requests[: engine.slots])
         engine.stats.reset()
 
