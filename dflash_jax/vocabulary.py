@@ -34,7 +34,9 @@ def _token_ids(directory: Path) -> set[int] | None:
             listed = enumerate(vocabulary) if isinstance(vocabulary, list) else ((i, t) for t, i in vocabulary.items())
             return {i for i, _ in listed} | {token["id"] for token in added} | _added(directory)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{directory} must hold a tokenizer that can be read: {path.name}: {error!r:.100}") from error
+            raise ValueError(
+                f"{directory} must hold a tokenizer that can be read: {path.name}: {error!r:.100}"
+            ) from error
     if (directory / "tokenizer.model").is_file() or (directory / "vocab.json").is_file():
         from dflash_jax.infer.text import Text
 
