@@ -14,6 +14,7 @@ from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PAUSE = 10.0  # seconds between attempts to write to a full disk
+LOOK = 0.2  # seconds between two looks at whether the wait is to end
 FORMAT = 3  # of the settings file; one more when what answers depend on is noted in another way. The first had none
 REMEDY = "Continue it all the same with --force, or choose another output"
 
@@ -173,11 +174,10 @@ class Journal:
                 if not said:
                     _log.warning("no space left for %s; nothing is lost: the job goes on when there is", self.path)
                 said = True
-                again = time.monotonic() + PAUSE
-                while time.monotonic() < again:
+                for _ in range(round(PAUSE / LOOK)):
                     if self._stopping():
                         raise KeyboardInterrupt from error
-                    time.sleep(min(0.2, PAUSE))
+                    time.sleep(LOOK)
 
     def _check_place(self) -> None:
         with contextlib.suppress(FileNotFoundError):

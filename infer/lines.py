@@ -154,9 +154,9 @@ def _open(path: str) -> io.BufferedIOBase:
 def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> Line:
     """Parses one input line against the job's defaults."""
     line_id: Any = str(index)
-    named, batch, is_batch, whole = False, None, False, {}
+    named, batch, is_batch = False, None, False
     try:
-        row = whole = _parse_json(raw)
+        row = _parse_json(raw)
         name = "custom_id" if "custom_id" in row else "id"
         line_id = row.get(name, line_id)
         if not isinstance(line_id, str | int) or isinstance(line_id, bool):
@@ -173,8 +173,6 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> 
         if n > 1 and later:
             raise RequestError("invalid_parameter", "n is of a single prompt, not of a conversation's turns")
     except RequestError as error:
-        if is_batch:
-            error = openai.in_their_words(error, whole.get("body"))
         return Line(index, line_id, error=error, named=named, is_batch=is_batch)
     return Line(
         index,

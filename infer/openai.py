@@ -56,13 +56,9 @@ def model_name(body: Mapping[str, Any], default: str = "dflash-jax") -> str:
     return valid_text(name)
 
 
-def in_their_words(error: RequestError, body: Any) -> RequestError:
-    """The error with the names of parameters as the request has them."""
-    given = body if isinstance(body, dict) else {}
-    tokens = "max_completion_tokens" if given.get("max_completion_tokens") is not None else "max_tokens"
-    message = str(error).replace("max_new_tokens", tokens)
-    if "prompt_token_ids" not in given:
-        message = message.replace("prompt_token_ids", "prompt")
+def in_their_words(error: RequestError) -> RequestError:
+    """The error with the names that parameters have in OpenAI's requests."""
+    message = str(error).replace("max_new_tokens", "max_tokens").replace("prompt_token_ids", "prompt")
     return RequestError(error.code, message)
 
 
@@ -207,5 +203,5 @@ def batch_error(custom_id: str, error: RequestError) -> dict[str, Any]:
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": custom_id,
         "response": None,
-        "error": {"code": error.code, "message": str(error)},
+        "error": {"code": error.code, "message": str(in_their_words(error))},
     }

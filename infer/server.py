@@ -284,7 +284,7 @@ class Service:
             asked = await loop.run_in_executor(self._reading, self._parse, body, endpoint)
             worker.reserve(len(asked.samples))
         except RequestError as error:
-            return _error(400, error.code, str(openai.in_their_words(error, body)))
+            return _error(400, error.code, str(openai.in_their_words(error)))
         except OverloadedError as error:
             return _error(429, "overloaded", str(error), {"Retry-After": str(self._limits.retry_seconds)})
         if asked.streamed:

@@ -336,7 +336,6 @@ def test_an_interrupt_ends_the_wait_for_room(tmp_path, monkeypatch):
         monkeypatch.setattr(
             book, "_file", type("Full", (), {"write": full, "fileno": book._file.fileno, "close": book._file.close})()
         )
-        monkeypatch.setattr(journal, "PAUSE", 0.1)
         monkeypatch.setattr(time, "sleep", lambda seconds: stopping.append(1))
         with pytest.raises(KeyboardInterrupt):
             book.append({"id": 1})
@@ -433,6 +432,7 @@ def test_a_full_disk_pauses_the_job(tmp_path, monkeypatch, caplog):
     slept = []
     monkeypatch.setattr(journal.time, "sleep", slept.append)
     book = Journal(tmp_path / "out.jsonl", {}, lambda record: record["id"])
+    monkeypatch.setattr(book, "_check_place", lambda: None)
     book._file.close()
     book._file = disk = Disk()
     book.append({"id": 1, "text": "a long answer"})

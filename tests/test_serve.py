@@ -221,7 +221,7 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         "top_p must lie in": [*models, *job, "--top-p", "2"],
         "temperature must be": [*models, *job, "--temperature", "-1"],
         "max-new-tokens": [*models, *job, "--max-new-tokens", "0"],
-        "slots must be": [*models, *job, "--batch-size", "0"],
+        "--batch-size must be": [*models, *job, "--batch-size", "0"],
         "max_length must be": [*models, *job, "--max-length", "0"],
         "no memory for": [*models, *job, "--max-length", "2000000000", "--batch-size", "1000"],
         "top_k must lie in": [*models, *job, "--top-k", "3000000000"],

@@ -65,7 +65,7 @@ def test_regenerating_continues(place, capsys):
     prompts = (place / "prompts.jsonl").read_text()
     (place / "prompts.jsonl").write_text('{"prompt": "else"}\n' * 6)
     assert regenerate(place, "torn.jsonl", "--temperature", "0.7") == 2
-    assert "answers other prompts" in capsys.readouterr().err
+    assert "other settings: input 6 lines" in capsys.readouterr().err
     (place / "prompts.jsonl").write_text(prompts)
     (place / "torn.jsonl").write_text("rubbish\n" + whole)
     assert regenerate(place, "torn.jsonl", "--temperature", "0.7") == 2
