@@ -13,7 +13,8 @@ from tests import tiny
 
 # Every flag a user may have in a script, by command.
 SERVE = """
-    api-key batch-size block-size drafter dtype force http input max-length max-new-tokens max-request-bytes allow-unauthenticated max-waiting client-timeout shutdown-timeout
+    api-key batch-size block-size drafter dtype force http input max-length max-new-tokens max-request-bytes
+    allow-unauthenticated max-waiting client-timeout shutdown-timeout
     mesh min-p no-speculation ordered output prefix-chunks processes prompt proposals seed stats-interval
     summary target temperature top-k top-p
     chat-template-kwargs deterministic kernels
