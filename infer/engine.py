@@ -85,7 +85,7 @@ class Engine:
     """Generates for a stream of requests with one target, speculatively if there is a drafter.
 
     Args:
-        target: the model whose output is wanted.
+        target: the model that generates.
         drafter: its DFlash drafter; None decodes autoregressively.
         config: see `EngineConfig`.
         settings: fields of `EngineConfig` by name, which win over `config`.

@@ -1,4 +1,4 @@
-"""The socket of the HTTP server, and what clients are held to before a request is read."""
+"""The socket of the HTTP server, and the time that a client has to send the head of a request."""
 
 import ipaddress
 import socket
@@ -49,10 +49,11 @@ def make_server(app: Any, client_seconds: float, shutdown_seconds: float) -> uvi
         def data_received(self, data: bytes) -> None:
             before = self.cycle
             super().data_received(data)
-            if self.cycle is not before and self._late:
+            if self.cycle is not before:
                 self._late.cancel()
 
         def on_response_complete(self) -> None:
+            self._late.cancel()
             super().on_response_complete()
             self._expect_head()
 

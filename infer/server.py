@@ -1,22 +1,19 @@
 """An HTTP server with OpenAI's completions and chat completions: one engine, any number of clients.
 
-A worker thread owns the engine. Two more threads turn text into tokens and tokens into text, each for one request at
-a time, so that a long prompt holds up neither the event loop nor the answers that are being streamed.
+The event loop reads requests, hands them to the worker that owns the engine, and streams what comes back.
 """
 
 import asyncio
 import contextlib
 import hmac
 import json
-import queue
-import threading
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -25,143 +22,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from dflash_jax.infer import openai
-from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import answer, speculation, token_logprobs, usage
 from dflash_jax.infer.lines import plain_request, sample_count
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.text import GrowingText, Text
-
-
-class OverloadedError(Exception):
-    """More requests wait than the server keeps."""
-
-
-class Progress(NamedTuple):
-    """A completion that the engine may go on writing to, how many tokens it had, and whether that was all."""
-
-    completion: Completion
-    tokens: int
-    finished: bool
-
-
-class Worker:
-    """Runs an engine in a thread of its own; everything else talks to it through here.
-
-    Args:
-        engine: warmed up; nobody else may use it.
-        most_waiting: requests without a slot that are kept; further ones are refused.
-    """
-
-    def __init__(self, engine: Engine, most_waiting: int = 1024):
-        self.engine, self.most_waiting = engine, most_waiting
-        self._present = 0  # requests between their arrival and their last token; only the event loop counts
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._listeners: dict[int, Callable[[Progress | Exception], None]] = {}
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.failure: Exception | None = None
-        registry = self.registry = CollectorRegistry()
-        self._requests = Counter("dflash_requests", "Finished requests", ["finish_reason"], registry=registry)
-        self._tokens = Counter("dflash_generated_tokens", "Generated tokens", registry=registry)
-        self._steps = Counter("dflash_steps", "Decoding steps, counted per row", registry=registry)
-        self._accepted = Counter("dflash_step_tokens", "Tokens committed by those steps", registry=registry)
-        self._read = Gauge("dflash_prompt_tokens", "Prompt tokens read", registry=registry)
-        self._copied = Gauge("dflash_prompt_tokens_copied", "Of them, copied from earlier prompts", registry=registry)
-        self._busy = Gauge("dflash_slots_busy", "Slots in use", registry=registry)
-        self._waiting = Gauge("dflash_requests_waiting", "Requests without a slot", registry=registry)
-        Gauge("dflash_slots", "Slots", registry=registry).set(engine.slots)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the thread after its turn of work."""
-        self._inbox.put(None)
-        self._thread.join()
-
-    def reserve(self, requests: int) -> None:
-        """Makes room for so many requests, each of which `stream` then takes.
-
-        Raises:
-            OverloadedError: too many wait already.
-        """
-        if self._present + requests > self.engine.slots + self.most_waiting:
-            raise OverloadedError(f"{self._present} requests are in progress or waiting; try again later")
-        self._present += requests
-
-    def leave(self, requests: int) -> None:
-        """Gives back what `reserve` took."""
-        self._present -= requests
-
-    async def stream(self, request: Request) -> AsyncGenerator[Progress, None]:
-        """The completion so far, whenever tokens arrived; leaving the iteration early frees the slot.
-
-        Raises:
-            RequestError: the engine cannot serve the request.
-        """
-        loop, events = asyncio.get_running_loop(), asyncio.Queue()
-        ticket: list[int] = []
-
-        def listen(event: Progress | Exception) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        def submit() -> None:
-            try:
-                if self.failure:
-                    raise self.failure
-                ticket.append(self.engine.submit(request))
-                self._listeners[ticket[0]] = listen
-            except Exception as error:
-                listen(error)
-
-        def cancel() -> None:
-            for number in ticket:
-                if self._listeners.pop(number, None):
-                    self.engine.cancel(number)
-                    self._requests.labels("cancelled").inc()
-
-        self._inbox.put(submit)
-        try:
-            while True:
-                event = await events.get()
-                if isinstance(event, Exception):
-                    raise event
-                yield event
-                if event.finished:
-                    return
-        finally:
-            self._inbox.put(cancel)
-
-    def _run(self) -> None:
-        try:
-            while True:
-                idle = not (self.engine.busy or self.engine.waiting)
-                while idle or not self._inbox.empty():
-                    if (job := self._inbox.get()) is None:
-                        return
-                    job()
-                    idle = False
-                for ticket, completion in self.engine.step():
-                    # The tokens that are there now stay as they are while the engine adds others.
-                    finished = bool(completion.finish_reason)
-                    self._listeners[ticket](Progress(completion, len(completion.token_ids), finished))
-                    if finished:
-                        del self._listeners[ticket]
-                        self._requests.labels(completion.finish_reason).inc()
-                        self._tokens.inc(len(completion.token_ids))
-                        self._steps.inc(len(completion.acceptance_lengths))
-                        self._accepted.inc(sum(completion.acceptance_lengths))
-                self._read.set(self.engine.stats.prompt_tokens)
-                self._copied.set(self.engine.stats.prefix_tokens)
-                self._busy.set(self.engine.busy)
-                self._waiting.set(self.engine.waiting)
-        except Exception as error:  # whoever waits must learn of it, and whoever comes later too
-            self.failure = error
-            while self._listeners:
-                self._listeners.popitem()[1](error)
-            while (job := self._inbox.get()) is not None:
-                job()
+from dflash_jax.infer.worker import OverloadedError, Progress, Worker
 
 
 @dataclass(frozen=True)
@@ -252,7 +118,11 @@ def make_app(
 
 
 class Service:
-    """Answers requests for completions. Arguments as in `make_app`."""
+    """Answers requests for completions. Arguments as in `make_app`.
+
+    Two threads of its own turn text into tokens and tokens into text, each for one request at a time, so that a long
+    prompt holds up neither the event loop nor the answers that are being streamed.
+    """
 
     def __init__(self, worker: Worker, text: Text, defaults: SamplingParams, model: str, limits: Limits):
         self._worker, self._text, self._defaults = worker, text, defaults
@@ -282,13 +152,13 @@ class Service:
             return _error(500, "engine_failed", str(worker.failure))
         try:
             asked = await loop.run_in_executor(self._reading, self._parse, body, endpoint)
-            worker.reserve(len(asked.samples))
+            worker.enter(len(asked.samples))
         except RequestError as error:
             return _error(400, error.code, str(openai.in_their_words(error)))
         except OverloadedError as error:
             return _error(429, "overloaded", str(error), {"Retry-After": str(self._limits.retry_seconds)})
         if asked.streamed:
-            return StreamingResponse(self._chunks(asked), media_type="text/event-stream")
+            return EventStream(self._chunks(asked), lambda: worker.leave(len(asked.samples)))
         try:
             work = asyncio.gather(*(_last(worker, sample) for sample in asked.samples))
             done = await _until_disconnected(request, work)
@@ -321,7 +191,7 @@ class Service:
         kind = "chat.completion.chunk" if asked.endpoint == openai.CHAT else "text_completion"
         head = openai.envelope(asked.endpoint, kind, asked.model)
         event = lambda **fields: f"data: {json.dumps(head | fields, ensure_ascii=False)}\n\n"
-        streams = [_Stream(text, asked) for _ in asked.samples]
+        streams = [AnswerStream(text, asked) for _ in asked.samples]
         try:
             async with contextlib.aclosing(_merged(worker, asked.samples)) as completions:
                 async for index, progress in completions:
@@ -335,8 +205,6 @@ class Service:
             yield "data: [DONE]\n\n"
         except Exception as error:  # the status line is long gone
             yield f"data: {json.dumps({'error': {'message': str(error), 'code': 'engine_failed'}})}\n\n"
-        finally:
-            worker.leave(len(asked.samples))
 
 
 def _error(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -418,7 +286,21 @@ async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Stream:
+class EventStream(StreamingResponse):
+    """Server-sent events. `ended` is called however they end, also if the client leaves before the first."""
+
+    def __init__(self, events: AsyncIterator[str], ended: Callable[[], None]):
+        super().__init__(events, media_type="text/event-stream")
+        self._ended = ended
+
+    async def __call__(self, *connection: Any) -> None:
+        try:
+            await super().__call__(*connection)
+        finally:
+            self._ended()
+
+
+class AnswerStream:
     """The chunks of one streamed answer."""
 
     def __init__(self, text: Text, asked: Asked):

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_jax.infer.requests import RequestError
 
-SHORTEST_LIMIT = 16  # bytes of a token that any tokenizer is thought to have
+LEAST_BYTES = 16  # that a text may have per token, however short the tokens of a vocabulary are
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 # What `apply_chat_template` takes itself, or is given here: no arguments of a template.
 RESERVED = frozenset(
@@ -48,7 +48,7 @@ class Text:
             raise ValueError(f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}") from error
         if most_tokens is not None:
             longest = max((len(token.encode(errors="replace")) for token in self._tokenizer.get_vocab()), default=1)
-            self._most_bytes = most_tokens * max(longest, SHORTEST_LIMIT)
+            self._most_bytes = most_tokens * max(longest, LEAST_BYTES)
 
     def _need_tokenizer(self) -> Any:
         if self._tokenizer is None:
@@ -64,7 +64,7 @@ class Text:
         return self._need_tokenizer().encode(self._checked(prompt))
 
     def _checked(self, prompt: str) -> str:
-        """Returns a text that can be tokenized, and in reasonable time."""
+        """Returns the text; raises RequestError if it is no UTF-8 or cannot fit into `most_tokens`."""
         if (size := len(valid_text(prompt).encode())) > self._most_bytes:
             raise RequestError(
                 "prompt_too_long", f"the prompt has {size} bytes, which cannot fit into {self._most_tokens} tokens"

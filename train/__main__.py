@@ -66,20 +66,21 @@ def _regenerate(options: RegenerateOptions) -> int:
     from dflash_jax.infer.lines import read_lines
     from dflash_jax.train.regenerate import answer_record, journal
 
-    generation, wanted = options.generation, options.engine
+    generation, engine_options = options.generation, options.engine
     with Path(options.input).open("rb") as source:
         target, drafter, text, defaults = load(options.models, generation, speculative=bool(options.models.drafter))
         lines = read_lines(source, text, defaults)
-    fixed = wanted.fixed(generation, options.models.drafter)
-    noted = job_settings(target, text, defaults, lines, wanted.seed, wanted.max_length, fixed)
-    with journal(Path(options.output), noted, lines) as book, stop_signals() as stopping:
+    fixed = engine_options.fixed(generation, options.models.drafter)
+    seed, max_length = engine_options.seed, engine_options.max_length
+    settings = job_settings(target, text, defaults, lines, seed, max_length, fixed)
+    with journal(Path(options.output), settings, lines) as book, stop_signals() as stopping:
         lines = [line for line in lines if line.index not in book.done]
         if book.done:
             print(f"{len(book.done)} lines are done, {len(lines)} left", file=sys.stderr)
         if not lines:
             return 1 if book.failed else 0
         requests = [line.request for line in lines if line.request]
-        engine = make_engine(target, drafter, engine_config(target, requests, generation, wanted))
+        engine = make_engine(target, drafter, engine_config(target, requests, generation, engine_options))
         engine.warm_up()
         failed = cut = 0
         with (

@@ -59,8 +59,8 @@ class Checkpoints:
 
     def _find(self, step: int | None) -> int:
         if not self.steps or (step is not None and step not in self.steps):
-            wanted = "" if step is None else f" of step {step}"
-            raise ValueError(f"there is no checkpoint{wanted}; steps on disk: {self.steps or 'none'}")
+            which = "" if step is None else f" of step {step}"
+            raise ValueError(f"there is no checkpoint{which}; steps on disk: {self.steps or 'none'}")
         return self.steps[-1] if step is None else step
 
     def close(self) -> None:

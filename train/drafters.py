@@ -87,8 +87,8 @@ def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
     }
 
 
-def choose_mask_token(target: Target, wanted: int | None) -> int:
-    """The token of masked slots: the one asked for, the tokenizer's mask token, or an embedding row no token uses.
+def choose_mask_token(target: Target, token: int | None) -> int:
+    """The token of masked slots: the given one, the tokenizer's mask token, or an embedding row no token uses.
 
     Raises:
         ValueError: it is the pad or an end token, outside the vocabulary, or there is no free row.
@@ -99,9 +99,8 @@ def choose_mask_token(target: Target, wanted: int | None) -> int:
         path = Path(target.directory) / name
         if target.directory and path.is_file():
             raw = checkpoint.read_json(path)
-            forbidden |= {*token_ids(raw.get("pad_token_id")), *token_ids(raw.get("eos_token_id"))}
+            forbidden |= {*token_ids(raw.get("pad_token_id"), name), *token_ids(raw.get("eos_token_id"), name)}
     size = target.config.vocab_size
-    token = wanted
     if token is None and text is not None:
         token = text.mask_token
     if token is None:

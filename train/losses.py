@@ -77,9 +77,9 @@ def token_losses(
         correct = jnp.max(logits, axis=-1) == jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
         loss = cross_entropy * negative
         if kl or total_variation:
-            wanted = jax.nn.log_softmax(target(target_hidden[None])[0], axis=-1)
-            p = jnp.exp(wanted)
-            loss += kl * jnp.sum(p * (wanted - scores), axis=-1)
+            target_scores = jax.nn.log_softmax(target(target_hidden[None])[0], axis=-1)
+            p = jnp.exp(target_scores)
+            loss += kl * jnp.sum(p * (target_scores - scores), axis=-1)
             loss += total_variation * jnp.sum(jnp.abs(p - jnp.exp(scores)), axis=-1)
         return loss, (negative, correct)
 

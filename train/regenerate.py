@@ -9,22 +9,20 @@ from dflash_jax.infer.lines import Line
 from dflash_jax.infer.requests import Completion
 
 
-def journal(output: Path, wanted: dict[str, Any], lines: Sequence[Line]) -> Journal:
+def journal(output: Path, settings: dict[str, Any], lines: Sequence[Line]) -> Journal:
     """The output, continued if it is there; its keys are line indices.
 
     Raises:
         ValueError: the file was made with other settings or prompts, or is no output of `regenerate`.
     """
-    by_index = {line.index: line.request for line in lines}
+    known = {line.index for line in lines}
 
     def key(record: dict[str, Any]) -> int:
-        index, prompt = record["index"], record.get("prompt_token_ids")
-        request = by_index.get(index)
-        if index not in by_index or (request and prompt and prompt != list(request.prompt_token_ids)):
-            raise ValueError(f"{output} answers other prompts than this input")
-        return index
+        if record["index"] not in known:
+            raise ValueError(f"index {record['index']!r:.60} is not in the input")
+        return record["index"]
 
-    return Journal(output, wanted, key, remedy="Remove it, or choose another output")
+    return Journal(output, settings, key, remedy="Remove it, or choose another output")
 
 
 def answer_record(line: Line, turns: Sequence[Completion]) -> dict[str, Any]:

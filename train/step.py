@@ -201,17 +201,17 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
         features = features + (config.feature_noise * (2 * noise - 1)).astype(features.dtype)
     out = draft_hidden(drafter, target, features, batch.starts, blocks, remat=config.remat)
     B, A, P = blocks.labels.shape
-    wanted = None
+    target_hidden = None
     if distill:
         assert hidden is not None
         before = (blocks.label_positions - 1).reshape(B, A * P, 1)
-        wanted = jnp.take_along_axis(hidden, before, axis=1).reshape(B * A * P, -1)
+        target_hidden = jnp.take_along_axis(hidden, before, axis=1).reshape(B * A * P, -1)
     tokens = token_losses(
         lambda h: drafter.unembed(target, h),
         target.unembed,
         out.reshape(B * A * P, -1),
         blocks.labels.reshape(-1),
-        wanted,
+        target_hidden,
         cross_entropy=config.cross_entropy,
         kl=config.kl,
         total_variation=config.total_variation,

@@ -156,10 +156,10 @@ def assemble(reader: Reader, leaf: Leaf, index: tuple[slice, ...], dtype: Any) -
     """
     if any(at.step not in (None, 1) for at in index):
         raise ValueError(f"a slice of a parameter must not have a step, got {index}")
-    wanted = [range(*s.indices(size)) for s, size in zip(index, leaf.shape, strict=True)]
-    host = np.empty([len(axis) for axis in wanted], dtype)
+    ranges = [range(*s.indices(size)) for s, size in zip(index, leaf.shape, strict=True)]
+    host = np.empty([len(axis) for axis in ranges], dtype)
     for part in leaf.parts:
-        found = _overlap(part, wanted, leaf.shape)
+        found = _overlap(part, ranges, leaf.shape)
         if found is not None:
             there, inside = found
             host[there] = _piece(reader, part, inside)
@@ -167,12 +167,12 @@ def assemble(reader: Reader, leaf: Leaf, index: tuple[slice, ...], dtype: Any) -
 
 
 def _overlap(
-    part: Part, wanted: list[range], shape: tuple[int, ...]
+    part: Part, ranges: list[range], shape: tuple[int, ...]
 ) -> tuple[tuple[int | slice, ...], list[slice]] | None:
-    """Where a part lies in what is wanted, and which stretch of the part that is along each of its axes."""
+    """Where a part lies in these ranges, and which stretch of the part that is along each of its axes."""
     there: list[int | slice] = []
     inside: list[slice] = []
-    for axis, at, size in zip(wanted, part.index, shape, strict=True):
+    for axis, at, size in zip(ranges, part.index, shape, strict=True):
         if isinstance(at, int):
             if at not in axis:
                 return None
@@ -211,16 +211,18 @@ def _piece(reader: Reader, part: Part, inside: list[slice]) -> np.ndarray:
 
 
 def _check(reader: Reader, table: Table, ignored: Callable[[str], bool]) -> None:
-    wanted = {name: how for _, leaf in leaves(table) for part in leaf.parts for name, how in part.source.stored.items()}
+    expected = {
+        name: how for _, leaf in leaves(table) for part in leaf.parts for name, how in part.source.stored.items()
+    }
     names = reader.names()
-    problems = [f"missing {name} {list(shape)}" for name, (shape, _) in wanted.items() if name not in names]
+    problems = [f"missing {name} {list(shape)}" for name, (shape, _) in expected.items() if name not in names]
     problems += [
         f"unexpected {name if name.isprintable() else repr(name)}"
-        for name in sorted(names - set(wanted))
+        for name in sorted(names - set(expected))
         if not ignored(name)
     ]
-    for name in sorted(names & set(wanted)):
-        shape, dtypes = wanted[name]
+    for name in sorted(names & set(expected)):
+        shape, dtypes = expected[name]
         if reader.shape(name) != shape:
             problems.append(f"{name} must have shape {list(shape)}, got {list(reader.shape(name))}")
         if reader.dtype(name) not in dtypes:
@@ -237,11 +239,11 @@ def save(directory: str | Path, params: Mapping[str, Any], table: Table, config:
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    arrays, wanted = flat(params), dict(leaves(table))
-    if set(arrays) != set(wanted):
-        raise ValueError(f"parameters and table differ in {sorted(set(arrays) ^ set(wanted))}")
+    arrays, expected = flat(params), dict(leaves(table))
+    if set(arrays) != set(expected):
+        raise ValueError(f"parameters and table differ in {sorted(set(arrays) ^ set(expected))}")
     sources: dict[Any, np.ndarray] = {}
-    for path, leaf in wanted.items():
+    for path, leaf in expected.items():
         host = np.asarray(arrays[path])
         for part in leaf.parts:
             tensor = sources.setdefault(part.source, np.zeros(part.source.shape, host.dtype))

@@ -149,7 +149,7 @@ def run_layers(
         layers: modules `layer(x, at, entry, shared) -> (x, fresh)`; `shared` is what an earlier layer of the same
             cache entry found for the block, else None.
         configs: of the layers.
-        taps: layers whose outputs are wanted; -1 is their input.
+        taps: layers whose outputs to return; -1 is their input.
 
     Returns:
         The last output, the tapped ones side by side, and what is fresh for each cache entry.

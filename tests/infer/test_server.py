@@ -8,7 +8,6 @@ import time
 import urllib.error
 import urllib.request
 
-import numpy as np
 import pytest
 
 openai = pytest.importorskip("openai")
@@ -17,10 +16,10 @@ pytest.importorskip("prometheus_client")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from dflash_jax import Engine, SamplingParams, load_drafter, load_target, serve  # noqa: E402
-from dflash_jax.infer.listening import is_local, listen, make_server  # noqa: E402
-from dflash_jax.infer.server import Limits, OverloadedError, Worker, make_app  # noqa: E402
-from dflash_jax.infer.text import GrowingText, Text, cut_at_stop, settled  # noqa: E402
+from dflash_jax import Engine, SamplingParams, load_drafter, load_target  # noqa: E402
+from dflash_jax.infer.listening import listen, make_server  # noqa: E402
+from dflash_jax.infer.server import Limits, Worker, make_app  # noqa: E402
+from dflash_jax.infer.text import Text  # noqa: E402
 from tests import tiny  # noqa: E402
 
 KEY = "secret"
@@ -175,41 +174,6 @@ def test_a_stop_string_never_shows_in_a_stream(client):
     assert parts[-1].choices[0].finish_reason == "stop"
 
 
-def test_settled():
-    assert settled("abc", ["cd"]) == "ab"
-    assert settled("abc", ["bcd", "cx"]) == "a"
-    assert settled("abc", ["x"]) == "abc"
-
-
-@pytest.mark.parametrize("stops", [(), ("é😀",), ("ab ",)])
-def test_text_grows_to_what_it_is_as_a_whole(stops):
-    """In pieces of any size, with characters of several tokens, bytes that are none, and special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)} | {"<end>": len(alphabet)}, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    text = Text("")
-    text._tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    byte = {c: i for i, c in enumerate(alphabet)}
-    rng = np.random.default_rng(0)
-    encode = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    for _ in range(200):
-        pieces = rng.choice(["a", "b ", "é", "😀", "日本", "\n"], size=rng.integers(1, 12))
-        tokens = [byte[c] for part, _ in encode.pre_tokenize_str("".join(pieces)) for c in part]
-        for at in rng.integers(0, len(tokens), size=rng.integers(0, 3)):
-            tokens.insert(at, int(rng.integers(0, len(alphabet) + 1)))  # often no character at all
-        whole = cut_at_stop(text.decode(tokens), stops)
-        growing, shown, at = GrowingText(text, stops), "", 0
-        while at < len(tokens):
-            size = int(rng.integers(1, 4))
-            shown += growing.add(tokens[at : at + size])
-            assert whole.startswith(shown)
-            at += size
-        assert shown + growing.end(tokens) == whole
-
-
 def test_what_is_refused(client, server):
     for arguments in (
         {"temperature": -1},
@@ -336,98 +300,56 @@ def test_a_slow_client_is_hung_up_on(server):
 
 
 def test_long_prompts_hold_up_nobody(client, server, text, monkeypatch):
-    encode = text.encode
-    monkeypatch.setattr(text, "encode", lambda prompt: (len(prompt) > 99 and time.sleep(2)) or encode(prompt))
-    slow = threading.Thread(target=lambda: client.completions.create(model="m", prompt="a" * 100, max_tokens=1))
-    slow.start()
-    time.sleep(0.2)
-    begin = time.perf_counter()
-    assert urllib.request.urlopen(server[0] + "/health").status == 200
-    assert time.perf_counter() - begin < 1
-    assert slow.is_alive()
-    slow.join()
+    """While one is turned into tokens, the server answers others."""
+    encode, others_were_answered = text.encode, threading.Event()
+
+    def slow(prompt):
+        assert others_were_answered.wait(60)
+        return encode(prompt)
+
+    monkeypatch.setattr(text, "encode", slow)
+    asked = threading.Thread(target=lambda: client.completions.create(model="m", prompt="a" * 100, max_tokens=1))
+    asked.start()
+    assert urllib.request.urlopen(server[0] + "/health", timeout=30).status == 200
+    assert asked.is_alive()
+    others_were_answered.set()
+    asked.join()
 
 
-class Broken:
-    """An engine that dies at its first step."""
+def test_a_client_that_leaves_before_the_first_event_gives_its_place_back(server, text):
+    app = make_app(server[1], text, SamplingParams(4), model="tiny", api_key=None)
+    body = json.dumps({"prompt": "abc", "stream": True}).encode()
+    path = "/v1/completions"
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "headers": [],
+        "query_string": b"",
+    }
+    asked, gone = {"type": "http.request", "body": body}, {"type": "http.disconnect"}
 
-    slots, busy, waiting = 1, 0, 0
+    async def connect():
+        messages = iter([asked, gone, gone])
 
-    def submit(self, request):
-        self.busy = 1
-        return 0
+        async def receive():
+            return next(messages)
 
-    def step(self):
-        time.sleep(0.2)
-        raise RuntimeError("the device is gone")
+        async def send(message):
+            raise OSError("the client has left")
 
-    def cancel(self, *tickets):
-        pass
+        with pytest.raises(OSError, match="has left"):
+            await app(scope, receive, send)
 
-
-def test_who_waits_while_the_engine_dies_is_answered():
-    """A request in a slot, one that arrives while the engine dies, and one that comes later."""
-    worker = Worker(Broken())
-    worker.start()
-
-    async def ask(after):
-        await asyncio.sleep(after)
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            async for _ in worker.stream(tiny.ask([1])):
-                pass
-
-    async def everybody():
-        await asyncio.wait_for(asyncio.gather(*map(ask, (0.0, 0.1, 0.5))), timeout=10)
-
-    asyncio.run(everybody())
-    worker.stop()
-
-
-def test_room_is_counted():
-    worker = Worker(Broken(), most_waiting=2)
-    worker.reserve(3)
-    with pytest.raises(OverloadedError):
-        worker.reserve(1)
-    worker.leave(2)
-    worker.reserve(2)
-
-
-@pytest.mark.parametrize(
-    ("host", "local"),
-    [
-        ("127.0.0.1", True),
-        ("::1", True),
-        ("localhost", True),
-        ("0.0.0.0", False),
-        ("::", False),
-        ("example.org", False),
-    ],
-)
-def test_addresses(host, local):
-    assert is_local(host) is local
-
-
-def test_a_key_is_needed_where_others_can_connect(capsys, monkeypatch):
-    monkeypatch.delenv("DFLASH_API_KEY", raising=False)
-    for arguments, problem in (
-        (["--http", "0.0.0.0:0"], "--allow-unauthenticated"),
-        (["--http", "127.0.0.1:0", "--api-key", ""], "the key is empty"),
-        (["--http", "127.0.0.1:0", "--max-request-bytes", "-5"], "--max-request-bytes must be at least 1"),
-    ):
-        assert serve.main(arguments) == 2
-        assert problem in capsys.readouterr().err
-
-
-def test_a_port_in_use_is_found_at_once(capsys):
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        assert serve.main(["--http", f"127.0.0.1:{port}", "--target", "no such place", "--drafter", "none"]) == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    before = server[1]._present
+    asyncio.run(connect())
+    assert server[1]._present == before
 
 
 @pytest.mark.parametrize("given", ["Bearer schlüssel", "bearer schlüssel", "Bearer  schlüssel"])
-def test_keys_of_any_letters(text, given):
-    app = make_app(Worker(Broken()), text, SamplingParams(4), model="tiny", api_key="schlüssel")
+def test_keys_of_any_letters(server, text, given):
+    app = make_app(server[1], text, SamplingParams(4), model="tiny", api_key="schlüssel")
     with TestClient(app) as client:
         ask = lambda value: client.get("/v1/models", headers={"Authorization": value}).status_code
         assert ask(given.encode()) == 200

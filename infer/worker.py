@@ -1,0 +1,144 @@
+"""The thread that owns the engine of a server, and what the event loop says to it."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.requests import Completion, Request
+
+
+class OverloadedError(Exception):
+    """More requests wait than the server keeps."""
+
+
+class Progress(NamedTuple):
+    """A completion that the engine may go on writing to, how many tokens it had, and whether that was all."""
+
+    completion: Completion
+    tokens: int
+    finished: bool
+
+
+class Worker:
+    """Runs an engine in a thread of its own; everything else talks to it through here.
+
+    Args:
+        engine: warmed up; nobody else may use it.
+        most_waiting: requests without a slot that are kept; further ones are refused.
+    """
+
+    def __init__(self, engine: Engine, most_waiting: int = 1024):
+        self.engine, self.most_waiting = engine, most_waiting
+        self._present = 0  # requests between `enter` and `leave`, which only the event loop calls
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._listeners: dict[int, Callable[[Progress | Exception], None]] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.failure: Exception | None = None
+        registry = self.registry = CollectorRegistry()
+        self._requests = Counter("dflash_requests", "Finished requests", ["finish_reason"], registry=registry)
+        self._tokens = Counter("dflash_generated_tokens", "Generated tokens", registry=registry)
+        self._steps = Counter("dflash_steps", "Decoding steps, counted per row", registry=registry)
+        self._accepted = Counter("dflash_step_tokens", "Tokens committed by those steps", registry=registry)
+        self._read = Gauge("dflash_prompt_tokens", "Prompt tokens read", registry=registry)
+        self._copied = Gauge("dflash_prompt_tokens_copied", "Of them, copied from earlier prompts", registry=registry)
+        self._busy = Gauge("dflash_slots_busy", "Slots in use", registry=registry)
+        self._waiting = Gauge("dflash_requests_waiting", "Requests without a slot", registry=registry)
+        Gauge("dflash_slots", "Slots", registry=registry).set(engine.slots)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after its turn of work."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def enter(self, requests: int) -> None:
+        """Counts requests in, until `leave`. Where none is present, any number may come.
+
+        Raises:
+            OverloadedError: too many wait already.
+        """
+        if self._present and self._present + requests > self.engine.slots + self.most_waiting:
+            raise OverloadedError(f"{self._present} requests are in progress or waiting; try again later")
+        self._present += requests
+
+    def leave(self, requests: int) -> None:
+        """Counts requests out."""
+        self._present -= requests
+
+    async def stream(self, request: Request) -> AsyncGenerator[Progress, None]:
+        """The completion so far, whenever tokens arrived; leaving the iteration early frees the slot.
+
+        Raises:
+            RequestError: the engine cannot serve the request.
+        """
+        loop, events = asyncio.get_running_loop(), asyncio.Queue()
+        ticket: list[int] = []
+
+        def listen(event: Progress | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        def submit() -> None:
+            try:
+                if self.failure:
+                    raise self.failure
+                ticket.append(self.engine.submit(request))
+                self._listeners[ticket[0]] = listen
+            except Exception as error:
+                listen(error)
+
+        def cancel() -> None:
+            for number in ticket:
+                if self._listeners.pop(number, None):
+                    self.engine.cancel(number)
+                    self._requests.labels("cancelled").inc()
+
+        self._inbox.put(submit)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if event.finished:
+                    return
+        finally:
+            self._inbox.put(cancel)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                idle = not (self.engine.busy or self.engine.waiting)
+                while idle or not self._inbox.empty():
+                    if (job := self._inbox.get()) is None:
+                        return
+                    job()
+                    idle = False
+                for ticket, completion in self.engine.step():
+                    # The tokens that are there now stay as they are while the engine adds others.
+                    finished = bool(completion.finish_reason)
+                    self._listeners[ticket](Progress(completion, len(completion.token_ids), finished))
+                    if finished:
+                        del self._listeners[ticket]
+                        self._requests.labels(completion.finish_reason).inc()
+                        self._tokens.inc(len(completion.token_ids))
+                        self._steps.inc(len(completion.acceptance_lengths))
+                        self._accepted.inc(sum(completion.acceptance_lengths))
+                self._read.set(self.engine.stats.prompt_tokens)
+                self._copied.set(self.engine.stats.prefix_tokens)
+                self._busy.set(self.engine.busy)
+                self._waiting.set(self.engine.waiting)
+        except Exception as error:  # whoever waits must learn of it, and whoever comes later too
+            self.failure = error
+            while self._listeners:
+                self._listeners.popitem()[1](error)
+            while (job := self._inbox.get()) is not None:
+                job()

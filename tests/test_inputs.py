@@ -1,0 +1,148 @@
+"""The input of jobs: files of every kind, lines of every form, and what is wrong with others."""
+
+import gzip
+import io
+import json
+import random
+import sys
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from dflash_jax import serve
+from dflash_jax.infer.lines import zstd
+from tests.jobs import ROWS, command, records, write
+
+
+def test_files_globs_compression_and_standard_input(pair, tmp_path, monkeypatch, capsys):
+    lines = [json.dumps(row).encode() + b"\n" for row in ROWS]
+    (tmp_path / "a.jsonl").write_bytes(lines[0] + b"\n" + lines[1][:-1])  # no newline at its end
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines[2] + lines[3]))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstd.compress(lines[4]))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines[5] + lines[6])))
+    source = [str(tmp_path / "a.jsonl"), str(tmp_path / "[bc].*"), "-"]
+    output = tmp_path / "out.jsonl"
+    assert serve.main(command(pair, source, output, "--ordered")) == 0
+    assert list(records(output)) == [row["id"] for row in ROWS]
+
+
+DAMAGED = {
+    "cut.gz": gzip.compress(b"".join(b"%d\n" % i for i in range(9999)))[:-9],
+    "changed.gz": gzip.compress(b"a\n")[:12] + b"\xff" * 12,
+    "empty.gz": b"",
+    "cut.zst": zstd.compress(random.Random(0).randbytes(9999))[:5000],
+    "none.zst": b"no zstandard",
+    "empty.zst": b"",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_input_is_an_error_that_names_it(name, tmp_path, capsys):
+    (tmp_path / name).write_bytes(DAMAGED[name])
+    assert serve.main(["--input", str(tmp_path / name), "--output", str(tmp_path / "out.jsonl")]) == 2
+    assert f"{name} is damaged behind its first" in capsys.readouterr().err
+
+
+def test_a_changed_input_is_noticed(pair, tmp_path, capsys):
+    """Also where lines have no ids of their own, and their numbers are still right."""
+    rows = [{"prompt_token_ids": [i + 1, 5]} for i in range(3)]
+    source, output = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert serve.main(command(pair, source, output)) == 0
+    output.write_text(output.read_text().splitlines(keepends=True)[0])
+    write(tmp_path / "in.jsonl", [{"prompt_token_ids": [9, 5]}, *rows[1:]])
+    assert serve.main(command(pair, source, output)) == 2
+    assert "made with other settings: input 3 lines" in capsys.readouterr().err
+    assert serve.main(command(pair, source, output, "--force")) == 0
+
+
+def test_a_glob_does_not_mean_the_files_of_the_job(pair, tmp_path):
+    write(tmp_path / "in.jsonl", ROWS[:3])
+    output, summary = tmp_path / "answers.jsonl", tmp_path / "summary.jsonl"
+    for _ in range(2):  # its own files are there the second time
+        assert serve.main(command(pair, [str(tmp_path / "*.jsonl")], output, "--summary", str(summary))) == 0
+        assert set(records(output)) == {"r0", "r1", "r2"}
+    assert serve.main(command(pair, [str(output)], output)) == 2  # by name it is what was asked for
+
+
+def test_generated_ids_step_aside_for_any_other(pair, tmp_path):
+    rows = [{"id": "1"}, {}, {"id": "line-1"}]
+    source = write(tmp_path / "in.jsonl", [row | {"prompt_token_ids": [5]} for row in rows])
+    output = tmp_path / "out.jsonl"
+    for _ in range(2):
+        assert serve.main(command(pair, source, output)) == 0
+        assert sorted(records(output)) == ["1", "line-1", "line-1-"]
+
+
+def test_every_bad_field_spoils_its_own_line_only(pair, tmp_path):
+    body = {"prompt": "a", "max_tokens": 3}
+    batch = lambda name, **more: {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body | more}
+    rows = [
+        {"id": "good", "prompt": "abc"},
+        {"id": "stop", "prompt": "abc", "stop": "\ud800"},
+        {"id": "stops", "prompt": "abc", "stop": list("abcde")},
+        {"id": "long", "prompt": "abc", "stop": "a" * 2000},
+        {"id": "prompt", "prompt": "\ud800"},
+        batch("model", model="\ud800"),
+        batch("models", model=["m"]),
+        batch("tokens", max_tokens=0),
+        batch("fine", max_completion_tokens=None),
+    ]
+    source, output = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "in.jsonl").read_bytes())
+    assert serve.main(command(pair, source, output)) == 1
+    found = {r.get("custom_id", r["id"]): r for r in map(json.loads, output.read_text().splitlines())}
+    assert {name for name, r in found.items() if not r.get("error")} == {"good", "fine"}
+    assert found["fine"]["response"]["body"]["usage"]["completion_tokens"] == 3
+    assert found["tokens"]["error"]["message"].startswith("max_tokens must be")
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenized(pair, tmp_path, monkeypatch):
+    """A text of 50 MB took minutes and 12 GB to tokenize, to be refused for its length."""
+    encode = PreTrainedTokenizerBase.encode
+
+    def only_short(self, text, **options):
+        assert len(text) < 10_000
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "encode", only_short)
+    long = [{"id": "text", "prompt": "a b c d " * 10**4}, {"id": "chat", "turns": ["a b c d " * 10**4]}]
+    source, output = write(tmp_path / "in.jsonl", [*ROWS[:1], {"id": "short", "prompt": "a"}, *long]), tmp_path / "o"
+    assert serve.main(command(pair, source, output, "--max-length", "64")) == 1
+    found = {r["id"]: r for r in map(json.loads, output.read_text().splitlines())}
+    for name in ("text", "chat"):
+        assert found[name]["error"]["code"] == "prompt_too_long"
+        assert "cannot fit into 64 tokens" in found[name]["error"]["message"]
+    assert "error" not in found["short"]
+
+
+def test_openai_batch_lines(pair, tmp_path):
+    chat = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]}
+    rows = [
+        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat | {"max_tokens": 5}},
+        {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": [1, 2, 3], "n": 1}},
+        {"custom_id": "c", "method": "GET", "url": "/v1/completions", "body": {"prompt": "a"}},
+        {"custom_id": "d", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "best_of": 2}},
+        {"custom_id": "e", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "colour": 1}},
+        {"custom_id": "f", "method": "POST", "url": "/v1/completions", "body": {"messages": []}},
+        {"custom_id": "g", "method": "POST", "url": "/v1/chat/completions", "body": []},
+        {"id": "plain", "messages": [{"role": "user", "content": "abc"}], "max_new_tokens": 5},
+    ]
+    output = tmp_path / "out.jsonl"
+    assert serve.main(command(pair, write(tmp_path / "in.jsonl", rows), output, "--ordered")) == 1
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [r.get("custom_id", r["id"]) for r in found] == [*"abcdefg", "plain"]
+    body = found[0]["response"]["body"]
+    assert found[0]["error"] is None
+    assert found[0]["response"]["status_code"] == 200
+    assert (body["object"], body["model"]) == ("chat.completion", "m")
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": found[7]["text"], "refusal": None}
+    assert body["choices"][0]["finish_reason"] == found[7]["finish_reason"]
+    assert body["usage"] == found[7]["usage"] | {"total_tokens": sum(found[7]["usage"].values())}
+    assert body["speculation"] == found[7]["speculation"]
+    assert found[1]["response"]["body"]["object"] == "text_completion"
+    assert isinstance(found[1]["response"]["body"]["choices"][0]["text"], str)
+    for record in found[2:7]:
+        assert record["response"] is None
+        assert record["error"]["code"] in ("invalid_request", "unsupported_parameter")
+    assert serve.main(command(pair, [str(tmp_path / "in.jsonl")], output)) == 1  # continued: nothing is left
+    assert len(output.read_text().splitlines()) == 8
