@@ -45,7 +45,8 @@ class BenchmarkOptions:
             math500, aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl
         max_samples: prompts, after the official shuffle
         jobs: instead: all prompts as one job, prefill included, that often, side by side without speculation, at each
-            block size, with auto, and one prompt at a time; with --block-size, only without speculation and at that
+            block size, with auto, and one prompt at a time; with --block-size, only without speculation and at that;
+            with --block-size auto, also without speculation but with the drafter's state kept up to date
         untrained: random weights in the drafter's place: nothing it proposes is right
         json: write all figures
         seed: sampling noise

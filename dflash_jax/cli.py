@@ -1,15 +1,16 @@
-"""What the command lines share: options, loading what they name, progress.
+"""What the command lines share: options, and loading what they name.
 
 Options are frozen dataclasses, which `parse` turns into a command line; the text below a field is its help. Nothing
 here imports jax before there is work for it, so that `--help` answers at once.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, overload
 
 import tyro
 from tyro.conf import arg
@@ -17,7 +18,6 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
-    from tqdm import tqdm
 
     from dflash_jax.drafters.dflash import Drafter
     from dflash_jax.infer.engine import Engine, EngineConfig
@@ -26,9 +26,13 @@ if TYPE_CHECKING:
     from dflash_jax.infer.text import Text
     from dflash_jax.target import Target
 
-LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
+T = TypeVar("T")
 
 
+@overload
+def parse(options: type[T], argv: Sequence[str] | None, *, prog: str, description: str) -> T: ...
+@overload
+def parse(options: object, argv: Sequence[str] | None, *, prog: str, description: str) -> Any: ...
 def parse(options: Any, argv: Sequence[str] | None, *, prog: str, description: str) -> Any:
     """The options of a command line: an instance of `options`, a dataclass or a union of subcommands.
 
@@ -40,7 +44,11 @@ def parse(options: Any, argv: Sequence[str] | None, *, prog: str, description: s
         tyro.conf.FlagCreatePairsOff,
         tyro.conf.HelptextFromCommentsOff,
     )
-    return tyro.cli(options, prog=prog, description=description, args=argv, config=config)
+    try:
+        return tyro.cli(options, prog=prog, description=description, args=argv, config=config)
+    except BrokenPipeError:  # the reader of the help has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
 
 
 def optional(kind: type, metavar: str, default: str = "") -> Any:
@@ -354,44 +362,11 @@ def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConf
         ) from error
 
 
-def warm_up(engine: "Engine") -> None:
-    """Compiles, and says so."""
-    print(f"compiling {engine.batch.programs} programs ...", file=sys.stderr)
-    engine.warm_up()
-    print(f"ready after {engine.stats.compile_seconds:.1f} s", file=sys.stderr)
-
-
 def enable_compilation_cache() -> None:
     """Keeps compiled programs between runs, unless the user has chosen a place or none."""
-    import os
-
     import jax
 
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         jax.config.update("jax_compilation_cache_dir", str(home / "dflash_jax" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> "tqdm":
-    """A bar on stderr: drawn twice a second on a terminal, twice a minute in a log or not there at all."""
-    from tqdm import tqdm
-
-    terminal = sys.stderr.isatty()
-    pause = 0.5 if terminal else LOG_PAUSE
-    return tqdm(
-        total=total,
-        unit=unit,
-        file=sys.stderr,
-        disable=not (terminal or in_logs),
-        mininterval=pause,
-        maxinterval=max(pause, 10.0),
-    )
-
-
-def engine_rates(engine: "Engine") -> str:
-    """Tokens per second and tau so far, for a progress bar."""
-    if not engine.stats.steps:
-        return ""
-    rate = f"{engine.stats.tokens_per_second:.0f} tok/s"
-    return f"{rate} tau {engine.stats.tau:.2f}" if engine.drafter else rate

@@ -13,20 +13,18 @@ import tyro
 from tyro.conf import arg
 
 from dflash_jax.cli import (
-    LOG_PAUSE,
     EngineOptions,
     GenerationOptions,
     ModelOptions,
     engine_config,
-    engine_rates,
     load,
     make_engine,
     optional,
     pair_sources,
     parse,
     parsed,
-    warm_up,
 )
+from dflash_jax.infer.progress import LOG_PAUSE, engine_rates, warm_up
 
 if TYPE_CHECKING:
     from dflash_jax.infer.engine import Engine
@@ -91,7 +89,7 @@ class HttpOptions:
     shutdown_timeout: float = 60.0
 
     def check(self, host: str, api_key: str | None) -> "Limits":
-        """What clients are held to.
+        """The limits for clients.
 
         Raises:
             ValueError: a value out of range, an empty key, or no key where other machines can connect.
@@ -99,14 +97,11 @@ class HttpOptions:
         from dflash_jax.infer.listening import is_local
         from dflash_jax.infer.server import Limits
 
-        for name, least in (
-            ("max_request_bytes", 1),
-            ("max_waiting", 0),
-            ("client_timeout", 0),
-            ("shutdown_timeout", 0),
-        ):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        least = {"max_request_bytes": 1, "max_waiting": 0, "client_timeout": 1, "shutdown_timeout": 0}
+        for name, smallest in least.items():
+            if not smallest <= (value := getattr(self, name)) < 2**31:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} must be at least {smallest} and below 2**31, got {value}")
         if api_key is not None and not api_key.strip():
             raise ValueError("the key is empty (--api-key or DFLASH_API_KEY); give one, or leave it out")
         if api_key is None and not is_local(host) and not self.allow_unauthenticated:

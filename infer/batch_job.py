@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,15 +11,13 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from dflash_jax.cli import LOG_PAUSE, engine_rates, progress_bar, warm_up
 from dflash_jax.infer import parts
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.interrupt import stop_signals
 from dflash_jax.infer.jobs import Tally, answer_record, record_id, rewrite_in_order, run_job, summarise
 from dflash_jax.infer.journal import Journal, settings_path
 from dflash_jax.infer.lines import Line, input_paths
+from dflash_jax.infer.progress import Reporter, warm_up
 from dflash_jax.infer.requests import Request
 from dflash_jax.infer.text import Text
 
@@ -49,7 +46,7 @@ class JobFiles:
     @property
     def own(self) -> frozenset[Path]:
         """Files of the job itself, resolved, which a glob of inputs does not mean."""
-        own = [self.output, settings_path(self.output)]
+        own = [self.output, settings_path(self.output), parts.lock_path(self.output)]
         own += [path for part in parts.found_parts(self.output) for path in (part, settings_path(part))]
         if self.summary:
             own += [self.summary, *self.summary.parent.glob(f"{escape(self.summary.name)}.*")]
@@ -73,7 +70,7 @@ class Job:
     Args:
         files: checked.
         lines: the whole input.
-        settings: what the answers depend on, to be noted beside them; see `jobs.job_settings`.
+        settings: what the answers depend on, to be saved beside them; see `jobs.job_settings`.
         notes: what else the summary tells.
         begin: when the run began, by `time.perf_counter`.
     """
@@ -189,40 +186,3 @@ class Job:
         summary |= {"steps_by_block_size": used, "process": process, "processes": processes} | self.notes
         path = path.with_name(f"{path.name}.{process}") if processes > 1 else path
         path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-
-
-class Reporter:
-    """A bar on a terminal, and a line of figures every so many seconds if that is asked for, or in a log."""
-
-    def __init__(self, engine: Engine, total: int, interval: float | None):
-        self._engine, self._last = engine, time.perf_counter()
-        self._interval = LOG_PAUSE if interval is None and not sys.stderr.isatty() else interval
-        self._bar = progress_bar(total, "request", in_logs=False)
-        self.finished = 0
-
-    def update(self, finished: bool) -> None:
-        self.finished += finished
-        self._bar.update(int(finished))
-        self._bar.set_postfix_str(engine_rates(self._engine), refresh=False)
-        now = time.perf_counter()
-        if self._interval and now - self._last >= self._interval:
-            self._last = now
-            engine = self._engine
-            line = (
-                f"{self.finished}/{self._bar.total} done   {engine_rates(engine)}   slots {engine.busy}/{engine.slots}"
-            )
-            self._bar.write(f"{line}   waiting {engine.waiting}   memory {memory_mib():.0f} MiB", file=sys.stderr)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-def memory_mib() -> float:
-    """Memory in use: of the first device where it tells, else resident memory of this process."""
-    found = jax.devices()[0].memory_stats()
-    if found and "bytes_in_use" in found:
-        return found["bytes_in_use"] / 2**20
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-    return float("nan")

@@ -40,7 +40,7 @@ def job_settings(
     Args:
         deterministic: what the last bits depend on besides, of a job that fixes them.
     """
-    more: dict[str, Any] = {}  # what is left at its default is not noted
+    more: dict[str, Any] = {}  # defaults are left out
     if text.template_arguments:
         more["chat_template_kwargs"] = text.template_arguments
     if deterministic is not None:

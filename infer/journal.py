@@ -1,4 +1,4 @@
-"""Output files that a killed job continues: whole lines only, each key once, the settings noted beside them."""
+"""Output files that a killed job continues: whole lines only, each key once, the settings saved beside them."""
 
 import contextlib
 import errno
@@ -14,15 +14,15 @@ from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PAUSE = 10.0  # seconds between attempts to write to a full disk
-LOOK = 0.2  # seconds between two looks at whether the wait is to end
-FORMAT = 3  # of the settings file; one more when what answers depend on is noted in another way. The first had none
+LOOK = 0.2  # seconds between two checks for an interrupt meanwhile
+FORMAT = 3  # of the settings file; raised when the content of the file changes. The first one had no number
 REMEDY = "Continue it all the same with --force, or choose another output"
 
 _log = logging.getLogger("dflash_jax")
 
 
 def settings_path(output: Path) -> Path:
-    """Where the settings of an output are noted."""
+    """Where the settings of an output are saved."""
     return output.with_name(output.name + ".settings.json")
 
 
@@ -131,8 +131,8 @@ class Journal:
                 if not force:
                     check_settings(self.path, settings, remedy)
                 self._read(key)
-            noted = json.dumps({"format": FORMAT} | settings, indent=2)
-            replace_file(settings_path(self.path), noted.encode() + b"\n")
+            saved = json.dumps({"format": FORMAT} | settings, indent=2)
+            replace_file(settings_path(self.path), saved.encode() + b"\n")
         except BaseException:
             self._file.close()
             raise

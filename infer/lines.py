@@ -120,7 +120,7 @@ def input_lines(names: Sequence[str], without: Container[Path] = ()) -> Iterator
                     yield line
                     lines += 1
         except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
-            raise ValueError(f"{path} is damaged behind its first {lines} lines: {error}") from error
+            raise ValueError(f"{path} is damaged after line {lines}: {error}") from error
 
 
 def input_paths(names: Sequence[str], without: Container[Path] = ()) -> list[str]:

@@ -22,8 +22,13 @@ def part_path(output: Path, process: int, processes: int) -> Path:
     return output.with_name(f"{output.name}.part-{process}-of-{processes}")
 
 
+def lock_path(output: Path) -> Path:
+    """What a process locks to read or merge all parts."""
+    return output.with_name(output.name + ".lock")
+
+
 def found_parts(output: Path) -> list[Path]:
-    """Parts of this output that are there, of this number of processes or another; not what is noted beside them."""
+    """Parts of this output that are there, of this number of processes or another; not their settings files."""
     name = re.compile(re.escape(output.name) + r"\.part-\d+-of-\d+")
     return sorted(path for path in output.parent.iterdir() if name.fullmatch(path.name))
 
@@ -52,7 +57,7 @@ def check_settings(output: Path, settings: dict[str, Any]) -> None:
     """Raises ValueError if the output or a part was made with other settings, or nobody can tell."""
     with _alone(output):
         for path in (output, *found_parts(output)):
-            if path.exists() and path.stat().st_size:  # a process that begins has noted nothing yet
+            if path.exists() and path.stat().st_size:  # a process that begins has saved nothing yet
                 journal.check_settings(path, settings)
 
 
@@ -63,9 +68,9 @@ def merge(output: Path, lines: Sequence[Line]) -> bool:
         if any(str(line.id) not in records for line in lines):
             return False
         parts = found_parts(output)
-        noted = [path for path in map(journal.settings_path, parts) if path.exists()]
-        if noted:
-            journal.replace_file(journal.settings_path(output), noted[-1].read_bytes())
+        saved = [path for path in map(journal.settings_path, parts) if path.exists()]
+        if saved:
+            journal.replace_file(journal.settings_path(output), saved[-1].read_bytes())
         write_text(output, "".join(records[str(line.id)] for line in lines))
         for part in parts:
             part.unlink()
@@ -76,7 +81,7 @@ def merge(output: Path, lines: Sequence[Line]) -> bool:
 @contextmanager
 def _alone(output: Path) -> Iterator[None]:
     """Only one process at a time; a lock ends with the process that holds it."""
-    path = output.with_name(output.name + ".lock")
+    path = lock_path(output)
     with journal.open_locked(path, wait=True):
         try:
             yield

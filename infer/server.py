@@ -37,7 +37,7 @@ class Limits:
     Attributes:
         request_bytes: of a body, at most.
         client_seconds: for the head of a request, and for its body.
-        retry_seconds: after which a client that was refused for want of room may try again.
+        retry_seconds: after which a client may try again when the queue was full.
     """
 
     request_bytes: int = 2**20

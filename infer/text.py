@@ -67,7 +67,9 @@ class Text:
         """Returns the text; raises RequestError if it is no UTF-8 or cannot fit into `most_tokens`."""
         if (size := len(valid_text(prompt).encode())) > self._most_bytes:
             raise RequestError(
-                "prompt_too_long", f"the prompt has {size} bytes, which cannot fit into {self._most_tokens} tokens"
+                "prompt_too_long",
+                f"the prompt has {size} bytes, which cannot fit into {self._most_tokens} tokens; "
+                "shorten it or raise max_length",
             )
         return prompt
 

@@ -40,6 +40,15 @@ def test_the_flags(parse, flags, capsys):
     assert len(shown) == len(set(shown))
 
 
+def test_the_reader_of_the_help_may_leave():
+    command = subprocess.Popen(
+        [sys.executable, "-m", "dflash_jax.serve", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    command.stdout.close()
+    assert command.stderr.read() == ""
+    assert command.wait() == 0
+
+
 def test_forms_of_arguments():
     job = "--input a b -  --output o --force --ordered --no-speculation --temperature -1 --top-p=0.5".split()
     options = serve.parse_options([*job, "--block-size", "auto"])

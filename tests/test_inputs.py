@@ -40,7 +40,7 @@ DAMAGED = {
 def test_a_damaged_input_is_an_error_that_names_it(name, tmp_path, capsys):
     (tmp_path / name).write_bytes(DAMAGED[name])
     assert serve.main(["--input", str(tmp_path / name), "--output", str(tmp_path / "out.jsonl")]) == 2
-    assert f"{name} is damaged behind its first" in capsys.readouterr().err
+    assert f"{name} is damaged after line " in capsys.readouterr().err
 
 
 def test_a_changed_input_is_noticed(pair, tmp_path, capsys):

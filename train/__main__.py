@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dflash_jax.cli import progress_bar
+from dflash_jax.infer.progress import engine_rates, progress_bar
 from dflash_jax.train.arguments import (
     AblateOptions,
     CacheFeaturesOptions,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _regenerate(options: RegenerateOptions) -> int:
-    from dflash_jax.cli import engine_config, engine_rates, load, make_engine
+    from dflash_jax.cli import engine_config, load, make_engine
     from dflash_jax.infer.interrupt import stop_signals
     from dflash_jax.infer.jobs import job_settings, run_job
     from dflash_jax.infer.lines import read_lines

@@ -271,7 +271,7 @@ def test_an_address_nobody_knows_and_a_wrong_method_get_json(client, server):
         assert json.loads(refused.value.read())["error"]["type"] == "invalid_request_error"
 
 
-def test_more_requests_than_wait_are_told_to_come_back(client, server, monkeypatch):
+def test_a_full_queue_is_answered_with_429(client, server, monkeypatch):
     engine = server[1].engine
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda **options: time.sleep(0.02) or step(**options))

@@ -1,0 +1,85 @@
+"""What a command shows while it works: a bar on a terminal, lines of figures in a log."""
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from dflash_jax.infer.engine import Engine
+
+LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
+
+
+def warm_up(engine: "Engine") -> None:
+    """Compiles, and says so."""
+    print(f"compiling {engine.batch.programs} programs ...", file=sys.stderr)
+    engine.warm_up()
+    print(f"ready after {engine.stats.compile_seconds:.1f} s", file=sys.stderr)
+
+
+def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> "tqdm":
+    """A bar on stderr: drawn twice a second on a terminal, twice a minute in a log or not there at all."""
+    from tqdm import tqdm
+
+    terminal = sys.stderr.isatty()
+    pause = 0.5 if terminal else LOG_PAUSE
+    return tqdm(
+        total=total,
+        unit=unit,
+        file=sys.stderr,
+        disable=not (terminal or in_logs),
+        mininterval=pause,
+        maxinterval=max(pause, 10.0),
+    )
+
+
+def engine_rates(engine: "Engine") -> str:
+    """Tokens per second and tau so far, for a progress bar."""
+    if not engine.stats.steps:
+        return ""
+    rate = f"{engine.stats.tokens_per_second:.0f} tok/s"
+    return f"{rate} tau {engine.stats.tau:.2f}" if engine.drafter else rate
+
+
+class Reporter:
+    """A bar on a terminal, and a line of figures every so many seconds if that is asked for, or in a log."""
+
+    def __init__(self, engine: "Engine", total: int, interval: float | None):
+        self._engine, self._last = engine, time.perf_counter()
+        self._interval = LOG_PAUSE if interval is None and not sys.stderr.isatty() else interval
+        self._bar = progress_bar(total, "request", in_logs=False)
+        self.finished = 0
+
+    def update(self, finished: bool) -> None:
+        self.finished += finished
+        self._bar.update(int(finished))
+        self._bar.set_postfix_str(engine_rates(self._engine), refresh=False)
+        now = time.perf_counter()
+        if self._interval and now - self._last >= self._interval:
+            self._last = now
+            engine = self._engine
+            line = (
+                f"{self.finished}/{self._bar.total} done   {engine_rates(engine)}   slots {engine.busy}/{engine.slots}"
+            )
+            self._bar.write(f"{line}   waiting {engine.waiting}   memory {memory_mib():.0f} MiB", file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def memory_mib() -> float:
+    """Memory in use: on the first device, or of this process where the device does not report it."""
+    import jax
+
+    found = jax.devices()[0].memory_stats()
+    if found and "bytes_in_use" in found:
+        return found["bytes_in_use"] / 2**20
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return float("nan")
