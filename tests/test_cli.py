@@ -41,12 +41,11 @@ def test_the_flags(parse, flags, capsys):
 
 
 def test_the_reader_of_the_help_may_leave():
-    command = subprocess.Popen(
-        [sys.executable, "-m", "dflash_jax.serve", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    command.stdout.close()
-    assert command.stderr.read() == ""
-    assert command.wait() == 0
+    command = [sys.executable, "-m", "dflash_jax.serve", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
 
 
 def test_forms_of_arguments():
