@@ -1,6 +1,5 @@
 """Autoregressive against speculative decoding in one run: `python -m dflash_jax.benchmark`."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
+from dflash_jax import files
 from dflash_jax.cli import (
     BlockSize,
     EngineOptions,
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(shown)
     if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        files.write_json(Path(options.json), figures)
     return 0
 
 

@@ -1,17 +1,29 @@
-"""Text files that appear whole or not at all."""
+"""Files that appear whole or not at all."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, and only if it says something new."""
-    if path.exists() and path.read_text(encoding="utf-8") == text:
+def replace(path: Path, data: bytes) -> None:
+    """Puts a file into the place of whatever is there. What is no file, such as `/dev/stdout`, is written to."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
         return
     beside = path.with_name(path.name + ".writing")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_bytes(data)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """`replace`, unless the file has this text already."""
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        replace(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,6 +1,5 @@
 """`python -m dflash_jax.plan`: what a pair needs on a machine; see `benchmarks.planning`."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
+from dflash_jax import files
 from dflash_jax.cli import optional, parse
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(table(figures))
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        files.write_json(options.json, figures)
     return 0
 
 

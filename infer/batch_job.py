@@ -11,6 +11,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from dflash_jax import files
 from dflash_jax.infer import parts
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.interrupt import stop_signals
@@ -185,4 +186,4 @@ class Job:
         used = engine.chooser.used if engine.chooser else {engine.block_size: engine.stats.steps}
         summary |= {"steps_by_block_size": used, "process": process, "processes": processes} | self.notes
         path = path.with_name(f"{path.name}.{process}") if processes > 1 else path
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        files.write_json(path, summary)

@@ -12,6 +12,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from dflash_jax import files
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PAUSE = 10.0  # seconds between attempts to write to a full disk
 LOOK = 0.2  # seconds between two checks for an interrupt meanwhile
@@ -53,17 +55,6 @@ def check_settings(output: Path, settings: dict[str, Any], remedy: str = REMEDY)
             differ.append(f"{name} {was!r:.60}, now {now!r:.60}")
     if differ:
         raise ValueError(f"{output} was made with other settings: {'; '.join(differ)}. {remedy}")
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Puts a new file in the place of whatever is there."""
-    beside = path.with_name(path.name + ".writing")
-    try:
-        beside.write_bytes(data)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def open_locked(path: Path, *, wait: bool) -> FileIO:
@@ -132,7 +123,7 @@ class Journal:
                     check_settings(self.path, settings, remedy)
                 self._read(key)
             saved = json.dumps({"format": FORMAT} | settings, indent=2)
-            replace_file(settings_path(self.path), saved.encode() + b"\n")
+            files.replace(settings_path(self.path), saved.encode() + b"\n")
         except BaseException:
             self._file.close()
             raise

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dflash_jax import files
 from dflash_jax.files import write_text
 from dflash_jax.infer import journal
 from dflash_jax.infer.jobs import record_id
@@ -70,7 +71,7 @@ def merge(output: Path, lines: Sequence[Line]) -> bool:
         parts = found_parts(output)
         saved = [path for path in map(journal.settings_path, parts) if path.exists()]
         if saved:
-            journal.replace_file(journal.settings_path(output), saved[-1].read_bytes())
+            files.replace(journal.settings_path(output), saved[-1].read_bytes())
         write_text(output, "".join(records[str(line.id)] for line in lines))
         for part in parts:
             part.unlink()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dflash_jax import files
 from dflash_jax.infer.progress import engine_rates, progress_bar
 from dflash_jax.train.arguments import (
     AblateOptions,
@@ -267,7 +268,7 @@ def _evaluate(options: EvaluateOptions) -> int:
     print(f"tau {figures['tau']:.3f}   speedup {figures['speedup']:.2f}   over {figures['samples']} prompts")
     print(f"acceptance per position   {rates}")
     if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        files.write_json(Path(options.json), figures)
     return 0
 
 

@@ -5,7 +5,6 @@ with random weights: autoregressive step, draft, verify, commit, and what their 
 anywhere; the figures mean something on an accelerator.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
+from dflash_jax import files
 from dflash_jax.benchmarks.topologies import CHIPS
 from dflash_jax.cli import optional, parse, parsed
 
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 figures["step"].append(row)
                 print(line(row), flush=True)
     if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        files.write_json(Path(args.json), figures)
     return 0
 
 

@@ -1,6 +1,5 @@
 """Reads and writes safetensors along a table, one tensor at a time."""
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from dflash_jax import files
 from dflash_jax.checkpoint.hub import read_json
 from dflash_jax.checkpoint.table import Leaf, Part, QuantisedLeaf, Table, leaves
 from dflash_jax.quantised import Quantised
@@ -255,4 +255,4 @@ def save(directory: str | Path, params: Mapping[str, Any], table: Table, config:
     tensors = {name: value for source, whole in sources.items() for name, value in source.write(whole).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # written for its owner alone otherwise
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    files.write_json(directory / "config.json", config)
