@@ -182,8 +182,7 @@ class EngineOptions:
     prefix_chunks: Annotated[
         int | None, optional(int, "N", "what is of use, in no more memory than the slots take")
     ] = None
-    """chunks of prompts (32 tokens where all prompts are short, else 256) to keep for those that begin alike; 0 keeps
-    none"""
+    """chunks of prompts (32 to 256 tokens, by the longest prompt) to keep for those that begin alike; 0 keeps none"""
     deterministic: bool = False
     """the bits of an answer are the same in every run: nothing is chosen by the clock or by the other prompts, and
     --block-size auto is the checkpoint's own"""
@@ -317,7 +316,7 @@ def engine_config(
         growing: whether such requests may begin as others did, like the turns of a conversation.
     """
     from dflash_jax.infer.engine import EngineConfig
-    from dflash_jax.infer.prefixes import shared_chunks
+    from dflash_jax.infer.prefixes import shared_chunks, shared_tokens
     from dflash_jax.mesh import rows_of
 
     if generation.batch_size < 1:
@@ -331,11 +330,15 @@ def engine_config(
         needed = max((len(r.prompt_token_ids) + max(r.params.max_new_tokens, 1) for r in fit), default=1)
         max_length = min(-(-needed // 256) * 256, most or needed)
     slots = -(-generation.batch_size // parts) * parts
-    # Short prompts spare compiling long chunks.
-    chunk = 32 if requests and prompt <= 128 and not options.deterministic else 256
+    chunk, prompts = 256, [r.prompt_token_ids for r in fit]
+    if requests and not options.deterministic:
+        chunk = min(chunk, max(32, 1 << (prompt - 1).bit_length()))  # no prompt needs more
+        # Short pieces in common are found in short chunks only; they must be worth reading the others piece by piece.
+        if chunk <= 128 and 2 * shared_tokens(prompts, 32) > sum(map(len, prompts)):
+            chunk = 32
     if kept is None:  # what is of use, and no more memory than the slots take
         kept = slots * max_length // chunk
-        kept = kept if growing else min(kept, shared_chunks([r.prompt_token_ids for r in fit], chunk))
+        kept = kept if growing else min(kept, shared_chunks(prompts, chunk))
     return EngineConfig(
         slots=slots,
         max_length=max_length,

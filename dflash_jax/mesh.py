@@ -140,20 +140,24 @@ def split_rows(rows: int) -> tuple[str, ...] | None:
     return ROWS if rows % row_parts() == 0 else None
 
 
-def local_row(row: jax.Array, rows: int, all_rows: bool) -> tuple[jax.Array, jax.Array]:
-    """Where a block's first cache row lies among the `rows` that this device holds, and whether it does; inside
-    `on_each_device`. A block of all rows is split as the cache is."""
-    if all_rows or current_mesh() is None:
-        return row, jnp.bool_(True)
-    at = row - jax.lax.axis_index(ROWS) * rows
-    return jnp.clip(at, 0, rows - 1), (at >= 0) & (at < rows)
+def local_rows(rows: jax.Array | None, count: int, held: Any) -> tuple[jax.Array | None, jax.Array]:
+    """Where cache rows lie among the `count` that this device holds, and whether they do; inside `on_each_device`.
+
+    Args:
+        rows: None is every row.
+        held: the mesh axes that split them; None if every device holds all.
+    """
+    if rows is None or held is None or current_mesh() is None:
+        return rows, jnp.bool_(True)
+    at = rows - jax.lax.axis_index(held) * count
+    return jnp.clip(at, 0, count - 1), (at >= 0) & (at < count)
 
 
 def from_owner(x: jax.Array, owned: jax.Array) -> jax.Array:
-    """What the device that holds the row found, on every device; inside `on_each_device`."""
+    """Rows [B, ...] as the device that holds each of them found it, on every device; inside `on_each_device`."""
     if current_mesh() is None:
         return x
-    return jax.lax.psum(jnp.where(owned, x, 0), ROWS)
+    return jax.lax.psum(jnp.where(owned.reshape(-1, *(1,) * (x.ndim - 1)), x, 0), ROWS)
 
 
 # --------------------------------------------------------------------------------------------------

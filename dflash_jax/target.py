@@ -62,7 +62,7 @@ class Target(struct.PyTreeNode):
         lengths: Int[Array, " B"] | None = None,
         *,
         taps: tuple[int, ...] = (),
-        row: Int[Array, ""] | int = 0,
+        rows: Int[Array, " B"] | None = None,
         starts: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]:
         """One pass of a block behind the committed cache, which it only reads.
@@ -73,7 +73,8 @@ class Target(struct.PyTreeNode):
             cache: committed cache.
             lengths: committed length of each of the block's rows; None is 0.
             taps: layers whose outputs to return as features, in this order.
-            row: first cache row of the block; its rows are contiguous.
+            rows: cache row of each of the block's rows, all different; None if the block has every row, in order. See
+                `kernels.block_attention.attend` for meshes.
             starts: where the document of each position begins, if a row packs several: nothing before it
                 is seen, and rotary positions count from it.
 
@@ -82,7 +83,7 @@ class Target(struct.PyTreeNode):
             `cache.commit` wants of the block, for each cache entry.
         """
         lengths = jnp.zeros(tokens.shape[0], jnp.int32) if lengths is None else lengths
-        at = Pass(positions, visible, lengths, jnp.asarray(row, jnp.int32), starts=starts)
+        at = Pass(positions, visible, lengths, rows, starts=starts)
         return self._apply("forward", tokens, at, cache, taps)
 
     def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

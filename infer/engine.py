@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -41,7 +41,7 @@ class EngineConfig:
             chooses a size for every visit, 1 included, by measured step times and acceptance.
         proposals: how the drafter picks tokens; see `Choice.for_drafting`.
         seed: noise of requests without a seed of their own.
-        prefill_chunk: prompts are processed in chunks of at most this many tokens.
+        prefill_chunk: prompts are read in chunks of at most this many tokens, of one prompt or of several together.
         steps_per_visit: device steps between two looks of the host.
         prefix_chunks: how many chunks of prompts to keep for requests that begin alike; each takes the cache memory of
             `prefill_chunk` tokens.
@@ -127,11 +127,13 @@ class Engine:
             proposals=config.proposals,
             prefix_chunks=config.prefix_chunks,
             logprobs=config.logprobs,
+            deterministic=config.deterministic,
         )
         self._tickets = itertools.count()
         self._waiting: deque[ActiveRequest] = deque()
         self._rows: list[ActiveRequest | None] = [None] * config.slots
-        self._just_filled = False
+        self._just_filled, self._shortest_first = False, True
+        self._visit_seconds = 0.0  # of the last visit to decode
 
     def _rows_on_device(self) -> int:
         """The slots, and on CPU with `deterministic` some more that stay idle: there the last few of a block's
@@ -221,8 +223,8 @@ class Engine:
         return ticket
 
     def step(self, *, admit: bool = True) -> list[tuple[int, Completion]]:
-        """One turn of work: a chunk of every prompt that is being read, or some decoding steps; in turns, if there
-        are both, so that a long prompt does not hold up the others.
+        """One turn of work: prompts are read, or rows decode for some steps; in turns, if there are both, each for a
+        time in proportion to the rows that wait for it.
 
         Args:
             admit: whether waiting requests may take free slots; without it the busy ones are finished.
@@ -241,19 +243,19 @@ class Engine:
         decoding = any(row and row.decoding for row in self._rows)
         if filling and not (decoding and self._just_filled):
             self._just_filled = True
-            events = [self._fill(slot) for slot in filling]
+            events = self._read(filling)
         elif decoding:
             self._just_filled = False
             events = self._advance(leave_on_finish=bool(filling) or (admit and bool(self._waiting)))
         else:
             return []
         now = time.perf_counter()
-        for row in filter(None, events):
+        for row in events:
             row.completion.first_token = row.completion.first_token or now
             if row.completion.finish_reason:
                 row.completion.finished = now
                 self._rows[self._rows.index(row)] = None
-        return [(row.ticket, row.completion) for row in events if row]
+        return [(row.ticket, row.completion) for row in events]
 
     def wait(self) -> None:
         """Waits for the device: `step` may return while it still reads a prompt."""
@@ -277,22 +279,36 @@ class Engine:
                 "invalid_parameter", f"logprobs {asked} is not served: the engine was made with logprobs={served}"
             )
 
-    def _fill(self, slot: int) -> ActiveRequest | None:
-        """Commits the next chunk of a row's prompt; returns the row if it got its first token."""
-        begin = time.perf_counter()
-        row = self._rows[slot]
-        assert row is not None
-        assert row.settings is not None
-        before, prompt = row.filled, row.request.prompt_token_ids
-        row.filled, copied, first = self.batch.read(slot, prompt, before, row.keys, row.settings)
-        self.stats.prefix_tokens += copied
-        self.stats.prompt_tokens += row.filled - before
-        if row.decoding:
-            row.extend(jax.device_get(first), (0, slice(1)))
-            if row.completion.finish_reason:
-                self.batch.release(slot)
+    def _read(self, slots: Sequence[int]) -> list[ActiveRequest]:
+        """Reads prompts of these slots for as long as is their share; returns the rows that got a first token."""
+        begin, filling = time.perf_counter(), {slot: row for slot in slots if (row := self._rows[slot])}
+        decoding = sum(row is not None and row.decoding for row in self._rows)
+        share = self._visit_seconds * len(filling) / decoding if decoding else 0.0
+        least = len(filling) if decoding else 1  # programs, where their times are not known
+        spent, events = 0.0, []
+        while filling:
+            # The oldest and the shortest take turns: neither waits long for a lot of others.
+            self._shortest_first = not self._shortest_first
+            key = (lambda row: row.left) if self._shortest_first else (lambda row: row.ticket)
+            in_order = sorted(filling.items(), key=lambda item: (key(item[1]), item[1].ticket))
+            reads, first, seconds = self.batch.read([row.unread(slot) for slot, row in in_order])
+            self.stats.prompt_programs += 1
+            for read in reads:
+                row = filling[read.slot]
+                self.stats.prefix_tokens += read.copied
+                self.stats.prompt_tokens += read.filled - row.filled
+                row.filled = read.filled
+            for read in (one for one in reads if filling[one.slot].decoding):
+                row = filling.pop(read.slot)
+                row.extend(jax.device_get(first), (read.place, slice(1)))
+                if row.completion.finish_reason:
+                    self.batch.release(read.slot)
+                events.append(row)
+            least, spent = least - 1, spent + (seconds or 0.0)
+            if spent >= share if seconds else least <= 0:
+                break
         self.stats.prefill_seconds += time.perf_counter() - begin
-        return row if row.decoding else None
+        return events
 
     def _advance(self, leave_on_finish: bool) -> list[ActiveRequest]:
         """One visit to the device; returns the rows that got tokens."""
@@ -307,6 +323,7 @@ class Engine:
         trace = self.batch.decode(self._program(size), most, leave_on_finish)
         counts = trace.count
         seconds, steps = time.perf_counter() - begin, int(np.sum(counts.any(axis=1)))
+        self._visit_seconds = seconds
         self.stats.decode_seconds += seconds
         self.stats.steps += steps
         advanced = []

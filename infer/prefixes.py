@@ -5,7 +5,7 @@ they are the same bits. Shapes: E kept chunks, C tokens of a chunk.
 """
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
 
-from dflash_jax.decoding.penalties import remember_row
+from dflash_jax.decoding.penalties import remember_prompts
 from dflash_jax.decoding.state import State
 from dflash_jax.mesh import constrain
 from dflash_jax.sharding import partition, pin
@@ -64,7 +64,7 @@ def restore(
             lengths=state.lengths.at[row].set(end),
             target_cache=state.target_cache.restore(one.target, row, end),
             draft=None if state.draft is None else state.draft.restore(one.draft, row, end),
-            history=remember_row(state.history, tokens, row, start, jnp.int32(tokens.shape[0])),
+            history=remember_prompts(state.history, tokens[None], row[None], start[None], end[None] - start[None]),
         )
     )
 
@@ -84,11 +84,16 @@ def chain(tokens: Sequence[int], chunk: int) -> list[bytes]:
 
 def shared_chunks(prompts: Iterable[Sequence[int]], chunk: int) -> int:
     """How many different chunks would serve more than one of these prompts."""
-    seen: dict[bytes, int] = {}
-    for prompt in prompts:
-        for key in chain(prompt[:-1], chunk):  # the last token is always read: it chooses the next
-            seen[key] = seen.get(key, 0) + 1
-    return sum(count > 1 for count in seen.values())
+    return sum(count > 1 for count in _occurrences(prompts, chunk).values())
+
+
+def shared_tokens(prompts: Iterable[Sequence[int]], chunk: int) -> int:
+    """How many tokens of these prompts could be copied from an earlier one."""
+    return chunk * sum(count - 1 for count in _occurrences(prompts, chunk).values())
+
+
+def _occurrences(prompts: Iterable[Sequence[int]], chunk: int) -> Counter[bytes]:
+    return Counter(key for prompt in prompts for key in chain(prompt[:-1], chunk))  # the last token is always read
 
 
 class PrefixCache:
@@ -131,11 +136,11 @@ class PrefixCache:
             filled += self.chunk
         return state, filled
 
-    def offer(self, state: State, row: int, start: int, count: int, keys: list[bytes]) -> None:
-        """Keeps the `count` tokens of a prompt that were just committed from `start` on, if they are a whole chunk."""
-        if not keys or start % self.chunk or count != self.chunk:
+    def offer(self, state: State, row: int, end: int, keys: list[bytes]) -> None:
+        """Keeps the last chunk of the `end` tokens of a prompt that are committed, if a chunk ends there."""
+        if not keys or end % self.chunk:
             return
-        key = keys[start // self.chunk]
+        start, key = end - self.chunk, keys[end // self.chunk - 1]
         if self._find(key) is None:
             entry = self._free.pop() if self._free else self._places.popitem(last=False)[1]
             self._places[key] = entry

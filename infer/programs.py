@@ -1,6 +1,6 @@
-"""The compiled programs of an engine: decode for some steps, begin a row, read a chunk of its prompt, end it.
+"""The compiled programs of an engine: decode for some steps, begin a row, read some of its prompt, end it.
 
-Shapes: B rows, C prefill chunk, M steps.
+Shapes: B rows, C tokens of a prompt, M steps.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.cache import commit, once_read
 from dflash_jax.decoding.choice import Choice, Proposals
 from dflash_jax.decoding.logprobs import log_probabilities
-from dflash_jax.decoding.penalties import remember_row
+from dflash_jax.decoding.penalties import remember, remember_prompts
 from dflash_jax.decoding.sampling import gumbel_noise
 from dflash_jax.decoding.state import DraftModel, RowSettings, State, TargetModel, begin_row
 from dflash_jax.decoding.step import Committed, make_round, run, speculative_step
+from dflash_jax.mesh import constrain, split_rows
 from dflash_jax.sharding import pin
 
 
@@ -86,59 +88,61 @@ def prefill(
     target: TargetModel,
     drafter: DraftModel | None,
     state: State,
-    row: Int[Array, ""],
-    tokens: Int[Array, " C"],
-    count: Int[Array, ""],
-    last: Bool[Array, ""],
-    settings: RowSettings,
+    rows: Int[Array, " B"],
+    tokens: Int[Array, "B C"],
+    counts: Int[Array, " B"],
+    last: Bool[Array, " B"],
+    settings: tuple[RowSettings, ...],
     logprobs: int | None = None,
 ) -> tuple[State, Committed]:
-    """Commits the next `count` prompt tokens of one row; the last chunk also chooses the first new token.
+    """Commits the next tokens of some prompts; the last ones of a prompt also choose the first new token.
 
     Args:
-        row: the row to fill: idle, and begun.
-        tokens, count: a chunk, and how many of its tokens are prompt.
+        rows: rows to fill: idle, begun, all different; and any others with a count of 0, which stay as they are.
+        tokens, counts: of each row, and how many of them are prompt.
         last: whether the prompt ends here: the row then starts decoding.
-        settings: of the row.
+        settings: of each row.
         logprobs: see `speculative_step`.
 
     Returns:
-        The state, and the first new token [1, 1], which counts if `last`. It belongs to no round.
+        The state, and the first new token [B, 1] of each row, which counts if `last`. It belongs to no round.
     """
-    lengths = jax.lax.dynamic_slice(state.lengths, (row,), (1,))
-    positions = lengths[:, None] + jnp.arange(tokens.shape[0])[None]
+    tokens = constrain(tokens, P(split_rows(tokens.shape[0])))
+    lengths = state.lengths[rows]
+    positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None]
     taps = drafter.taps if drafter else ()
     where = positions, None, state.target_cache, lengths
-    hidden, features, fresh = target.forward(tokens[None], *where, taps=taps, row=row)
-    kept = once_read(count[None], hidden)
-    state = state.replace(target_cache=commit(state.target_cache, fresh, lengths, kept, row=row))
+    hidden, features, fresh = target.forward(tokens, *where, taps=taps, rows=rows)
+    kept = once_read(counts, hidden)
+    state = state.replace(target_cache=commit(state.target_cache, fresh, lengths, kept, rows=rows))
     if drafter is not None:
-        seen = tokens[None], features, positions, lengths, kept
-        state = state.replace(draft=drafter.commit(target, state.draft, *seen, row=row))
-    end = lengths[0] + count
-    history = remember_row(state.history, tokens, row, lengths[0], count)
-    own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), history)
-    sampling, penalties = jax.tree.map(lambda x: x[None], (settings.sampling, settings.penalties))
-    logits = target.unembed(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
-    noise = gumbel_noise(sampling, end[None, None], target.config.vocab_size)
-    token = Choice(sampling, penalties, own, end[None], noise, target.decodable).tokens(logits)
-    scores = None if logprobs is None else log_probabilities(logits, token, settings.scored[None], logprobs)
-    goes_on = last & ~jnp.any(token[0] == settings.stop_tokens)
-    rows = RowSettings(state.remaining, state.stop_tokens, state.sampling, state.penalties, state.scored)
-    budget = jnp.where(goes_on, settings.max_new_tokens - 1, 0)
-    put = lambda all, one: all.at[row].set(one)
-    rows = jax.tree.map(put, rows, settings._replace(max_new_tokens=budget))
+        seen = tokens, features, positions, lengths, kept
+        state = state.replace(draft=drafter.commit(target, state.draft, *seen, rows=rows))
+    end, read = lengths + counts, counts > 0
+    given: RowSettings = jax.tree.map(lambda *each: jnp.stack(each), *settings)
+    history = remember_prompts(state.history, tokens, rows, lengths, counts)
+    own = jax.tree.map(lambda x: x[rows], history)
+    final = jnp.maximum(counts - 1, 0)
+    logits = target.unembed(jnp.take_along_axis(hidden, final[:, None, None], axis=1))
+    noise = gumbel_noise(given.sampling, end[:, None], target.config.vocab_size)
+    token = Choice(given.sampling, given.penalties, own, end, noise, target.decodable).tokens(logits)
+    scores = None if logprobs is None else log_probabilities(logits, token, given.scored, logprobs)
+    goes_on = last & ~jnp.any(token == given.stop_tokens, axis=1)
+    budgets = jnp.where(goes_on, given.max_new_tokens - 1, 0)
+    own = own.replace(tokens=remember(own, token, end, jnp.ones_like(end)).tokens)
+    written = jnp.where(read, rows, state.lengths.shape[0])
+    put = lambda all, some: all.at[written].set(some, mode="drop")
     state = state.replace(
-        anchor=put(state.anchor, token[0, 0]),
+        anchor=put(state.anchor, token[:, 0]),
         lengths=put(state.lengths, end),
-        remaining=rows.max_new_tokens,
-        stop_tokens=rows.stop_tokens,
-        sampling=rows.sampling,
-        penalties=rows.penalties,
-        scored=rows.scored,
-        history=remember_row(history, token[0], row, end, jnp.int32(1)).replace(prompt=history.prompt),
+        remaining=put(state.remaining, budgets),
+        stop_tokens=put(state.stop_tokens, given.stop_tokens),
+        sampling=jax.tree.map(put, state.sampling, given.sampling),
+        penalties=jax.tree.map(put, state.penalties, given.penalties),
+        scored=put(state.scored, given.scored),
+        history=jax.tree.map(put, history, own),
     )
-    return pin(state), Committed(token, last.astype(jnp.int32)[None], scores)
+    return pin(state), Committed(token, last.astype(jnp.int32), scores)
 
 
 @partial(jax.jit, donate_argnames="state")

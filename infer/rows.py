@@ -5,6 +5,7 @@ from typing import Any
 
 from dflash_jax.decoding.state import RowSettings
 from dflash_jax.decoding.step import Committed
+from dflash_jax.infer.prompts import Unread
 from dflash_jax.infer.requests import Completion, Request
 
 
@@ -30,6 +31,16 @@ class ActiveRequest:
     @property
     def decoding(self) -> bool:
         return self.filled == len(self.request.prompt_token_ids)
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that are not committed."""
+        return len(self.request.prompt_token_ids) - self.filled
+
+    def unread(self, slot: int) -> Unread:
+        """The prompt, for `slots.Slots.read`."""
+        assert self.settings is not None
+        return Unread(slot, self.request.prompt_token_ids, self.filled, self.keys, self.settings)
 
     def extend(self, committed: Committed, at: Any) -> int:
         """Appends the tokens at an index, decides whether that is the end, and returns how many of them were kept."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,19 +14,35 @@ from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.prefixes import PrefixCache
 from dflash_jax.infer.programs import begin, decode_call, prefill, release
-from dflash_jax.mesh import entered
+from dflash_jax.infer.prompts import Selected, Shape, Unread, cheapest, fixed, modelled, select, shapes
+from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
+
+
+class Read(NamedTuple):
+    """Of one prompt.
+
+    Attributes:
+        filled: tokens that are committed now.
+        copied: of them, copied from another prompt this time.
+        place: of its row in the program; None if it was not read.
+    """
+
+    slot: int
+    filled: int
+    copied: int
+    place: int | None
 
 
 class Slots:
     """Rows that decode together. Which requests they belong to is the engine's business.
 
     Args:
-        target, drafter, proposals, prefix_chunks, logprobs: see `EngineConfig`.
+        target, drafter, proposals, prefix_chunks, logprobs, deterministic: see `EngineConfig`.
         slots: rows.
         max_length: tokens a row can hold.
-        chunk: prompts are read in chunks of at most so many tokens.
+        chunk: prompts are read in chunks of at most so many tokens, of one or several rows.
         block_sizes: what `decode` may be asked for; 0 proposes nothing.
         steps_per_visit: at most.
 
@@ -47,9 +63,13 @@ class Slots:
         proposals: Proposals,
         prefix_chunks: int,
         logprobs: int | None,
+        deterministic: bool,
     ):
         self._target, self._drafter, self._slots, self._max_length = target, drafter, slots, max_length
-        self._chunks = sorted({min(32, chunk), chunk})
+        self._parts, self._chunk = rows_of(target.mesh), chunk
+        self._shapes = shapes(chunk, slots // self._parts)
+        self._fixed, self._neutral = deterministic, SamplingParams().on_device("", 0, 0, 1)
+        self._seconds: dict[Shape, float] = {}
         self._block_sizes, self._steps_per_visit = tuple(block_sizes), steps_per_visit
         self._proposals: Proposals = proposals
         self._logprobs = logprobs
@@ -61,7 +81,7 @@ class Slots:
     @property
     def programs(self) -> int:
         """How many `warm_up` compiles: for chunks of prompts, block sizes, a row's beginning and end, kept prefixes."""
-        return len(self._chunks) + len(self._block_sizes) + 2 + 2 * bool(self._prefixes.entries)
+        return len(self._shapes) + len(self._block_sizes) + 2 + 2 * bool(self._prefixes.entries)
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         """Of the prompt's chunks, for `read`."""
@@ -69,17 +89,17 @@ class Slots:
 
     def warm_up(self) -> None:
         """Compiles every program; afterwards none is compiled any more. All rows must be idle."""
-        settings = SamplingParams().on_device("", 0, 0, 1)
-        chunks = [(0, np.zeros(size, np.int32), 0, False, settings) for size in self._chunks]
-        calls = [(prefill, self._prefill_arguments(*chunk)) for chunk in chunks]
+        calls = [(prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._shapes]
         calls += [self._decode_call(size, 0, False) for size in self._block_sizes]
         with ThreadPoolExecutor() as pool, self._on_mesh():  # the calls below find what is compiled here
             compiling = [pool.submit(program.lower(*arguments).compile) for program, arguments in calls]
         for program in compiling:
             program.result()
         self.begin(0)
-        for chunk in chunks:
-            self._prefill(*chunk)
+        for shape in self._shapes:
+            self._prefill(*self._nothing(shape))
+        if not self._fixed:
+            self._seconds = {shape: self._prefill_seconds(shape) for shape in self._shapes}
         with self._on_mesh():
             self.state = self._prefixes.warm_up(self.state)
         for size in self._block_sizes:
@@ -92,29 +112,60 @@ class Slots:
         with self._on_mesh():
             self.state = begin(self.state, np.int32(slot))
 
-    def read(
-        self, slot: int, prompt: Sequence[int], start: int, keys: list[bytes], settings: RowSettings
-    ) -> tuple[int, int, Committed]:
-        """Commits to a row that was begun the next chunk of its prompt; behind the last one the row decodes.
+    def read(self, prompts: Sequence[Unread]) -> tuple[list[Read], Committed, float | None]:
+        """Commits the next tokens of some of these prompts, of the first one at least; behind its last token a row
+        decodes.
 
         Args:
-            start: tokens of the prompt that are committed.
-            keys: of the prompt.
+            prompts: of rows that were begun; which are read together with the first is decided by the program's cost.
 
         Returns:
-            Tokens of the prompt that are committed now, how many of them were copied from another's, and the first new
-            token [1, 1], if that was the last chunk.
+            What was read, the first new tokens [B, 1] of the rows whose prompt ended, and how many seconds the program
+            takes, if that was measured.
         """
+        prompts = prompts[:1] if self._fixed else prompts
+        starts = {unread.slot: self._copied(unread) for unread in prompts}
+        ends = {u.slot: min(len(u.prompt), (starts[u.slot] // self._chunk + 1) * self._chunk) for u in prompts}
+        # A chunk that one of them reads is copied by the others when it is there.
+        begun: dict[bytes, int] = {}
+        for u in prompts:
+            begun.setdefault(self._key(u, starts[u.slot]), u.slot)
+        alone = [u for u in prompts if begun[self._key(u, starts[u.slot])] == u.slot]
+        parts = [[u for u in alone if u.slot * self._parts // self._slots == part] for part in range(self._parts)]
+        left = [[ends[u.slot] - starts[u.slot] for u in part] for part in parts]
+        first = prompts[0].slot
+        costs = self._seconds or {shape: modelled(shape) for shape in self._shapes}
+        shape = fixed(self._shapes, ends[first] - starts[first]) if self._fixed else cheapest(costs, left)
+        taken = [[(u.slot, u.prompt[starts[u.slot] : ends[u.slot]]) for u in part] for part in parts]
+        selected = select(shape, taken, self._slots // self._parts)
+        of_slot = {u.slot: u for u in prompts}
+        rows, found = selected.rows.tolist(), []
+        settings, last = [self._neutral] * len(rows), np.zeros(len(rows), np.bool_)
+        for place, (row, count) in enumerate(zip(rows, selected.counts.tolist(), strict=True)):
+            if not count:
+                continue
+            unread, filled = of_slot[row], starts[row] + count
+            settings[place], last[place] = unread.settings, filled == len(unread.prompt)
+            found.append(Read(row, filled, starts[row] - unread.start, place))
+        tokens = self._prefill(selected, last, tuple(settings))
+        for read in found:
+            with self._on_mesh():
+                self._prefixes.offer(self.state, read.slot, read.filled, of_slot[read.slot].keys)
+        read = {one.slot for one in found}
+        found += [Read(slot, at, at - of_slot[slot].start, None) for slot, at in starts.items() if slot not in read]
+        return found, tokens, self._seconds.get(shape)
+
+    def _key(self, unread: Unread, at: int) -> bytes:
+        """Of the chunk of a prompt that is read next; one of its own where it could not be copied."""
+        if unread.keys and at % self._chunk == 0 and at + self._chunk < len(unread.prompt):
+            return unread.keys[at // self._chunk]
+        return unread.slot.to_bytes(4)
+
+    def _copied(self, unread: Unread) -> int:
+        """Tokens of a prompt that are committed once all chunks of it that are kept have been copied."""
         with self._on_mesh():
-            self.state, at = self._prefixes.copy(self.state, slot, start, prompt, keys)
-        left = len(prompt) - at
-        count = min(left, self._chunks[-1] if left > self._chunks[-1] // 2 else self._chunks[0])
-        chunk = np.zeros(next(size for size in self._chunks if size >= count), np.int32)
-        chunk[:count] = prompt[at : at + count]
-        first = self._prefill(slot, chunk, count, count == left, settings)
-        with self._on_mesh():
-            self._prefixes.offer(self.state, slot, at, count, keys)
-        return at + count, at - start, first
+            self.state, at = self._prefixes.copy(self.state, unread.slot, unread.start, unread.prompt, unread.keys)
+        return at
 
     def decode(self, block_size: int, max_steps: int, leave_on_finish: bool) -> Committed:
         """One visit to the device (see `decoding.step.run`): the tokens of each step, on the host."""
@@ -136,14 +187,17 @@ class Slots:
         """Times a step at each block size, all rows busy with random tokens and half full: tokens that are alike would
         visit fewer experts than a real block does."""
         rng, length = np.random.default_rng(0), max(1, self._max_length // 2)
-        settings = SamplingParams().on_device("", 0, 0, np.iinfo(np.int32).max)
+        short, endless = self._shapes[0], SamplingParams().on_device("", 0, 0, np.iinfo(np.int32).max)
         times: dict[int, list[float]] = {size: [] for size in self._block_sizes}
         for _ in range(3):
             for size in times:
                 for slot in range(self._slots):
-                    prompt = rng.integers(0, self._target.config.vocab_size, self._chunks[0]).tolist()
-                    self._place(slot, max(0, length - len(prompt)))
-                    self.read(slot, prompt[:length], 0, [], settings)
+                    prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
+                    self._place(slot, length - len(prompt))
+                    part = slot * self._parts // self._slots
+                    taken = [[(slot, prompt)] if p == part else [] for p in range(self._parts)]
+                    selected = select(short, taken, self._slots // self._parts)
+                    self._prefill(selected, selected.counts > 0, (endless,) * len(selected.rows))
                 self.wait()
                 begin = time.perf_counter()
                 trace = self.decode(size, min(self._steps_per_visit, 4), False)
@@ -161,13 +215,28 @@ class Slots:
     def _on_mesh(self) -> Any:
         return entered(self._target.mesh)
 
-    def _prefill_arguments(self, slot: int, chunk: np.ndarray, count: int, last: bool, settings: RowSettings) -> tuple:
-        where = np.int32(slot), chunk, np.int32(count), np.bool_(last)
-        return self._target, self._drafter, self.state, *where, settings, self._logprobs
+    def _nothing(self, shape: Shape) -> tuple[Selected, np.ndarray, tuple[RowSettings, ...]]:
+        """What a program reads that reads nothing."""
+        selected = select(shape, [[]] * self._parts, self._slots // self._parts)
+        return selected, selected.counts > 0, (self._neutral,) * len(selected.rows)
 
-    def _prefill(self, *chunk: Any) -> Committed:
+    def _prefill_seconds(self, shape: Shape) -> float:
+        """Of a program for prompts."""
+        seconds = []
+        for _ in range(2):
+            self.wait()
+            begin = time.perf_counter()
+            self._prefill(*self._nothing(shape))
+            self.wait()
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds)
+
+    def _prefill_arguments(self, selected: Selected, last: np.ndarray, settings: tuple[RowSettings, ...]) -> tuple:
+        return self._target, self._drafter, self.state, *selected, last, settings, self._logprobs
+
+    def _prefill(self, selected: Selected, last: np.ndarray, settings: tuple[RowSettings, ...]) -> Committed:
         with self._on_mesh():
-            self.state, first = prefill(*self._prefill_arguments(*chunk))
+            self.state, first = prefill(*self._prefill_arguments(selected, last, settings))
         return first
 
     def _decode_call(self, block_size: int, max_steps: int, leave_on_finish: bool) -> tuple[Any, tuple]:

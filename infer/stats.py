@@ -11,6 +11,7 @@ class Stats:
         steps: device steps.
         row_steps: steps counted once per row they advanced.
         prompt_tokens, prefix_tokens: tokens of prompts that were read, and of them those copied from an earlier one.
+        prompt_programs: programs that read them; each reads the weights once.
         decode_tokens: tokens committed by them; first tokens come from prefill and do not count.
         wall times include the transfer of tokens to the host.
     """
@@ -23,6 +24,7 @@ class Stats:
     decode_tokens: int = 0
     prompt_tokens: int = 0
     prefix_tokens: int = 0
+    prompt_programs: int = 0
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -49,8 +49,8 @@ def test_ring_holds_the_last_positions_whatever_the_chunks(chunk):
 
 
 def test_path_and_row():
-    path, row = jnp.asarray([[0, 3, 1]]), jnp.int32(1)
-    cache = commit(empty(3, 4), [numbered(1, 4)], jnp.asarray([0]), jnp.asarray([2]), path=path, row=row)
+    path, rows = jnp.asarray([[0, 3, 1]]), jnp.asarray([1])
+    cache = commit(empty(3, 4), [numbered(1, 4)], jnp.asarray([0]), jnp.asarray([2]), path=path, rows=rows)
     assert [keys(cache, row) for row in range(3)] == [[0] * 4, [1, 4, 0, 0], [0] * 4]
 
 

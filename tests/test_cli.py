@@ -99,12 +99,15 @@ def test_help_needs_no_jax():
 
 def test_engines_of_deterministic_jobs_read_prompts_in_chunks_of_one_size(pair):
     target, generation = load_target(pair / "target"), GenerationOptions(block_size="auto")
-    for prompt, chunk in ([1] * 5, 32), ([1] * 200, 256):
+    for prompt, chunk in ([1] * 5, 32), ([1] * 100, 128), ([1] * 200, 256):
         for deterministic in (False, True):
             options = EngineOptions(deterministic=deterministic)
             config = engine_config(target, [tiny.ask(prompt, 5)], generation, options)
             assert config.prefill_chunk == (256 if deterministic else chunk)
             assert config.deterministic == deterministic
+    for shared, chunk in (30, 64), (40, 32):  # what many begin with is copied, if it is the larger part
+        requests = [tiny.ask([*range(shared), *[50 + i] * 15], 5) for i in range(8)]
+        assert engine_config(target, requests, generation, EngineOptions()).prefill_chunk == chunk
 
 
 def test_the_kernels_are_chosen_before_anything_is_loaded(pair, monkeypatch, capsys):

@@ -222,9 +222,8 @@ def started(target, drafter, temperature=0.0, repetition=1.0, presence=0.0):
         settings = RowSettings(np.int32(WIDTH), np.full(2, -1, np.int32), sampling, penalties, np.bool_(False))
         chunk = np.zeros(16, np.int32)
         chunk[: len(prompt)] = prompt
-        state = begin(state, np.int32(row))
-        count = np.int32(len(prompt))
-        state, _ = prefill(target, drafter, state, np.int32(row), chunk, count, np.bool_(True), settings)
+        one = np.asarray([row]), chunk[None], np.asarray([len(prompt)]), np.asarray([True])
+        state, _ = prefill(target, drafter, begin(state, np.int32(row)), *one, (settings,))
     return state
 
 

@@ -49,9 +49,8 @@ def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
             ),
             *UNPENALISED,
         )
-        count = np.int32(len(prompt))
-        state = begin(state, np.int32(row))
-        state, first = prefill(target, drafter, state, np.int32(row), chunk, count, np.bool_(True), asked)
+        one = np.asarray([row]), chunk[None], np.asarray([len(prompt)]), np.asarray([True])
+        state, first = prefill(target, drafter, begin(state, np.int32(row)), *one, (asked,))
         firsts.append(int(first.tokens[0, 0]))
     return state, firsts
 
@@ -314,13 +313,15 @@ def test_device_loop_leaves_when_asked(target, drafter):
     assert state.remaining.tolist() == [0, 0, 0, 0]
 
 
-def test_prefill_updates_its_state_in_place(target, drafter):
-    """The caches of all rows lie still while one row's prompt is read."""
+@pytest.mark.parametrize("rows", [[1], [3, 0]])
+def test_prefill_updates_its_state_in_place(target, drafter, rows):
+    """The caches of all rows lie still while some rows' prompts are read."""
     state = jax.eval_shape(lambda: init_state(target, drafter, 4, 4096, 2))
     sampling = Sampling(np.float32(0), np.int32(0), np.float32(1), np.float32(0), jax.random.key(0))
     asked = RowSettings(np.int32(9), np.full(2, -1, np.int32), sampling, *UNPENALISED)
-    place = np.int32(1), np.zeros(16, np.int32), np.int32(16), np.bool_(True), asked
-    memory = prefill.lower(target, drafter, state, *place).compile().memory_analysis()
+    count = len(rows)
+    given = np.asarray(rows), np.zeros((count, 16), np.int32), np.full(count, 16), np.ones(count, bool)
+    memory = prefill.lower(target, drafter, state, *given, (asked,) * count).compile().memory_analysis()
     assert memory.temp_size_in_bytes < int(np.prod(state.target_cache.entries[0].k.shape)) * 4
 
 

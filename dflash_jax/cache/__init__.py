@@ -32,7 +32,7 @@ class Entry(Protocol):
         kept: Int[Array, " B"],
         *,
         path: Int[Array, "B J"] | None,
-        row: Int[Array, ""] | int,
+        rows: Int[Array, " B"] | None,
     ) -> Self:
         """The entry with the first `kept` positions of a block behind `lengths`; see `commit`."""
         ...
@@ -126,7 +126,7 @@ def commit(
     kept: Int[Array, " B"],
     *,
     path: Int[Array, "B J"] | None = None,
-    row: Int[Array, ""] | int = 0,
+    rows: Int[Array, " B"] | None = None,
 ) -> Cache:
     """Appends the first `kept` positions of a block, in the order of `path`, to each row.
 
@@ -136,10 +136,10 @@ def commit(
         lengths: committed positions of each row before.
         kept: how many positions each row keeps; 0 leaves the row as it is.
         path: block positions in commit order (a tree's accepted path); None takes them as they are.
-        row: first cache row; the block's rows are contiguous.
+        rows: cache row of each of the block's rows, all different; None if the block has every row, in order.
     """
     pairs = zip(cache.entries, fresh, strict=True)
-    return cache.replace(entries=tuple(e.commit(f, lengths, kept, path=path, row=row) for e, f in pairs))
+    return cache.replace(entries=tuple(e.commit(f, lengths, kept, path=path, rows=rows) for e, f in pairs))
 
 
 def size_in_bytes(tree: Any) -> int:

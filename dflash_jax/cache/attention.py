@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import Visibility, attend
 from dflash_jax.kernels.cache_update import append, room
-from dflash_jax.mesh import HEADS, ROWS, from_owner, local_row, on_each_device, split_rows
+from dflash_jax.mesh import HEADS, ROWS, from_owner, local_rows, on_each_device, split_rows
 
 
 class Fresh(struct.PyTreeNode):
@@ -61,12 +61,12 @@ class KV(struct.PyTreeNode):
         lengths: Int[Array, " B"],
         *,
         visible: Literal["causal", "full"] | Visibility,
-        row: Int[Array, ""],
+        rows: Int[Array, " B"] | None,
         starts: Int[Array, "B T"] | None,
         **settings: Any,
     ) -> Float[Array, "B T N Hv"]:
         """Attention of a block to the committed positions and to its own; see `kernels.block_attention.attend`."""
-        where: dict[str, Any] = {"visible": visible, "row": row, "starts": starts}
+        where: dict[str, Any] = {"visible": visible, "rows": rows, "starts": starts}
         return attend(q, positions, fresh.k, fresh.v, self, lengths, **where, **settings)
 
     def attend_anchored(
@@ -95,13 +95,13 @@ class KV(struct.PyTreeNode):
         kept: Int[Array, " B"],
         *,
         path: Int[Array, "B J"] | None = None,
-        row: Int[Array, ""] | int = 0,
+        rows: Int[Array, " B"] | None = None,
     ) -> "KV":
         """See `Entry.commit`; what does not fit is dropped."""
         k, v = fresh.k, fresh.v
         if path is not None:
             k, v = (jnp.take_along_axis(x, path[:, None, :, None], axis=2) for x in (k, v))
-        k, v = append(self.k, self.v, k, v, lengths, kept, row, ring=self.ring)
+        k, v = append(self.k, self.v, k, v, lengths, kept, rows, ring=self.ring)
         return self.replace(k=k, v=v)
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Fresh:
@@ -110,9 +110,10 @@ class KV(struct.PyTreeNode):
         start = start + (count - size)
 
         def local(k: jax.Array, v: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, ...]:
-            row, owned = local_row(row, k.shape[0], axes is None)
+            rows, owned = local_rows(row[None], k.shape[0], axes)
+            assert rows is not None
             slots = (start + jnp.arange(size)) % k.shape[2]
-            found = (x[row][:, slots][None] for x in (k, v))
+            found = (x[rows[0]][:, slots][None] for x in (k, v))
             return tuple(x if axes is None else from_owner(x, owned) for x in found)
 
         axes = split_rows(self.k.shape[0])
@@ -122,7 +123,7 @@ class KV(struct.PyTreeNode):
     def restore(self, snapshot: Fresh, row: Int[Array, ""], end: Int[Array, ""]) -> "KV":
         """See `Entry.restore`."""
         size = jnp.asarray(snapshot.k.shape[2:3], jnp.int32)
-        return self.commit(snapshot, end[None] - size, size, row=row)
+        return self.commit(snapshot, end[None] - size, size, rows=row[None])
 
     def partition(self) -> "KV":
         """Rows and heads are split."""

@@ -66,14 +66,21 @@ def remember(history: History, tokens: Int[Array, "B T"], start: Int[Array, " B"
     return history.replace(tokens=written)
 
 
-def remember_row(
-    history: History, tokens: Int[Array, " C"], row: Int[Array, ""], start: Int[Array, ""], count: Int[Array, ""]
+def remember_prompts(
+    history: History,
+    tokens: Int[Array, "B C"],
+    rows: Int[Array, " B"],
+    start: Int[Array, " B"],
+    counts: Int[Array, " B"],
 ) -> History:
-    """`remember` of one row's prompt, of which these are the last tokens so far."""
-    here = jnp.arange(history.prompt.shape[0]) == row
-    every = jnp.broadcast_to(tokens[None], (here.shape[0], tokens.shape[0]))
-    noted = remember(history, every, jnp.where(here, start, 0), jnp.where(here, count, 0))
-    return noted.replace(prompt=jnp.where(here, start + count, history.prompt))
+    """The history with the next `counts` tokens of the prompts of these rows, all different; 0 leaves one as it is."""
+    index = jnp.arange(tokens.shape[1])[None]
+    places = jnp.where(index < counts[:, None], start[:, None] + index, history.tokens.shape[1])
+    read = jnp.where(counts > 0, rows, history.prompt.shape[0])
+    return History(
+        history.tokens.at[rows[:, None], places].set(tokens, mode="drop"),
+        history.prompt.at[read].set(start + counts, mode="drop"),
+    )
 
 
 def penalise(

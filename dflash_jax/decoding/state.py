@@ -44,7 +44,7 @@ class TargetModel(Protocol):
         lengths: Int[Array, " B"],
         *,
         taps: tuple[int, ...] = (),
-        row: Int[Array, ""] | int = 0,
+        rows: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]: ...
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]: ...
 
@@ -101,14 +101,14 @@ class DraftModel(Protocol):
         lengths: Int[Array, " B"],
         kept: Int[Array, " B"],
         *,
-        row: Int[Array, ""] | int = 0,
+        rows: Int[Array, " B"] | None = None,
     ) -> Any:
         """The state behind `kept` more committed positions: of a prompt's chunk, or accepted.
 
         Args:
             tokens, features, positions: of these positions, in order; what is not kept is arbitrary.
             lengths: committed positions before.
-            row: first row of the state; the others follow.
+            rows: row of the state of each of these rows, all different; None if they are every row, in order.
         """
         ...
 

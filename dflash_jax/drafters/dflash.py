@@ -172,10 +172,10 @@ class Drafter(struct.PyTreeNode):
         lengths: Int[Array, " B"],
         kept: Int[Array, " B"],
         *,
-        row: Int[Array, ""] | int = 0,
+        rows: Int[Array, " B"] | None = None,
     ) -> Cache:
         """Projects the target's features of committed positions into the draft cache."""
-        return commit(state, self.context(features, positions), lengths, kept, row=row)
+        return commit(state, self.context(features, positions), lengths, kept, rows=rows)
 
     def forward(
         self,
@@ -185,7 +185,7 @@ class Drafter(struct.PyTreeNode):
         lengths: Int[Array, " B"],
         *,
         visible: Any = None,
-        row: Int[Array, ""] | int = 0,
+        rows: Int[Array, " B"] | None = None,
         starts: Int[Array, "B T"] | None = None,
         per_row: int | None = None,
         remat: bool = False,
@@ -196,14 +196,14 @@ class Drafter(struct.PyTreeNode):
             x, positions: the blocks.
             cache: context.
             lengths: context each block sees.
-            visible, row, starts: see `Target.forward`.
+            visible, rows, starts: see `Target.forward`.
             per_row: see `models.attention.Pass`.
             remat: see `Model.forward`.
 
         Returns:
             Final-normed hidden states, and the block's own keys and values.
         """
-        at = Pass(positions, visible, lengths, jnp.asarray(row, jnp.int32), starts=starts, per_row=per_row)
+        at = Pass(positions, visible, lengths, rows, starts=starts, per_row=per_row)
         return self._apply("forward", x, at, cache, remat)
 
     def context(
@@ -220,7 +220,7 @@ class Drafter(struct.PyTreeNode):
             starts: where the document of each position begins (see `Target.forward`).
         """
         nobody = jnp.zeros(positions.shape[0], jnp.int32)
-        at = Pass(positions, None, nobody, jnp.int32(0), starts=starts)
+        at = Pass(positions, None, nobody, None, starts=starts)
         return self._apply("context", features.astype(self.dtype), at)
 
     def logits(

@@ -28,7 +28,7 @@ class Pass(struct.PyTreeNode):
         positions: absolute positions of the block.
         visible: which block positions a block position sees; None leaves it to each layer's own causality.
         lengths: committed length of each row.
-        row: first cache row the block belongs to; the block's B rows are contiguous from there.
+        rows: cache row of each of the block's rows, all different; None if the block has every row, in order.
         rope: rotary tables of this layer at those positions (see `run_layers`).
         starts: first position each query may see (packed documents), from which rotary positions count; None is 0.
         per_row: in training, how many of the B blocks share one cache row (all others: None). Then the
@@ -38,7 +38,7 @@ class Pass(struct.PyTreeNode):
     positions: Int[Array, "B T"]
     visible: Visibility | None
     lengths: Int[Array, " B"]
-    row: Int[Array, ""]
+    rows: Int[Array, " B"] | None
     rope: Rope | None = None
     starts: Int[Array, "B T"] | None = None
     per_row: int | None = struct.field(pytree_node=False, default=None)
@@ -126,7 +126,7 @@ def attend_pass(
         fresh,
         at.lengths,
         visible=by_layer if at.visible is None else at.visible,
-        row=at.row,
+        rows=at.rows,
         starts=at.starts,
         window=config.window,
         softcap=config.softcap,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.mesh import HEADS, from_owner, local_row, on_each_device, split_rows
+from dflash_jax.mesh import HEADS, from_owner, local_rows, on_each_device, split_rows
 
 from ..dispatch import Name, choose
 from . import mosaic_gpu, pallas_tpu, reference, splash
@@ -47,7 +47,7 @@ def attend(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
-    row: Int[Array, ""] | int = 0,
+    rows: Int[Array, " B"] | None = None,
     starts: Int[Array, "B T"] | None = None,
     key_positions: Int[Array, "B F"] | None = None,
     implementation: Name | None = None,
@@ -73,7 +73,8 @@ def attend(
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma); None leaves them.
         sinks: per query head, the score of a key that has no value (gpt-oss).
         scale: of the scores, `H ** -0.5` by default.
-        row: first cache row of the block; its B rows are contiguous.
+        rows: cache row of each row of the block, all different; None if the block has every row, in order. Where a mesh
+            splits the cache into parts and B is a multiple of them, so is the block: each part has rows of its own.
         starts: a query sees no position before this one, the first of its document (packed documents, to which
             each position of the block belongs likewise); None is 0.
         key_positions: absolute positions of the fresh keys; None where they are those of the queries. Only a window and
@@ -93,9 +94,9 @@ def attend(
     if at.shape[1] != k.shape[2] and not (window is None and starts is None):
         raise ValueError("with fewer queries than fresh keys, a window and `starts` need `key_positions`")
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    held = split_rows(cache.k.shape[0])
-    rows = held if q.shape[0] == cache.k.shape[0] else None
-    queries, keys = P(rows, None, HEADS), P(rows, HEADS)
+    held, split = split_rows(cache.k.shape[0]), split_rows(q.shape[0])
+    split = split if held else None
+    queries, keys = P(split, None, HEADS), P(split, HEADS)
     kind = visible if isinstance(visible, str) else "one for each row" if visible.ndim == 3 else "one for all rows"
     options = {"visible": kind, "window": window, "softcap": softcap, "scale": factor}
     trial = partial(Trial.of, sinks=sinks is not None, starts=starts is not None, **options)
@@ -107,7 +108,7 @@ def attend(
         and choose(ALONE, q, v, cache.k, implementation=implementation, trial=trial(q, v, cache.k)) is splash
     ):
         alone = partial(splash.attend, window=window, scale=factor, softcap=softcap)
-        return on_each_device(alone, (queries, keys, keys, P(rows), P(HEADS)), queries)(q, k, v, starts, sinks)
+        return on_each_device(alone, (queries, keys, keys, P(split), P(HEADS)), queries)(q, k, v, starts, sinks)
     mask = block_mask(visible, k.shape[2], positions, at, window)
     low = starts
     if starts is not None:
@@ -115,17 +116,17 @@ def attend(
     if window is not None:
         low = jnp.maximum(0 if low is None else low, positions - window + 1)
 
-    def local(q, k, v, cache_k, cache_v, lengths, low, mask, sinks, row):
+    def local(q, k, v, cache_k, cache_v, lengths, low, mask, sinks, rows):
         chosen = choose(IMPLEMENTATIONS, q, v, cache_k, implementation=implementation, trial=trial(q, v, cache_k))
-        row, here = local_row(row, cache_k.shape[0], rows is not None or held is None)
+        rows, here = local_rows(rows, cache_k.shape[0], held)
         lengths = jnp.where(here, lengths, 0)
-        out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, row)
-        return from_owner(out, here) if held and not rows else out
+        out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, rows)
+        return from_owner(out, here) if held and not split else out
 
-    masks = P(rows if mask.shape[0] > 1 else None)
-    specs = (queries, keys, keys, P(held, HEADS), P(held, HEADS), P(rows), P(rows), masks, P(HEADS), P())
+    masks = P(split if mask.shape[0] > 1 else None)
+    specs = (queries, keys, keys, P(held, HEADS), P(held, HEADS), P(split), P(split), masks, P(HEADS), P(split))
     run = on_each_device(local, specs, queries)
-    return run(q, k, v, cache.k, cache.v, lengths, low, mask, sinks, jnp.asarray(row, jnp.int32))
+    return run(q, k, v, cache.k, cache.v, lengths, low, mask, sinks, rows)
 
 
 def block_mask(

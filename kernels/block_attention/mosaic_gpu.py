@@ -51,7 +51,7 @@ def attend(
     scale: float,
     softcap: float | None,
     sinks: Float[Array, " N"] | None,
-    row: Int[Array, ""],
+    rows: Int[Array, " B"] | None,
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block."""
     B, T, N, H = q.shape
@@ -59,7 +59,7 @@ def attend(
     grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
     bounds, mask = jnp.tile(bounds, (1, G)), jnp.tile(mask, (1, G, 1))
-    out, top, total = _stretches(grouped, k, v, cache_k, cache_v, lengths, bounds, mask, scale, softcap, row)
+    out, top, total = _stretches(grouped, k, v, cache_k, cache_v, lengths, bounds, mask, scale, softcap, rows)
     highest, sink = jnp.max(top, axis=2), None
     if sinks is not None:
         sink = jnp.repeat(sinks.astype(jnp.float32).reshape(K, G), T, axis=1)[None]
@@ -83,7 +83,7 @@ def _stretches(
     mask: Bool[Array, "#B Q F"],
     scale: float,
     softcap: float | None,
-    row: Int[Array, ""],
+    rows: Int[Array, " B"] | None,
 ) -> tuple[Float[Array, "B K Z Q Hv"], Float[Array, "B K Z Q"], Float[Array, "B K Z Q"]]:
     """Attention to Z stretches: unnormalised values, highest scores and sums of exponentials, float32."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -101,7 +101,7 @@ def _stretches(
     depth = max(2, min(6, STAGE_BYTES // (CHUNK * (H + Hv) * q.dtype.itemsize), S // CHUNK))
     first = jnp.where(lengths > S, 0, jnp.minimum(jnp.min(low[:, :Q], axis=1), lengths) // CHUNK)
     chunks = jnp.maximum(0, -(-jnp.minimum(lengths, S) // CHUNK) - first)
-    scalars = jnp.stack([lengths, first, chunks, row + jnp.arange(B)], axis=1).astype(jnp.int32)
+    scalars = jnp.stack([lengths, first, chunks, jnp.arange(B) if rows is None else rows], axis=1).astype(jnp.int32)
 
     shape = jax.ShapeDtypeStruct
     results = (

@@ -49,7 +49,7 @@ def attend(
     scale: float,
     softcap: float | None,
     sinks: Float[Array, " N"] | None,
-    row: Int[Array, ""],
+    rows: Int[Array, " B"] | None,
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block."""
     B, T, N, H = q.shape
@@ -58,7 +58,7 @@ def attend(
     heads = _heads(B, K)
     tile = T if T * G <= ROWS else max(1, ROWS // G)  # positions of a tile of queries
     tiles = -(-T // tile)
-    more, rows = tiles * tile - T, tile * G
+    more, height = tiles * tile - T, tile * G
     chunk = _chunk(S, heads * (H + Hv) * q.dtype.itemsize)
 
     def fold(x: Array) -> Array:
@@ -72,17 +72,17 @@ def attend(
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wide - F), (0, 0))) for x in (k, v))
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, wide - F)))
 
-    per_query = lambda x: jnp.repeat(fold(x[:, :, None]), G, axis=2).reshape(x.shape[0], tiles, rows, x.shape[-1])
-    queries = fold(q).reshape(B, tiles, K, rows, H)
+    per_query = lambda x: jnp.repeat(fold(x[:, :, None]), G, axis=2).reshape(x.shape[0], tiles, height, x.shape[-1])
+    queries = fold(q).reshape(B, tiles, K, height, H)
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
     first, count = _span(bounds, lengths, S, chunk)
     sink = jnp.full((K, G), MASKED) if sinks is None else sinks.astype(jnp.float32).reshape(K, G)
     sink = jnp.repeat(sink, tile, axis=1)[..., None]
 
     def cache_spec(width: int, turned: bool) -> pl.BlockSpec:
-        def index(b, h, r, i, lengths, first, count, row):
+        def index(b, h, r, i, lengths, first, count, rows):
             at = first[b] + jnp.clip(i, 0, jnp.maximum(count[b] - 1, 0))
-            return (row[0] + b, h, 0, at) if turned else (row[0] + b, h, at, 0)
+            return (rows[b], h, 0, at) if turned else (rows[b], h, at, 0)
 
         return pl.BlockSpec((None, heads, *((width, chunk) if turned else (chunk, width))), index)
 
@@ -90,26 +90,26 @@ def attend(
     of_queries = lambda b, h, r, i, *_: (b, r, h, 0, 0)
     of_mask = lambda b, h, r, i, *_: (b if mask.shape[0] > 1 else 0, r, 0, 0)
     in_specs = [
-        pl.BlockSpec((None, None, heads, rows, H), of_queries),
-        pl.BlockSpec((None, None, rows, 1), lambda b, h, r, i, *_: (b, r, 0, 0)),
-        pl.BlockSpec((None, None, rows, wide), of_mask),
-        pl.BlockSpec((heads, rows, 1), lambda b, h, r, i, *_: (h, 0, 0)),
+        pl.BlockSpec((None, None, heads, height, H), of_queries),
+        pl.BlockSpec((None, None, height, 1), lambda b, h, r, i, *_: (b, r, 0, 0)),
+        pl.BlockSpec((None, None, height, wide), of_mask),
+        pl.BlockSpec((heads, height, 1), lambda b, h, r, i, *_: (h, 0, 0)),
         pl.BlockSpec((None, heads, wide, H), of_block),
         pl.BlockSpec((None, heads, wide, Hv), of_block),
         cache_spec(H, turned_k),
         cache_spec(Hv, turned_v),
     ]
-    scratch = [pltpu.VMEM((heads, rows, width), jnp.float32) for width in (1, 1, Hv)]
+    scratch = [pltpu.VMEM((heads, height, width), jnp.float32) for width in (1, 1, Hv)]
     out = pl.pallas_call(
         partial(_kernel, slots=S, turned_k=turned_k, turned_v=turned_v, scale=scale, softcap=softcap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(B, K // heads, tiles, jnp.maximum(jnp.max(count), 1)),
             in_specs=in_specs,
-            out_specs=pl.BlockSpec((None, None, heads, rows, Hv), of_queries),
+            out_specs=pl.BlockSpec((None, None, heads, height, Hv), of_queries),
             scratch_shapes=scratch,
         ),
-        out_shape=jax.ShapeDtypeStruct((B, tiles, K, rows, Hv), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((B, tiles, K, height, Hv), q.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
         ),
@@ -118,7 +118,7 @@ def attend(
         lengths.astype(jnp.int32),
         first,
         count,
-        row.reshape(1),
+        jnp.arange(B, dtype=jnp.int32) if rows is None else rows,
         queries,
         per_query(bounds[..., None]),
         per_query(mask.astype(jnp.int32)),

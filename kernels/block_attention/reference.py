@@ -29,7 +29,7 @@ def attend(
     scale: float,
     softcap: float | None,
     sinks: Float[Array, " N"] | None,
-    row: Int[Array, ""],
+    rows: Int[Array, " B"] | None,
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block.
 
@@ -45,12 +45,12 @@ def attend(
 
         def one(head: tuple[tuple[Array, Array, Array, Array, Array], Array | None]) -> Array:
             (q, k, v, cache_k, cache_v), sink = head
-            return attend(q, k, v, cache_k, cache_v, lengths, low, mask, scale, softcap, sink, row)
+            return attend(q, k, v, cache_k, cache_v, lengths, low, mask, scale, softcap, sink, rows)
 
         return jnp.moveaxis(jax.lax.map(one, (parts, sink)), 0, 2).reshape(B, T, N, Hv)
     chunk = min(CHUNK, S)
-    rows = N // K * T  # queries of one key-value head, group by group
-    q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, rows, H)
+    queries = N // K * T  # of one key-value head, group by group
+    q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, queries, H)
 
     def read(i: Int[Array, ""] | int) -> tuple[Array, Array, Array]:
         """Keys, values and visibility [B, T, chunk] of the i-th chunk of slots."""
@@ -62,18 +62,17 @@ def attend(
         seen = jnp.broadcast_to(valid[:, None, :], (B, T, chunk))
         if low is not None:
             seen = seen & (held[:, None, :] >= low[:, :, None])
-        keys = jax.lax.dynamic_slice(cache_k, (row, 0, start, 0), (B, K, chunk, H))
-        values = jax.lax.dynamic_slice(cache_v, (row, 0, start, 0), (B, K, chunk, Hv))
+        keys, values = (_slots(cache, rows, start, chunk) for cache in (cache_k, cache_v))
         values = jnp.where(valid[:, None, :, None], values, 0)  # unwritten slots may hold anything, even NaN
         return keys, values, seen
 
-    def scores(keys: Float[Array, "B K C H"], seen: Bool[Array, "B T C"]) -> Float[Array, "B K rows C"]:
+    def scores(keys: Float[Array, "B K C H"], seen: Bool[Array, "B T C"]) -> Float[Array, "B K Q C"]:
         s = product("bkrh,bkch->bkrc", q, keys) * scale  # of float32 scores: a scaled query would be rounded again
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
         return jnp.where(jnp.tile(seen, (1, N // K, 1))[:, None], s, MASKED)
 
-    def weigh(p: Float[Array, "B K rows C"], values: Float[Array, "B K C Hv"]) -> Float[Array, "B K rows Hv"]:
+    def weigh(p: Float[Array, "B K Q C"], values: Float[Array, "B K C Hv"]) -> Float[Array, "B K Q Hv"]:
         return product("bkrc,bkch->bkrh", p.astype(q.dtype), values)
 
     keys, values, seen = read(0)
@@ -103,6 +102,17 @@ def attend(
         total, out = total * jnp.exp(top - higher) + jnp.exp(sink - higher), out * jnp.exp(top - higher)
     out = (out / total).astype(q.dtype)
     return out.reshape(B, K, N // K, T, Hv).transpose(0, 3, 1, 2, 4).reshape(B, T, N, Hv)
+
+
+def _slots(
+    cache: Float[Array, "R K S H"], rows: Int[Array, " B"] | None, start: Int[Array, ""], count: int
+) -> Float[Array, "B K C H"]:
+    """So many slots of these rows from `start` on."""
+    if rows is None:
+        return jax.lax.dynamic_slice_in_dim(cache, start, count, axis=2)
+    _, K, _, H = cache.shape
+    one = lambda row: jax.lax.dynamic_slice(cache, (row, 0, start, 0), (1, K, count, H))
+    return jnp.concatenate([one(rows[b]) for b in range(rows.shape[0])])
 
 
 def slot_positions(slots: Int[Array, " C"], lengths: Int[Array, " B"], S: int) -> Int[Array, "B C"]:

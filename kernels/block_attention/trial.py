@@ -86,8 +86,8 @@ class Trial(NamedTuple):
         keys = jax.random.split(jax.random.fold_in(key, 3), 4)
         B, S, T, F = self.rows, self.slots, self.T, self.F
         lengths = jnp.asarray([2 * S // 3, S if self.window is None else S + S // 2], jnp.int32)[:B]
-        written = (jnp.arange(S)[None] < lengths[:, None])[:, None, :, None]
-        # One row more than the block has, which begins at the second.
+        written = (jnp.arange(S)[None] < lengths[::-1, None])[:, None, :, None]
+        # One row more than the block has, whose own are in any order.
         cache = _Entry(
             *(
                 jnp.pad(
@@ -116,7 +116,7 @@ class Trial(NamedTuple):
             softcap=self.softcap,
             sinks=jax.random.normal(keys[3], (self.N,), self.dtype) if self.sinks else None,
             scale=self.scale,
-            row=1,
+            rows=B - jnp.arange(B),
             starts=documents[:, F - T :] if self.starts else None,
             key_positions=None if T == F else at,
             implementation=implementation,  # type: ignore[arg-type]

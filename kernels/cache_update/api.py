@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.mesh import HEADS, local_row, on_each_device, split_rows
+from dflash_jax.mesh import HEADS, local_rows, on_each_device, split_rows
 
 from ..dispatch import Name, choose
 from . import pallas_tpu, reference
@@ -32,7 +32,7 @@ def append(
     v: Float[Array, "B K T Hv"],
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
-    row: Int[Array, ""] | int = 0,
+    rows: Int[Array, " B"] | None = None,
     *,
     ring: bool = False,
     implementation: Name | None = None,
@@ -43,21 +43,21 @@ def append(
     donated, they are updated in place.
 
     Args:
-        row: cache row of the first block row; the others follow.
+        rows: cache row of each block row; see `block_attention.attend`.
         implementation: "xla" or "tpu" (Pallas); see `dispatch`.
 
     Raises:
         ValueError: the named implementation does not serve this case; the message says why.
     """
     held = split_rows(cache_k.shape[0])
-    rows = held if k.shape[0] == cache_k.shape[0] else None
+    split = split_rows(k.shape[0]) if held else None
 
-    def local(cache_k, cache_v, k, v, lengths, kept, row):
+    def local(cache_k, cache_v, k, v, lengths, kept, rows):
         trial = Trial.of(cache_k, cache_v, k, ring)
         chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation, trial=trial)
-        row, here = local_row(row, cache_k.shape[0], rows is not None or held is None)
-        return chosen.append(cache_k, cache_v, k, v, lengths, jnp.where(here, kept, 0), row, ring)
+        rows, here = local_rows(rows, cache_k.shape[0], held)
+        return chosen.append(cache_k, cache_v, k, v, lengths, jnp.where(here, kept, 0), rows, ring)
 
-    cache, block = P(held, HEADS), P(rows, HEADS)
-    run = on_each_device(local, (cache, cache, block, block, P(rows), P(rows), P()), (cache, cache))
-    return run(cache_k, cache_v, k, v, lengths, kept, jnp.asarray(row, jnp.int32))
+    cache, block = P(held, HEADS), P(split, HEADS)
+    run = on_each_device(local, (cache, cache, block, block, P(split), P(split), P(split)), (cache, cache))
+    return run(cache_k, cache_v, k, v, lengths, kept, rows)

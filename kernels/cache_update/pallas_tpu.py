@@ -37,11 +37,12 @@ def append(
     v: Float[Array, "B K T Hv"],
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
-    row: Int[Array, ""],
+    rows: Int[Array, " B"] | None,
     ring: bool,
 ) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"]]:
     """See `api.append`."""
-    scalars = lengths.astype(jnp.int32), kept.astype(jnp.int32), row.reshape(1)
+    rows = jnp.arange(k.shape[0], dtype=jnp.int32) if rows is None else rows
+    scalars = lengths.astype(jnp.int32), kept.astype(jnp.int32), rows
     return _append(cache_k, k, scalars, ring), _append(cache_v, v, scalars, ring)
 
 
@@ -49,9 +50,9 @@ def _append(cache: Array, block: Array, scalars: tuple[Array, ...], ring: bool) 
     turned, window = _turned(cache), _window(cache, block)
     (B, K, T, H), S = block.shape, cache.shape[2]
 
-    def of_cache(b, j, lengths, kept, row):
+    def of_cache(b, j, lengths, kept, rows):
         at = _place(lengths[b], j, window, S, ring)
-        return (row[0] + b, 0, 0, at) if turned else (row[0] + b, 0, at, 0)
+        return (rows[b], 0, 0, at) if turned else (rows[b], 0, at, 0)
 
     spec = pl.BlockSpec((None, K, H, window) if turned else (None, K, window, H), of_cache)
     view = cache.swapaxes(2, 3) if turned else cache
@@ -71,7 +72,7 @@ def _append(cache: Array, block: Array, scalars: tuple[Array, ...], ring: bool) 
     return out.swapaxes(2, 3) if turned else out
 
 
-def _kernel(lengths, kept, row, block, cache, out, *, slots, window, turned, ring):
+def _kernel(lengths, kept, rows, block, cache, out, *, slots, window, turned, ring):
     """Row b, its j-th window."""
     b, j = pl.program_id(0), pl.program_id(1)
     length, T = lengths[b], block.shape[1]

@@ -18,7 +18,7 @@ def append(
     v: Float[Array, "B K T Hv"],
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
-    row: Int[Array, ""],
+    rows: Int[Array, " B"] | None,
     ring: bool,
 ) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"]]:
     """See `api.append`."""
@@ -30,7 +30,7 @@ def append(
         slots = slots % S
         written = written & (j >= kept[:, None] - S)  # of a chunk longer than the ring, the last S
     slots = jnp.where(written, slots, S)
-    rows = row + jnp.arange(lengths.shape[0])[:, None]
+    rows = (jnp.arange(lengths.shape[0]) if rows is None else rows)[:, None]
     cache_k = cache_k.at[rows, :, slots].set(k.swapaxes(1, 2), mode="drop")
     cache_v = cache_v.at[rows, :, slots].set(v.swapaxes(1, 2), mode="drop")
     return cache_k, cache_v

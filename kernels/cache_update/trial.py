@@ -47,7 +47,7 @@ class Trial(NamedTuple):
         def call(key: PRNGKeyArray) -> tuple[Array, Array]:
             keys = jax.random.split(key, 4)
             draw = lambda i, *size: jax.random.normal(keys[i], size, self.dtype)
-            # One cache row more than the block has, which begins at the second; what is not kept is NaN.
+            # One cache row more than the block has; what is not kept is NaN.
             cache_k, cache_v = (draw(i, self.rows + 1, self.K, S, width) for i, width in enumerate((self.H, self.Hv)))
             wanted = (jnp.arange(T)[None] < kept[:, None])[:, None, :, None]
             k, v = (
@@ -61,7 +61,7 @@ class Trial(NamedTuple):
                 v,
                 lengths,
                 kept,
-                1,
+                self.rows - jnp.arange(self.rows),
                 ring=self.ring,
                 implementation=implementation,  # type: ignore[arg-type]
             )

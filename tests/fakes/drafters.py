@@ -72,11 +72,10 @@ class BigramDrafter(struct.PyTreeNode):
             tokens.append(token)
         return Proposal(jnp.stack(tokens, axis=1))
 
-    def commit(self, target, state, tokens, features, positions, lengths, kept, *, row=0):
-        rows = tokens.shape[0]
-        part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, rows), state)
-        put = lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, row, 0)
-        return jax.tree.map(put, state, self._learn(part, tokens, kept))
+    def commit(self, target, state, tokens, features, positions, lengths, kept, *, rows=None):
+        rows = jnp.arange(tokens.shape[0]) if rows is None else rows
+        part = jax.tree.map(lambda x: x[rows], state)
+        return jax.tree.map(lambda all, some: all.at[rows].set(some), state, self._learn(part, tokens, kept))
 
     def _learn(self, state, tokens, kept):
         def one(i, state):

@@ -56,15 +56,16 @@ class Recurrent(struct.PyTreeNode):
     def begin(self, row):
         return self.replace(s=self.s.at[row].set(0))
 
-    def commit(self, fresh, lengths, kept, *, path=None, row=0):
+    def commit(self, fresh, lengths, kept, *, path=None, rows=None):
         u = fresh.u if path is None else jnp.take_along_axis(fresh.u, path[:, :, None], axis=1)
         age = (kept[:, None] - 1 - jnp.arange(u.shape[1])[None]).astype(jnp.float32)
         weight = jnp.where((age >= 0)[..., None], fresh.decay[:, None] ** jnp.maximum(age, 0)[..., None], 0.0)
-        old = jax.lax.dynamic_slice_in_dim(self.s, row, u.shape[0])
+        rows = jnp.arange(u.shape[0]) if rows is None else rows
+        old = self.s[rows]
         faded = old * fresh.decay ** kept[:, None].astype(jnp.float32)
         new = faded + jnp.sum(jnp.where(weight > 0, weight * u, 0.0), axis=1)
         new = jnp.where((kept > 0)[:, None], new, old)
-        return self.replace(s=jax.lax.dynamic_update_slice_in_dim(self.s, new, row, 0))
+        return self.replace(s=self.s.at[rows].set(new))
 
     def snapshot(self, row, start, count):
         return State(jax.lax.dynamic_slice_in_dim(self.s, row, 1))
@@ -126,7 +127,7 @@ class Mix(nn.Module):
         depth = (at.positions - at.lengths[:, None]).astype(jnp.float32)
         age = depth[:, :, None] - depth[:, None, :]
         weight = jnp.where(seen[..., None], decay[:, None, None] ** jnp.maximum(age, 0)[..., None], 0.0)
-        old = jax.lax.dynamic_slice_in_dim(entry.s, at.row, x.shape[0])
+        old = entry.s if at.rows is None else entry.s[at.rows]
         s = jnp.einsum("btjd,bjd->btd", weight, u) + decay[:, None] ** (depth + 1)[..., None] * old[:, None]
         return Linear((self.width, self.width), name="o_proj")(s.astype(x.dtype)), Fresh(u, decay)
 

@@ -70,8 +70,8 @@ def test_nothing_is_compiled_after_the_start(target, drafter, kept):
     listen = lambda event, _, fun_name="", **__: compiled.append(fun_name) if "backend_compile" in event else None
     jax.monitoring.register_event_duration_secs_listener(listen)
     engine.warm_up()
-    # A chunk of a prompt, three block sizes, a row's beginning and end; copies to and fro.
-    expected = {"prefill": 1, "program": 3, "begin": 1, "release": 1} | ({"keep": 1, "restore": 1} if kept else {})
+    # Chunks of one prompt and of two, three block sizes, a row's beginning and end; copies to and fro.
+    expected = {"prefill": 2, "program": 3, "begin": 1, "release": 1} | ({"keep": 1, "restore": 1} if kept else {})
     assert {name: compiled.count(f"jit({name})") for name in expected} == expected
     assert engine.batch.programs == sum(expected.values())
     compiled.clear()
@@ -86,7 +86,7 @@ def test_the_chunk_unused_for_longest_makes_room(target):
     cache = PrefixCache(state, 2, 4)
     a, b, c = (chain([token] * 4, 4) for token in (1, 2, 3))
     for keys in (a, b, a, c):
-        cache.offer(state, 0, 0, 4, keys)
+        cache.offer(state, 0, 4, keys)
     assert [cache._find(keys[0]) is not None for keys in (a, b, c)] == [True, False, True]
 
 

@@ -101,9 +101,14 @@ def test_rows_of_a_larger_cache():
         entry,
         lengths[1:],
         visible="causal",
-        row=jnp.int32(1),
+        rows=jnp.asarray([1]),
     )
     np.testing.assert_allclose(one, whole[1:], atol=1e-6)
+    turned = (jnp.asarray(x)[::-1] for x in (q, positions, k, v))
+    first, second, *fresh = turned
+    rows = {"visible": "causal", "rows": jnp.asarray([1, 0])}
+    both = attend(first, second, *fresh, entry, lengths[::-1], **rows)
+    np.testing.assert_allclose(both[::-1], whole, atol=1e-6)
 
 
 def test_bfloat16_stays_close_to_float32():

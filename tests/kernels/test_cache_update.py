@@ -11,12 +11,12 @@ from dflash_jax.kernels.cache_update import append, pallas_tpu, room
 from tests.chips import topology
 
 
-def expected(cache, block, lengths, kept, row, ring):
+def expected(cache, block, lengths, kept, rows, ring):
     cache, S = np.array(cache), cache.shape[2]
     for b, (length, count) in enumerate(zip(lengths, kept, strict=True)):
         for t in range(count):
             if ring or length + t < S:
-                cache[row + b, :, (length + t) % S] = block[b, :, t]
+                cache[rows[b], :, (length + t) % S] = block[b, :, t]
     return cache
 
 
@@ -34,16 +34,16 @@ def expected(cache, block, lengths, kept, row, ring):
 def test_equals_a_loop(implementation, ring, widths, S, T, lengths, kept):
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-    R, B, K, row = 5, 3, 2, 1
+    R, B, K, rows = 5, 3, 2, [3, 1, 4]
     caches, blocks = [draw(R, K, S, w) for w in widths], [draw(B, K, T, w) for w in widths]
-    wanted = [expected(c, x, lengths, kept, row, ring) for c, x in zip(caches, blocks, strict=True)]
+    wanted = [expected(c, x, lengths, kept, rows, ring) for c, x in zip(caches, blocks, strict=True)]
     for b, count in enumerate(kept):  # what is not kept may be anything
         for x in blocks:
             x[b, :, count:] = np.inf
     place = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())
     arguments = *map(jnp.asarray, (*caches, *blocks)), jnp.asarray(lengths), jnp.asarray(kept)
     with place:
-        got = append(*arguments, jnp.int32(row), ring=ring, implementation=implementation)
+        got = append(*arguments, jnp.asarray(rows), ring=ring, implementation=implementation)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -245,7 +245,7 @@ def test_rows_and_documents(implementation):
     shape = Shape(4, 4, 2, 64)
     q, k, v, cache_k, cache_v, positions, lengths, _ = draw(shape, [200, 250], SLOTS, exact(implementation))
     starts = jnp.asarray([[140, 140, 252, 252]])
-    call = {"visible": "causal", "row": 1, "starts": starts}
+    call = {"visible": "causal", "rows": jnp.asarray([1]), "starts": starts}
     block = q[1:], positions[1:], k[1:], v[1:], KV(cache_k, cache_v), lengths[1:]
     with INTERPRETED[implementation]():
         got = attend(*block, **call, implementation=implementation)

@@ -55,10 +55,10 @@ class InputInjection(Drafter):
         lengths: Int[Array, " B"],
         kept: Int[Array, " B"],
         *,
-        row: Int[Array, ""] | int = 0,
+        rows: Int[Array, " B"] | None = None,
     ) -> Cache:
         """See `Drafter.commit`."""
-        return commit(state, self._behind(state, lengths, features, positions, row=row), lengths, kept, row=row)
+        return commit(state, self._behind(state, lengths, features, positions, rows=rows), lengths, kept, rows=rows)
 
     def _behind(
         self,
