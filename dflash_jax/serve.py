@@ -306,6 +306,7 @@ def _http(options: ServeOptions, address: str) -> int:
         name = Path(target.directory).name or "target"
         app = make_app(worker, text, defaults, model=name, api_key=api_key, limits=limits)
         worker.start()
+        print(f"answering at http://{host}:{listener.getsockname()[1]}/v1", file=sys.stderr)
         try:
             make_server(app, limits.client_seconds, given.shutdown_timeout).run(sockets=[listener])
         finally:

@@ -78,6 +78,7 @@ class EngineConfig:
 
 
 LANES = 16  # float32 numbers in the widest vector of a processor
+STALL = 4.0  # times as long as they decoded, rows wait at most while prompts are read; less where few slots fill
 CHUNK = 128  # of a cache, that attention sums at once (see `kernels.block_attention.reference`)
 
 
@@ -223,8 +224,8 @@ class Engine:
         return ticket
 
     def step(self, *, admit: bool = True) -> list[tuple[int, Completion]]:
-        """One turn of work: prompts are read, or rows decode for some steps; in turns, if there are both, each for a
-        time in proportion to the rows that wait for it.
+        """One turn of work: prompts are read, or rows decode for some steps; in turns, if there are both, so that
+        neither waits long.
 
         Args:
             admit: whether waiting requests may take free slots; without it the busy ones are finished.
@@ -280,10 +281,10 @@ class Engine:
             )
 
     def _read(self, slots: Sequence[int]) -> list[ActiveRequest]:
-        """Reads prompts of these slots for as long as is their share; returns the rows that got a first token."""
+        """Reads some of the prompts of these slots; returns the rows that got a first token."""
         begin, filling = time.perf_counter(), {slot: row for slot in slots if (row := self._rows[slot])}
-        decoding = sum(row is not None and row.decoding for row in self._rows)
-        share = self._visit_seconds * len(filling) / decoding if decoding else 0.0
+        decoding = any(row is not None and row.decoding for row in self._rows)
+        share = STALL * self._visit_seconds * len(filling) / self.slots if decoding else 0.0
         least = len(filling) if decoding else 1  # programs, where their times are not known
         spent, events = 0.0, []
         while filling:
@@ -305,7 +306,7 @@ class Engine:
                     self.batch.release(read.slot)
                 events.append(row)
             least, spent = least - 1, spent + (seconds or 0.0)
-            if spent >= share if seconds else least <= 0:
+            if least <= 0 if seconds is None else spent >= share:
                 break
         self.stats.prefill_seconds += time.perf_counter() - begin
         return events

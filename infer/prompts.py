@@ -13,6 +13,7 @@ from dflash_jax.decoding.state import RowSettings
 
 SHORT, HALVES = 32, 128  # tokens of the smallest program; halves of a chunk have at least 128
 TOKENS = 256  # of a program of several rows
+TOGETHER = 0.8  # several rows must be so much faster than one, which is read sooner and decodes sooner
 
 
 class Unread(NamedTuple):
@@ -53,23 +54,39 @@ def shapes(chunk: int, slots: int) -> tuple[Shape, ...]:
     return tuple(Shape(rows, n) for n in sizes for rows in sorted({1, min(slots, max(1, TOKENS // n))}))
 
 
-def modelled(shape: Shape) -> float:
-    """What a program costs where none was measured, in tokens: reading the weights is taken to cost as much as 64."""
-    return 64.0 + shape.rows * shape.tokens
+class Cost(NamedTuple):
+    """What a program costs: for rows without a committed position, and for each position of the longest one."""
+
+    empty: float
+    per_position: float = 0.0
+
+    def at(self, longest: int) -> float:
+        return self.empty + self.per_position * longest
 
 
-def cheapest(costs: Mapping[Shape, float], left: Sequence[Sequence[int]]) -> Shape:
-    """The program that reads most tokens for its cost.
+def modelled(shape: Shape) -> Cost:
+    """The cost where none was measured, in tokens: reading the weights is taken to cost as much as 64."""
+    return Cost(64.0 + shape.rows * shape.tokens)
+
+
+def cheapest(costs: Mapping[Shape, Cost], left: Sequence[Sequence[tuple[int, int]]]) -> tuple[Shape, float]:
+    """The program that reads most tokens for its cost, and that cost.
 
     Args:
         costs: of each program, in any unit.
-        left: for each part of the mesh, how many tokens each prompt could be read now, the first in turn first.
+        left: for each part of the mesh, how many tokens of each prompt are committed and how many more could be read
+            now, the first in turn first.
     """
 
-    def rate(shape: Shape) -> float:
-        return sum(min(n, shape.tokens) for part in left for n in part[: shape.rows]) / costs[shape]
+    def expected(shape: Shape) -> tuple[float, float]:
+        taken = [one for part in left for one in part[: shape.rows]]
+        cost = costs[shape].at(max(start for start, _ in taken))
+        rate = sum(min(n, shape.tokens) for _, n in taken) / cost
+        return rate if shape.rows == 1 else TOGETHER * rate, cost
 
-    return max(costs, key=rate)
+    found = {shape: expected(shape) for shape in costs}
+    shape = max(found, key=lambda shape: found[shape][0])
+    return shape, found[shape][1]
 
 
 def fixed(shapes: Sequence[Shape], left: int) -> Shape:

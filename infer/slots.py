@@ -14,7 +14,7 @@ from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.prefixes import PrefixCache
 from dflash_jax.infer.programs import begin, decode_call, prefill, release
-from dflash_jax.infer.prompts import Selected, Shape, Unread, cheapest, fixed, modelled, select, shapes
+from dflash_jax.infer.prompts import Cost, Selected, Shape, Unread, cheapest, fixed, modelled, select, shapes
 from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
@@ -69,7 +69,7 @@ class Slots:
         self._parts, self._chunk = rows_of(target.mesh), chunk
         self._shapes = shapes(chunk, slots // self._parts)
         self._fixed, self._neutral = deterministic, SamplingParams().on_device("", 0, 0, 1)
-        self._seconds: dict[Shape, float] = {}
+        self._costs: dict[Shape, Cost] = {}  # in seconds, once measured
         self._block_sizes, self._steps_per_visit = tuple(block_sizes), steps_per_visit
         self._proposals: Proposals = proposals
         self._logprobs = logprobs
@@ -99,7 +99,7 @@ class Slots:
         for shape in self._shapes:
             self._prefill(*self._nothing(shape))
         if not self._fixed:
-            self._seconds = {shape: self._prefill_seconds(shape) for shape in self._shapes}
+            self._costs = {shape: self._prefill_cost(shape) for shape in self._shapes}
         with self._on_mesh():
             self.state = self._prefixes.warm_up(self.state)
         for size in self._block_sizes:
@@ -132,10 +132,13 @@ class Slots:
             begun.setdefault(self._key(u, starts[u.slot]), u.slot)
         alone = [u for u in prompts if begun[self._key(u, starts[u.slot])] == u.slot]
         parts = [[u for u in alone if u.slot * self._parts // self._slots == part] for part in range(self._parts)]
-        left = [[ends[u.slot] - starts[u.slot] for u in part] for part in parts]
-        first = prompts[0].slot
-        costs = self._seconds or {shape: modelled(shape) for shape in self._shapes}
-        shape = fixed(self._shapes, ends[first] - starts[first]) if self._fixed else cheapest(costs, left)
+        first, seconds = prompts[0].slot, None
+        if self._fixed:
+            shape = fixed(self._shapes, ends[first] - starts[first])
+        else:
+            left = [[(starts[u.slot], ends[u.slot] - starts[u.slot]) for u in part] for part in parts]
+            shape, cost = cheapest(self._costs or {shape: modelled(shape) for shape in self._shapes}, left)
+            seconds = cost if self._costs else None
         taken = [[(u.slot, u.prompt[starts[u.slot] : ends[u.slot]]) for u in part] for part in parts]
         selected = select(shape, taken, self._slots // self._parts)
         of_slot = {u.slot: u for u in prompts}
@@ -153,7 +156,7 @@ class Slots:
                 self._prefixes.offer(self.state, read.slot, read.filled, of_slot[read.slot].keys)
         read = {one.slot for one in found}
         found += [Read(slot, at, at - of_slot[slot].start, None) for slot, at in starts.items() if slot not in read]
-        return found, tokens, self._seconds.get(shape)
+        return found, tokens, seconds
 
     def _key(self, unread: Unread, at: int) -> bytes:
         """Of the chunk of a prompt that is read next; one of its own where it could not be copied."""
@@ -220,16 +223,22 @@ class Slots:
         selected = select(shape, [[]] * self._parts, self._slots // self._parts)
         return selected, selected.counts > 0, (self._neutral,) * len(selected.rows)
 
-    def _prefill_seconds(self, shape: Shape) -> float:
-        """Of a program for prompts."""
-        seconds = []
-        for _ in range(2):
-            self.wait()
-            begin = time.perf_counter()
-            self._prefill(*self._nothing(shape))
-            self.wait()
-            seconds.append(time.perf_counter() - begin)
-        return min(seconds)
+    def _prefill_cost(self, shape: Shape) -> Cost:
+        """Of a program for prompts, in seconds, by its times for empty rows and for such as are half full."""
+        half, seconds = max(1, self._max_length // 2), []
+        arguments = self._nothing(shape)
+        for length in (0, half):
+            times = []
+            for _ in range(2):
+                for slot in arguments[0].rows.tolist():
+                    self._place(slot, length)
+                self.wait()
+                begin = time.perf_counter()
+                self._prefill(*arguments)
+                self.wait()
+                times.append(time.perf_counter() - begin)
+            seconds.append(min(times))
+        return Cost(seconds[0], max(0.0, seconds[1] - seconds[0]) / half)
 
     def _prefill_arguments(self, selected: Selected, last: np.ndarray, settings: tuple[RowSettings, ...]) -> tuple:
         return self._target, self._drafter, self.state, *selected, last, settings, self._logprobs

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine
-from dflash_jax.infer.prompts import Shape, cheapest, fixed, modelled, select, shapes
+from dflash_jax.infer.prompts import Cost, Shape, cheapest, fixed, modelled, select, shapes
 from tests.tiny import ask
 
 LONG = [(7 * i + i // 9) % 60 for i in range(230)]
@@ -25,12 +25,17 @@ def test_programs_have_bounds():
 
 def test_the_cheapest_program_per_token():
     costs = {shape: modelled(shape) for shape in shapes(256, 8)}
-    assert cheapest(costs, [[20]]) == Shape(1, 32)
-    assert cheapest(costs, [[100]]) == Shape(1, 128)  # one read of the weights, not four
-    assert cheapest(costs, [[100, 120, 9]]) == Shape(2, 128)
-    assert cheapest(costs, [[20] * 5]) == Shape(8, 32)
-    assert cheapest(costs, [[256, 10]]) == Shape(1, 256)
-    assert cheapest({shape: shape.rows * shape.tokens**2 for shape in costs}, [[256]]) == Shape(1, 32)
+    best = lambda *left, start=0: cheapest(costs, [[(start, n) for n in left]])[0]
+    assert best(20) == Shape(1, 32)
+    assert best(100) == Shape(1, 128)  # one read of the weights, not four
+    assert best(100, 120, 9) == Shape(2, 128)
+    assert best(*[20] * 5) == Shape(8, 32)
+    assert best(256, 10) == Shape(1, 256)
+    costs[Shape(8, 32)] = Cost(100.0, 10.0)
+    assert best(*[20] * 5) == Shape(8, 32)
+    assert best(*[20] * 5, start=500) == Shape(1, 32)  # its rows are long
+    assert cheapest(costs, [[(0, 20)] * 8, [(30, 9)]]) == (Shape(8, 32), 400.0)
+    assert cheapest({shape: Cost(shape.rows * shape.tokens**2) for shape in costs}, [[(0, 256)]])[0] == Shape(1, 32)
     assert fixed(tuple(costs), 100) == Shape(1, 128)
     assert fixed(tuple(costs), 1000) == Shape(1, 256)
 

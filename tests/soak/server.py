@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -102,21 +102,18 @@ def request(url: str, body: bytes = b"", *, method: str = "POST", key: str = KEY
 @contextlib.contextmanager
 def serving(bench: Bench) -> Iterator[Served]:
     """A server of the bench's pair with 8 slots."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     models = ["--target", str(bench.pair / "target"), "--drafter", str(bench.pair / "drafter")]
     limits = ["--batch-size", "8", "--max-length", "512", "--block-size", "4", "--client-timeout", str(CLIENT_TIMEOUT)]
-    run = [sys.executable, "-m", "dflash_jax.serve", *models, "--http", f"127.0.0.1:{port}", "--api-key", KEY, *limits]
-    log = bench.directory / f"server-{port}.log"
+    run = [sys.executable, "-m", "dflash_jax.serve", *models, "--http", "127.0.0.1:0", "--api-key", KEY, *limits]
+    log = bench.directory / "server.log"
     with log.open("w") as file:
         process = subprocess.Popen(run, stdout=file, stderr=file, env=bench.environment, text=True)
     try:
         deadline = time.monotonic() + LONGEST
-        while f"running on http://127.0.0.1:{port}" not in log.read_text():
+        while not (found := re.search(r"answering at http://127.0.0.1:(\d+)/", log.read_text())):
             expect(process.poll() is None and time.monotonic() < deadline, f"no server: {log.read_text()[-2000:]}")
             time.sleep(0.1)
-        yield Served(process, port, log)
+        yield Served(process, int(found[1]), log)
         expect("Traceback" not in log.read_text(), f"a traceback in the log: {log.read_text()[-3000:]}")
     finally:
         process.kill()
