@@ -22,18 +22,30 @@ from dflash_jax.cli import (
     optional,
     pair_sources,
     parse,
+    parsed,
 )
 
 if TYPE_CHECKING:
+    from dflash_jax.benchmarks.datasets import Sample
     from dflash_jax.benchmarks.official import Official
     from dflash_jax.drafters.dflash import Drafter
     from dflash_jax.infer.engine import Engine
-    from dflash_jax.infer.requests import Request
+    from dflash_jax.infer.requests import Completion, Request
 
 DESCRIPTION = """\
 Measures speedup, tau and the cost of a step; autoregressive and speculative decoding take turns on the same prompts,
 both warmed up."""
 PROBLEM_SEED = 2  # of the held-out problems; any other asks other questions
+
+
+def _concurrencies(given: Sequence[str]) -> tuple[int, ...]:
+    try:
+        numbers = tuple(map(int, given[0].split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"must be numbers of at least 1 like 1,2,4, got {given[0]!r:.60}")
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,9 @@ class BenchmarkOptions:
         jobs: instead: all prompts as one job, prefill included, that often, side by side without speculation, at each
             block size, with auto, and one prompt at a time; with --block-size, only without speculation and at that;
             with --block-size auto, also without speculation but with the drafter's state kept up to date
+        sweep: instead: so many requests in progress at a time, for each of these numbers; plain decoding, the block
+            size and auto side by side
+        plot: of --sweep, tokens per second against tokens per second and user (a file that matplotlib can write)
         untrained: random weights in the drafter's place: nothing it proposes is right
         json: write all figures
         seed: sampling noise
@@ -56,6 +71,8 @@ class BenchmarkOptions:
     dataset: Annotated[str | None, optional(str, "NAME|FILE.jsonl")] = None
     max_samples: int = 24
     jobs: Annotated[int | None, optional(int, "ROUNDS")] = None
+    sweep: Annotated[tuple[int, ...] | None, parsed(_concurrencies, "N,N,..."), arg(help_behavior_hint="")] = None
+    plot: Annotated[Path | None, optional(Path, "FILE.svg")] = None
     untrained: bool = False
     json: Annotated[str | None, optional(str, "FILE")] = None
     seed: Annotated[int, arg(metavar="N")] = 0
@@ -75,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json:
             Path(options.json).open("ab").close()
         figures = measure(options)
-        shown = job_table(figures) if options.jobs else table(figures)
+        shown = _shown(options, figures)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -83,6 +100,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         files.write_json(Path(options.json), figures)
     return 0
+
+
+def _shown(options: BenchmarkOptions, figures: dict[str, Any]) -> str:
+    """The figures as text; draws them, too, if that is asked for."""
+    if not options.sweep:
+        return job_table(figures) if options.jobs else table(figures)
+    from dflash_jax.benchmarks.sweep import plot, sweep_table
+
+    if options.plot:
+        plot(figures["sweep"], options.plot)
+    return sweep_table(figures["sweep"], "autoregressive")
 
 
 def measure(options: BenchmarkOptions) -> dict[str, Any]:
@@ -93,6 +121,10 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
     source, draft_source = pair_sources(options.models)
     dataset = options.dataset or ("gsm8k" if options.models.target else "problems")
     samples, is_correct = questions(dataset, options.max_samples)
+    if options.plot and not options.sweep:
+        raise ValueError("--plot draws the figures of --sweep; give both")
+    if options.sweep and (options.jobs or options.official):
+        raise ValueError("--sweep is a measurement of its own; leave --jobs and --official out")
     if options.jobs is not None and options.jobs < 1:
         raise ValueError(f"--jobs needs at least one round, got {options.jobs}")
     loaded = load(replace(options.models, target=source, drafter=draft_source), generation)
@@ -103,7 +135,7 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
 
     prompts = [
         text.encode_chat([{"role": "user", "content": question}]) if text.has_chat_template else text.encode(question)
-        for question in samples
+        for question in (sample.turns[0] for sample in samples)
     ]
     requests = [Request(prompt, loaded.defaults, id=str(i)) for i, prompt in enumerate(prompts)]
     settings = {
@@ -120,6 +152,8 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
 
         assert draft_source
         official = Official(loaded.target.directory, draft_source)
+    if options.sweep:
+        return settings | {"sweep": _sweep(options.sweep, loaded, generation, options.seed, requests)}
     if options.jobs:
         return settings | _jobs(options.jobs, loaded, generation, options.seed, requests, official)
     engines = {
@@ -140,6 +174,9 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
             name: sum(is_correct(i, text.decode(done.token_ids) or "") for i, done in enumerate(side))
             for name, side in answers.items()
         }
+    categories = [sample.category for sample in samples]
+    if any(categories):
+        figures["acceptance_by_category"] = by_category(categories, answers["speculative"])
     return {**settings, "block_size": engines["speculative"].block_size, **figures}
 
 
@@ -182,6 +219,41 @@ def _jobs(
     return {"rounds": rounds, "engines": compare_jobs(engines, requests, rounds, official, most)}
 
 
+def _sweep(
+    concurrencies: Sequence[int],
+    loaded: Loaded,
+    generation: GenerationOptions,
+    seed: int,
+    requests: "Sequence[Request]",
+) -> list[dict[str, Any]]:
+    """The figures of `--sweep`. Nothing is kept of one prompt for another: who comes second would be faster."""
+    from dflash_jax.benchmarks.sweep import sweep
+
+    assert loaded.drafter is not None
+    size = loaded.drafter.config.block_size if generation.block_size in (None, "auto") else generation.block_size
+    options = EngineOptions(seed=seed, prefix_chunks=0)
+
+    def engines(concurrency: int) -> "dict[str, Engine]":
+        def engine(block_size: BlockSize) -> "Engine":
+            changed = replace(generation, block_size=block_size, batch_size=concurrency)
+            config = engine_config(loaded.target, requests, changed, options)
+            return make_engine(loaded.target, None if block_size == 1 else loaded.drafter, config)
+
+        return {"autoregressive": engine(1), f"block {size}": engine(size), "auto": engine("auto")}
+
+    return sweep(engines, requests, concurrencies)
+
+
+def by_category(categories: Sequence[str], answers: "Sequence[Completion]") -> dict[str, dict[str, Any]]:
+    """Samples and mean acceptance length of each kind of task."""
+    found: dict[str, dict[str, Any]] = {}
+    for category in sorted(set(categories)):
+        own = [answer for answer, its in zip(answers, categories, strict=True) if its == category]
+        lengths = [n for answer in own for n in answer.acceptance_lengths]
+        found[category] = {"samples": len(own), "tau": sum(lengths) / len(lengths) if lengths else None}
+    return found
+
+
 def untrained(drafter: "Drafter") -> "Drafter":
     """The drafter with random weights in the place of its matrices."""
     import jax
@@ -192,18 +264,18 @@ def untrained(drafter: "Drafter") -> "Drafter":
     return drafter.replace(params=jax.tree.unflatten(tree, map(noise, leaves, keys)))
 
 
-def questions(dataset: str, count: int) -> tuple[list[str], Callable[[int, str], bool] | None]:
-    """First user turns of a dataset, and, for made problems, whether a text answers the i-th."""
-    if dataset != "problems":
-        from dflash_jax.benchmarks.datasets import load_dataset
+def questions(dataset: str, count: int) -> "tuple[list[Sample], Callable[[int, str], bool] | None]":
+    """Samples of a dataset, and, for made problems, whether a text answers the i-th."""
+    from dflash_jax.benchmarks.datasets import Sample, load_dataset
 
-        return [turns[0] for turns in load_dataset(dataset, count)], None
+    if dataset != "problems":
+        return load_dataset(dataset, count), None
     from dflash_jax.train.toy.problems import is_correct, problems
 
     if count < 1:
         raise ValueError(f"max_samples must be at least 1, got {count}")
     chosen = list(islice(problems(PROBLEM_SEED, held_out=True), count))
-    return [problem.question for problem in chosen], lambda i, text: is_correct(chosen[i], text)
+    return [Sample([problem.question]) for problem in chosen], lambda i, text: is_correct(chosen[i], text)
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -230,6 +302,11 @@ def table(figures: dict[str, Any]) -> str:
         f"fused step / its parts {figures['fused_step_over_parts']:.3f}   steps x step time / decode time   "
         + "   ".join(f"{name} {share:.3f}" for name, share in figures["device_loop_share"].items()),
     ]
+    if "acceptance_by_category" in figures:
+        lines.append("tau by category")
+        for category, found in figures["acceptance_by_category"].items():
+            tau = "-" if found["tau"] is None else f"{found['tau']:.3f}"
+            lines.append(f"  {category or '(none)':24}{tau:>8}   {found['samples']} samples")
     if "correct" in figures:
         correct = "   ".join(f"{name} {count}" for name, count in figures["correct"].items())
         lines.append(f"correct answers of {figures['samples']}   {correct}")

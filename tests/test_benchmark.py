@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax import benchmark
-from dflash_jax.benchmarks.datasets import SOURCES, load_dataset
+from dflash_jax.benchmarks.datasets import SOURCES, Sample, load_dataset
 
 
 @pytest.fixture
@@ -71,12 +71,33 @@ def test_local_datasets_are_asked_by_their_name(tmp_path):
     path.write_text("\n".join(rows))
     everything = load_dataset(str(path))
     assert len(everything) == 30
-    assert everything[0][0].endswith("\nPlease reason step by step, and put your final answer within \\boxed{}.")
+    assert everything[0].turns[0].endswith("\nPlease reason step by step, and put your final answer within \\boxed{}.")
     assert load_dataset(str(path), 4) == everything[:4]  # the shuffle does not depend on the count
-    assert [turns[0][:3] for turns in everything] != [f"q{i}\n"[:3] for i in range(30)]
+    assert [sample.turns[0][:3] for sample in everything] != [f"q{i}\n"[:3] for i in range(30)]
     other = tmp_path / "mine.jsonl"
     other.write_text('{"turns": ["one", "two"]}')
-    assert load_dataset(str(other)) == [["one", "two"]]
+    assert load_dataset(str(other)) == [Sample(["one", "two"])]
+
+
+def test_prepared_files_of_speed_bench(tmp_path):
+    """Rows as its card and NVIDIA's script have them: made here, nothing of it is shipped."""
+    path, user = tmp_path / "qualitative.jsonl", {"role": "user", "content": "one"}
+    row = {
+        "question_id": "1",
+        "category": "coding",
+        "sub_category": "x",
+        "source": "s",
+        "src_id": "3",
+        "multiturn": True,
+    }
+    messages = [user, {"role": "assistant", "content": "no"}, {"role": "user", "content": "two"}]
+    rows = [row | {"turns": ["one", "two"]}, row | {"messages": messages}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert load_dataset(str(path)) == [Sample(["one", "two"], "coding")] * 2
+    rows.append(row | {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]})
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="line 3.*prepare the file"):
+        load_dataset(str(path))
 
 
 def test_bad_datasets_are_named(tmp_path):

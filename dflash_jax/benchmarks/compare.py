@@ -10,6 +10,7 @@ import scipy
 
 from dflash_jax.benchmarks.official import Official
 from dflash_jax.benchmarks.step_times import StepTimes
+from dflash_jax.benchmarks.turns import side_by_side
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.requests import Completion, Request
@@ -90,7 +91,7 @@ def compare_jobs(
         answer(requests[0])
     rates: dict[str, list[float]] = {}
     for _ in range(rounds):
-        round_rates = side_by_side(engines, requests)
+        round_rates = {name: turns.tokens_per_second for name, turns in side_by_side(engines, requests).items()}
         if official:
             begin = time.perf_counter()
             tokens = sum(map(len, map(answer, requests)))
@@ -111,28 +112,6 @@ def compare_jobs(
             used = engine.chooser.used if engine.chooser else {engine.block_size: engine.stats.steps}
             figures[name] |= {"tau": engine.stats.tau, "steps_by_block_size": used}
     return figures
-
-
-def side_by_side(engines: dict[str, Engine], requests: Sequence[Request]) -> dict[str, float]:
-    """Tokens per second of a job of all requests, for each engine.
-
-    They take turns step by step, the one that is behind first, and only their own turns count: what else the machine
-    does weighs on all alike, within a fraction of a second.
-    """
-    left = {name: {engine.submit(request) for request in requests} for name, engine in engines.items()}
-    counted: dict[str, Counter[int]] = {name: Counter() for name in engines}
-    tokens, seconds = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0)
-    while any(left.values()):
-        name = min((name for name in engines if left[name]), key=lambda name: tokens[name])
-        begin = time.perf_counter()
-        events = engines[name].step()
-        engines[name].wait()
-        seconds[name] += time.perf_counter() - begin
-        for ticket, answer in events:
-            tokens[name] += len(answer.token_ids) - counted[name][ticket]
-            counted[name][ticket] = len(answer.token_ids)
-        left[name] -= {ticket for ticket, answer in events if answer.finish_reason}
-    return {name: tokens[name] / seconds[name] for name in engines}
 
 
 def _side(engine: Engine, answers: list[Completion]) -> dict[str, Any]:

@@ -10,6 +10,17 @@ _MATH = "{}\nPlease reason step by step, and put your final answer within \\boxe
 _CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 
 
+# What a row of SPEED-Bench holds until NVIDIA's script has fetched it from its source.
+_PLACEHOLDER = "SHOULD BE FETCHED FROM THE SOURCE"
+
+
+class Sample(NamedTuple):
+    """User turns of a conversation, and what kind of task it is, if the dataset says so."""
+
+    turns: list[str]
+    category: str = ""
+
+
 class Source(NamedTuple):
     """Where a benchmark lives on the hub, which field holds the question, and how it is asked."""
 
@@ -30,18 +41,21 @@ SOURCES = {
 }
 
 
-def load_dataset(name: str, max_samples: int | None = None) -> list[list[str]]:
-    """The user turns of every sample: a named set, a local JSONL file, or a folder of `<name>.jsonl`.
+def load_dataset(name: str, max_samples: int | None = None) -> list[Sample]:
+    """The samples of a named set, or of a local JSONL file.
 
-    A local row is `{"turns": [...]}` or `{"question" | "problem" | "prompt": str}`. The file's name decides
-    the prompt format: `gsm8k.jsonl` is asked like gsm8k, an unknown name is asked as it is.
+    A local row is `{"turns": [...]}`, `{"messages": [...]}` or `{"question" | "problem" | "prompt": str}`, with an
+    optional `category`, as SPEED-Bench has it (arXiv 2604.09557; prepared by NVIDIA's own script, for most of its
+    texts are only fetched then). The file's name decides the prompt format: `gsm8k.jsonl` is asked like gsm8k, an
+    unknown name is asked as it is.
 
     Args:
         name: one of `SOURCES`, or a path ending in .jsonl.
         max_samples: the first so many after the official shuffle (seed 42); None takes all, shuffled.
 
     Raises:
-        ValueError: an unknown name, an unreadable file or row, or `datasets` missing for a named set.
+        ValueError: an unknown name, an unreadable file or row, a row of SPEED-Bench that is not prepared, or
+            `datasets` missing for a named set.
     """
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"max_samples must be at least 1, got {max_samples}")
@@ -57,7 +71,7 @@ def load_dataset(name: str, max_samples: int | None = None) -> list[list[str]]:
     return rows[:max_samples]
 
 
-def _local(path: Path) -> list[list[str]]:
+def _local(path: Path) -> list[Sample]:
     if not path.is_file():
         raise ValueError(f"dataset file {path} does not exist")
     ask = _asker(SOURCES.get(path.stem, Source((), "", "prompt")))
@@ -69,12 +83,12 @@ def _local(path: Path) -> list[list[str]]:
             row = json.loads(line)
             rows.append(ask(row))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            expected = '{"turns": [...]} or {"question" | "problem" | "prompt": str}'
+            expected = '{"turns": [...]}, {"messages": [...]} or {"question" | "problem" | "prompt": str}'
             raise ValueError(f"{path}, line {number}: a row must be {expected}; {error!r:.100}") from error
     return rows
 
 
-def _from_hub(source: Source) -> list[list[str]]:
+def _from_hub(source: Source) -> list[Sample]:
     try:
         from datasets import load_dataset as load
     except ImportError as error:
@@ -89,14 +103,18 @@ def _from_hub(source: Source) -> list[list[str]]:
     return [ask(row) for row in cast(Iterable[Mapping[str, Any]], data)]
 
 
-def _asker(source: Source) -> Callable[[Mapping[str, Any]], list[str]]:
-    def ask(row: Mapping[str, Any]) -> list[str]:
+def _asker(source: Source) -> Callable[[Mapping[str, Any]], Sample]:
+    def ask(row: Mapping[str, Any]) -> Sample:
         turns = row.get("turns")
+        if turns is None and isinstance(row.get("messages"), list):
+            turns = [message["content"] for message in row["messages"] if message["role"] == "user"]
         if turns is None:
             turns = next((row[name] for name in (source.field, "question", "problem", "prompt") if name in row), [])
         turns = [turns] if isinstance(turns, str) else list(turns)
         if not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError("no question found")
-        return [source.template.format(turn) for turn in turns]
+        if any(_PLACEHOLDER in turn for turn in turns):
+            raise ValueError("the text is still to be fetched: prepare the file with NVIDIA's script")
+        return Sample([source.template.format(turn) for turn in turns], str(row.get("category") or ""))
 
     return ask

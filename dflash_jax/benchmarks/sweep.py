@@ -1,0 +1,108 @@
+"""Throughput against interactivity: the same requests at several concurrencies, with and without speculation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.benchmarks.turns import side_by_side
+from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.requests import Request
+
+LEAST = 4  # requests per row, at least: the rows are full for most of the time
+
+
+def sweep(
+    make_engines: Callable[[int], Mapping[str, Engine]], requests: Sequence[Request], concurrencies: Sequence[int]
+) -> list[dict[str, Any]]:
+    """One line of figures per concurrency and engine. So many requests are in progress at any time: when one is
+    answered, the next is sent.
+
+    Args:
+        make_engines: engines with so many slots, by name. They take turns, so that the machine weighs on all alike.
+        requests: asked again where they are too few.
+
+    Returns:
+        Of each: tokens per second, tokens per second and user (one answer, behind its first token), seconds to the
+        first token (median and 99th percentile) and tau.
+    """
+    rows = []
+    for concurrency in concurrencies:
+        engines = make_engines(concurrency)
+        for engine in engines.values():
+            if engine.chooser is None:
+                engine.warm_up()
+            engine.generate([requests[i % len(requests)] for i in range(concurrency)])
+        again = -(-LEAST * concurrency // len(requests))
+        for name, turns in side_by_side(engines, [*requests] * max(1, again), concurrency).items():
+            rows.append(
+                {
+                    "concurrency": concurrency,
+                    "engine": name,
+                    "tokens_per_second": turns.tokens_per_second,
+                    "tokens_per_second_and_user": turns.tokens_per_second_and_user,
+                    "first_token_p50": turns.first_token_seconds(50),
+                    "first_token_p99": turns.first_token_seconds(99),
+                    "tau": turns.tau,
+                }
+            )
+    return rows
+
+
+def at_fixed_interactivity(rows: Sequence[Mapping[str, Any]], than: str) -> list[dict[str, Any]]:
+    """For each point of the engine `than`: the most tokens per second that each engine makes while every user gets at
+    least as many as there; None for one that is nowhere so fast."""
+    user, all_users = "tokens_per_second_and_user", "tokens_per_second"
+    found = []
+    for point in (row for row in rows if row["engine"] == than and row[user]):
+        line: dict[str, Any] = {user: point[user]}
+        for name in dict.fromkeys(row["engine"] for row in rows):
+            fast = [row[all_users] for row in rows if row["engine"] == name and (row[user] or 0) >= point[user]]
+            line[name] = max(fast, default=None)
+        found.append(line)
+    return found
+
+
+def sweep_table(rows: Sequence[Mapping[str, Any]], than: str) -> str:
+    """The figures as text."""
+    lines = [f"{'concurrency':>12}  {'':16}{'tokens/s':>10}{'per user':>10}{'first p50':>11}{'p99, ms':>9}{'tau':>7}"]
+    number = lambda value, width, places: f"{value:{width}.{places}f}" if value is not None else f"{'-':>{width}}"
+    for row in rows:
+        lines.append(
+            f"{row['concurrency']:12}  {row['engine']:16}{row['tokens_per_second']:10.1f}"
+            + number(row["tokens_per_second_and_user"], 10, 1)
+            + f"{1e3 * row['first_token_p50']:11.1f}{1e3 * row['first_token_p99']:9.1f}"
+            + number(row["tau"], 7, 2)
+        )
+    fixed = at_fixed_interactivity(rows, than)
+    engines = [name for name in (fixed[0] if fixed else {}) if name != "tokens_per_second_and_user"]
+    lines += ["", "most tokens/s at no fewer tokens/s and user", f"{'':>12}  " + "".join(f"{e:>16}" for e in engines)]
+    for line in fixed:
+        cells = "".join(number(line[name], 16, 1) for name in engines)
+        lines.append(f"{line['tokens_per_second_and_user']:12.1f}  {cells}")
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws tokens per second over tokens per second and user, a line per engine, a point per concurrency.
+
+    Raises:
+        ValueError: matplotlib is missing, or does not know this kind of file.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(f"{error}; a plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name in dict.fromkeys(row["engine"] for row in rows):
+        points = [row for row in rows if row["engine"] == name and row["tokens_per_second_and_user"]]
+        x, y = ([row[key] for row in points] for key in ("tokens_per_second_and_user", "tokens_per_second"))
+        axes.plot(x, y, marker="o", label=name)
+        for row, right, up in zip(points, x, y, strict=True):
+            axes.annotate(str(row["concurrency"]), (right, up), xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("tokens per second and user")
+    axes.set_ylabel("tokens per second")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.legend(title="points: requests in progress")
+    figure.savefig(path)
