@@ -183,6 +183,8 @@ class EngineOptions:
         int | None, optional(int, "N", "what is of use, in no more memory than the slots take")
     ] = None
     """chunks of prompts (32 to 256 tokens, by the longest prompt) to keep for those that begin alike; 0 keeps none"""
+    stream_interval: Annotated[int, arg(metavar="N")] = 16
+    """decoding steps between two looks at the tokens: fewer show them sooner, more cost less"""
     deterministic: bool = False
     """the bits of an answer are the same in every run: nothing is chosen by the clock or by the other prompts, and
     --block-size auto is the checkpoint's own"""
@@ -319,6 +321,8 @@ def engine_config(
     from dflash_jax.infer.prefixes import shared_chunks, shared_tokens
     from dflash_jax.mesh import rows_of
 
+    if options.stream_interval < 1:
+        raise ValueError(f"--stream-interval must be at least 1, got {options.stream_interval}")
     if generation.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {generation.batch_size}")
     parts, most = rows_of(target.mesh), target.config.max_position_embeddings
@@ -346,6 +350,7 @@ def engine_config(
         proposals=generation.proposals,
         seed=options.seed,
         prefill_chunk=chunk,
+        steps_per_visit=options.stream_interval,
         prefix_chunks=kept,
         logprobs=max((n for r in requests if (n := r.params.logprobs) is not None), default=logprobs),
         deterministic=options.deterministic,

@@ -62,7 +62,10 @@ class JobFiles:
             for source in input_paths(self.input, self.own):
                 if path.exists() and source != "-" and path.samefile(source):
                     raise ValueError(f"{path} is the input; choose another file for the results")
+            new = not path.exists()
             path.open("ab").close()
+            if new:
+                path.unlink()  # nothing is left behind by a job that cannot begin
 
 
 class Job:

@@ -44,7 +44,7 @@ class Request:
             raise RequestError(
                 "prompt_too_long",
                 f"the prompt has {len(self.prompt_token_ids)} tokens, which leaves no room to generate within a "
-                f"length of {max_length}; raise max_length",
+                f"length of {max_length}; raise max_length (--max-length)",
             )
         try:
             self.params.check()

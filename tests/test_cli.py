@@ -110,6 +110,15 @@ def test_engines_of_deterministic_jobs_read_prompts_in_chunks_of_one_size(pair):
         assert engine_config(target, requests, generation, EngineOptions()).prefill_chunk == chunk
 
 
+def test_tokens_show_as_often_as_is_asked(pair, capsys):
+    target, generation = load_target(pair / "target"), GenerationOptions()
+    for options, steps in (EngineOptions(), 16), (EngineOptions(stream_interval=2), 2):
+        assert engine_config(target, [tiny.ask([1], 5)], generation, options).steps_per_visit == steps
+    models = ["--target", str(pair / "target"), "--drafter", str(pair / "drafter")]
+    assert serve.main([*models, "--prompt", "a", "--stream-interval", "0"]) == 2
+    assert "--stream-interval must be at least 1" in capsys.readouterr().err
+
+
 def test_the_kernels_are_chosen_before_anything_is_loaded(pair, monkeypatch, capsys):
     from dflash_jax.kernels import dispatch
 
