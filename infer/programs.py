@@ -108,7 +108,7 @@ def prefill(
         The state, and the first new token [B, 1] of each row, which counts if `last`. It belongs to no round.
     """
     tokens = constrain(tokens, P(split_rows(tokens.shape[0])))
-    lengths = state.lengths[rows]
+    lengths = jnp.where(counts > 0, state.lengths[rows], 0)  # or a pass would cost as much as the longest of them
     positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None]
     taps = drafter.taps if drafter else ()
     where = positions, None, state.target_cache, lengths

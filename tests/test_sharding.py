@@ -82,6 +82,23 @@ def test_requests_with_everything_on_a_mesh(directory):
             assert [token for token, _ in one] == [token for token, _ in other]
 
 
+@pytest.mark.slow
+def test_each_part_of_the_rows_reads_its_own_prompts(directory):
+    """Not every device every prompt: a program reads as many prompts at once as rows are split into parts."""
+    asked = [tiny.ask([(5 * i + j) % 60 for j in range(200 - i)], 6, id=str(i)) for i in range(8)]
+    asked += [tiny.ask([i, 7, 9], 6, 0.8, id=f"short {i}") for i in range(4)]
+    found = {}
+    for axes in ("data=1", "data=2", "data=4", "data=2,model=2"):
+        where = None if axes == "data=1" else mesh(axes)
+        target = load_target(directory / "target", mesh=where)
+        engine = Engine(target, load_drafter(directory / "drafter", mesh=where), slots=4, max_length=256)
+        found[axes] = [answer.token_ids for answer in engine.generate(asked)], engine.stats.prompt_programs
+    answers, programs = found.pop("data=1")
+    for axes, (split, fewer) in found.items():
+        assert split == answers
+        assert fewer <= (programs + 1) // 2 + 1, axes
+
+
 def test_without_a_drafter(directory, alone):
     target = load_target(directory / "target", mesh=mesh("data=2,model=2"))
     got = generate(target, PROMPTS, max_new_tokens=20, stop_token_ids=[])
