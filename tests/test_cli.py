@@ -16,12 +16,12 @@ SERVE = """
     api-key batch-size block-size drafter dtype force http input max-length max-new-tokens max-request-bytes
     allow-unauthenticated max-waiting client-timeout shutdown-timeout
     mesh min-p no-speculation ordered output prefix-chunks processes prompt proposals seed stats-interval
-    summary target temperature top-k top-p
+    stream-interval summary target temperature top-k top-p
     chat-template-kwargs deterministic kernels
 """
 BENCHMARK = """
     batch-size block-size dataset drafter dtype jobs json max-new-tokens max-samples mesh min-p official
-    proposals seed target temperature top-k top-p untrained
+    plot proposals seed sweep target temperature top-k top-p untrained
     chat-template-kwargs kernels
 """
 KERNELS = "bandwidth batch context dtype json loops only pair"
