@@ -179,6 +179,13 @@ class EngineOptions:
     """noise of requests without a seed of their own"""
     max_length: Annotated[int | None, optional(int, "N", "what the longest request needs")] = None
     """prompt and answer tokens per row"""
+    short_length: Annotated[
+        int | None, optional(int, "N", "what a file of requests needs; a server has one length")
+    ] = None
+    """tokens of all but --long-slots of the rows: so one long request does not make every row long. A request moves to
+    a long row when it needs more"""
+    long_slots: Annotated[int | None, optional(int, "N", "an eighth")] = None
+    """rows of --max-length tokens where there are shorter ones"""
     prefix_chunks: Annotated[
         int | None, optional(int, "N", "what is of use, in no more memory than the slots take")
     ] = None
@@ -318,6 +325,7 @@ def engine_config(
         growing: whether such requests may begin as others did, like the turns of a conversation.
     """
     from dflash_jax.infer.engine import EngineConfig
+    from dflash_jax.infer.lengths import Lengths, two_lengths
     from dflash_jax.infer.prefixes import shared_chunks, shared_tokens
     from dflash_jax.mesh import rows_of
 
@@ -334,14 +342,26 @@ def engine_config(
         needed = max((len(r.prompt_token_ids) + max(r.params.max_new_tokens, 1) for r in fit), default=1)
         max_length = min(-(-needed // 256) * 256, most or needed)
     slots = -(-generation.batch_size // parts) * parts
+    if options.long_slots is not None and options.short_length is None:
+        raise ValueError("--long-slots needs --short-length")
     chunk, prompts = 256, [r.prompt_token_ids for r in fit]
     if requests and not options.deterministic:
         chunk = min(chunk, max(32, 1 << (prompt - 1).bit_length()))  # no prompt needs more
         # Short pieces in common are found in short chunks only; they must be worth reading the others piece by piece.
         if chunk <= 128 and 2 * shared_tokens(prompts, 32) > sum(map(len, prompts)):
             chunk = 32
+    lengths = None
+    if options.short_length is not None:
+        long = -(-slots // 8) if options.long_slots is None else options.long_slots
+        lengths = Lengths(options.short_length, -(-long // parts) * parts)
+    elif requests and not growing and not options.deterministic:
+        sizes = [(len(r.prompt_token_ids), max(r.params.max_new_tokens, 1)) for r in fit]
+        lengths = two_lengths(sizes, slots, max_length, least=chunk, parts=parts)
     if kept is None:  # what is of use, and no more memory than the slots take
-        kept = slots * max_length // chunk
+        room = slots * max_length
+        if lengths is not None:
+            room -= (slots - lengths.long_slots) * (max_length - lengths.short_length)
+        kept = room // chunk
         kept = kept if growing else min(kept, shared_chunks(prompts, chunk))
     return EngineConfig(
         slots=slots,
@@ -353,6 +373,8 @@ def engine_config(
         steps_per_visit=options.stream_interval,
         prefix_chunks=kept,
         logprobs=max((n for r in requests if (n := r.params.logprobs) is not None), default=logprobs),
+        short_length=lengths and lengths.short_length,
+        long_slots=lengths.long_slots if lengths else 1,
         deterministic=options.deterministic,
     )
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import checkpoint, models, sharding
-from dflash_jax.cache import Cache, init_cache
+from dflash_jax.cache import Cache, Capacity, init_cache
 from dflash_jax.config import TargetConfig, parse_dtype, token_ids
 from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
@@ -41,7 +41,7 @@ class Target(struct.PyTreeNode):
     def dtype(self) -> jnp.dtype:
         return self.params["embed_tokens"].dtype
 
-    def init_cache(self, rows: int, slots: int, widest: int = 1) -> Cache:
+    def init_cache(self, rows: int, slots: Capacity, widest: int = 1) -> Cache:
         """An empty cache for `rows` sequences of up to `slots` committed tokens; see `cache.init_cache`."""
         return init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
+from dflash_jax.cache import Group
 from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.infer.chooser import TRY, Chooser, block_sizes
@@ -46,6 +47,10 @@ class EngineConfig:
         prefix_chunks: how many chunks of prompts to keep for requests that begin alike; each takes the cache memory of
             `prefill_chunk` tokens.
         logprobs: most alternatives per token that a request may ask the log-probabilities of; None serves none.
+        short_length: tokens that all but `long_slots` of the slots hold; None makes every slot hold `max_length`. A
+            request begins in a short slot if that holds all it may ask for, or if its prompt leaves half of it free;
+            it moves to a long one when it needs more.
+        long_slots: how many slots hold `max_length` tokens where there are short ones.
         deterministic: nothing is chosen by the clock and lengths are fixed, so that the bits of an answer follow from
             its request, the drafter, `block_size`, `proposals`, `slots`, `prefill_chunk`, the dtype and the kind of
             device alone. "auto" is then the checkpoint's block size.
@@ -60,6 +65,8 @@ class EngineConfig:
     steps_per_visit: int = 16
     prefix_chunks: int = 0
     logprobs: int | None = None
+    short_length: int | None = None
+    long_slots: int = 1
     deterministic: bool = False
 
     def __post_init__(self):
@@ -73,6 +80,20 @@ class EngineConfig:
             if not least <= value < 2**31:
                 raise ValueError(f"{name} must be at least {least} and below 2**31, got {value}")
         check_seed(self.seed)
+        if self.short_length is not None:
+            if not self.prefill_chunk <= self.short_length < self.max_length:
+                raise ValueError(
+                    f"short_length must be at least prefill_chunk, {self.prefill_chunk}, and less than max_length, "
+                    f"{self.max_length}; got {self.short_length}"
+                )
+            if not 1 <= self.long_slots < self.slots:
+                raise ValueError(
+                    f"long_slots must be at least 1 and less than slots, {self.slots}; got {self.long_slots}"
+                )
+            if self.deterministic:
+                raise ValueError(
+                    "slots of two lengths and deterministic exclude each other: where a row stands decides bits"
+                )
         if self.proposals not in get_args(Proposals):
             raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {self.proposals!r}")
 
@@ -104,6 +125,10 @@ class Engine:
             raise ValueError(f"logprobs must lie in 0..{most} or be None, got {config.logprobs}")
         if config.slots % (parts := rows_of(target.mesh)):
             raise ValueError(f"slots must be a multiple of {parts}, the mesh's parts of rows; got {config.slots}")
+        if config.short_length is not None and config.long_slots % parts:
+            raise ValueError(
+                f"long_slots must be a multiple of {parts}, the mesh's parts of rows; got {config.long_slots}"
+            )
         auto = config.block_size == "auto"
         self.block_size = 1
         if drafter is not None:
@@ -122,6 +147,7 @@ class Engine:
             self._rows_on_device(),
             # A cache of a single chunk would be another program than a longer one, and might round differently.
             max(config.max_length, 2 * CHUNK) if config.deterministic else config.max_length,
+            short=None if config.short_length is None else Group(self.slots - config.long_slots, config.short_length),
             chunk=config.prefill_chunk,
             block_sizes=[self._program(size) for size in self._choices()],
             steps_per_visit=config.steps_per_visit,
@@ -233,21 +259,16 @@ class Engine:
         Returns:
             (ticket, completion so far) of the requests that got tokens; see `stream`.
         """
-        for slot, row in enumerate(self._rows):
-            if row is None and admit and self._waiting:
-                self._rows[slot] = row = self._waiting.popleft()
-                row.completion.started = time.perf_counter()
-                request, seed = row.request, self.config.seed
-                row.settings = request.params.on_device(request.id, request.sample, seed, row.budget)
-                self.batch.begin(slot)
-        filling = [slot for slot, row in enumerate(self._rows) if row and not row.decoding]
+        self._place(admit)
+        filling = [slot for slot, row in enumerate(self._rows) if row and row.left]
         decoding = any(row and row.decoding for row in self._rows)
         if filling and not (decoding and self._just_filled):
             self._just_filled = True
             events = self._read(filling)
         elif decoding:
             self._just_filled = False
-            events = self._advance(leave_on_finish=bool(filling) or (admit and bool(self._waiting)))
+            moves = any(row and row.room < row.budget for row in self._rows)
+            events = self._advance(leave_on_finish=bool(filling) or moves or (admit and bool(self._waiting)))
         else:
             return []
         now = time.perf_counter()
@@ -257,6 +278,40 @@ class Engine:
                 row.completion.finished = now
                 self._rows[self._rows.index(row)] = None
         return [(row.ticket, row.completion) for row in events]
+
+    def _place(self, admit: bool) -> None:
+        """Gives free slots to rows that have outgrown theirs, and to waiting requests if they may have them."""
+        free = [slot for slot, row in enumerate(self._rows) if row is None]
+        if not free:
+            return
+        long = deque(slot for slot in free if self.batch.lengths[slot] >= self.max_length)
+        short = deque(slot for slot in free if self.batch.lengths[slot] < self.max_length)
+        outgrown = [(row.ticket, slot, row) for slot, row in enumerate(self._rows) if row and row.outgrown]
+        for _, slot, row in sorted(outgrown)[: len(long)]:
+            to, request = long.popleft(), row.request
+            left = request.params.on_device(request.id, request.sample, self.config.seed, row.budget - row.room)
+            self.batch.move(slot, to, left)
+            self._rows[slot], self._rows[to], row.room = None, row, row.budget
+        for_long, passed = any(row and row.outgrown for row in self._rows), list[ActiveRequest]()
+        while admit and self._waiting and (short or long):
+            row = self._waiting.popleft()
+            fits = self.config.short_length is not None and row.begins_in(self.config.short_length)
+            if fits and short:
+                self._begin(row, short.popleft())
+            elif long and not (fits and for_long):
+                self._begin(row, long.popleft())
+            else:
+                passed.append(row)
+                for_long |= not fits
+        self._waiting.extendleft(reversed(passed))
+
+    def _begin(self, row: ActiveRequest, slot: int) -> None:
+        self._rows[slot] = row
+        row.completion.started = time.perf_counter()
+        request, length = row.request, self.batch.lengths[slot]
+        row.room = min(row.budget, length - len(request.prompt_token_ids))
+        row.settings = request.params.on_device(request.id, request.sample, self.config.seed, row.room)
+        self.batch.begin(slot)
 
     def wait(self) -> None:
         """Waits for the device: `step` may return while it still reads a prompt."""
@@ -299,7 +354,7 @@ class Engine:
                 self.stats.prefix_tokens += read.copied
                 self.stats.prompt_tokens += read.filled - row.filled
                 row.filled = read.filled
-            for read in (one for one in reads if filling[one.slot].decoding):
+            for read in (one for one in reads if not filling[one.slot].left):
                 row = filling.pop(read.slot)
                 row.extend(jax.device_get(first), (read.place, slice(1)))
                 if row.completion.finish_reason:
@@ -347,8 +402,8 @@ class Engine:
             for slot, row in enumerate(self._rows):
                 if row is not None and row in advanced:
                     taken = counts[counts[:, slot] > 0, slot].tolist()
-                    # What cut a finished row's last step was its end, not a wrong proposal.
-                    seen[row.ticket] = taken[:-1] if row.completion.finish_reason else taken
+                    # What cut a row's last step was its end or that of its slot, not a wrong proposal.
+                    seen[row.ticket] = taken[:-1] if row.completion.finish_reason or row.outgrown else taken
             self.chooser.observe(size, steps, seconds, seen)
         return advanced
 

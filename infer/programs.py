@@ -83,6 +83,30 @@ def begin(state: State, row: Int[Array, ""]) -> State:
     return pin(begin_row(state, row))
 
 
+@partial(jax.jit, donate_argnames="state", static_argnames="count")
+def move(state: State, row: Int[Array, ""], to: Int[Array, ""], settings: RowSettings, *, count: int) -> State:
+    """Moves a row that stopped, of at most `count` committed positions, to an idle one, which goes on under these
+    settings (a step does not keep those of idle rows)."""
+    end = state.lengths[row]
+    carried = lambda x: x.begin(to).restore(x.snapshot(row, end - count, count), to, end)
+    put = lambda x: x.at[to].set(x[row])
+    given = lambda all, one: all.at[to].set(one)
+    return pin(
+        state.replace(
+            anchor=put(state.anchor),
+            lengths=put(state.lengths),
+            remaining=state.remaining.at[row].set(0).at[to].set(settings.max_new_tokens),
+            stop_tokens=given(state.stop_tokens, settings.stop_tokens),
+            sampling=jax.tree.map(given, state.sampling, settings.sampling),
+            penalties=jax.tree.map(given, state.penalties, settings.penalties),
+            scored=given(state.scored, settings.scored),
+            history=jax.tree.map(put, state.history),
+            target_cache=carried(state.target_cache),
+            draft=None if state.draft is None else carried(state.draft),
+        )
+    )
+
+
 @partial(jax.jit, donate_argnames="state", static_argnames="logprobs")
 def prefill(
     target: TargetModel,

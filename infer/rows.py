@@ -17,6 +17,7 @@ class ActiveRequest:
         budget: tokens it may generate.
         keys: of the prompt's whole chunks (see `prefixes.PrefixCache`).
         settings: for the device; known from its admission on.
+        room: tokens it may generate in its slot; if they are fewer than its budget, it moves to a longer one then.
         filled: prompt tokens committed.
     """
 
@@ -26,11 +27,23 @@ class ActiveRequest:
     budget: int
     keys: list[bytes]
     settings: RowSettings | None = None
+    room: int = 0
     filled: int = 0
 
     @property
     def decoding(self) -> bool:
-        return self.filled == len(self.request.prompt_token_ids)
+        return not self.left and not self.outgrown
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether its slot is full and it waits for a longer one."""
+        return self.room < self.budget and 0 < self.room <= len(self.completion.token_ids)
+
+    def begins_in(self, length: int) -> bool:
+        """Whether a slot of so many tokens will do: for all it may generate, or for a prompt that leaves it half free.
+        Most answers end before their budget does."""
+        prompt = len(self.request.prompt_token_ids)
+        return prompt + self.budget <= length or prompt <= length // 2
 
     @property
     def left(self) -> int:

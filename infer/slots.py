@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dflash_jax.cache import Group
 from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.state import DraftModel, RowSettings, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.prefixes import PrefixCache
-from dflash_jax.infer.programs import begin, decode_call, prefill, release
+from dflash_jax.infer.programs import begin, decode_call, move, prefill, release
 from dflash_jax.infer.prompts import Cost, Selected, Shape, Unread, cheapest, fixed, modelled, select, shapes
 from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
@@ -42,12 +43,14 @@ class Slots:
         target, drafter, proposals, prefix_chunks, logprobs, deterministic: see `EngineConfig`.
         slots: rows.
         max_length: tokens a row can hold.
+        short: of these rows, how many are shorter, and how many tokens those hold; None if all are alike.
         chunk: prompts are read in chunks of at most so many tokens, of one or several rows.
         block_sizes: what `decode` may be asked for; 0 proposes nothing.
         steps_per_visit: at most.
 
     Attributes:
         state: consumed and replaced by every call.
+        lengths: tokens that each row can hold.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Slots:
         slots: int,
         max_length: int,
         *,
+        short: Group | None = None,
         chunk: int,
         block_sizes: Sequence[int],
         steps_per_visit: int,
@@ -65,23 +69,31 @@ class Slots:
         logprobs: int | None,
         deterministic: bool,
     ):
-        self._target, self._drafter, self._slots, self._max_length = target, drafter, slots, max_length
+        self._target, self._drafter, self._slots = target, drafter, slots
         self._parts, self._chunk = rows_of(target.mesh), chunk
         self._shapes = shapes(chunk, slots // self._parts)
+        self.lengths = [max_length] * slots
+        if short is not None:  # of each part of the mesh, the first rows
+            of_part, count = slots // self._parts, short.rows // self._parts
+            self.lengths = [short.slots if i % of_part < count else max_length for i in range(slots)]
+        self._short = short
+        groups = max_length if short is None else (short, Group(slots - short.rows, max_length))
         self._fixed, self._neutral = deterministic, SamplingParams().on_device("", 0, 0, 1)
         self._costs: dict[Shape, Cost] = {}  # in seconds, once measured
         self._block_sizes, self._steps_per_visit = tuple(block_sizes), steps_per_visit
         self._proposals: Proposals = proposals
         self._logprobs = logprobs
         with self._on_mesh():
-            made = jax.jit(lambda: pin(init_state(target, drafter, slots, max_length, STOP_WIDTH, chunk)))()
+            made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, chunk)))()
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
             self._prefixes = PrefixCache(self.state, prefix_chunks, chunk)
 
     @property
     def programs(self) -> int:
-        """How many `warm_up` compiles: for chunks of prompts, block sizes, a row's beginning and end, kept prefixes."""
-        return len(self._shapes) + len(self._block_sizes) + 2 + 2 * bool(self._prefixes.entries)
+        """How many `warm_up` compiles: for chunks of prompts, block sizes, a row's beginning, move and end, kept
+        prefixes."""
+        more = 2 + bool(self._short) + 2 * bool(self._prefixes.entries)
+        return len(self._shapes) + len(self._block_sizes) + more
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         """Of the prompt's chunks, for `read`."""
@@ -96,6 +108,9 @@ class Slots:
         for program in compiling:
             program.result()
         self.begin(0)
+        if self._short:
+            self.move(0, self._slots - 1, self._neutral)
+            self.release(self._slots - 1)
         for shape in self._shapes:
             self._prefill(*self._nothing(shape))
         if not self._fixed:
@@ -182,6 +197,13 @@ class Slots:
         with self._on_mesh():
             self.state = release(self.state, np.int32(slot))
 
+    def move(self, slot: int, to: int, settings: RowSettings) -> None:
+        """Continues a short row that stopped in an idle long one, under these settings."""
+        assert self._short is not None
+        with self._on_mesh():
+            where = np.int32(slot), np.int32(to)
+            self.state = move(self.state, *where, settings, count=self._short.slots)
+
     def wait(self) -> None:
         """Waits for the device: `read` returns before it has."""
         jax.block_until_ready(self.state.anchor)
@@ -189,12 +211,12 @@ class Slots:
     def step_seconds(self) -> dict[int, float]:
         """Times a step at each block size, all rows busy with random tokens and half full: tokens that are alike would
         visit fewer experts than a real block does."""
-        rng, length = np.random.default_rng(0), max(1, self._max_length // 2)
-        short, endless = self._shapes[0], SamplingParams().on_device("", 0, 0, np.iinfo(np.int32).max)
+        rng, short = np.random.default_rng(0), self._shapes[0]
+        endless = SamplingParams().on_device("", 0, 0, np.iinfo(np.int32).max)
         times: dict[int, list[float]] = {size: [] for size in self._block_sizes}
         for _ in range(3):
             for size in times:
-                for slot in range(self._slots):
+                for slot, length in enumerate(max(1, n // 2) for n in self.lengths):
                     prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
                     self._place(slot, length - len(prompt))
                     part = slot * self._parts // self._slots
@@ -225,20 +247,20 @@ class Slots:
 
     def _prefill_cost(self, shape: Shape) -> Cost:
         """Of a program for prompts, in seconds, by its times for empty rows and for such as are half full."""
-        half, seconds = max(1, self._max_length // 2), []
-        arguments = self._nothing(shape)
-        for length in (0, half):
+        arguments, seconds = self._nothing(shape), []
+        halves = {slot: max(1, self.lengths[slot] // 2) for slot in arguments[0].rows.tolist()}
+        for full in (0, 1):
             times = []
             for _ in range(2):
-                for slot in arguments[0].rows.tolist():
-                    self._place(slot, length)
+                for slot, half in halves.items():
+                    self._place(slot, full * half)
                 self.wait()
                 begin = time.perf_counter()
                 self._prefill(*arguments)
                 self.wait()
                 times.append(time.perf_counter() - begin)
             seconds.append(min(times))
-        return Cost(seconds[0], max(0.0, seconds[1] - seconds[0]) / half)
+        return Cost(seconds[0], max(0.0, seconds[1] - seconds[0]) / max(halves.values()))
 
     def _prefill_arguments(self, selected: Selected, last: np.ndarray, settings: tuple[RowSettings, ...]) -> tuple:
         return self._target, self._drafter, self.state, *selected, last, settings, self._logprobs

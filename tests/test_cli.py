@@ -16,7 +16,7 @@ SERVE = """
     api-key batch-size block-size drafter dtype force http input max-length max-new-tokens max-request-bytes
     allow-unauthenticated max-waiting client-timeout shutdown-timeout
     mesh min-p no-speculation ordered output prefix-chunks processes prompt proposals seed stats-interval
-    stream-interval summary target temperature top-k top-p
+    long-slots short-length stream-interval summary target temperature top-k top-p
     chat-template-kwargs deterministic kernels
 """
 BENCHMARK = """

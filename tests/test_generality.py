@@ -118,6 +118,7 @@ def test_chunks_give_the_logits_of_one_pass(toy):
         {"slots": 2, "prefill_chunk": 4, "steps_per_visit": 1},  # rows decode between the chunks of another's prompt
         {"slots": 2, "prefill_chunk": 4, "prefix_chunks": 8},
         {"slots": 2, "block_size": 3},
+        {"slots": 3, "prefill_chunk": 4, "short_length": 16},
     ],
     ids=str,
 )

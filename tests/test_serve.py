@@ -224,6 +224,8 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         "--batch-size must be": [*models, *job, "--batch-size", "0"],
         "max_length must be": [*models, *job, "--max-length", "0"],
         "no memory for": [*models, *job, "--max-length", "2000000000", "--batch-size", "1000"],
+        "--long-slots needs": [*models, *job, "--long-slots", "1"],
+        "short_length must be": [*models, *job, "--batch-size", "2", "--short-length", "1"],
         "top_k must lie in": [*models, *job, "--top-k", "3000000000"],
         "seed must lie in": [*models, *job, "--seed", "10000000000000000000"],
         "are both": [*models, *job, "--summary", output],

@@ -99,6 +99,22 @@ def test_each_part_of_the_rows_reads_its_own_prompts(directory):
         assert fewer <= (programs + 1) // 2 + 1, axes
 
 
+@pytest.mark.slow
+def test_slots_of_two_lengths(directory):
+    """Every part of the rows has some of each."""
+    asked = [tiny.ask([(5 * i + j) % 60 for j in range(3 + 9 * (i % 3))], 8 + 5 * i, 0.5 * (i % 2)) for i in range(8)]
+    answers = []
+    for where, more in (
+        (None, {}),
+        (mesh("data=2,model=2"), {"short_length": 24, "long_slots": 2, "prefill_chunk": 8}),
+    ):
+        target = load_target(directory / "target", mesh=where)
+        engine = Engine(target, load_drafter(directory / "drafter", mesh=where), slots=4, max_length=96, **more)
+        answers.append([done.token_ids for done in engine.generate(asked)])
+    assert engine.batch.lengths == [24, 96, 24, 96]
+    assert answers[0] == answers[1]
+
+
 def test_without_a_drafter(directory, alone):
     target = load_target(directory / "target", mesh=mesh("data=2,model=2"))
     got = generate(target, PROMPTS, max_new_tokens=20, stop_token_ids=[])

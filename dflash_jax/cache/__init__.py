@@ -5,7 +5,7 @@ and values, a ring of them, a recurrent state. Lengths are not part of it: they 
 Shapes: R cache rows, B block rows, T block positions, J positions of an accepted path.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 import jax
@@ -15,6 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache.attention import KV as KV
 from dflash_jax.cache.attention import Fresh as Fresh
+from dflash_jax.cache.split import Capacity as Capacity
+from dflash_jax.cache.split import Group as Group
+from dflash_jax.cache.split import Split, groups_of
 from dflash_jax.mesh import WHOLE, Layout
 
 
@@ -90,14 +93,19 @@ class Cache(struct.PyTreeNode):
 
 
 def init_cache(
-    mixers: Sequence[Mixer], rows: int, slots: int, dtype: Any, layout: Layout = WHOLE, widest: int = 1
+    mixers: Sequence[Mixer], rows: int, slots: Capacity, dtype: Any, layout: Layout = WHOLE, widest: int = 1
 ) -> Cache:
     """Allocates an empty cache of `rows` rows with room for `slots` positions.
 
     Args:
         mixers: one per layer; one that shares reads the entry of an earlier layer.
+        slots: of every row, or the groups that rows of different lengths stand in.
         widest: the longest block that is committed at once, for which writers may want some room.
+
+    Raises:
+        ValueError: the groups have not so many rows (see `split.groups_of`).
     """
+    groups = groups_of(rows, slots)
     entries: list[Entry] = []
     of_layer: list[int] = []
     for mixer in mixers:
@@ -105,8 +113,17 @@ def init_cache(
             of_layer.append(of_layer[mixer.shares])
             continue
         of_layer.append(len(entries))
-        entries.append(mixer.entry(rows, slots, dtype, layout, widest))
+        entries.append(_entry(lambda rows, slots, m=mixer: m.entry(rows, slots, dtype, layout, widest), groups))
     return Cache(tuple(entries), tuple(of_layer))
+
+
+def _entry(make: Callable[[int, int], Entry], groups: Sequence[Group]) -> Entry:
+    """An entry for groups of rows; one for all rows where its size does not depend on how long they are."""
+    rows = sum(group.rows for group in groups)
+    sizes = [jax.eval_shape(lambda slots=slots: make(rows, slots)) for _, slots in groups]
+    if all(size == sizes[0] for size in sizes):
+        return make(*Group(rows, groups[0].slots))
+    return Split(tuple(make(*group) for group in groups), tuple(group.rows for group in groups))
 
 
 def once_read(kept: Int[Array, " B"], hidden: Float[Array, "B T D"]) -> Int[Array, " B"]:

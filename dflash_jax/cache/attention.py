@@ -16,6 +16,8 @@ from dflash_jax.kernels.block_attention import Visibility, attend
 from dflash_jax.kernels.cache_update import append, room
 from dflash_jax.mesh import HEADS, ROWS, from_owner, local_rows, on_each_device, split_rows
 
+PIECE = 128  # positions of a long snapshot that are written at once, however narrow the blocks of its writer
+
 
 class Fresh(struct.PyTreeNode):
     """Keys (rotated) and values of one layer that are not, or not yet, part of a cache."""
@@ -121,9 +123,19 @@ class KV(struct.PyTreeNode):
         return Fresh(*on_each_device(local, (held, held, P(), P()), (one, one))(self.k, self.v, row, start))
 
     def restore(self, snapshot: Fresh, row: Int[Array, ""], end: Int[Array, ""]) -> "KV":
-        """See `Entry.restore`."""
-        size = jnp.asarray(snapshot.k.shape[2:3], jnp.int32)
-        return self.commit(snapshot, end[None] - size, size, rows=row[None])
+        """See `Entry.restore`; what lies before position 0 is left out. A long snapshot is written piece by piece."""
+        size = snapshot.k.shape[2]
+        width = size if size <= 2 * PIECE else PIECE
+
+        def piece(i: Int[Array, ""] | int, entry: "KV") -> "KV":
+            at = end - size + i * width  # of its first position
+            skip = jnp.clip(-at, 0, width)
+            kept = jnp.minimum(size - i * width, width) - skip
+            path = jnp.clip(i * width + skip + jnp.arange(width), 0, size - 1)
+            some = jax.tree.map(lambda x: x[:, :, path], snapshot)
+            return entry.commit(some, (at + skip)[None], jnp.maximum(kept, 0)[None], rows=row[None])
+
+        return piece(0, self) if width == size else jax.lax.fori_loop(0, -(-size // width), piece, self)
 
     def partition(self) -> "KV":
         """Rows and heads are split."""

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.cache import Cache
+from dflash_jax.cache import Cache, Capacity
+from dflash_jax.cache.split import groups_of
 from dflash_jax.config import TargetConfig
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.penalties import History, Penalties, empty_history, no_penalties
@@ -34,7 +35,7 @@ class TargetModel(Protocol):
     def config(self) -> TargetConfig: ...
     @property
     def decodable(self) -> Bool[Array, " V"] | None: ...
-    def init_cache(self, rows: int, slots: int, widest: int = 1) -> Cache: ...
+    def init_cache(self, rows: int, slots: Capacity, widest: int = 1) -> Cache: ...
     def forward(
         self,
         tokens: Int[Array, "B T"],
@@ -73,7 +74,7 @@ class DraftModel(Protocol):
         """Nodes on the longest path that `propose` proposes."""
         ...
 
-    def init_state(self, rows: int, slots: int, widest: int = 1) -> Carried: ...
+    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Carried: ...
 
     def propose(
         self,
@@ -152,11 +153,12 @@ class RowSettings(NamedTuple):
 
 
 def init_state(
-    target: TargetModel, drafter: DraftModel | None, rows: int, slots: int, stop_width: int, widest: int = 1
+    target: TargetModel, drafter: DraftModel | None, rows: int, slots: Capacity, stop_width: int, widest: int = 1
 ) -> State:
     """An idle batch of `rows` rows, each with room for `slots` committed tokens.
 
     Args:
+        slots: of every row, or the groups that rows of different lengths stand in (see `cache.split`).
         stop_width: stop tokens a row may have.
         widest: the longest chunk of a prompt that will be committed at once.
     """
@@ -167,7 +169,7 @@ def init_state(
         stop_tokens=jnp.full((rows, stop_width), -1, jnp.int32),
         sampling=greedy_rows(rows),
         penalties=no_penalties(rows),
-        history=empty_history(rows, slots),
+        history=empty_history(rows, max(group.slots for group in groups_of(rows, slots))),
         scored=jnp.zeros(rows, jnp.bool_),
         target_cache=target.init_cache(rows, slots, widest),
         draft=None if drafter is None else drafter.init_state(rows, slots, widest),

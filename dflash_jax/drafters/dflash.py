@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import checkpoint, sharding
-from dflash_jax.cache import Cache, Fresh, commit, init_cache
+from dflash_jax.cache import Cache, Capacity, Fresh, commit, init_cache
 from dflash_jax.config import LayerConfig, parse_dtype
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
@@ -145,7 +145,7 @@ class Drafter(struct.PyTreeNode):
         """Tokens proposed by a pass of `block_size` slots; each is one deeper than the last."""
         return self.config.proposals(block_size)
 
-    def init_state(self, rows: int, slots: int, widest: int = 1) -> Cache:
+    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Cache:
         """An empty draft cache; windowed layers hold no more than their window."""
         return init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
 

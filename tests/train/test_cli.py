@@ -124,7 +124,8 @@ GENERATION = """
     chat-template-kwargs kernels
 """
 FLAGS = {
-    "regenerate": GENERATION + "input output seed max-length prefix-chunks deterministic stream-interval",
+    "regenerate": GENERATION
+    + "input output seed max-length prefix-chunks deterministic stream-interval long-slots short-length",
     "cache-features": DATA + "hidden",
     "fit": DATA + "features eval-prompts chat-template-kwargs tensorboard",
     "evaluate": GENERATION + "prompts run step max-samples json",
