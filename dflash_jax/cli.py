@@ -19,6 +19,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from dflash_jax.config import TargetConfig
     from dflash_jax.drafters.dflash import Drafter
     from dflash_jax.infer.engine import Engine, EngineConfig
     from dflash_jax.infer.params import SamplingParams
@@ -244,7 +245,6 @@ def load(
     use_kernels(models.kernels)
     enable_compilation_cache()
     from dflash_jax.drafters.dflash import load_drafter
-    from dflash_jax.infer.text import Text
     from dflash_jax.target import load_target
 
     mesh = choose_mesh(models.mesh, source, draft_source if speculative else None)
@@ -252,12 +252,44 @@ def load(
     target = load_target(source, dtype=models.dtype, mesh=mesh)
     if drafter:
         drafter.config.check_pair(target.config)
-    longest = min(filter(None, (max_length, target.config.max_position_embeddings)), default=None)
-    text = Text(target.directory, generation.chat_template_kwargs, longest)
-    stops = target.config.eos_token_ids
+    return Loaded(target, drafter, *_text(target.directory, target.config, generation, max_length))
+
+
+class Described(NamedTuple):
+    """What a process needs to read requests that others answer.
+
+    Attributes:
+        directory: of the target.
+        defaults: settings of a request that names none.
+    """
+
+    directory: str
+    text: "Text"
+    defaults: "SamplingParams"
+
+
+def describe(models: ModelOptions, generation: GenerationOptions, *, max_length: int | None = None) -> Described:
+    """What `load` says of a target, without its weights."""
+    from dflash_jax import checkpoint
+    from dflash_jax.models import target_config
+
+    directory = checkpoint.resolve(pair_sources(models)[0], "target")
+    config = target_config(checkpoint.read_json(directory / "config.json"))
+    return Described(str(directory), *_text(str(directory), config, generation, max_length))
+
+
+def _text(
+    directory: str, config: "TargetConfig", generation: GenerationOptions, max_length: int | None
+) -> "tuple[Text, SamplingParams]":
+    """A target's tokenizer, and the settings of a request that names none."""
+    from dflash_jax.infer.text import Text
+
+    longest = min(filter(None, (max_length, config.max_position_embeddings)), default=None)
+    text = Text(directory, generation.chat_template_kwargs, longest)
+    stops = config.eos_token_ids
     if not stops and text.end_token is not None:
         stops = (text.end_token,)
-    return Loaded(target, drafter, text, generation.sampling(tuple(stops)))
+    return text, generation.sampling(tuple(stops))
 
 
 def pair_sources(models: ModelOptions) -> tuple[str, str | None]:

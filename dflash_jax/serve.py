@@ -1,10 +1,11 @@
 """Batch generation: `python -m dflash_jax.serve --input FILE --output FILE [--target DIR --drafter DIR]`."""
 
 import contextlib
+import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from dflash_jax.cli import (
     EngineOptions,
     GenerationOptions,
     ModelOptions,
+    describe,
     engine_config,
     load,
     make_engine,
@@ -27,8 +29,12 @@ from dflash_jax.cli import (
 from dflash_jax.infer.progress import LOG_PAUSE, engine_rates, warm_up
 
 if TYPE_CHECKING:
+    from dflash_jax.infer.batch_job import JobFiles
     from dflash_jax.infer.engine import Engine
+    from dflash_jax.infer.lines import Line
+    from dflash_jax.infer.params import SamplingParams
     from dflash_jax.infer.server import Limits
+    from dflash_jax.infer.text import Text
 
 DESCRIPTION = """\
 Lossless speculative generation for a file of prompts, or for one prompt to the terminal.
@@ -59,6 +65,23 @@ def _files(given: Sequence[str]) -> tuple[str, ...]:
     if not given:
         raise ValueError("needs at least one file")
     return tuple(given)
+
+
+def _address(given: Sequence[str]) -> str:
+    if len(given) > 1:
+        raise ValueError(f"needs one address at most, got {len(given)}")
+    return given[0] if given else ""
+
+
+def _resources(given: Sequence[str]) -> dict[str, float]:
+    try:
+        found = json.loads(given[0])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"must be a JSON object, got {given[0]!r:.80} ({error!s:.100})") from error
+    numbers = isinstance(found, dict) and all(isinstance(n, int | float) and 0 < n < 2**31 for n in found.values())
+    if not numbers or not found:
+        raise ValueError(f"must be a JSON object of positive numbers, got {given[0]!r:.80}")
+    return found
 
 
 Files = Annotated[
@@ -113,6 +136,26 @@ class HttpOptions:
 
 
 @dataclass(frozen=True)
+class RayOptions:
+    """With --input, on a Ray cluster.
+
+    Attributes:
+        ray: let the workers of a Ray cluster answer: the one at ADDRESS, or that RAY_ADDRESS names or that runs here,
+            or a new one of this machine (needs the extra `ray`)
+        ray_workers: workers at a time
+        ray_resources: what each worker needs, such as {"GPU": 2}
+    """
+
+    ray: Annotated[str | None, parsed(_address, "[ADDRESS]", "*"), arg(help_behavior_hint="")] = None
+    ray_workers: Annotated[int | None, optional(int, "N", "as many as there are resources for")] = None
+    ray_resources: Annotated[
+        Mapping[str, float],
+        parsed(_resources, "JSON"),
+        arg(help_behavior_hint="(default: all TPUs or GPUs of a node, else one CPU)"),
+    ] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ServeOptions:
     """Options of `python -m dflash_jax.serve`.
 
@@ -144,6 +187,7 @@ class ServeOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
     no_speculation: bool = False
     server: HttpOptions = field(default_factory=HttpOptions)
+    cluster: RayOptions = field(default_factory=RayOptions)
 
 
 def parse_options(argv: Sequence[str] | None = None) -> ServeOptions:
@@ -181,10 +225,11 @@ def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
 
     job = given(options, ServeOptions(), ("force", "stats_interval", "ordered", "processes"))
     server = given(options.server, HttpOptions(), HttpOptions.__dataclass_fields__)
+    cluster = given(options.cluster, RayOptions(), RayOptions.__dataclass_fields__)
     if options.prompt is not None:
-        yield from ((name, "--prompt") for name in (*job, *server))
+        yield from ((name, "--prompt") for name in (*job, *server, *cluster))
     elif options.http is not None:
-        yield from ((name, "--http") for name in job)
+        yield from ((name, "--http") for name in (*job, *cluster))
     else:
         yield from ((name, "--input") for name in server)
     if options.no_speculation:
@@ -196,9 +241,8 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     begin = time.perf_counter()
     if not options.output:
         raise ValueError("--input needs --output FILE.jsonl")
-    from dflash_jax.infer.batch_job import Job, JobFiles
-    from dflash_jax.infer.jobs import job_settings
-    from dflash_jax.infer.lines import input_lines, read_lines
+    from dflash_jax.infer.batch_job import Job, JobFiles, LocalEngine
+    from dflash_jax.infer.lines import input_lines, read_lines, requests_of
 
     process, processes = _share(options.processes)
     files = JobFiles(
@@ -211,27 +255,72 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
         processes,
     )
     files.check()
-    generation = _measured(options.generation)
+    options = replace(options, generation=_measured(options.generation))
+    if options.cluster.ray is not None:
+        return _serve_with_ray(options, sources, files, begin)
+    generation = options.generation
     target, drafter, text, defaults = load(
         options.models, generation, speculative=not options.no_speculation, max_length=options.engine.max_length
     )
     lines = read_lines(input_lines(sources, files.own), text, defaults)
-    seed, max_length, deterministic = options.engine.seed, options.engine.max_length, options.engine.deterministic
-    source = pair_sources(options.models)[1] if drafter else None
-    fixed = options.engine.fixed(generation, source)
-    settings = job_settings(target, text, defaults, lines, seed, max_length, fixed)
-    notes = {
-        "block_size": generation.block_size,
-        "deterministic": deterministic,
-        "chat_template_kwargs": text.template_arguments,
-    }
-    job = Job(files, lines, text, settings, notes, begin)
+    settings = _settings(options, target.directory, target.dtype.name, text, defaults, lines)
 
     def engine() -> "Engine":
-        config = engine_config(target, job.requests, generation, options.engine, growing=job.conversations)
+        growing = any(line.later for line in lines)
+        config = engine_config(target, requests_of(lines), generation, options.engine, growing=growing)
         return make_engine(target, drafter, config)
 
-    return job.run(engine, options.stats_interval)
+    job = Job(files, lines, settings, _notes(options), begin)
+    return job.run(LocalEngine(engine, text), options.stats_interval)
+
+
+def _serve_with_ray(options: ServeOptions, sources: Sequence[str], files: "JobFiles", begin: float) -> int:
+    from dflash_jax.infer.batch_job import Job
+    from dflash_jax.infer.lines import input_lines, read_lines
+
+    if options.processes is not None:
+        raise ValueError("--ray and --processes are two ways to share a job; give one of them")
+    if (most := options.cluster.ray_workers) is not None and most < 1:
+        raise ValueError(f"--ray-workers must be at least 1, got {most}")
+    try:
+        from dflash_jax.infer.cluster import RayWorkers
+    except ImportError as error:
+        raise ValueError(f"{error}; --ray needs another package: pip install '.[ray]' in the checkout") from error
+    directory, text, defaults = describe(options.models, options.generation, max_length=options.engine.max_length)
+    raw = [line for line in input_lines(sources, files.own) if line.strip()]
+    lines = read_lines(raw, text, defaults)
+    cluster = options.cluster
+    with contextlib.closing(
+        RayWorkers(cluster.ray or None, options, raw, cluster.ray_resources, cluster.ray_workers)
+    ) as workers:
+        settings = _settings(options, directory, workers.dtype(), text, defaults, lines)
+        return Job(files, lines, settings, _notes(options), begin).run(workers, options.stats_interval)
+
+
+def _settings(
+    options: ServeOptions,
+    directory: str,
+    dtype: str,
+    text: "Text",
+    defaults: "SamplingParams",
+    lines: "Sequence[Line]",
+) -> dict[str, Any]:
+    """What the answers of a job depend on."""
+    from dflash_jax.infer.jobs import job_settings
+
+    engine = options.engine
+    source = None if options.no_speculation else pair_sources(options.models)[1]
+    fixed = engine.fixed(options.generation, source)
+    return job_settings(directory, dtype, text, defaults, lines, engine.seed, engine.max_length, fixed)
+
+
+def _notes(options: ServeOptions) -> dict[str, Any]:
+    """What else the summary tells."""
+    return {
+        "block_size": options.generation.block_size,
+        "deterministic": options.engine.deterministic,
+        "chat_template_kwargs": options.generation.chat_template_kwargs,
+    }
 
 
 def _measured(generation: GenerationOptions) -> GenerationOptions:

@@ -4,22 +4,22 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dflash_jax import files
 from dflash_jax.infer import parts
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.interrupt import stop_signals
-from dflash_jax.infer.jobs import Tally, answer_record, record_id, rewrite_in_order, run_job, summarise
+from dflash_jax.infer.jobs import Event, Tally, answer_record, record_id, rewrite_in_order, run_job, summarise
 from dflash_jax.infer.journal import Journal, settings_path
 from dflash_jax.infer.lines import Line, input_paths
-from dflash_jax.infer.progress import Reporter, warm_up
-from dflash_jax.infer.requests import Request
+from dflash_jax.infer.progress import Reporter, Working, engine_rates, memory_mib, warm_up
+from dflash_jax.infer.stats import Stats
 from dflash_jax.infer.text import Text
 
 
@@ -68,6 +68,75 @@ class JobFiles:
                 path.unlink()  # nothing is left behind by a job that cannot begin
 
 
+class Backend(Working, Protocol):
+    """Who answers the lines of a job: an engine in this process, or others.
+
+    Attributes:
+        stats: of what was done so far.
+        width: most tokens a step can commit per row.
+    """
+
+    @property
+    def stats(self) -> Stats: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def steps_by_block_size(self) -> dict[int, int]: ...
+
+    def begin(self, left: Sequence[Line]) -> None:
+        """Gets ready for these lines, once the output is known to be usable."""
+        ...
+
+    def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
+        """Answers the lines; see `jobs.run_job`."""
+        ...
+
+
+class LocalEngine:
+    """A `Backend`: an engine of this process.
+
+    Args:
+        make: makes it.
+        text: see `jobs.Answering`.
+    """
+
+    def __init__(self, make: Callable[[], Engine], text: Text):
+        self._make, self._text = make, text
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "call begin first"
+        return self._engine
+
+    @property
+    def stats(self) -> Stats:
+        return self.engine.stats
+
+    @property
+    def width(self) -> int:
+        return self.engine.width
+
+    @property
+    def steps_by_block_size(self) -> dict[int, int]:
+        return self.engine.steps_by_block_size
+
+    def begin(self, left: Sequence[Line]) -> None:
+        self._engine = self._make()
+        if left:
+            warm_up(self._engine)
+
+    def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
+        return run_job(self.engine, left, partial(answer_record, text=self._text), self._text, admit=admit)
+
+    def rates(self) -> str:
+        return engine_rates(self.engine)
+
+    def state(self) -> str:
+        engine = self.engine
+        return f"slots {engine.busy}/{engine.slots}   waiting {engine.waiting}   memory {memory_mib():.0f} MiB"
+
+
 class Job:
     """Answers the lines of a job that no run before has answered.
 
@@ -83,32 +152,21 @@ class Job:
         self,
         files: JobFiles,
         lines: Sequence[Line],
-        text: Text,
         settings: dict[str, Any],
         notes: dict[str, Any],
         begin: float,
     ):
-        self.files, self.lines, self.text, self.settings, self.notes = files, lines, text, settings, notes
+        self.files, self.lines, self.settings, self.notes = files, lines, settings, notes
         self._begin = begin
         self._in_parts = files.processes > 1 or bool(parts.found_parts(files.output))
         self._known = {str(line.id) for line in lines}
         self._tally = Tally()
 
-    @property
-    def requests(self) -> list[Request]:
-        """What an engine for this job must have room for."""
-        return [line.request for line in self.lines if line.request for _ in range(min(line.n, 2))]
-
-    @property
-    def conversations(self) -> bool:
-        """Whether some prompt grows out of an answer."""
-        return any(line.later for line in self.lines)
-
-    def run(self, make_engine: Callable[[], Engine], interval: float | None) -> int:
+    def run(self, backend: Backend, interval: float | None) -> int:
         """Answers what is left and returns the exit status.
 
         Args:
-            make_engine: called once the output is known to be usable.
+            backend: who answers.
             interval: seconds between two lines of figures; see `Reporter`.
         """
         files = self.files
@@ -122,16 +180,14 @@ class Job:
             Journal(written, self.settings, self._key, force=files.force, stopping=lambda: stopping) as journal,
         ):
             left, done, failed = self._left(journal)
-            engine = make_engine()
-            if left:
-                warm_up(engine)
-            report = Reporter(engine, len(left), interval)
-            failed += self._answer(engine, left, journal, report, lambda: not stopping)
+            backend.begin(left)
+            report = Reporter(backend, len(left), interval)
+            failed += self._answer(backend, left, journal, report, lambda: not stopping)
         unfinished = len(left) - report.finished
         if not unfinished:
             self._finish()
         if files.summary:
-            self._summarise(files.summary, engine, done, failed, unfinished)
+            self._summarise(files.summary, backend, done, failed, unfinished)
         if unfinished:
             print(f"stopped; {unfinished} lines are left, which the same command continues with", file=sys.stderr)
             return 130
@@ -156,15 +212,11 @@ class Job:
         return left, len(done), failed
 
     def _answer(
-        self, engine: Engine, left: Sequence[Line], journal: Journal, report: "Reporter", admit: Callable[[], bool]
+        self, backend: Backend, left: Sequence[Line], journal: Journal, report: Reporter, admit: Callable[[], bool]
     ) -> int:
         """Writes a record for every line as it is finished; returns how many failed."""
         failed = 0
-        record_of = partial(answer_record, text=self.text)
-        with (
-            contextlib.closing(report),
-            contextlib.closing(run_job(engine, left, record_of, self.text, admit=admit)) as records,
-        ):
+        with contextlib.closing(report), contextlib.closing(backend.answers(left, admit)) as records:
             for record, turns in records:
                 if record is not None:
                     journal.append(record)
@@ -182,11 +234,11 @@ class Job:
         elif self.files.ordered:
             rewrite_in_order(self.files.output, self.lines)
 
-    def _summarise(self, path: Path, engine: Engine, done: int, failed: int, unfinished: int) -> None:
+    def _summarise(self, path: Path, backend: Backend, done: int, failed: int, unfinished: int) -> None:
         wall, process, processes = time.perf_counter() - self._begin, self.files.process, self.files.processes
-        summary = summarise(self._tally, len(self.lines), failed, engine.stats, engine.width, wall)
+        summary = summarise(self._tally, len(self.lines), failed, backend.stats, backend.width, wall)
         summary |= {"resumed": done, "unfinished": unfinished}
-        used = engine.chooser.used if engine.chooser else {engine.block_size: engine.stats.steps}
+        used = backend.steps_by_block_size
         summary |= {"steps_by_block_size": used, "process": process, "processes": processes} | self.notes
         path = path.with_name(f"{path.name}.{process}") if processes > 1 else path
         files.write_json(path, summary)

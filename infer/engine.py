@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from dflash_jax.cache import Group
 from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.state import DraftModel
+from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.chooser import TRY, Chooser, block_sizes
 from dflash_jax.infer.params import check_seed
 from dflash_jax.infer.requests import Completion, Request, RequestError
@@ -98,6 +99,22 @@ class EngineConfig:
             raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {self.proposals!r}")
 
 
+class Visit(NamedTuple):
+    """Steps that the device was asked for.
+
+    Attributes:
+        size: block size.
+        trace: tokens of each step; on the device, until it is looked at.
+        rows: the requests in the slots.
+        begin: when it was asked for.
+    """
+
+    size: int
+    trace: Committed
+    rows: list[ActiveRequest | None]
+    begin: float
+
+
 LANES = 16  # float32 numbers in the widest vector of a processor
 STALL = 4.0  # times as long as they decoded, rows wait at most while prompts are read; less where few slots fill
 CHUNK = 128  # of a cache, that attention sums at once (see `kernels.block_attention.reference`)
@@ -160,6 +177,8 @@ class Engine:
         self._waiting: deque[ActiveRequest] = deque()
         self._rows: list[ActiveRequest | None] = [None] * config.slots
         self._just_filled, self._shortest_first = False, True
+        self._ahead: Visit | None = None  # asked for while the one before it was under way
+        self._looked = 0.0  # when tokens last came from the device
         self._visit_seconds = 0.0  # of the last visit to decode
 
     def _rows_on_device(self) -> int:
@@ -192,6 +211,11 @@ class Engine:
     def width(self) -> int:
         """Most tokens a step can commit per row."""
         return self.drafter.depth(self.block_size) + 1 if self.drafter else 1
+
+    @property
+    def steps_by_block_size(self) -> dict[int, int]:
+        """Steps taken at each block size; 1 is no speculation."""
+        return self.chooser.used if self.chooser else {self.block_size: self.stats.steps}
 
     def warm_up(self) -> None:
         """Compiles every program this engine will run; afterwards none is compiled any more.
@@ -262,14 +286,14 @@ class Engine:
         self._place(admit)
         filling = [slot for slot, row in enumerate(self._rows) if row and row.left]
         decoding = any(row and row.decoding for row in self._rows)
-        if filling and not (decoding and self._just_filled):
+        if filling and not (decoding and (self._just_filled or self._ahead)):
             self._just_filled = True
             events = self._read(filling)
         elif decoding:
             self._just_filled = False
-            moves = any(row and row.room < row.budget for row in self._rows)
-            events = self._advance(leave_on_finish=bool(filling) or moves or (admit and bool(self._waiting)))
+            events = self._advance(bool(filling), admit and bool(self._waiting))
         else:
+            self._ahead = None  # its rows have all finished
             return []
         now = time.perf_counter()
         for row in events:
@@ -366,45 +390,73 @@ class Engine:
         self.stats.prefill_seconds += time.perf_counter() - begin
         return events
 
-    def _advance(self, leave_on_finish: bool) -> list[ActiveRequest]:
-        """One visit to the device; returns the rows that got tokens."""
-        begin = time.perf_counter()
-        self.wait()
-        self.stats.prefill_seconds += time.perf_counter() - begin
+    def _advance(self, filling: bool, waiting: bool) -> list[ActiveRequest]:
+        """One visit to the device; returns the rows that got tokens.
+
+        Where the next visit depends on none of them, it begins before they are looked at.
+        """
+        rows = [row for row in self._rows if row and row.decoding]
+        leave = len(rows) if filling or waiting or any(row.room < row.budget for row in rows) else 0
+        visit, self._ahead = self._ahead, None
+        if visit is None:
+            begin = time.perf_counter()
+            self.wait()
+            self.stats.prefill_seconds += time.perf_counter() - begin
+            visit = self._visit(rows, leave, halved := not filling and self._go_on(rows))
+        else:
+            halved = not filling and self._go_on(rows)
+        if halved and not (self.chooser and self.chooser.trying):
+            self._ahead = self._visit(rows, leave, halved)
+        return self._look(visit)
+
+    def _go_on(self, rows: Sequence[ActiveRequest]) -> bool:
+        """Whether these rows will need more visits than one, and the device finds their ends by itself."""
+        least = max(row.room - len(row.completion.token_ids) for row in rows)
+        return least > self.config.steps_per_visit and not any(row.request.find_stop for row in rows)
+
+    def _visit(self, rows: Sequence[ActiveRequest], leave_below: int, halved: bool) -> Visit:
+        """Asks the device for steps: for half as many if two visits are under way at once, so that no new request waits
+        longer."""
         size, most = self.block_size, self.config.steps_per_visit
+        most = -(-most // 2) if halved else most
         if self.chooser:
-            size = self.chooser.choose(row.ticket for row in self._rows if row and row.decoding)
+            size = self.chooser.choose(row.ticket for row in rows)
             most = min(TRY, most) if self.chooser.trying else most
         begin = time.perf_counter()
-        trace = self.batch.decode(self._program(size), most, leave_on_finish)
+        return Visit(size, self.batch.decode(self._program(size), most, leave_below), list(self._rows), begin)
+
+    def _look(self, visit: Visit) -> list[ActiveRequest]:
+        """Waits for a visit and hands its tokens to the rows, which are returned."""
+        trace = jax.device_get(visit.trace)
+        now = time.perf_counter()
+        seconds, self._looked = now - max(visit.begin, self._looked), now
         counts = trace.count
-        seconds, steps = time.perf_counter() - begin, int(np.sum(counts.any(axis=1)))
+        steps = int(np.sum(counts.any(axis=1)))
         self._visit_seconds = seconds
         self.stats.decode_seconds += seconds
         self.stats.steps += steps
-        advanced = []
-        for slot, row in enumerate(self._rows):
-            if row is None or not row.decoding:
+        committed = np.arange(trace.tokens.shape[2]) < counts[:, :, None]
+        advanced, seen = [], {}
+        for slot, row in enumerate(visit.rows):
+            if row is None or row is not self._rows[slot] or not row.decoding:
                 continue
-            for step in np.flatnonzero(counts[:, slot]):
-                if row.completion.finish_reason:
-                    break  # the device ran on past a stop string
-                committed = row.extend(trace, (step, slot, slice(counts[step, slot])))
-                self.stats.decode_tokens += committed
-                self.stats.row_steps += 1
-                if self.drafter:
-                    row.completion.acceptance_lengths.append(committed)
+            advanced.append(row)
+            step, place = np.nonzero(committed[:, slot])
+            if not step.size:
+                continue
+            kept = row.extend(trace, (step, slot, place))
+            taken = np.bincount(step[:kept])  # of each step; the device runs on past a stop string
+            taken = taken[taken > 0].tolist()
+            self.stats.decode_tokens += kept
+            self.stats.row_steps += len(taken)
+            if self.drafter:
+                row.completion.acceptance_lengths.extend(taken)
+            # What cut a row's last step was its end or that of its slot, not a wrong proposal.
+            seen[row.ticket] = taken[:-1] if row.completion.finish_reason or row.outgrown else taken
             if row.completion.finish_reason and row.request.find_stop:
                 self.batch.release(slot)
-            advanced.append(row)
         if self.chooser:
-            seen = {}
-            for slot, row in enumerate(self._rows):
-                if row is not None and row in advanced:
-                    taken = counts[counts[:, slot] > 0, slot].tolist()
-                    # What cut a row's last step was its end or that of its slot, not a wrong proposal.
-                    seen[row.ticket] = taken[:-1] if row.completion.finish_reason or row.outgrown else taken
-            self.chooser.observe(size, steps, seconds, seen)
+            self.chooser.observe(visit.size, steps, seconds, seen)
         return advanced
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.stats import Stats
 from dflash_jax.infer.text import Text, cut_at_stop
-from dflash_jax.target import Target
 
 
 def job_settings(
-    target: Target,
+    directory: str,
+    dtype: str,
     text: Text,
     defaults: SamplingParams,
     lines: Sequence[Line],
@@ -38,6 +38,7 @@ def job_settings(
     in memory).
 
     Args:
+        directory, dtype: of the target.
         deterministic: what the last bits depend on besides, of a job that fixes them.
     """
     more: dict[str, Any] = {}  # defaults are left out
@@ -46,8 +47,8 @@ def job_settings(
     if deterministic is not None:
         more["deterministic"] = dict(deterministic)
     return more | {
-        "target": target.directory,
-        "target_fingerprint": fingerprint(target.directory) if target.directory else None,
+        "target": directory,
+        "target_fingerprint": fingerprint(directory) if directory else None,
         "input": f"{len(lines)} lines",
         "input_fingerprint": hashlib.sha256(b"".join(line.digest for line in lines)).hexdigest(),
         "max_new_tokens": defaults.max_new_tokens,
@@ -58,9 +59,70 @@ def job_settings(
         "seed": seed,
         "stop_token_ids": list(defaults.stop_token_ids),
         "max_length": max_length,
-        "dtype": target.dtype.name,
+        "dtype": dtype,
         "chat_template": text.chat_template,
     }
+
+
+Event = tuple[dict[str, Any] | None, list[Completion]]  # output record or None while in progress, answers so far
+
+
+class Answering:
+    """Lines on their way through an engine.
+
+    Args:
+        record: what to write of a finished line, given its answers: one a turn of a conversation, one a sample.
+        text: continues conversations; without it their first turn is the whole line.
+    """
+
+    def __init__(
+        self, engine: Engine, record: Callable[[Line, list[Completion]], dict[str, Any]], text: Text | None = None
+    ):
+        self._engine, self._record, self._text = engine, record, text
+        self._tickets: dict[int, tuple[Line, list[Completion]]] = {}  # and its answers
+
+    @property
+    def busy(self) -> bool:
+        """Whether lines are not finished."""
+        return bool(self._tickets)
+
+    def add(self, line: Line) -> Iterator[Event]:
+        """Queues a line; yields the record of one that cannot be answered."""
+        try:
+            if line.error is not None:
+                raise line.error
+            assert line.request is not None
+            answers: list[Completion] = []
+            for sample in range(line.n):
+                self._tickets[self._engine.submit(replace(line.request, sample=sample))] = line, answers
+        except RequestError as error:
+            yield error_record(replace(line, error=error)), []
+
+    def turn(self, admit: bool) -> Iterator[Event]:
+        """One turn of the engine's work; see `Engine.step`."""
+        for ticket, completion in self._engine.step(admit=admit):
+            line, answers = self._tickets[ticket]
+            if not completion.finish_reason:
+                yield None, [*answers, completion]
+                continue
+            del self._tickets[ticket]
+            answers.append(completion)
+            try:
+                if len(answers) < line.n:
+                    yield None, answers
+                elif self._text and line.later[len(answers) - 1 :]:
+                    self._tickets[self._engine.submit(_next_turn(line, answers, self._text))] = line, answers
+                    yield None, answers
+                else:
+                    answers.sort(key=lambda completion: completion.sample)
+                    yield self._record(line, answers), answers
+            except RequestError as error:  # the conversation has outgrown the engine
+                yield error_record(replace(line, error=error)), answers
+
+    def close(self) -> None:
+        """Drops what is not finished."""
+        self._engine.cancel(*self._tickets)
+        self._tickets.clear()
 
 
 def run_job(
@@ -69,51 +131,25 @@ def run_job(
     record: Callable[[Line, list[Completion]], dict[str, Any]],
     text: Text | None = None,
     admit: Callable[[], bool] = lambda: True,
-) -> Generator[tuple[dict[str, Any] | None, list[Completion]], None, None]:
+) -> Generator[Event, None, None]:
     """Answers every line: yields (output record or None while in progress, its answers so far).
 
     Args:
-        record: what to write of a finished line, given its answers: one a turn of a conversation, one a sample.
-        text: continues conversations; without it their first turn is the whole line.
+        record, text: see `Answering`.
         admit: asked before every turn of work; while it is false no request is begun, and the job ends when those
             in progress are finished.
     """
-    tickets: dict[int, tuple[Line, list[Completion]]] = {}  # and its answers
+    answering = Answering(engine, record, text)
     try:
         for line in lines:
-            try:
-                if line.error is not None:
-                    raise line.error
-                assert line.request is not None
-                answers: list[Completion] = []
-                for sample in range(line.n):
-                    tickets[engine.submit(replace(line.request, sample=sample))] = line, answers
-            except RequestError as error:
-                yield error_record(replace(line, error=error)), []
-        while tickets:
+            yield from answering.add(line)
+        while answering.busy:
             going = admit()
             if not going and not engine.busy:
                 return
-            for ticket, completion in engine.step(admit=going):
-                line, answers = tickets[ticket]
-                if not completion.finish_reason:
-                    yield None, [*answers, completion]
-                    continue
-                del tickets[ticket]
-                answers.append(completion)
-                try:
-                    if len(answers) < line.n:
-                        yield None, answers
-                    elif text and line.later[len(answers) - 1 :]:
-                        tickets[engine.submit(_next_turn(line, answers, text))] = line, answers
-                        yield None, answers
-                    else:
-                        answers.sort(key=lambda completion: completion.sample)
-                        yield record(line, answers), answers
-                except RequestError as error:  # the conversation has outgrown the engine
-                    yield error_record(replace(line, error=error)), answers
+            yield from answering.turn(going)
     finally:
-        engine.cancel(*tickets)
+        answering.close()
 
 
 def _next_turn(line: Line, turns: Sequence[Completion], text: Text) -> Request:

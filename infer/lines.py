@@ -102,6 +102,11 @@ def read_lines(stream: Iterable[bytes], text: Text, defaults: SamplingParams) ->
     return lines
 
 
+def requests_of(lines: Iterable[Line]) -> list[Request]:
+    """What an engine for these lines must have room for."""
+    return [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
+
+
 def input_lines(names: Sequence[str], without: Container[Path] = ()) -> Iterator[bytes]:
     """Lines of files one after the other: paths or globs, plain, `.gz` or `.zst`; `-` is standard input.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
@@ -28,7 +29,7 @@ def decode_call(
     drafter: DraftModel | None,
     state: State,
     max_steps: int,
-    leave_on_finish: bool,
+    leave_below: int,
     *,
     block_size: int,
     proposals: Proposals = "coupled",
@@ -37,17 +38,17 @@ def decode_call(
 ) -> tuple[Any, tuple[Any, ...]]:
     """`run` of a speculative step as a jitted function and its arguments: one program per batch shape and block size
     (0 proposes nothing). `state` is donated."""
-    steps, leave = jnp.asarray(max_steps, jnp.int32), jnp.asarray(leave_on_finish)
+    steps, leave = np.int32(max_steps), np.int32(leave_below)
     arguments = target, drafter, state, steps, leave, block_size, proposals, capacity, logprobs
     return _decode_program(drafter is not None and block_size > 0), arguments
 
 
 @cache
 def _decode_program(speculative: bool) -> Callable:
-    def program(target, drafter, state, max_steps, leave_on_finish, block_size, proposals, capacity, logprobs):
+    def program(target, drafter, state, max_steps, leave_below, block_size, proposals, capacity, logprobs):
         parts = make_round(target, drafter, block_size, proposals)
         step = partial(speculative_step, parts, logprobs=logprobs)
-        state, trace = run(step, state, max_steps, leave_on_finish, capacity)
+        state, trace = run(step, state, max_steps, leave_below, capacity)
         return pin(state), trace
 
     names = ("block_size", "proposals", "capacity", "logprobs")

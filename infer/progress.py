@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -46,11 +46,23 @@ def engine_rates(engine: "Engine") -> str:
     return f"{rate} tau {engine.stats.tau:.2f}" if engine.drafter else rate
 
 
+class Working(Protocol):
+    """What a reporter asks of whoever does the work."""
+
+    def rates(self) -> str:
+        """How fast it is."""
+        ...
+
+    def state(self) -> str:
+        """What it is busy with."""
+        ...
+
+
 class Reporter:
     """A bar on a terminal, and a line of figures every so many seconds if that is asked for, or in a log."""
 
-    def __init__(self, engine: "Engine", total: int, interval: float | None):
-        self._engine, self._last = engine, time.perf_counter()
+    def __init__(self, what: Working, total: int, interval: float | None):
+        self._what, self._last = what, time.perf_counter()
         self._interval = LOG_PAUSE if interval is None and not sys.stderr.isatty() else interval
         self._bar = progress_bar(total, "request", in_logs=False)
         self.finished = 0
@@ -58,15 +70,12 @@ class Reporter:
     def update(self, finished: bool) -> None:
         self.finished += finished
         self._bar.update(int(finished))
-        self._bar.set_postfix_str(engine_rates(self._engine), refresh=False)
+        self._bar.set_postfix_str(self._what.rates(), refresh=False)
         now = time.perf_counter()
         if self._interval and now - self._last >= self._interval:
             self._last = now
-            engine = self._engine
-            line = (
-                f"{self.finished}/{self._bar.total} done   {engine_rates(engine)}   slots {engine.busy}/{engine.slots}"
-            )
-            self._bar.write(f"{line}   waiting {engine.waiting}   memory {memory_mib():.0f} MiB", file=sys.stderr)
+            line = f"{self.finished}/{self._bar.total} done   {self._what.rates()}   {self._what.state()}"
+            self._bar.write(line, file=sys.stderr)
 
     def close(self) -> None:
         self._bar.close()

@@ -56,7 +56,7 @@ class ActiveRequest:
         return Unread(slot, self.request.prompt_token_ids, self.filled, self.keys, self.settings)
 
     def extend(self, committed: Committed, at: Any) -> int:
-        """Appends the tokens at an index, decides whether that is the end, and returns how many of them were kept."""
+        """Appends the tokens at an index, in order, decides whether that is the end, and returns how many were kept."""
         request, completion = self.request, self.completion
         before, tokens = len(completion.token_ids), committed.tokens[at].tolist()
         completion.token_ids.extend(tokens)

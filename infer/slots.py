@@ -102,7 +102,7 @@ class Slots:
     def warm_up(self) -> None:
         """Compiles every program; afterwards none is compiled any more. All rows must be idle."""
         calls = [(prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._shapes]
-        calls += [self._decode_call(size, 0, False) for size in self._block_sizes]
+        calls += [self._decode_call(size, 0, 0) for size in self._block_sizes]
         with ThreadPoolExecutor() as pool, self._on_mesh():  # the calls below find what is compiled here
             compiling = [pool.submit(program.lower(*arguments).compile) for program, arguments in calls]
         for program in compiling:
@@ -118,7 +118,7 @@ class Slots:
         with self._on_mesh():
             self.state = self._prefixes.warm_up(self.state)
         for size in self._block_sizes:
-            self.decode(size, 0, False)
+            self.decode(size, 0, 0)
         self.release(0)
         jax.block_until_ready(self.state)
 
@@ -185,12 +185,12 @@ class Slots:
             self.state, at = self._prefixes.copy(self.state, unread.slot, unread.start, unread.prompt, unread.keys)
         return at
 
-    def decode(self, block_size: int, max_steps: int, leave_on_finish: bool) -> Committed:
-        """One visit to the device (see `decoding.step.run`): the tokens of each step, on the host."""
-        program, arguments = self._decode_call(block_size, max_steps, leave_on_finish)
+    def decode(self, block_size: int, max_steps: int, leave_below: int) -> Committed:
+        """One visit to the device (see `decoding.step.run`): the tokens of each step, not waited for."""
+        program, arguments = self._decode_call(block_size, max_steps, leave_below)
         with self._on_mesh():
             self.state, trace = program(*arguments)
-        return jax.device_get(trace)
+        return trace
 
     def release(self, slot: int) -> None:
         """Makes a row idle."""
@@ -225,7 +225,7 @@ class Slots:
                     self._prefill(selected, selected.counts > 0, (endless,) * len(selected.rows))
                 self.wait()
                 begin = time.perf_counter()
-                trace = self.decode(size, min(self._steps_per_visit, 4), False)
+                trace = jax.device_get(self.decode(size, min(self._steps_per_visit, 4), 0))
                 times[size].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
         for slot in range(self._slots):
             self.release(slot)
@@ -270,13 +270,13 @@ class Slots:
             self.state, first = prefill(*self._prefill_arguments(selected, last, settings))
         return first
 
-    def _decode_call(self, block_size: int, max_steps: int, leave_on_finish: bool) -> tuple[Any, tuple]:
+    def _decode_call(self, block_size: int, max_steps: int, leave_below: int) -> tuple[Any, tuple]:
         return decode_call(
             self._target,
             self._drafter,
             self.state,
             max_steps,
-            leave_on_finish,
+            leave_below,
             block_size=block_size,
             proposals=self._proposals,
             capacity=self._steps_per_visit,

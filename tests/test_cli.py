@@ -17,7 +17,7 @@ SERVE = """
     allow-unauthenticated max-waiting client-timeout shutdown-timeout
     mesh min-p no-speculation ordered output prefix-chunks processes prompt proposals seed stats-interval
     long-slots short-length stream-interval summary target temperature top-k top-p
-    chat-template-kwargs deterministic kernels
+    chat-template-kwargs deterministic kernels ray ray-workers ray-resources
 """
 BENCHMARK = """
     batch-size block-size dataset drafter dtype jobs json max-new-tokens max-samples mesh min-p official

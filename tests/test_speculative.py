@@ -137,7 +137,7 @@ def test_finished_rows_ask_for_nothing(target, drafter):
 def test_gold_drafts_are_accepted_whole_and_garbage_drafts_change_nothing(target, drafter, settings):
     width = 6
     free = start(target, None, PROMPTS, **settings)[0]
-    _, trace = decode(target, None, free, 30, False, block_size=0, capacity=30)
+    _, trace = decode(target, None, free, 30, 0, block_size=0, capacity=30)
     truth = np.asarray(trace.tokens)[:, :, 0].T  # [B, 30]
     lengths = np.array([len(prompt) for prompt in PROMPTS])
 
@@ -303,13 +303,15 @@ def test_finished_rows_do_not_keep_attending(target, drafter):
 def test_device_loop_leaves_when_asked(target, drafter):
     state, _ = start(target, drafter, PROMPTS, max_new_tokens=40)
     state = state.replace(remaining=jnp.asarray([3, 30, 30, 30], jnp.int32))
-    state, trace = decode(target, drafter, state, 30, True, block_size=2, capacity=30)
+    state, trace = decode(target, drafter, state, 30, 4, block_size=2, capacity=30)
     steps = int((np.asarray(trace.count) > 0).any(axis=1).sum())
     assert state.remaining[0] == 0
     assert steps <= 3
-    state, trace = decode(target, drafter, state, 2, False, block_size=2, capacity=30)
+    state, trace = decode(target, drafter, state, 2, 4, block_size=2, capacity=30)
+    assert not np.any(trace.count)  # a row has gone already
+    state, trace = decode(target, drafter, state, 2, 0, block_size=2, capacity=30)
     assert (np.asarray(trace.count) > 0).any(axis=1).sum() == 2
-    state, trace = decode(target, drafter, state, 30, False, block_size=2, capacity=30)
+    state, trace = decode(target, drafter, state, 30, 0, block_size=2, capacity=30)
     assert state.remaining.tolist() == [0, 0, 0, 0]
 
 

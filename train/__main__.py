@@ -73,7 +73,7 @@ def _regenerate(options: RegenerateOptions) -> int:
         lines = read_lines(source, text, defaults)
     fixed = engine_options.fixed(generation, options.models.drafter)
     seed, max_length = engine_options.seed, engine_options.max_length
-    settings = job_settings(target, text, defaults, lines, seed, max_length, fixed)
+    settings = job_settings(target.directory, target.dtype.name, text, defaults, lines, seed, max_length, fixed)
     with journal(Path(options.output), settings, lines) as book, stop_signals() as stopping:
         lines = [line for line in lines if line.index not in book.done]
         if book.done:

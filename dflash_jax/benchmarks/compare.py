@@ -109,7 +109,7 @@ def compare_jobs(
             "lower_bound": float(np.exp(ratio.mean() - error)),
         }
         if engine := engines.get(name):
-            used = engine.chooser.used if engine.chooser else {engine.block_size: engine.stats.steps}
+            used = engine.steps_by_block_size
             figures[name] |= {"tau": engine.stats.tau, "steps_by_block_size": used}
     return figures
 

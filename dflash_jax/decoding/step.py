@@ -181,10 +181,10 @@ def run(
     step: Callable[[State], tuple[State, Committed]],
     state: State,
     max_steps: Int[Array, ""],
-    leave_on_finish: Bool[Array, ""],
+    leave_below: Int[Array, ""],
     capacity: int,
 ) -> tuple[State, Committed]:
-    """Steps on the device until the budget is spent, all rows are idle, or a row finished and that is asked for.
+    """Steps on the device until the budget is spent, all rows are idle, or fewer rows decode than `leave_below`.
 
     Returns:
         The state, and the tokens of each step stacked [M, B, J] / [M, B], M = `capacity` >= `max_steps`;
@@ -192,12 +192,10 @@ def run(
     """
     shapes = jax.eval_shape(step, state)[1]
     trace = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), shapes)
-    running = state.remaining > 0
 
     def going(carry) -> Bool[Array, ""]:
         i, state, _ = carry
-        finished = jnp.any(running & (state.remaining == 0))
-        return (i < max_steps) & jnp.any(state.remaining > 0) & ~(leave_on_finish & finished)
+        return (i < max_steps) & (jnp.sum(state.remaining > 0) >= jnp.maximum(leave_below, 1))
 
     def once(carry):
         i, state, trace = carry

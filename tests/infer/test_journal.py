@@ -118,7 +118,7 @@ def test_a_process_that_has_just_begun_disturbs_no_other(tmp_path):
 
 
 def test_settings_of_a_target_without_directory(target, pair_directory):
-    noted = lambda target: job_settings(target, Text(""), SamplingParams(4), [], 0, None)
+    noted = lambda target: job_settings(target.directory, target.dtype.name, Text(""), SamplingParams(4), [], 0, None)
     loaded, made = noted(target), noted(target.replace(directory=""))
     assert len(loaded["target_fingerprint"]) == 64
     assert loaded["target"] == str(pair_directory / "target")

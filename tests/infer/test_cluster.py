@@ -1,0 +1,101 @@
+"""Jobs on a Ray cluster of this machine, with nodes that go and come."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from dflash_jax import serve
+from tests import jobs, tiny
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:os.fork"),  # the nodes are started by the process of the tests
+]
+ray = pytest.importorskip("ray")
+NODE = {"num_cpus": 2, "resources": {"engine": 1}, "object_store_memory": 100 * 2**20}
+USE = ["--ray-resources", '{"engine": 1, "CPU": 1}', "--stats-interval", "1"]
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Of a head node that has no room for workers, and no other yet."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_health_check_period_ms", "500")
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * 2**20})
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ray")
+    tiny.write_tokenizer(tiny.write_target(directory / "target", tiny.target_config()))
+    tiny.write_drafter(directory / "drafter", tiny.drafter_config())
+    return directory
+
+
+def rows(count, answer=12):
+    return [
+        {"id": f"r{i}", "prompt_token_ids": [i % 50 + 1, 5, 9], "temperature": 0.3 * (i % 3), "max_new_tokens": answer}
+        for i in range(count)
+    ]
+
+
+def test_workers_are_killed_and_added(pair, tmp_path, cluster):
+    """The records of a job are those of one process, although a worker goes and another one comes."""
+    source = jobs.write(tmp_path / "in.jsonl", [*rows(400, 200), {"id": "bad"}, {"id": "n", "prompt": "ab", "n": 2}])
+    alone, output = tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
+    assert serve.main(jobs.command(pair, source, alone, "--batch-size", "8")) == 1
+    lost, _ = cluster.add_node(**NODE), cluster.add_node(**NODE)
+    seen = set()
+
+    def disturb():
+        while not output.exists() or output.read_text().count("\n") < 20:
+            time.sleep(0.1)
+        cluster.remove_node(lost, allow_graceful=False)
+        seen.add("removed")
+        cluster.add_node(**NODE)
+        seen.add("added")
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    summary = tmp_path / "summary.json"
+    command = jobs.command(pair, source, output, "--batch-size", "2", "--ray", cluster.address, *USE)
+    assert serve.main([*command, "--summary", str(summary)]) == 1
+    thread.join()
+    assert seen == {"removed", "added"}
+    assert jobs.records(output) == jobs.records(alone)
+    found = json.loads(summary.read_text())
+    assert (found["requests"], found["failed"], found["unfinished"]) == (402, 1, 0)
+    settings = [json.loads(path.with_name(path.name + ".settings.json").read_text()) for path in (output, alone)]
+    assert settings[0] == settings[1]
+
+
+def test_a_job_goes_on_with_or_without_ray(pair, tmp_path, cluster, capsys):
+    source, output = jobs.write(tmp_path / "in.jsonl", rows(6)), tmp_path / "out.jsonl"
+    cluster.add_node(**NODE)
+    command = jobs.command(pair, source, output, "--batch-size", "2")
+    ray_command = [*command, "--ray", cluster.address, *USE]
+    assert serve.main(ray_command) == 0
+    expected = jobs.records(output)
+    for again in (command, ray_command):
+        output.write_text("".join(output.read_text().splitlines(keepends=True)[:3]) + '{"id": "r')
+        assert serve.main(again) == 0
+        assert "3 lines are done, 3 left" in capsys.readouterr().err
+        assert jobs.records(output) == expected
+
+
+def test_what_cannot_begin_ends_the_job(pair, tmp_path, cluster, capsys):
+    source, output = jobs.write(tmp_path / "in.jsonl", rows(2)), tmp_path / "out.jsonl"
+    cluster.add_node(**NODE)
+    command = [*jobs.command(pair, source, output), "--ray", cluster.address, *USE]
+    assert serve.main([*command, "--block-size", "99"]) == 2
+    assert "block_size must lie in 1..8" in capsys.readouterr().err
+    assert serve.main([*command, "--processes", "0/2"]) == 2
+    assert "--ray and --processes" in capsys.readouterr().err
+    assert not output.exists()
