@@ -1,8 +1,10 @@
 """Jobs on a Ray cluster of this machine, with nodes that go and come."""
 
+import itertools
 import json
-import threading
-import time
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -48,30 +50,27 @@ def rows(count, answer=12):
 
 def test_workers_are_killed_and_added(pair, tmp_path, cluster):
     """The records of a job are those of one process, although a worker goes and another one comes."""
-    source = jobs.write(tmp_path / "in.jsonl", [*rows(400, 200), {"id": "bad"}, {"id": "n", "prompt": "ab", "n": 2}])
-    alone, output = tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
+    source = jobs.write(tmp_path / "in.jsonl", [*rows(200, 200), {"id": "bad"}, {"id": "n", "prompt": "ab", "n": 2}])
+    alone, output, summary = (tmp_path / name for name in ("alone.jsonl", "out.jsonl", "summary.json"))
     assert serve.main(jobs.command(pair, source, alone, "--batch-size", "8")) == 1
     lost, _ = cluster.add_node(**NODE), cluster.add_node(**NODE)
-    seen = set()
-
-    def disturb():
-        while not output.exists() or output.read_text().count("\n") < 20:
-            time.sleep(0.1)
-        cluster.remove_node(lost, allow_graceful=False)
-        seen.add("removed")
-        cluster.add_node(**NODE)
-        seen.add("added")
-
-    thread = threading.Thread(target=disturb)
-    thread.start()
-    summary = tmp_path / "summary.json"
     command = jobs.command(pair, source, output, "--batch-size", "2", "--ray", cluster.address, *USE)
-    assert serve.main([*command, "--summary", str(summary)]) == 1
-    thread.join()
-    assert seen == {"removed", "added"}
+    command = [sys.executable, "-m", "dflash_jax.serve", *command, "--summary", str(summary)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stderr
+        seen = []
+        for line in job.stderr:
+            seen += re.findall(r"workers (\d+/\d+)   slots [1-9]", line)
+            if seen and seen[-1] == "2/2" and lost:
+                cluster.remove_node(lost, allow_graceful=False)
+                lost = None
+            if "1/1" in seen and len(cluster.worker_nodes) == 1:
+                cluster.add_node(**NODE)
+    assert job.returncode == 1
+    assert [state for state, _ in itertools.groupby(seen) if state in ("2/2", "1/1")][:3] == ["2/2", "1/1", "2/2"]
     assert jobs.records(output) == jobs.records(alone)
     found = json.loads(summary.read_text())
-    assert (found["requests"], found["failed"], found["unfinished"]) == (402, 1, 0)
+    assert (found["requests"], found["failed"], found["unfinished"]) == (202, 1, 0)
     settings = [json.loads(path.with_name(path.name + ".settings.json").read_text()) for path in (output, alone)]
     assert settings[0] == settings[1]
 
