@@ -106,7 +106,7 @@ class ModelOptions:
         drafter: its DFlash drafter
         mesh: devices, like data=2,model=4 (axes data, fsdp, model; -1 is the rest); auto: heads over the devices of a
             host as far as they divide, rows over the others
-        dtype: float32, bfloat16, float16; auto: float32 on CPU, else bfloat16
+        dtype: float32, bfloat16, float16; auto: float32 on CPU, else bfloat16, or float16 on GPUs that lack it
         kernels: which implementation of the kernels runs; auto checks each Pallas kernel against XLA at its first use
             (also DFLASH_KERNELS)
     """

@@ -307,7 +307,10 @@ def layer_types(raw: Raw, layers: int) -> list[str]:
 
 
 def default_dtype() -> Any:
-    """float32 on CPU, where bfloat16 products are slow, bfloat16 on accelerators."""
+    """float32 on CPU, where bfloat16 products are slow; bfloat16 on accelerators; float16 on GPUs without it, those
+    before Ampere."""
+    if jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) < 8:
+        return jnp.float16
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 

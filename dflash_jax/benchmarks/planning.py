@@ -18,7 +18,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from dflash_jax import models, sharding
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.benchmarks.presets import PAIRS, random_pair
-from dflash_jax.benchmarks.topologies import CHIPS, GIB, Chip, compiling_for, has_compiler, parse_topology, topology
+from dflash_jax.benchmarks.topologies import (
+    CHIPS,
+    GIB,
+    Chip,
+    compiling_for,
+    dtype_for,
+    has_compiler,
+    parse_topology,
+    topology,
+)
 from dflash_jax.cache import size_in_bytes
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.config import Raw, TargetConfig
@@ -69,7 +78,7 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
             if options.training:
                 compiled = compile_training(raws, mesh, options.batch, options.max_length, options.anchors)
             else:
-                compiled = compile_step(raws, mesh, *shape)
+                compiled = compile_step(raws, mesh, *shape, dtype_for(chip))
         figures |= measured(compiled)
         if not options.training:
             figures |= {"parts": traced(raws, sizes, *shape)}
@@ -100,19 +109,23 @@ def _parsed(raws: Pair) -> tuple[TargetConfig, DrafterConfig]:
 # By the compiler
 
 
-def shapes(raws: Pair, mesh: Any, batch: int, max_length: int) -> tuple[Target, Drafter, State]:
+def shapes(
+    raws: Pair, mesh: Any, batch: int, max_length: int, dtype: str = "bfloat16"
+) -> tuple[Target, Drafter, State]:
     """A pair on a mesh and its decoding state, as shapes; nothing is allocated."""
 
     def made() -> tuple[Target, Drafter, State]:
-        target, drafter = random_pair(*raws, mesh=mesh)
+        target, drafter = random_pair(*raws, jnp.dtype(dtype), mesh)
         return target, drafter, init_state(target, drafter, batch, max_length, STOP_WIDTH)
 
     return jax.eval_shape(made)
 
 
-def compile_step(raws: Pair, mesh: Mesh, batch: int, max_length: int, block_size: int | None = None) -> Any:
+def compile_step(
+    raws: Pair, mesh: Mesh, batch: int, max_length: int, block_size: int | None = None, dtype: str = "bfloat16"
+) -> Any:
     """The speculative step as compiled for the mesh's devices, its state donated; nothing is allocated."""
-    target, drafter, state = shapes(raws, mesh, batch, max_length)
+    target, drafter, state = shapes(raws, mesh, batch, max_length, dtype)
     target, drafter = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter))
     state = _placed(state, sharding.state_shardings(state, mesh))
 
@@ -202,7 +215,7 @@ def collectives(text: str) -> list[dict[str, Any]]:
 
 
 def traced(raws: Pair, sizes: dict[str, int], batch: int, length: int, block_size: int | None) -> dict[str, Any]:
-    """Per device and step, in bfloat16: bytes of weights and caches, what products read of them, and operations.
+    """Per device and step, at 16 bits a number: bytes of weights, of caches, what products read of them; operations.
 
     `draft_upkeep` is what a step without speculation reads more because it keeps the drafter's state up to date, as a
     share of what it reads without a drafter.

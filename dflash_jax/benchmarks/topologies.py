@@ -14,7 +14,7 @@ class Chip(NamedTuple):
     Attributes:
         memory: bytes.
         bandwidth: of the memory, bytes per second.
-        flops: bfloat16 operations per second.
+        flops: operations per second in `dtype_for` it.
         link: bytes per second to other devices, one direction, all links together.
     """
 
@@ -28,19 +28,21 @@ class Gpu(NamedTuple):
     """What the compiler asks of a GPU besides.
 
     Attributes:
-        capability: compute capability, major.
+        capability: compute capability. Before 8.0 there are no bfloat16 products.
         cores, lanes: streaming multiprocessors, and float32 lanes of each.
         shared: bytes of shared memory that a thread block may ask for.
         cache: bytes of the second level.
         clock: GHz.
+        threads: of a multiprocessor, at most.
     """
 
-    capability: int
+    capability: float
     cores: int
     lanes: int
     shared: int
     cache: int
     clock: float
+    threads: int = 2048
 
 
 GIB, TERA = 2**30, 1e12
@@ -50,16 +52,20 @@ CHIPS = {
     "v5p": Chip(95 * GIB, 2.77 * TERA, 459 * TERA, 0.6 * TERA),
     "v6e": Chip(32 * GIB, 1.64 * TERA, 918 * TERA, 0.45 * TERA),
     "tpu7x": Chip(96 * GIB, 3.69 * TERA, 1153 * TERA, 0.6 * TERA),  # one of a chip's two cores
+    "t4": Chip(15 * GIB, 0.32 * TERA, 65 * TERA, 0.016 * TERA),
+    "l4": Chip(22.5 * GIB, 0.3 * TERA, 121 * TERA, 0.032 * TERA),
     "a100": Chip(80 * GIB, 2.04 * TERA, 312 * TERA, 0.3 * TERA),
     "h100": Chip(80 * GIB, 3.35 * TERA, 989 * TERA, 0.45 * TERA),
     "h200": Chip(141 * GIB, 4.8 * TERA, 989 * TERA, 0.45 * TERA),
     "b200": Chip(180 * GIB, 8.0 * TERA, 2250 * TERA, 0.9 * TERA),
 }
 GPUS = {
-    "a100": Gpu(8, 108, 64, 163 << 10, 40 << 20, 1.41),
-    "h100": Gpu(9, 132, 128, 227 << 10, 50 << 20, 1.98),
-    "h200": Gpu(9, 132, 128, 227 << 10, 50 << 20, 1.98),
-    "b200": Gpu(10, 148, 128, 227 << 10, 126 << 20, 1.97),
+    "t4": Gpu(7.5, 40, 64, 64 << 10, 4 << 20, 1.59, 1024),
+    "l4": Gpu(8.9, 58, 128, 99 << 10, 48 << 20, 2.04, 1536),
+    "a100": Gpu(8.0, 108, 64, 163 << 10, 40 << 20, 1.41),
+    "h100": Gpu(9.0, 132, 128, 227 << 10, 50 << 20, 1.98),
+    "h200": Gpu(9.0, 132, 128, 227 << 10, 50 << 20, 1.98),
+    "b200": Gpu(10.0, 148, 128, 227 << 10, 126 << 20, 1.97),
 }
 # Fields of XLA's GpuTargetConfigProto.
 _TARGET = """
@@ -67,12 +73,12 @@ platform_name: "CUDA"
 device_description_str: "{name}"
 dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
 gpu_device_info {{
-  cuda_compute_capability {{ major: {gpu.capability} minor: 0 }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   core_count: {gpu.cores}
   fpus_per_core: {gpu.lanes}
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {gpu.threads}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   shared_memory_per_block: 49152
@@ -87,6 +93,11 @@ gpu_device_info {{
   device_memory_size: {chip.memory}
 }}
 """
+
+
+def dtype_for(chip: str) -> str:
+    """The dtype of weights and caches there."""
+    return "float16" if chip in GPUS and GPUS[chip].capability < 8 else "bfloat16"
 
 
 def parse_topology(name: str) -> tuple[str, int]:
@@ -125,7 +136,9 @@ def topology(name: str) -> list[Any]:
     if chip in GPUS:
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # nothing runs, so no library is missed
         gpu = GPUS[chip]
-        config = _TARGET.format(name=chip, gpu=gpu, chip=CHIPS[chip], per_core=gpu.shared + 1024)
+        major, minor = str(gpu.capability).split(".")
+        fields = {"gpu": gpu, "chip": CHIPS[chip], "per_core": gpu.shared + 1024, "major": major, "minor": minor}
+        config = _TARGET.format(name=chip, **fields)
         options = {"platform": "cuda", "target_config": config, "topology": f"1x1x{count}"}
     else:
         import libtpu  # noqa: F401 (its absence is the user's to mend)

@@ -4,10 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..dispatch import platform
 from ..products import product
 
 # Slots read per iteration: a loop over chunks costs the longest row, not the allocation.
 CHUNK = 128
+# A GPU asks the host before every iteration and starts several kernels in each, which takes tens of microseconds. So
+# there an iteration reads so many bytes at least, which take about as long.
+GPU_BYTES, GPU_CHUNK = 32 << 20, 8192
 MOST_SCORES = 1 << 27  # held at once
 MASKED = -1e30  # finite: infinities would turn into NaN where a query sees nothing of a chunk
 
@@ -48,7 +52,7 @@ def attend(
             return attend(q, k, v, cache_k, cache_v, lengths, low, mask, scale, softcap, sink, rows)
 
         return jnp.moveaxis(jax.lax.map(one, (parts, sink)), 0, 2).reshape(B, T, N, Hv)
-    chunk = min(CHUNK, S)
+    chunk = min(S, slots_at_once(B * K * (H + Hv) * cache_k.dtype.itemsize, B * N * T))
     queries = N // K * T  # of one key-value head, group by group
     q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, queries, H)
 
@@ -102,6 +106,19 @@ def attend(
         total, out = total * jnp.exp(top - higher) + jnp.exp(sink - higher), out * jnp.exp(top - higher)
     out = (out / total).astype(q.dtype)
     return out.reshape(B, K, N // K, T, Hv).transpose(0, 3, 1, 2, 4).reshape(B, T, N, Hv)
+
+
+def slots_at_once(slot_bytes: int, queries: int) -> int:
+    """How many slots of the cache an iteration reads.
+
+    Args:
+        slot_bytes: of a slot of all rows, keys and values.
+        queries: of all rows and heads, each of which has a score for every slot.
+    """
+    if platform() != "gpu":
+        return CHUNK
+    most = min(GPU_BYTES // slot_bytes, MOST_SCORES // (4 * queries), GPU_CHUNK)
+    return max(CHUNK, 1 << max(0, most.bit_length() - 1))
 
 
 def _slots(

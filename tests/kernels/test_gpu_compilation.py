@@ -5,9 +5,10 @@ import re
 import jax
 import pytest
 
-from dflash_jax.benchmarks import planning
+from dflash_jax.benchmarks import planning, topologies
 from dflash_jax.benchmarks.presets import PAIRS
-from dflash_jax.benchmarks.topologies import compiling_for
+from dflash_jax.benchmarks.topologies import compiling_for, dtype_for
+from dflash_jax.kernels.block_attention.reference import slots_at_once
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests.chips import SERVED, compile_attention, topology
 
@@ -75,3 +76,30 @@ def test_gpus_without_its_tensor_cores_take_xla(chips):
     assert "gemm_fusion" in program.as_text()
     with pytest.raises(jax.errors.JaxRuntimeError):  # of slots not compiled before, which would be taken as they are
         compile_attention(chips, "gpu", "qwen3-8b verify", slots=1536)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chips", ["t4", "l4"])
+def test_small_gpus(chips):
+    """Neither has the kernel; a T4 has no bfloat16 either, and none may be left in its programs."""
+    devices = topology(chips)
+    with compiling_for(chips):
+        mesh = make_mesh(parse_mesh("data=1", devices), devices)
+        program = planning.compile_step(PAIRS["qwen3-4b"], mesh, 1, 4096, dtype=dtype_for(chips))
+    text, figures = program.as_text(), planning.measured(program)
+    assert ("bf16[" in text) == (chips == "l4")
+    layers = sum(config["num_hidden_layers"] for config in PAIRS["qwen3-4b"])
+    assert figures["updated_in_place_bytes"] >= 2 * layers * (2 * 8 * 4096 * 128)
+    assert figures["peak_bytes"] < topologies.CHIPS[chips].memory
+
+
+def test_attention_without_the_kernel_takes_few_steps():
+    """A loop asks the host before every iteration: with 8 rows of 8,192 slots it has 8 iterations, not 64."""
+    with compiling_for("a100"):
+        text = compile_attention("a100", "xla", "qwen3-8b verify", rows=8, slots=8192).as_text()
+        assert "bf16[8,8,1024,128]" in text
+        assert slots_at_once(8 * 8 * 256 * 2, 8 * 32 * 16) == 1024
+        assert slots_at_once(1 * 8 * 256 * 2, 1 * 32 * 16) == 8192
+        assert slots_at_once(64 * 8 * 256 * 2, 64 * 32 * 16) == 128
+        assert slots_at_once(1 * 8 * 256 * 2, 1 * 32 * 512) == 2048  # scores of a prompt's chunk must fit, too
+    assert slots_at_once(1, 1) == 128
