@@ -21,9 +21,16 @@ def widths(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("settings", [{}, {"block_size": "auto"}, {"short_length": 40, "prefill_chunk": 8}], ids=str)
-@pytest.mark.parametrize("speculative", [True, False])
-def test_width_changes_no_answer(target, drafter, widths, settings, speculative):
+@pytest.mark.parametrize(
+    ("speculative", "settings"),
+    [
+        (True, {"short_length": 40, "prefill_chunk": 8}),
+        pytest.param(True, {"block_size": "auto"}, marks=pytest.mark.slow),
+        pytest.param(False, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_width_changes_no_answer(target, drafter, widths, speculative, settings):
     drafter = drafter if speculative else None
     expected = Engine(target, drafter, slots=1, max_length=96, logprobs=2).generate(requests())
     widths.clear()
