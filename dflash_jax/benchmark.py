@@ -215,7 +215,7 @@ def _jobs(
     if one == "auto":  # what `auto` pays for being able to speculate, where speculation does not pay
         kept = engines["draft state kept, unused"] = engine("auto")
         kept.warm_up()
-        kept.chooser = Chooser({1: 1.0}, lambda size: 0)
+        kept.choosers = {width: Chooser({1: 1.0}, lambda size: 0) for width in kept.choosers}
     return {"rounds": rounds, "engines": compare_jobs(engines, requests, rounds, official, most)}
 
 

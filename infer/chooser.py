@@ -78,23 +78,53 @@ class Candidate:
         return expected_tokens(rates, self.proposed)
 
 
+class Estimates:
+    """Acceptance rates of the requests that decode, and of the batch, which new ones are expected to be like.
+
+    Args:
+        deepest: proposals of the deepest candidate.
+    """
+
+    def __init__(self, deepest: int):
+        self._deepest = deepest
+        self._batch = Acceptance(deepest, BATCH_MEMORY)
+        self._rows: dict[Hashable, Acceptance] = {}
+
+    def rates(self, rows: Iterable[Hashable]) -> list[list[float]]:
+        """Of these requests; all others are forgotten. Of the batch if there are none."""
+        self._rows = {row: self._rows.get(row) or Acceptance(self._deepest) for row in rows}
+        batch = self._batch.rates(0.5, 2.0)  # nothing seen yet reads as half accepted: enough to try
+        return [seen.rates(batch, TRUST) for seen in self._rows.values()] or [batch]
+
+    def observe(self, row: Hashable, proposed: int, committed: Sequence[int]) -> None:
+        """Steps of a request proposed so many tokens each, and committed these."""
+        for count in committed:
+            self._batch.observe(proposed, count)
+            if row in self._rows:
+                self._rows[row].observe(proposed, count)
+
+
 class Chooser:
     """Chooses the program of each visit to the device.
 
     Args:
         seconds: measured time of one step of each candidate, by its name.
         proposed: tokens that a step of a candidate proposes.
+        estimates: shared by choosers for other numbers of rows.
 
     Attributes:
         candidates: by name.
         trying: whether the last choice was a try, for which `TRY` steps are enough.
     """
 
-    def __init__(self, seconds: Mapping[int, float], proposed: Callable[[int], int]):
+    def __init__(
+        self,
+        seconds: Mapping[int, float],
+        proposed: Callable[[int], int],
+        estimates: Estimates | None = None,
+    ):
         self.candidates = {name: Candidate(proposed(name), each) for name, each in seconds.items()}
-        self._deepest = max(candidate.proposed for candidate in self.candidates.values())
-        self._batch = Acceptance(self._deepest, BATCH_MEMORY)
-        self._rows: dict[Hashable, Acceptance] = {}
+        self.estimates = estimates or Estimates(max(candidate.proposed for candidate in self.candidates.values()))
         self._best = max(seconds)  # in use
         self._last: int | None = None  # of the last visit
         self._pause, self._since, self._tries = PAUSES[0], 0, 0  # steps to the next try, and since the last change
@@ -108,9 +138,7 @@ class Chooser:
 
     def choose(self, rows: Iterable[Hashable]) -> int:
         """The candidate for the next visit, given which requests are decoding."""
-        self._rows = {row: self._rows.get(row) or Acceptance(self._deepest) for row in rows}
-        batch = self._batch.rates(0.5, 2.0)  # nothing seen yet reads as half accepted: enough to try
-        rates = [seen.rates(batch, TRUST) for seen in self._rows.values()] or [batch]
+        rates = self.estimates.rates(rows)
         speed = {name: sum(map(c.gain, rates)) / c.seconds for name, c in self.candidates.items()}
         best = max(speed, key=lambda name: speed[name])
         if speed[best] < MARGIN * speed[self._best]:
@@ -148,10 +176,7 @@ class Chooser:
         if self.trying and not best.proposed and pays:
             self._pause = PAUSES[0]  # see whether that lasts
         for row, counts in committed.items():
-            for count in counts:
-                self._batch.observe(candidate.proposed, count)
-                if row in self._rows:
-                    self._rows[row].observe(candidate.proposed, count)
+            self.estimates.observe(row, candidate.proposed, counts)
 
     def _time(self, name: int, steps: int, seconds: float) -> None:
         """Steps of this candidate took so long each.

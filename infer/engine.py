@@ -21,7 +21,7 @@ from dflash_jax.cache import Group
 from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.decoding.step import Committed
-from dflash_jax.infer.chooser import TRY, Chooser, block_sizes
+from dflash_jax.infer.chooser import TRY, Chooser, Estimates, block_sizes
 from dflash_jax.infer.params import check_seed
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.rows import ActiveRequest
@@ -105,14 +105,16 @@ class Visit(NamedTuple):
     Attributes:
         size: block size.
         trace: tokens of each step; on the device, until it is looked at.
-        rows: the requests in the slots.
+        rows: slot and request of each of its rows.
         begin: when it was asked for.
+        chooser: who chose the size; None if there was no choice.
     """
 
     size: int
     trace: Committed
-    rows: list[ActiveRequest | None]
+    rows: list[tuple[int, ActiveRequest | None]]
     begin: float
+    chooser: Chooser | None
 
 
 LANES = 16  # float32 numbers in the widest vector of a processor
@@ -155,7 +157,7 @@ class Engine:
                 drafter = None
         self.target, self.drafter, self.config = target, drafter, config
         self.max_length, self.slots = config.max_length, config.slots
-        self.chooser: Chooser | None = None
+        self.choosers: dict[int, Chooser] = {}  # by rows of a program; none without a choice
         self._auto = auto and drafter is not None and not config.deterministic
         self.stats = Stats()
         self.batch = Slots(
@@ -215,7 +217,8 @@ class Engine:
     @property
     def steps_by_block_size(self) -> dict[int, int]:
         """Steps taken at each block size; 1 is no speculation."""
-        return self.chooser.used if self.chooser else {self.block_size: self.stats.steps}
+        used = [chooser.used for chooser in self.choosers.values()] or [{self.block_size: self.stats.steps}]
+        return {size: sum(one[size] for one in used) for size in used[0]}
 
     def warm_up(self) -> None:
         """Compiles every program this engine will run; afterwards none is compiled any more.
@@ -230,8 +233,11 @@ class Engine:
         if self._auto:
             assert self.drafter is not None
             measured, depth = self.batch.step_seconds(), self.drafter.depth
-            seconds = {size: measured[self._program(size)] for size in self._choices()}
-            self.chooser = Chooser(seconds, lambda size: depth(size) if self._program(size) else 0)
+            proposed = lambda size: depth(size) if self._program(size) else 0
+            estimates = Estimates(max(map(proposed, self._choices())))
+            for width in self.batch.widths:
+                seconds = {size: measured[self._program(size), width] for size in self._choices()}
+                self.choosers[width] = Chooser(seconds, proposed, estimates)
         self.stats.compile_seconds += time.perf_counter() - begin
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
@@ -264,7 +270,7 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queues a request for `step` and returns its ticket; raises RequestError if it cannot be served."""
         self.check(request)
-        if self._auto and self.chooser is None:
+        if self._auto and not self.choosers:
             self.warm_up()
         ticket = next(self._tickets)
         prompt = request.prompt_token_ids
@@ -405,7 +411,7 @@ class Engine:
             visit = self._visit(rows, leave, halved := not filling and self._go_on(rows))
         else:
             halved = not filling and self._go_on(rows)
-        if halved and not (self.chooser and self.chooser.trying):
+        if halved and not (visit.chooser and visit.chooser.trying):
             self._ahead = self._visit(rows, leave, halved)
         return self._look(visit)
 
@@ -419,11 +425,15 @@ class Engine:
         longer."""
         size, most = self.block_size, self.config.steps_per_visit
         most = -(-most // 2) if halved else most
-        if self.chooser:
-            size = self.chooser.choose(row.ticket for row in rows)
-            most = min(TRY, most) if self.chooser.trying else most
+        slots = self.batch.some([slot for slot, row in enumerate(self._rows) if row in rows])
+        chooser = self.choosers.get(len(slots))
+        if chooser:
+            size = chooser.choose(row.ticket for row in rows)
+            most = min(TRY, most) if chooser.trying else most
         begin = time.perf_counter()
-        return Visit(size, self.batch.decode(self._program(size), most, leave_below), list(self._rows), begin)
+        trace = self.batch.decode(self._program(size), most, leave_below, slots)
+        of_slot = dict(enumerate(self._rows))
+        return Visit(size, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser)
 
     def _look(self, visit: Visit) -> list[ActiveRequest]:
         """Waits for a visit and hands its tokens to the rows, which are returned."""
@@ -437,14 +447,14 @@ class Engine:
         self.stats.steps += steps
         committed = np.arange(trace.tokens.shape[2]) < counts[:, :, None]
         advanced, seen = [], {}
-        for slot, row in enumerate(visit.rows):
+        for at, (slot, row) in enumerate(visit.rows):
             if row is None or row is not self._rows[slot] or not row.decoding:
                 continue
             advanced.append(row)
-            step, place = np.nonzero(committed[:, slot])
+            step, place = np.nonzero(committed[:, at])
             if not step.size:
                 continue
-            kept = row.extend(trace, (step, slot, place))
+            kept = row.extend(trace, (step, at, place))
             taken = np.bincount(step[:kept])  # of each step; the device runs on past a stop string
             taken = taken[taken > 0].tolist()
             self.stats.decode_tokens += kept
@@ -455,8 +465,8 @@ class Engine:
             seen[row.ticket] = taken[:-1] if row.completion.finish_reason or row.outgrown else taken
             if row.completion.finish_reason and row.request.find_stop:
                 self.batch.release(slot)
-        if self.chooser:
-            self.chooser.observe(visit.size, steps, seconds, seen)
+        if visit.chooser:
+            visit.chooser.observe(visit.size, steps, seconds, seen)
         return advanced
 
 

@@ -18,7 +18,7 @@ from dflash_jax.decoding.choice import Choice, Proposals
 from dflash_jax.decoding.logprobs import log_probabilities
 from dflash_jax.decoding.penalties import remember, remember_prompts
 from dflash_jax.decoding.sampling import gumbel_noise
-from dflash_jax.decoding.state import DraftModel, RowSettings, State, TargetModel, begin_row
+from dflash_jax.decoding.state import DraftModel, RowSettings, State, TargetModel, all_rows, begin_row, some_rows
 from dflash_jax.decoding.step import Committed, make_round, run, speculative_step
 from dflash_jax.mesh import constrain, split_rows
 from dflash_jax.sharding import pin
@@ -34,22 +34,24 @@ def decode_call(
     block_size: int,
     proposals: Proposals = "coupled",
     capacity: int,
+    rows: np.ndarray | None = None,
     logprobs: int | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """`run` of a speculative step as a jitted function and its arguments: one program per batch shape and block size
-    (0 proposes nothing). `state` is donated."""
+    """`run` of a speculative step as a jitted function and its arguments: one program per number of rows and block size
+    (0 proposes nothing). `rows` are the only ones that it advances, and that its trace has. `state` is donated."""
     steps, leave = np.int32(max_steps), np.int32(leave_below)
-    arguments = target, drafter, state, steps, leave, block_size, proposals, capacity, logprobs
+    arguments = target, drafter, state, rows, steps, leave, block_size, proposals, capacity, logprobs
     return _decode_program(drafter is not None and block_size > 0), arguments
 
 
 @cache
 def _decode_program(speculative: bool) -> Callable:
-    def program(target, drafter, state, max_steps, leave_below, block_size, proposals, capacity, logprobs):
+    def program(target, drafter, state, rows, max_steps, leave_below, block_size, proposals, capacity, logprobs):
         parts = make_round(target, drafter, block_size, proposals)
         step = partial(speculative_step, parts, logprobs=logprobs)
-        state, trace = run(step, state, max_steps, leave_below, capacity)
-        return pin(state), trace
+        narrow = state if rows is None else some_rows(state, rows)
+        narrow, trace = run(step, narrow, max_steps, leave_below, capacity)
+        return pin(narrow if rows is None else all_rows(state, narrow)), trace
 
     names = ("block_size", "proposals", "capacity", "logprobs")
     options = block_compiler_options() if speculative else None

@@ -1,5 +1,6 @@
 """The slots of an engine on the device: their state, and the compiled programs that change it."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from dflash_jax.infer.prompts import Cost, Selected, Shape, Unread, cheapest, fi
 from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
+
+NARROWER = 4  # few busy rows run programs of a fourth of the rows
 
 
 class Read(NamedTuple):
@@ -51,6 +54,7 @@ class Slots:
     Attributes:
         state: consumed and replaced by every call.
         lengths: tokens that each row can hold.
+        widths: how many rows `decode` may be asked to advance.
     """
 
     def __init__(
@@ -83,6 +87,8 @@ class Slots:
         self._block_sizes, self._steps_per_visit = tuple(block_sizes), steps_per_visit
         self._proposals: Proposals = proposals
         self._logprobs = logprobs
+        few = slots // NARROWER // self._parts * self._parts
+        self.widths = (few, slots) if few and not deterministic else (slots,)
         with self._on_mesh():
             made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, chunk)))()
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
@@ -93,7 +99,7 @@ class Slots:
         """How many `warm_up` compiles: for chunks of prompts, block sizes, a row's beginning, move and end, kept
         prefixes."""
         more = 2 + bool(self._short) + 2 * bool(self._prefixes.entries)
-        return len(self._shapes) + len(self._block_sizes) + more
+        return len(self._shapes) + len(self.widths) * len(self._block_sizes) + more
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         """Of the prompt's chunks, for `read`."""
@@ -102,7 +108,7 @@ class Slots:
     def warm_up(self) -> None:
         """Compiles every program; afterwards none is compiled any more. All rows must be idle."""
         calls = [(prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._shapes]
-        calls += [self._decode_call(size, 0, 0) for size in self._block_sizes]
+        calls += [self._decode_call(size, 0, 0, self.idle(width)) for size, width in self._decoding]
         with ThreadPoolExecutor() as pool, self._on_mesh():  # the calls below find what is compiled here
             compiling = [pool.submit(program.lower(*arguments).compile) for program, arguments in calls]
         for program in compiling:
@@ -117,8 +123,8 @@ class Slots:
             self._costs = {shape: self._prefill_cost(shape) for shape in self._shapes}
         with self._on_mesh():
             self.state = self._prefixes.warm_up(self.state)
-        for size in self._block_sizes:
-            self.decode(size, 0, 0)
+        for size, width in self._decoding:
+            self.decode(size, 0, 0, self.idle(width))
         self.release(0)
         jax.block_until_ready(self.state)
 
@@ -185,9 +191,34 @@ class Slots:
             self.state, at = self._prefixes.copy(self.state, unread.slot, unread.start, unread.prompt, unread.keys)
         return at
 
-    def decode(self, block_size: int, max_steps: int, leave_below: int) -> Committed:
-        """One visit to the device (see `decoding.step.run`): the tokens of each step, not waited for."""
-        program, arguments = self._decode_call(block_size, max_steps, leave_below)
+    @property
+    def _decoding(self) -> list[tuple[int, int]]:
+        """Block size and rows of each program that decodes."""
+        return [(size, width) for width in self.widths for size in self._block_sizes]
+
+    def some(self, busy: Sequence[int]) -> list[int]:
+        """The rows of the narrowest program that advances these, as many of each part of the mesh."""
+        of_part = self._slots // self._parts
+        busy_of = [[slot for slot in busy if slot // of_part == part] for part in range(self._parts)]
+        most = max(map(len, busy_of)) * self._parts
+        width = next(width for width in self.widths if width >= most) // self._parts
+        chosen: list[int] = []
+        for part, taken in enumerate(busy_of):
+            others = (slot for slot in range(part * of_part, (part + 1) * of_part) if slot not in taken)
+            chosen += sorted([*taken, *itertools.islice(others, width - len(taken))])
+        return chosen
+
+    def idle(self, width: int) -> list[int]:
+        """Rows of a program of that width, whichever."""
+        return self.some(range(self._slots)) if width == self._slots else self.some([])
+
+    def decode(self, block_size: int, max_steps: int, leave_below: int, slots: Sequence[int]) -> Committed:
+        """One visit to the device (see `decoding.step.run`): the tokens of each step, not waited for.
+
+        Args:
+            slots: of the rows to advance, see `some`.
+        """
+        program, arguments = self._decode_call(block_size, max_steps, leave_below, slots)
         with self._on_mesh():
             self.state, trace = program(*arguments)
         return trace
@@ -208,15 +239,17 @@ class Slots:
         """Waits for the device: `read` returns before it has."""
         jax.block_until_ready(self.state.anchor)
 
-    def step_seconds(self) -> dict[int, float]:
-        """Times a step at each block size, all rows busy with random tokens and half full: tokens that are alike would
-        visit fewer experts than a real block does."""
+    def step_seconds(self) -> dict[tuple[int, int], float]:
+        """Times a step at each block size and number of rows, all of them busy with random tokens and half full: tokens
+        that are alike would visit fewer experts than a real block does."""
         rng, short = np.random.default_rng(0), self._shapes[0]
         endless = SamplingParams().on_device("", 0, 0, np.iinfo(np.int32).max)
-        times: dict[int, list[float]] = {size: [] for size in self._block_sizes}
+        times: dict[tuple[int, int], list[float]] = {how: [] for how in self._decoding}
         for _ in range(3):
-            for size in times:
-                for slot, length in enumerate(max(1, n // 2) for n in self.lengths):
+            for size, width in times:
+                slots = self.idle(width)
+                for slot in slots:
+                    length = max(1, self.lengths[slot] // 2)
                     prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
                     self._place(slot, length - len(prompt))
                     part = slot * self._parts // self._slots
@@ -225,11 +258,11 @@ class Slots:
                     self._prefill(selected, selected.counts > 0, (endless,) * len(selected.rows))
                 self.wait()
                 begin = time.perf_counter()
-                trace = jax.device_get(self.decode(size, min(self._steps_per_visit, 4), 0))
-                times[size].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
-        for slot in range(self._slots):
-            self.release(slot)
-        return {size: min(measured) for size, measured in times.items()}
+                trace = jax.device_get(self.decode(size, min(self._steps_per_visit, 4), 0, slots))
+                times[size, width].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
+                for slot in slots:
+                    self.release(slot)
+        return {how: min(measured) for how, measured in times.items()}
 
     def _place(self, slot: int, length: int) -> None:
         """Begins a row as if so many tokens were committed; what the caches hold there is of no interest."""
@@ -270,7 +303,9 @@ class Slots:
             self.state, first = prefill(*self._prefill_arguments(selected, last, settings))
         return first
 
-    def _decode_call(self, block_size: int, max_steps: int, leave_below: int) -> tuple[Any, tuple]:
+    def _decode_call(
+        self, block_size: int, max_steps: int, leave_below: int, slots: Sequence[int]
+    ) -> tuple[Any, tuple]:
         return decode_call(
             self._target,
             self._drafter,
@@ -280,5 +315,6 @@ class Slots:
             block_size=block_size,
             proposals=self._proposals,
             capacity=self._steps_per_visit,
+            rows=None if len(slots) == self._slots else np.asarray(slots, np.int32),
             logprobs=self._logprobs,
         )

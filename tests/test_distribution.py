@@ -67,7 +67,7 @@ def drawn(target, parts, drafter, temperature, top_k=0, top_p=1.0, batches=BATCH
         sampling = Sampling(full(temperature), full(top_k, jnp.int32), full(top_p), full(0), keys)
         tiled = jax.tree.map(lambda x: jnp.repeat(x, ROWS, axis=0), one.replace(sampling=None))
         state = tiled.replace(sampling=sampling, anchor=full(ANCHOR, jnp.int32))
-        _, trace = run(partial(speculative_step, parts), state, jnp.int32(TOKENS), jnp.bool_(False), TOKENS)
+        _, trace = run(partial(speculative_step, parts), state, jnp.int32(TOKENS), jnp.int32(0), TOKENS)
         # [M, B, J] to [B, M J]: the steps' tokens behind one another, those that do not count last.
         counts = jnp.arange(trace.tokens.shape[2])[None, None] < trace.count[:, :, None]
         flat = lambda x: x.swapaxes(0, 1).reshape(ROWS, -1)

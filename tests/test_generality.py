@@ -231,7 +231,7 @@ def started(target, drafter, temperature=0.0, repetition=1.0, presence=0.0):
 def rollout(target, drafter, parts, state, steps):
     """Tokens of every row, and how many each step committed."""
     step = partial(speculative_step, parts)
-    state, trace = jax.jit(lambda s: run(step, s, jnp.int32(steps), jnp.bool_(False), steps))(state)
+    state, trace = jax.jit(lambda s: run(step, s, jnp.int32(steps), jnp.int32(0), steps))(state)
     tokens, counts = np.asarray(trace.tokens), np.asarray(trace.count)
     rows = [[t for i in range(steps) for t in tokens[i, r, : counts[i, r]].tolist()] for r in range(len(PROMPTS))]
     return rows, counts, state

@@ -27,7 +27,7 @@ def compare(
     """
     steps = StepTimes(engines["autoregressive"], engines["speculative"], length)
     for engine in engines.values():
-        if engine.chooser is None:
+        if not engine.choosers:
             engine.warm_up()
         engine.generate(requests[: engine.slots])
         engine.stats.reset()
@@ -78,7 +78,7 @@ def compare_jobs(
         (geometric mean), the lower end of its one-sided 95% confidence interval, and the steps at each block size.
     """
     for engine in engines.values():
-        if engine.chooser is None:
+        if not engine.choosers:
             engine.warm_up()
         engine.generate(requests[: engine.slots])
         engine.stats.reset()

@@ -29,7 +29,7 @@ def sweep(
     for concurrency in concurrencies:
         engines = make_engines(concurrency)
         for engine in engines.values():
-            if engine.chooser is None:
+            if not engine.choosers:
                 engine.warm_up()
             engine.generate([requests[i % len(requests)] for i in range(concurrency)])
         again = -(-LEAST * concurrency // len(requests))

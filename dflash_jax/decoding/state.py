@@ -84,11 +84,13 @@ class DraftModel(Protocol):
         lengths: Int[Array, " B"],
         block_size: int,
         choice: Choice,
+        *,
+        rows: Int[Array, " B"] | None = None,
     ) -> Proposal:
         """Proposes for the positions behind the anchor, which stands at `lengths`.
 
-        `choice` picks tokens under each row's settings, as the target will; it may be asked between passes of the
-        drafter, and for scores instead.
+        `rows` are rows of the state, as in `commit`. `choice` picks tokens under each row's settings, as the target
+        will; it may be asked between passes of the drafter, and for scores instead.
         """
         ...
 
@@ -128,6 +130,7 @@ class State(struct.PyTreeNode):
         scored: rows that want log-probabilities.
         target_cache: holds exactly the positions before the anchor.
         draft: what the drafter carries; None without one.
+        rows: rows of the cache and of what the drafter carries that these are (see `some_rows`); None is all, in order.
     """
 
     anchor: Int[Array, " B"]
@@ -140,6 +143,7 @@ class State(struct.PyTreeNode):
     scored: Bool[Array, " B"]
     target_cache: Cache
     draft: Any
+    rows: Int[Array, " B"] | None = None
 
 
 class RowSettings(NamedTuple):
@@ -183,6 +187,25 @@ def begin_row(state: State, row: Int[Array, ""]) -> State:
         target_cache=state.target_cache.begin(row),
         draft=None if state.draft is None else state.draft.begin(row),
     )
+
+
+_OF_ROWS = ("anchor", "lengths", "remaining", "stop_tokens", "sampling", "penalties", "history", "scored")
+
+
+def some_rows(state: State, rows: Int[Array, " B"]) -> State:
+    """The state of these rows alone, all different, which a step then advances; caches stay as they are.
+
+    Where a mesh splits rows into parts, each part has as many of these, in the order of the parts.
+    """
+    fields = {name: jax.tree.map(lambda x: x[rows], getattr(state, name)) for name in _OF_ROWS}
+    return state.replace(rows=rows, **fields)
+
+
+def all_rows(state: State, some: State) -> State:
+    """`state` with what became of some of its rows."""
+    put = lambda x, y: x.at[some.rows].set(y)
+    fields = {name: jax.tree.map(put, getattr(state, name), getattr(some, name)) for name in _OF_ROWS}
+    return state.replace(target_cache=some.target_cache, draft=some.draft, **fields)
 
 
 def without_idle_rows(state: State) -> State:

@@ -117,7 +117,7 @@ def proposing(
 
     def propose(state: State, choice: Choice) -> Proposal:
         own = choice.for_drafting(proposals)
-        return drafter.propose(target, state.draft, state.anchor, state.lengths, block_size, own)
+        return drafter.propose(target, state.draft, state.anchor, state.lengths, block_size, own, rows=state.rows)
 
     return propose
 
@@ -136,7 +136,7 @@ def verifying(
     def verify(state: State, block: Block) -> tuple[Float[Array, "B T V"], Verified]:
         visible = None if block.tree is None else block.tree.ancestors
         where = block.positions(state.lengths), visible, state.target_cache, state.lengths
-        hidden, features, fresh = target.forward(block.tokens, *where, taps=taps)
+        hidden, features, fresh = target.forward(block.tokens, *where, taps=taps, rows=state.rows)
         return target.unembed(hidden), Verified(block, features, fresh)
 
     return verify
@@ -147,7 +147,7 @@ def committing(target: TargetModel, drafter: DraftModel | None) -> Callable[[Sta
 
     def commit(state: State, verified: Verified, accepted: Accepted) -> State:
         _, path, count = accepted
-        written = cache.commit(state.target_cache, verified.fresh, state.lengths, count, path=path)
+        written = cache.commit(state.target_cache, verified.fresh, state.lengths, count, path=path, rows=state.rows)
         state = state.replace(target_cache=written)
         if drafter is None:
             return state
@@ -156,7 +156,8 @@ def committing(target: TargetModel, drafter: DraftModel | None) -> Callable[[Sta
             tokens = jnp.take_along_axis(tokens, path, axis=1)
             features = jnp.take_along_axis(features, path[:, :, None], axis=1)
         positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
-        draft = drafter.commit(target, state.draft, tokens, features, positions, state.lengths, count)
+        seen = tokens, features, positions, state.lengths, count
+        draft = drafter.commit(target, state.draft, *seen, rows=state.rows)
         return state.replace(draft=draft)
 
     return commit

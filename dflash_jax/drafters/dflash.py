@@ -157,9 +157,11 @@ class Drafter(struct.PyTreeNode):
         lengths: Int[Array, " B"],
         block_size: int,
         choice: Choice,
+        *,
+        rows: Int[Array, " B"] | None = None,
     ) -> Proposal:
         """Tokens for the positions behind the anchor, every one chosen from its own slot of one pass."""
-        logits = self.logits(target, anchor, state, lengths, block_size)
+        logits = self.logits(target, anchor, state, lengths, block_size, rows=rows)
         return Proposal(choice.tokens(logits, forbidden=(self.config.mask_token_id,)))
 
     def commit(
@@ -224,7 +226,14 @@ class Drafter(struct.PyTreeNode):
         return self._apply("context", features.astype(self.dtype), at)
 
     def logits(
-        self, target: Target, anchor: Int[Array, " B"], cache: Cache, lengths: Int[Array, " B"], block_size: int
+        self,
+        target: Target,
+        anchor: Int[Array, " B"],
+        cache: Cache,
+        lengths: Int[Array, " B"],
+        block_size: int,
+        *,
+        rows: Int[Array, " B"] | None = None,
     ) -> Float[Array, "B P V"]:
         """Float32 logits of the proposals for positions a+1, a+2, ... behind the anchor.
 
@@ -233,8 +242,9 @@ class Drafter(struct.PyTreeNode):
             anchor: last committed token of each row, at position `lengths`.
             cache: draft cache holding exactly the positions before the anchor.
             block_size: slots of this pass, up to the checkpoint's.
+            rows: see `forward`.
         """
-        return self.unembed(target, self.denoise(target, anchor, cache, lengths, block_size))
+        return self.unembed(target, self.denoise(target, anchor, cache, lengths, block_size, rows=rows))
 
     def denoise(
         self,
@@ -244,6 +254,7 @@ class Drafter(struct.PyTreeNode):
         lengths: Int[Array, " B"],
         block_size: int,
         *,
+        rows: Int[Array, " B"] | None = None,
         starts: Int[Array, " B"] | None = None,
         per_row: int | None = None,
         remat: bool = False,
@@ -260,7 +271,7 @@ class Drafter(struct.PyTreeNode):
         x = (x * c.input_embedding_scale).astype(self.dtype)
         if starts is not None:
             starts = jnp.broadcast_to(starts[:, None], positions.shape)
-        hidden, _ = self.forward(x, positions, cache, lengths, starts=starts, per_row=per_row, remat=remat)
+        hidden, _ = self.forward(x, positions, cache, lengths, rows=rows, starts=starts, per_row=per_row, remat=remat)
         return hidden[:, 0 if c.anchor_predicts else 1 :]
 
     def unembed(self, target: Target, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:

@@ -61,7 +61,8 @@ class BigramDrafter(struct.PyTreeNode):
     def init_state(self, rows, slots, widest=1):
         return Successors(jnp.zeros((rows, self.vocab_size), jnp.int32), jnp.full(rows, -1, jnp.int32))
 
-    def propose(self, target, state, anchor, lengths, block_size, choice):
+    def propose(self, target, state, anchor, lengths, block_size, choice, *, rows=None):
+        state = state if rows is None else jax.tree.map(lambda x: x[rows], state)
         table = self._learn(state, anchor[:, None], jnp.ones_like(anchor)).table
         tokens, token = [], anchor
         for depth in range(block_size - 1):

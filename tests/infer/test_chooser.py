@@ -112,13 +112,13 @@ def test_the_choice_never_changes_the_answers(target, drafter):
     expected = [done.token_ids for done in Engine(target, None, max_length=64).generate(requests)]
     engine = Engine(target, drafter, slots=2, max_length=64, block_size="auto", steps_per_visit=2)
     assert [done.token_ids for done in engine.generate(requests)] == expected
-    assert engine.chooser is not None
-    assert set(engine.chooser.used) == {1, 4, 8}
+    chooser = engine.choosers[2]
+    assert set(chooser.used) == {1, 4, 8}
     rng = np.random.default_rng(0)
     for sizes in ((1,), (4,), (8,), (1, 4, 8)):  # each of them and any order, whatever pays
-        engine.chooser.choose = lambda rows, sizes=sizes: list(rows) and int(rng.choice(sizes))
+        chooser.choose = lambda rows, sizes=sizes: list(rows) and int(rng.choice(sizes))
         assert [done.token_ids for done in engine.generate(requests)] == expected
-    assert min(engine.chooser.used.values()) > 0
+    assert min(chooser.used.values()) > 0
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_speculation_goes_on_where_it_was_left_out(target, drafter):
     engine = Engine(target, drafter, max_length=64, block_size="auto", steps_per_visit=1)
     engine.warm_up()
     turn = iter([1] * 6)
-    engine.chooser.choose = lambda rows: list(rows) and next(turn, 8)
+    engine.choosers[1].choose = lambda rows: list(rows) and next(turn, 8)
     mixed = engine.generate([request])[0]
     assert mixed.token_ids == plain.token_ids
     assert mixed.acceptance_lengths[:6] == [1] * 6

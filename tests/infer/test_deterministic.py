@@ -52,7 +52,7 @@ def test_neighbours_arrival_prefixes_and_lengths_change_no_bit(pair):
 def test_nothing_is_chosen_by_the_clock(pair):
     engine = Engine(*pair, slots=2, max_length=64, block_size="auto", deterministic=True)
     engine.warm_up()
-    assert engine.chooser is None
+    assert not engine.choosers
     assert engine.block_size == pair[1].config.block_size
     assert Engine(*pair, slots=2, max_length=64, block_size="auto")._auto
 

@@ -34,12 +34,15 @@ def moves(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"slots": 2}, {"slots": 5, "steps_per_visit": 3, "prefix_chunks": 4}, {"slots": 4, "long_slots": 3}],
+    ("speculative", "settings"),
+    [
+        (True, {"slots": 5, "steps_per_visit": 3, "prefix_chunks": 4}),
+        (False, {"slots": 2}),
+        pytest.param(True, {"slots": 4, "long_slots": 3}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("speculative", [True, False])
-def test_lengths_change_no_answer(target, drafter, expected, moves, settings, speculative):
+def test_lengths_change_no_answer(target, drafter, expected, moves, speculative, settings):
     engine = Engine(target, drafter if speculative else None, max_length=64, **(SHORT | settings))
     done = engine.generate(requests())
     assert [completion.token_ids for completion in done] == expected
