@@ -404,15 +404,17 @@ class Engine:
         rows = [row for row in self._rows if row and row.decoding]
         leave = len(rows) if filling or waiting or any(row.room < row.budget for row in rows) else 0
         visit, self._ahead = self._ahead, None
+        twice = not filling and self._go_on(rows)
+        # Two visits under way hold up a new request no longer than one does, if they are half as long.
+        most = self.config.steps_per_visit
+        most = -(-most // 2) if twice and self.busy < self.slots else most
         if visit is None:
             begin = time.perf_counter()
             self.wait()
             self.stats.prefill_seconds += time.perf_counter() - begin
-            visit = self._visit(rows, leave, halved := not filling and self._go_on(rows))
-        else:
-            halved = not filling and self._go_on(rows)
-        if halved and not (visit.chooser and visit.chooser.trying):
-            self._ahead = self._visit(rows, leave, halved)
+            visit = self._visit(rows, leave, most)
+        if twice and not (visit.chooser and visit.chooser.trying):
+            self._ahead = self._visit(rows, leave, most)
         return self._look(visit)
 
     def _go_on(self, rows: Sequence[ActiveRequest]) -> bool:
@@ -420,11 +422,9 @@ class Engine:
         least = max(row.room - len(row.completion.token_ids) for row in rows)
         return least > self.config.steps_per_visit and not any(row.request.find_stop for row in rows)
 
-    def _visit(self, rows: Sequence[ActiveRequest], leave_below: int, halved: bool) -> Visit:
-        """Asks the device for steps: for half as many if two visits are under way at once, so that no new request waits
-        longer."""
-        size, most = self.block_size, self.config.steps_per_visit
-        most = -(-most // 2) if halved else most
+    def _visit(self, rows: Sequence[ActiveRequest], leave_below: int, most: int) -> Visit:
+        """Asks the device for at most so many steps."""
+        size = self.block_size
         slots = self.batch.some([slot for slot, row in enumerate(self._rows) if row in rows])
         chooser = self.choosers.get(len(slots))
         if chooser:

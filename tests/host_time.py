@@ -25,7 +25,9 @@ def main(rows: int) -> None:
         layers = {"num_hidden_layers": LAYERS}
         target = load_target(tiny.write_target(Path(place) / "target", tiny.target_config(**layers)))
         drafter = load_drafter(
-            tiny.write_drafter(Path(place) / "drafter", tiny.drafter_config(num_hidden_layers=DRAFT_LAYERS))
+            tiny.write_drafter(
+                Path(place) / "drafter", tiny.drafter_config(num_hidden_layers=DRAFT_LAYERS, num_target_layers=LAYERS)
+            )
         )
     engine = Engine(target, drafter, slots=rows, max_length=TOKENS + 64, block_size=4)
     engine.warm_up()
