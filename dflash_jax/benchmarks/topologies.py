@@ -90,7 +90,7 @@ gpu_device_info {{
   l2_cache_size: {gpu.cache}
   clock_rate_ghz: {gpu.clock}
   memory_bandwidth: {chip.bandwidth:.0f}
-  device_memory_size: {chip.memory}
+  device_memory_size: {chip.memory:.0f}
 }}
 """
 
