@@ -21,7 +21,8 @@ from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
-NARROWER = 4  # few busy rows run programs of a fourth of the rows
+NARROWER = 4  # few busy rows run programs of a fourth of the rows,
+MANY = 16  # where there are so many: fewer are not worth compiling twice as many programs
 
 
 class Read(NamedTuple):
@@ -87,7 +88,7 @@ class Slots:
         self._block_sizes, self._steps_per_visit = tuple(block_sizes), steps_per_visit
         self._proposals: Proposals = proposals
         self._logprobs = logprobs
-        few = slots // NARROWER // self._parts * self._parts
+        few = slots // NARROWER // self._parts * self._parts if slots >= MANY else 0
         self.widths = (few, slots) if few and not deterministic else (slots,)
         with self._on_mesh():
             made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, chunk)))()

@@ -34,21 +34,21 @@ def test_width_changes_no_answer(target, drafter, widths, speculative, settings)
     drafter = drafter if speculative else None
     expected = Engine(target, drafter, slots=1, max_length=96, logprobs=2).generate(requests())
     widths.clear()
-    engine = Engine(target, drafter, slots=9, max_length=96, steps_per_visit=3, logprobs=2, **settings)
+    engine = Engine(target, drafter, slots=16, max_length=96, steps_per_visit=3, logprobs=2, **settings)
     engine.warm_up()
-    assert set(widths) == {2, 9}
+    assert set(widths) == {4, 16}
     widths.clear()
     done = engine.generate(requests())
-    assert set(widths) == {2, 9}
-    assert widths[-1] == 2
+    assert set(widths) == {4, 16}
+    assert widths[-1] == 4
     for one, other in zip(expected, done, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def test_few_slots_have_one_width(target, drafter):
-    assert Engine(target, drafter, slots=3, max_length=64).batch.widths == (3,)
-    assert Engine(target, drafter, slots=8, max_length=64, deterministic=True).batch.widths == (8,)
+    assert Engine(target, drafter, slots=15, max_length=64).batch.widths == (15,)
+    assert Engine(target, drafter, slots=16, max_length=64, deterministic=True).batch.widths == (16,)
 
 
 def test_rows_of_a_narrow_program_are_of_all_parts(target):
