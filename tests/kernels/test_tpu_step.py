@@ -25,10 +25,10 @@ def test_qwen3_4b_fits_one_chip_and_copies_nothing():
         target, drafter = random_pair(*PAIRS["qwen3-4b"])
         return target, drafter, init_state(target, drafter, rows, slots, 8)
 
-    def loop(target, drafter, state, max_steps, leave):
-        return run(partial(speculative_step, make_round(target, drafter, 16)), state, max_steps, leave, 16)
+    def loop(target, drafter, state, max_steps, leave_below):
+        return run(partial(speculative_step, make_round(target, drafter, 16)), state, max_steps, leave_below, 16)
 
-    scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), bool)
+    scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     target, drafter, state, *scalars = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (*jax.eval_shape(shapes), *scalars)
     )
