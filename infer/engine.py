@@ -292,6 +292,8 @@ class Engine:
         self._place(admit)
         filling = [slot for slot, row in enumerate(self._rows) if row and row.left]
         decoding = any(row and row.decoding for row in self._rows)
+        if not decoding:
+            self._ahead = None  # its rows have all finished
         if filling and not (decoding and (self._just_filled or self._ahead)):
             self._just_filled = True
             events = self._read(filling)
@@ -299,7 +301,6 @@ class Engine:
             self._just_filled = False
             events = self._advance(bool(filling), admit and bool(self._waiting))
         else:
-            self._ahead = None  # its rows have all finished
             return []
         now = time.perf_counter()
         for row in events:

@@ -1,6 +1,7 @@
 """Slots, admission, prompts in chunks, stop strings: the result of a request depends on nothing else."""
 
 import random
+import time
 
 import pytest
 
@@ -171,3 +172,16 @@ def test_requests_come_and_go(target, drafter):
     assert finished == {i: expected[i] for i in (1, 2, 3)}
     for completion in (c for c in done.values() if c.finish_reason):
         assert completion.submitted <= completion.started <= completion.first_token <= completion.finished
+
+
+def test_time_between_requests_is_not_decoding(target, drafter):
+    engine = Engine(target, drafter, slots=2, max_length=128, steps_per_visit=2)
+    (whole,) = engine.generate([tiny.ask([1, 2, 3], 100, 1.0, stop_token_ids=())])
+    early = next(token for i, token in enumerate(whole.token_ids) if 8 < i and token not in whole.token_ids[:i])
+    stopped = [tiny.ask([1, 2, 3], 100, 1.0, stop_token_ids=(early,))]  # with the next visit under way
+    engine.generate(stopped)
+    time.sleep(2.0)
+    engine.stats.reset()
+    begin = time.perf_counter()
+    engine.generate(stopped)
+    assert engine.stats.decode_seconds + engine.stats.prefill_seconds <= time.perf_counter() - begin
