@@ -177,7 +177,7 @@ def test_requests_come_and_go(target, drafter):
 def test_time_between_requests_is_not_decoding(target, drafter):
     engine = Engine(target, drafter, slots=2, max_length=128, steps_per_visit=2)
     (whole,) = engine.generate([tiny.ask([1, 2, 3], 100, 1.0, stop_token_ids=())])
-    early = next(token for i, token in enumerate(whole.token_ids) if 8 < i and token not in whole.token_ids[:i])
+    early = next(token for i, token in enumerate(whole.token_ids) if i > 8 and token not in whole.token_ids[:i])
     stopped = [tiny.ask([1, 2, 3], 100, 1.0, stop_token_ids=(early,))]  # with the next visit under way
     engine.generate(stopped)
     time.sleep(2.0)
