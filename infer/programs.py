@@ -20,6 +20,7 @@ from dflash_jax.decoding.penalties import remember, remember_prompts
 from dflash_jax.decoding.sampling import gumbel_noise
 from dflash_jax.decoding.state import DraftModel, RowSettings, State, TargetModel, all_rows, begin_row, some_rows
 from dflash_jax.decoding.step import Committed, make_round, run, speculative_step
+from dflash_jax.infer.compiler_options import Options
 from dflash_jax.mesh import constrain, split_rows
 from dflash_jax.sharding import pin
 
@@ -36,16 +37,18 @@ def decode_call(
     capacity: int,
     rows: np.ndarray | None = None,
     logprobs: int | None = None,
+    options: Options | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """`run` of a speculative step as a jitted function and its arguments: one program per number of rows and block size
-    (0 proposes nothing). `rows` are the only ones that it advances, and that its trace has. `state` is donated."""
+    (0 proposes nothing). `rows` are the only ones that it advances, and that its trace has. `options` are the
+    compiler's. `state` is donated."""
     steps, leave = np.int32(max_steps), np.int32(leave_below)
     arguments = target, drafter, state, rows, steps, leave, block_size, proposals, capacity, logprobs
-    return _decode_program(drafter is not None and block_size > 0), arguments
+    return _decode_program(tuple((options or {}).items())), arguments
 
 
 @cache
-def _decode_program(speculative: bool) -> Callable:
+def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Callable:
     def program(target, drafter, state, rows, max_steps, leave_below, block_size, proposals, capacity, logprobs):
         parts = make_round(target, drafter, block_size, proposals)
         step = partial(speculative_step, parts, logprobs=logprobs)
@@ -54,30 +57,7 @@ def _decode_program(speculative: bool) -> Callable:
         return pin(narrow if rows is None else all_rows(state, narrow)), trace
 
     names = ("block_size", "proposals", "capacity", "logprobs")
-    options = block_compiler_options() if speculative else None
-    return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=options)
-
-
-BLOCK_OPTIONS: dict[str, dict[str, str | bool]] = {
-    # XLA hands products to YNNPACK. For one row that is the fastest way; for a block of 16 the older Eigen path takes a
-    # quarter less time (benchmarks.md).
-    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""},
-    # Merging a draft layer's products of the same input copies its part of `kv_proj` in every step.
-    "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
-}
-
-
-@cache
-def block_compiler_options() -> dict[str, str | bool] | None:
-    """Compiler options of programs that multiply blocks of rows; None where there are none, or this XLA knows none."""
-    options = BLOCK_OPTIONS.get(jax.default_backend())
-    if options is None:
-        return None
-    try:
-        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
-    except jax.errors.JaxRuntimeError:
-        return None
-    return options
+    return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=dict(options) or None)
 
 
 @partial(jax.jit, donate_argnames="state")

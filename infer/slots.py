@@ -13,6 +13,7 @@ from dflash_jax.cache import Group
 from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.state import DraftModel, RowSettings, init_state
 from dflash_jax.decoding.step import Committed
+from dflash_jax.infer.compiler_options import Options, fastest_options
 from dflash_jax.infer.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.prefixes import PrefixCache
 from dflash_jax.infer.programs import begin, decode_call, move, prefill, release
@@ -318,4 +319,13 @@ class Slots:
             capacity=self._steps_per_visit,
             rows=None if len(slots) == self._slots else np.asarray(slots, np.int32),
             logprobs=self._logprobs,
+            options=self.compiler_options(block_size, len(slots)),
         )
+
+    def compiler_options(self, block_size: int, rows: int) -> Options | None:
+        """Of the program that proposes so many tokens; None for single tokens."""
+        if self._drafter is None or block_size == 0:
+            return None
+        config, block = self._target.config, self._drafter.depth(block_size) + 1
+        inner = max(layer.intermediate_size for layer in config.layers)
+        return fastest_options(config.hidden_size, inner, rows * block, clock=not self._fixed)

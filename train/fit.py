@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from dflash_jax.checkpoint import read_json
 from dflash_jax.drafters.dflash import Drafter, load_drafter
 from dflash_jax.files import write_json, write_text
+from dflash_jax.infer.compiler_options import block_compiler_options
 from dflash_jax.infer.interrupt import stop_signals
-from dflash_jax.infer.programs import block_compiler_options
 from dflash_jax.mesh import ROWS, gather, rows_of, spread
 from dflash_jax.sharding import shardings
 from dflash_jax.target import Target

@@ -35,8 +35,8 @@ from dflash_jax.decoding.state import State, init_state
 from dflash_jax.decoding.step import make_round, speculative_step
 from dflash_jax.drafters.config import DrafterConfig, drafter_config
 from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.infer.compiler_options import BLOCK_OPTIONS
 from dflash_jax.infer.params import STOP_WIDTH
-from dflash_jax.infer.programs import BLOCK_OPTIONS
 from dflash_jax.kernels.dispatch import platform
 from dflash_jax.mesh import AXES, ROWS, make_mesh, parse_mesh
 from dflash_jax.target import Target

@@ -18,7 +18,6 @@ from dflash_jax.decoding.state import DraftModel, State, init_state
 from dflash_jax.decoding.step import Round, make_round, speculative_step
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.params import STOP_WIDTH
-from dflash_jax.infer.programs import block_compiler_options
 from dflash_jax.mesh import entered
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
@@ -68,7 +67,7 @@ class _Looped:
         temperature: float,
     ):
         length, rows = min(length, engine.max_length - engine.width), engine.slots
-        options = block_compiler_options() if drafter else None
+        options = engine.batch.compiler_options(engine.block_size, rows) if drafter else None
 
         def made() -> State:
             state = init_state(target, drafter, rows, engine.max_length, STOP_WIDTH)
