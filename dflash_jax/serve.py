@@ -26,6 +26,7 @@ from dflash_jax.cli import (
     parse,
     parsed,
 )
+from dflash_jax.infer.interrupt import exit_quietly
 from dflash_jax.infer.progress import LOG_PAUSE, engine_rates, warm_up
 
 if TYPE_CHECKING:
@@ -404,4 +405,4 @@ def _http(options: ServeOptions, address: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_quietly(main())

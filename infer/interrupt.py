@@ -2,8 +2,10 @@
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from typing import NoReturn
 
 
 @contextlib.contextmanager
@@ -27,3 +29,10 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         for name, handler in zip(names, before, strict=True):
             signal.signal(name, handler)
+
+
+def exit_quietly(status: int) -> NoReturn:
+    """Ends the command. A further signal, while Python takes itself apart, changes nothing any more."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    sys.exit(status)

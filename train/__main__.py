@@ -326,4 +326,6 @@ def _ablate(options: AblateOptions) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from dflash_jax.infer.interrupt import exit_quietly
+
+    exit_quietly(main())
