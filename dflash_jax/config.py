@@ -23,9 +23,9 @@ _MOST_ANYWHERE = 2**31 - 1
 # Fields of `config.json` that describe bookkeeping or training, not the forward pass.
 _INERT = frozenset(
     """
-    architectures model_type dtype torch_dtype transformers_version auto_map _name_or_path use_cache
+    architectures model_type dtype torch_dtype transformers_version auto_map _name_or_path _model_name_or_path use_cache
     initializer_range attention_dropout max_window_layers max_position_embeddings bos_token_id
-    eos_token_id pad_token_id id2label label2id problem_type return_dict return_dict_in_generate
+    eos_token_id pad_token_id unk_token_id id2label label2id problem_type return_dict return_dict_in_generate
     output_attentions output_hidden_states is_encoder_decoder chunk_size_feed_forward
     _attn_implementation _attn_implementation_autoset attn_implementation _commit_hash num_anchors loss_decay_gamma
     pretraining_tp
@@ -267,7 +267,7 @@ def rope_config(raw: Raw) -> RopeConfig:
     return RopeConfig(theta=theta, kind=kind, **fields)
 
 
-def attention_config(raw: Raw) -> AttentionConfig:
+def attention_config(raw: Raw, *, window: int | None = None) -> AttentionConfig:
     """The attention of a config whose layers are all alike but for window and causality; refine it by `replace`."""
     heads, kv_heads = require(raw, "num_attention_heads"), require(raw, "num_key_value_heads")
     if heads % kv_heads:
@@ -275,7 +275,7 @@ def attention_config(raw: Raw) -> AttentionConfig:
     head_dim = require(raw, "head_dim")
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary embedding, got {head_dim}")
-    return AttentionConfig(heads, kv_heads, head_dim, rope_config(raw))
+    return AttentionConfig(heads, kv_heads, head_dim, rope_config(raw), window)
 
 
 def decoder_fields(raw: Raw) -> dict[str, Any]:
@@ -284,6 +284,16 @@ def decoder_fields(raw: Raw) -> dict[str, Any]:
         "vocab_size": require(raw, "vocab_size"),
         "hidden_size": require(raw, "hidden_size"),
         "rms_norm_eps": require(raw, "rms_norm_eps", float),
+    }
+
+
+def target_fields(raw: Raw) -> dict[str, Any]:
+    """The fields every target config has, as keyword arguments (all but `layers` and `model_type`)."""
+    trained = raw.get("max_position_embeddings")
+    return decoder_fields(raw) | {
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings")),
+        "eos_token_ids": token_ids(raw.get("eos_token_id")),
+        "max_position_embeddings": require(raw, "max_position_embeddings") if trained else 0,
     }
 
 

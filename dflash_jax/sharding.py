@@ -25,9 +25,9 @@ class Rule(NamedTuple):
 RULES: tuple[Rule, ...] = (
     Rule(r"(embed_tokens|lm_head)", 2, P("model", "fsdp")),
     Rule(r"(qkv_proj|q_proj|gate_up_proj)/weight", 2, P("model", "fsdp")),
-    Rule(r"(qkv_proj|q_proj)/bias", 1, P("model")),
+    Rule(r"(qkv_proj|q_proj|gate_up_proj)/bias", 1, P("model")),
     Rule(r"(o_proj|down_proj|fc)/weight", 2, P("fsdp", "model")),
-    Rule(r"o_proj/bias", 1, P()),
+    Rule(r"(o_proj|down_proj)/bias", 1, P()),
     Rule(r"kv_proj", 3, P(None, "model", "fsdp")),  # of all draft layers
     Rule(r"kv_bias", 2, P(None, "model")),
     Rule(r"\w*norm/weight", 1, P()),

@@ -80,8 +80,8 @@ def write(directory: Path, raw: dict, tensors: dict[str, np.ndarray]) -> Path:
 
 
 def write_target(directory: Path, raw: dict, seed: int = 0) -> Path:
-    table = models.qwen3.tensors(models.target_config(raw))
-    return write(directory, raw, random_tensors(table, seed))
+    config = models.target_config(raw)
+    return write(directory, raw, random_tensors(models.family(config.model_type).tensors(config), seed))
 
 
 def write_drafter(directory: Path, raw: dict, seed: int = 1) -> Path:

@@ -101,9 +101,11 @@ class MLP(nn.Module):
     width: int
     inner: int
     layout: Layout = WHOLE
+    bias: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         width, inner = self.width, self.inner
-        gate, up = unfuse(Linear((width, 2 * inner), name="gate_up_proj")(x), (inner, inner), self.layout.shards)
-        return Linear((inner, width), name="down_proj")(nn.silu(gate) * up)
+        both = Linear((width, 2 * inner), self.bias, name="gate_up_proj")(x)
+        gate, up = unfuse(both, (inner, inner), self.layout.shards)
+        return Linear((inner, width), self.bias, name="down_proj")(nn.silu(gate) * up)

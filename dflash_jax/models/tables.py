@@ -1,8 +1,34 @@
-"""Checkpoint tensors of the layers that many families share."""
+"""Checkpoint tensors of what many families share: the decoder, and layers with attention and SwiGLU."""
+
+from collections.abc import Callable
 
 from dflash_jax.checkpoint import Section, Stored, Table, copied, fused
-from dflash_jax.config import LayerConfig
+from dflash_jax.config import LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout
+
+
+def decoder(config: TargetConfig, layer: Callable[[str, str, LayerConfig], Table], prefix: str = "model") -> Table:
+    """Embedding, layers, final norm and head under Hugging Face's names.
+
+    Args:
+        layer: the table of a layer, given the paths of its parameters and of its tensors.
+        prefix: of all tensors but the head's.
+    """
+    D = config.hidden_size
+    table: Table = {
+        "embed_tokens": copied(f"{prefix}.embed_tokens.weight", config.vocab_size, D),
+        "norm/weight": copied(f"{prefix}.norm.weight", D),
+    }
+    if not config.tie_word_embeddings:
+        table["lm_head"] = copied("lm_head.weight", config.vocab_size, D)
+    for i, each in enumerate(config.layers):
+        table |= layer(f"layers_{i}", f"{prefix}.layers.{i}", each)
+    return table
+
+
+def ignored(config: TargetConfig) -> tuple[str, ...]:
+    """Endings of tensors that published checkpoints carry and nobody reads."""
+    return ("rotary_emb.inv_freq", *(("lm_head.weight",) if config.tie_word_embeddings else ()))
 
 
 def decoder_layer(
@@ -14,6 +40,7 @@ def decoder_layer(
     *,
     bias: bool,
     qk_norm: bool,
+    mlp_bias: bool = False,
     fuse_qkv: bool = True,
 ) -> Table:
     """A pre-norm decoder layer with attention and SwiGLU under Hugging Face's names.
@@ -23,6 +50,7 @@ def decoder_layer(
         width: of the model.
         bias: whether the projections of attention have one.
         qk_norm: whether query and key heads have a norm.
+        mlp_bias: whether the products of the MLP have one.
         fuse_qkv: whether keys, values and their norm belong to the layer; else they live elsewhere.
     """
     c, inner = layer.mixer, layer.intermediate_size
@@ -36,13 +64,15 @@ def decoder_layer(
     def each(kind: str, *rest: int) -> list[Section]:
         return [Section(Stored(f"{attention}.{n}.{kind}", (size, *rest)), copies=times) for n, size, times in heads]
 
-    gate_up = [Section(Stored(f"{mlp}.{name}_proj.weight", (inner, width))) for name in ("gate", "up")]
+    def gate_up(kind: str, *rest: int) -> list[Section]:
+        return [Section(Stored(f"{mlp}.{name}_proj.{kind}", (inner, *rest))) for name in ("gate", "up")]
+
     table: Table = {
         "input_layernorm/weight": copied(f"{prefix}.input_layernorm.weight", width),
         "post_attention_layernorm/weight": copied(f"{prefix}.post_attention_layernorm.weight", width),
         f"self_attn/{projection}/weight": fused(each("weight", width), layout.shards),
         "self_attn/o_proj/weight": copied(f"{attention}.o_proj.weight", width, queries),
-        "mlp/gate_up_proj/weight": fused(gate_up, layout.shards),
+        "mlp/gate_up_proj/weight": fused(gate_up("weight", width), layout.shards),
         "mlp/down_proj/weight": copied(f"{mlp}.down_proj.weight", width, inner),
     }
     for name in ("q_norm", "k_norm") if fuse_qkv else ("q_norm",):
@@ -51,4 +81,7 @@ def decoder_layer(
     if bias:
         table[f"self_attn/{projection}/bias"] = fused(each("bias"), layout.shards)
         table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", width)
+    if mlp_bias:
+        table["mlp/gate_up_proj/bias"] = fused(gate_up("bias"), layout.shards)
+        table["mlp/down_proj/bias"] = copied(f"{mlp}.down_proj.bias", width)
     return {f"{path}/{name}": leaf for name, leaf in table.items()}

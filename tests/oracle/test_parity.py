@@ -14,8 +14,8 @@ transformers = pytest.importorskip("transformers")
 
 from dflash_jax import checkpoint, generate, load_drafter, load_target, models, spec_generate  # noqa: E402
 from dflash_jax.cache import commit  # noqa: E402
+from tests.oracle.families import MASK, VOCAB, assert_same_forward, prompts, randomise  # noqa: E402
 
-VOCAB, MASK = 97, 96
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -27,20 +27,6 @@ SHAPE = {
     "max_position_embeddings": 512,
     "dtype": "float32",
 }
-
-
-def randomise(module, seed):
-    """Weights large enough that layers, heads and norms matter."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            if "norm" in name:
-                weight.copy_(1 + 0.3 * torch.randn_like(weight))
-            elif weight.ndim == 2 and "embed" not in name:
-                weight.copy_(torch.randn_like(weight) * 1.3 / weight.shape[1] ** 0.5)
-            else:
-                weight.copy_(torch.randn_like(weight) * 0.5)
-    return module
 
 
 def make_target(directory, **changes):
@@ -63,11 +49,6 @@ def make_drafter(directory, **changes):
     drafter = randomise(model.DFlashDraftModel(config), 1).eval()
     drafter.save_pretrained(directory)
     return drafter
-
-
-def prompts(count=3):
-    rng = np.random.default_rng(5)
-    return [rng.integers(0, MASK, size).tolist() for size in (7, 23, 12)[:count]]
 
 
 TARGETS = {
@@ -98,29 +79,8 @@ TARGETS = {
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_target_logits_and_features_equal_transformers(name, tmp_path):
-    """Prefill in two chunks: the second reads the first through the cache."""
     theirs = make_target(tmp_path, **TARGETS[name])
-    ours = load_target(tmp_path)
-    ids = np.asarray([prompts()[1]])
-    taps = (0, 1, 2)
-    with torch.inference_mode():
-        expected = theirs(torch.tensor(ids), output_hidden_states=True)
-
-    @jax.jit
-    def forward(tokens, cache, lengths):
-        positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None]
-        hidden, features, fresh = ours.forward(tokens, positions, None, cache, lengths, taps=taps)
-        return ours.unembed(hidden), features, commit(cache, fresh, lengths, jnp.full(1, tokens.shape[1], jnp.int32))
-
-    logits, features, cache = forward(jnp.asarray(ids[:, :13]), ours.init_cache(1, 32), jnp.asarray([0]))
-    more_logits, more_features, _ = forward(jnp.asarray(ids[:, 13:]), cache, jnp.asarray([13]))
-    logits = np.concatenate([logits, more_logits], axis=1)
-    features = np.concatenate([features, more_features], axis=1)
-    np.testing.assert_allclose(logits, expected.logits.numpy(), atol=1e-4)
-    hidden = np.concatenate([expected.hidden_states[i + 1].numpy() for i in taps], axis=-1)
-    np.testing.assert_allclose(features, hidden, atol=1e-4)
-    shifted = np.concatenate([expected.hidden_states[i].numpy() for i in taps], axis=-1)
-    assert np.abs(features - shifted).max() > 1e-2  # the control: off by one layer is not the same
+    assert_same_forward(theirs, load_target(tmp_path))
 
 
 def test_saved_target_is_what_was_loaded(tmp_path):

@@ -1,0 +1,78 @@
+"""The decoder around the layers of most families, and the order of a pre-norm layer.
+
+Shapes: B rows, T block positions, D model width, V vocabulary, F tapped features.
+"""
+
+from typing import Any, ClassVar
+
+import flax.linen as nn
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.cache import Cache, Fresh
+from dflash_jax.config import TargetConfig
+from dflash_jax.mesh import Layout, on_every_device
+from dflash_jax.models.attention import Pass, run_layers
+from dflash_jax.models.layers import RMSNorm, project
+from dflash_jax.sharding import gathered, lookup
+
+
+class Decoder(nn.Module):
+    """Embedding, decoder layers, final norm and head. A family derives its `Model` from it and names its layer.
+
+    Attributes:
+        layer: the family's `layer(config, layer, layout)`; see `run_layers` for what it is called with.
+    """
+
+    layer: ClassVar[Any]
+
+    config: TargetConfig
+    layout: Layout
+
+    def setup(self):
+        c, table = self.config, (self.config.vocab_size, self.config.hidden_size)
+        self.embed_tokens = self.param("embed_tokens", nn.initializers.normal(0.02), table)
+        self.layers = [self.layer(c, layer, self.layout) for layer in c.layers]
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        if not c.tie_word_embeddings:
+            self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), table)
+
+    def table(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Rows of the embedding table, as a drafter reads them."""
+        return lookup(self.embed_tokens, tokens)
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Embeddings as the first layer reads them."""
+        return self.table(tokens)
+
+    def forward(
+        self, tokens: Int[Array, "B T"], at: Pass, cache: Cache, taps: tuple[int, ...]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]:
+        """Returns normed hidden states, the outputs of the tapped layers side by side, and what is fresh."""
+        x, features, fresh = run_layers(self.layers, self.config.layers, self.embed(tokens), at, cache, taps)
+        return self.norm(x), features, fresh
+
+    def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Float32 products with the head, as a drafter reads them."""
+        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return project(hidden, gathered(head, "lm_head"))
+
+    def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Float32 logits of the target."""
+        return self.head(hidden)
+
+
+def pre_norm(
+    config: TargetConfig,
+    attention: nn.Module,
+    mlp: nn.Module,
+    x: Float[Array, "B T D"],
+    at: Pass,
+    entry: Any,
+    shared: Fresh | None,
+) -> tuple[Float[Array, "B T D"], Fresh]:
+    """A layer that norms what attention and the MLP read, and adds what they return; called inside its module."""
+    D, eps = config.hidden_size, config.rms_norm_eps
+    h, fresh = attention(RMSNorm(D, eps, name="input_layernorm")(x), at, entry, shared)  # type: ignore[operator]
+    x = on_every_device(x + h)
+    h = mlp(RMSNorm(D, eps, name="post_attention_layernorm")(x))  # type: ignore[operator]
+    return on_every_device(x + h), fresh
