@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, overload
 
 import tyro
@@ -428,7 +427,8 @@ def enable_compilation_cache() -> None:
     """Keeps compiled programs between runs, unless the user has chosen a place or none."""
     import jax
 
+    from dflash_jax.checkpoint import cache_directory
+
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
-        home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        jax.config.update("jax_compilation_cache_dir", str(home / "dflash_jax" / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from dflash_jax.checkpoint import read_json
+from dflash_jax.checkpoint import gguf, read_json
 
 # Small files that decide prompts and answers, taken whole.
 CONTENTS = """
@@ -36,28 +36,31 @@ def fingerprint(directory: str | Path) -> str:
     for name in CONTENTS:
         if (directory / name).is_file():
             take(name.encode(), (directory / name).read_bytes())
-    for name in _weight_files(directory):
-        with (directory / name).open("rb") as file:
+    for path in _weight_files(directory):
+        with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            take(name.encode(), size.to_bytes(8, "little"), *_samples(file, size))
+            take(path.name.encode(), size.to_bytes(8, "little"), *_samples(file, size))
     return digest.hexdigest()
 
 
-def _weight_files(directory: Path) -> list[str]:
+def _weight_files(directory: Path) -> list[Path]:
     """Those that are loaded: what else lies there changes nothing."""
+    if (directory / gguf.INDEX).is_file():
+        return [gguf.Weights(directory).path]
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
-        return ["model.safetensors"]
+        return [directory / "model.safetensors"]
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict):
         raise ValueError(f"{index} must have a weight_map from tensor names to file names, got {files!r:.60}")
-    return sorted(set(files.values()))
+    return [directory / name for name in sorted(set(files.values()))]
 
 
 def _samples(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """The header of a safetensors file, then pieces of its data or, if there are no more, all of it."""
+    """The header of a safetensors file, if it is one, then pieces of the rest or, if there are no more, all of it."""
     length = file.read(8)
-    yield length + file.read(min(int.from_bytes(length, "little"), size))
+    header = int.from_bytes(length, "little")
+    yield length + file.read(header if header <= size else 0)
     start = file.tell()
     if size - start <= PIECES * PIECE:
         yield file.read()

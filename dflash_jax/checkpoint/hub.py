@@ -4,18 +4,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.checkpoint import gguf
+
 
 def resolve(source: str | Path, what: str) -> Path:
-    """A local checkpoint directory, downloaded from the hub if `source` is a hub id.
+    """A local checkpoint directory: downloaded from the hub if `source` is a hub id, made from a GGUF file.
 
     Raises:
-        ValueError: neither a directory nor a repository that can be downloaded.
+        ValueError: no directory, no GGUF file that can be used, no repository that can be downloaded.
     """
     path = Path(source).expanduser()
     if path.is_dir():
         return path
+    if path.is_file() and path.suffix == ".gguf":
+        return gguf.unpack(path)
     if path.exists() or str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
-        raise ValueError(f"{what} must be a checkpoint directory or a hub id 'owner/name', got {source!s}")
+        raise ValueError(
+            f"{what} must be a checkpoint directory, a .gguf file or a hub id 'owner/name', got {source!s}"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors along a table, one tensor at a time."""
+"""Reads weights along a table, and writes them as safetensors, one tensor at a time."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,23 +13,30 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dflash_jax import files
+from dflash_jax.checkpoint import gguf
 from dflash_jax.checkpoint.hub import read_json
 from dflash_jax.checkpoint.table import Leaf, Part, QuantisedLeaf, Table, leaves
 from dflash_jax.quantised import Quantised
 
 
 class Reader:
-    """The safetensors files of one checkpoint directory: names and shapes now, tensors on demand."""
+    """The weight files of one checkpoint directory: names and shapes now, tensors on demand."""
 
     def __init__(self, directory: Path, rename: Callable[[str], str] = lambda name: name):
         self.directory = directory
-        self._files = {path.name: _open(path) for path in self._paths()}
+        self._files = self._open()
         self._tensors: dict[str, tuple[Any, str, str]] = {}
         for path, handle in self._files.items():
             for name in handle.keys():  # noqa: SIM118 (no dict)
                 if (known := rename(name)) in self._tensors:
                     raise ValueError(f"{directory} has {name!r} twice, in {self._tensors[known][2]} and {path}")
                 self._tensors[known] = handle, name, path
+
+    def _open(self) -> dict[str, Any]:
+        if (self.directory / gguf.INDEX).is_file():
+            weights = gguf.Weights(self.directory)
+            return {str(weights.path): weights}
+        return {path.name: _open(path) for path in self._paths()}
 
     def _paths(self) -> list[Path]:
         index, single = self.directory / "model.safetensors.index.json", self.directory / "model.safetensors"

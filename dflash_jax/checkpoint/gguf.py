@@ -1,0 +1,259 @@
+"""GGUF files as checkpoint directories: config and tokenizer are written out once, weights are read from the file.
+
+Reference: the GGUF specification (ggml `docs/gguf.md`), and transformers' `modeling_gguf_pytorch_utils.py`.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_jax import files
+
+FORMAT = 1  # of the directories that are written
+INDEX = "gguf.json"
+
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_FREQUENCIES = "rope_freqs.weight"  # by which rotary frequencies are divided: what llama3 scaling comes to
+_KNOWN = frozenset(
+    """
+    block_count context_length embedding_length feed_forward_length vocab_size attention.head_count
+    attention.head_count_kv attention.layer_norm_rms_epsilon attention.key_length attention.value_length
+    attention.sliding_window rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor
+    rope.scaling.original_context_length rope.scaling.finetuned
+""".split()
+)
+
+
+def cache_directory() -> Path:
+    """Where this package keeps what it can make again: `$XDG_CACHE_HOME/dflash_jax`, or `~/.cache/dflash_jax`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_jax"
+
+
+def unpack(path: Path) -> Path:
+    """A checkpoint directory for a GGUF file of the llama family, made at the first call and kept in the cache.
+
+    It holds `config.json`, `generation_config.json`, the tokenizer with its chat template, and an index of the
+    tensors. The weights stay in the file.
+
+    Raises:
+        ValueError: no GGUF file, another architecture, or settings that are not supported.
+    """
+    path, stat = path.resolve(), path.stat()
+    identity = f"{FORMAT} {path} {stat.st_size} {stat.st_mtime_ns}"
+    directory = cache_directory() / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:32]
+    if (directory / INDEX).is_file():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+        made = Path(scratch) / "made"
+        made.mkdir()
+        _write(path, made)
+        try:
+            made.rename(directory)
+        except OSError:  # another process was faster
+            if not (directory / INDEX).is_file():
+                raise
+    return directory
+
+
+class Weights:
+    """The tensors of an unpacked GGUF file under Hugging Face's names, dequantised to float32 where they are read."""
+
+    def __init__(self, directory: Path):
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        self.path = Path(index["file"])
+        if not self.path.is_file() or self.path.stat().st_size != index["size"]:
+            raise ValueError(f"{self.path} is gone or has changed; name the GGUF file again")
+        self._data = np.memmap(self.path, np.uint8, mode="r")
+        self._tensors: dict[str, dict[str, Any]] = index["tensors"]
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> "Tensor":
+        return Tensor(self._data, **self._tensors[name])
+
+
+class Tensor:
+    """One stored tensor; it is read by rows, since a row is what is quantised together.
+
+    Args:
+        shape: [out, in] or [size].
+        heads: if not 0, the rows of so many rotary heads are stored in turns: first half, second half, and so on.
+    """
+
+    def __init__(self, data: np.ndarray, kind: int, offset: int, shape: list[int], heads: int):
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        self._kind, self._shape, self._heads = GGMLQuantizationType(kind), tuple(shape), heads
+        block, size = GGML_QUANT_SIZES[self._kind]
+        rows, width = (1, shape[0]) if len(shape) == 1 else shape
+        row = width // block * size
+        self._rows = data[offset : offset + rows * row].reshape(rows, row)
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        from gguf import dequantize
+
+        order = np.arange(self._shape[0])
+        if self._heads:
+            order = order.reshape(self._heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        if len(self._shape) == 1:
+            return dequantize(self._rows, self._kind).reshape(-1)[order][index].astype(np.float32)
+        return dequantize(self._rows[order[index[0]]], self._kind)[:, index[1]].astype(np.float32)
+
+
+def _write(path: Path, directory: Path) -> None:
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, KeyError, IndexError, OSError, OverflowError) as error:
+        raise ValueError(f"{path} is no complete GGUF file ({error}); download it again") from error
+    if (architecture := fields.get("general.architecture")) != "llama":
+        raise ValueError(f"{path}: GGUF files of architecture 'llama' are supported, got {architecture!r}")
+    own = {name.removeprefix("llama."): value for name, value in fields.items() if name.startswith("llama.")}
+    if unknown := sorted(name for name, value in own.items() if name not in _KNOWN and value):
+        raise ValueError(f"{path} has settings that are not supported: {', '.join(unknown)}")
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    try:
+        config = _config(own, stored)
+    except KeyError as error:
+        raise ValueError(f"{path} must give {error}, found none; is it a language model?") from error
+    ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    config["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None)) or None
+    files.write_json(directory / "config.json", config)
+    files.write_json(directory / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
+    _write_tokenizer({name.removeprefix("tokenizer."): value for name, value in fields.items()}, directory)
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    tensors = {
+        _hugging_face_name(name): {
+            "kind": int(tensor.tensor_type),
+            "offset": int(tensor.data_offset),
+            "shape": [int(size) for size in reversed(tensor.shape)],
+            "heads": next((count for part, count in heads.items() if f".{part}." in name), 0),
+        }
+        for name, tensor in stored.items()
+        if name != _FREQUENCIES
+    }
+    index = {"format": FORMAT, "file": str(path), "size": path.stat().st_size, "tensors": tensors}
+    files.write_json(directory / INDEX, index)
+
+
+def _hugging_face_name(name: str) -> str:
+    """The checkpoint name of a GGUF tensor; the name itself if there is none."""
+    match name.split("."):
+        case ["blk", layer, part, kind] if part in _LAYER:
+            return f"model.layers.{layer}.{_LAYER[part]}.{kind}"
+        case [part, kind] if part in _WHOLE:
+            return f"{_WHOLE[part]}.{kind}"
+    return name
+
+
+def _config(own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """`config.json` of a llama, from its settings and tensors."""
+    heads, width = own["attention.head_count"], own["embedding_length"]
+    dims = [own[f"attention.{kind}_length"] for kind in ("key", "value") if f"attention.{kind}_length" in own]
+    rotated = own.get("rope.dimension_count", width // heads)
+    if any(dim != rotated for dim in dims):
+        raise ValueError(f"GGUF: {rotated} rotated dimensions of heads of {dims} are not supported; they must be equal")
+    window = own.get("attention.sliding_window")
+    config = {
+        "model_type": "mistral" if window else "llama",
+        "vocab_size": int(stored["token_embd.weight"].shape[1]),
+        "hidden_size": width,
+        "intermediate_size": own["feed_forward_length"],
+        "num_hidden_layers": own["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "head_dim": rotated,
+        "hidden_act": "silu",
+        "rms_norm_eps": own["attention.layer_norm_rms_epsilon"],
+        "max_position_embeddings": own["context_length"],
+        "rope_theta": own.get("rope.freq_base", 10000.0),
+        "attention_bias": "blk.0.attn_q.bias" in stored,
+        "mlp_bias": "blk.0.ffn_gate.bias" in stored,
+        "tie_word_embeddings": "output.weight" not in stored,
+    }
+    if window:
+        config["sliding_window"] = window
+    if (scaling := _rope_scaling(own, config, stored)) is not None:
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _rope_scaling(
+    own: Mapping[str, Any], config: Mapping[str, Any], stored: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    kind = own.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise ValueError(f"GGUF: rope scaling {kind!r} is not supported; expected linear or yarn")
+    if kind != "none":
+        original = own.get("rope.scaling.original_context_length")
+        scaling = {"rope_type": kind, "factor": own["rope.scaling.factor"]}
+        return scaling | ({"original_max_position_embeddings": original} if kind == "yarn" else {})
+    if _FREQUENCIES not in stored:
+        return None
+    divisors = np.asarray(stored[_FREQUENCIES].data, np.float32).reshape(-1)
+    # Every published llama3 scaling has these bands and this context; the factor is that of the slowest frequencies.
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(divisors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    dims = np.arange(0, config["head_dim"], 2) / config["head_dim"]
+    rotations = 8192 * config["rope_theta"] ** -dims / (2 * np.pi)
+    keep = np.clip((rotations - 1.0) / 3.0, 0.0, 1.0)
+    expected = 1 / (keep + (1 - keep) / scaling["factor"])
+    if expected.shape != divisors.shape or not np.allclose(divisors, expected, rtol=1e-3):
+        raise ValueError(f"GGUF: the factors in {_FREQUENCIES} are not those of llama3 scaling, which is supported")
+    return scaling
+
+
+def _write_tokenizer(fields: Mapping[str, Any], directory: Path) -> None:
+    """The tokenizer as transformers converts it, with the special tokens that the metadata names."""
+    if "ggml.tokens" not in fields:
+        return
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.ggml import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+
+    given = {name: fields[key] for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items() if key in fields}
+    tokenizer, _ = convert_gguf_tokenizer("llama", given)
+    tokens = fields["ggml.tokens"]
+    special = {
+        f"{kind}_token": tokens[fields[f"ggml.{name}_token_id"]]
+        for kind, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if f"ggml.{name}_token_id" in fields
+    }
+    if fields.get("ggml.add_bos_token", fields.get("ggml.model") == "llama") and (bos := special.get("bos_token")):
+        first = [(bos, fields["ggml.bos_token_id"])]
+        tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=first)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = fields.get("chat_template")
+    fast.save_pretrained(directory)
