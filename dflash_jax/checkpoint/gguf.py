@@ -67,7 +67,7 @@ def unpack(path: Path) -> Path:
         _write(path, made)
         try:
             made.rename(directory)
-        except OSError:  # another process was faster
+        except OSError:  # unless another process was faster
             if not (directory / INDEX).is_file():
                 raise
     return directory
@@ -244,7 +244,10 @@ def _write_tokenizer(fields: Mapping[str, Any], directory: Path) -> None:
     from transformers.integrations.ggml import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 
     given = {name: fields[key] for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items() if key in fields}
-    tokenizer, _ = convert_gguf_tokenizer("llama", given)
+    try:
+        tokenizer, _ = convert_gguf_tokenizer("llama", given)
+    except Exception as error:  # what the libraries raise for a vocabulary that makes no sense
+        raise ValueError(f"GGUF: the tokenizer cannot be read ({error})") from error
     tokens = fields["ggml.tokens"]
     special = {
         f"{kind}_token": tokens[fields[f"ggml.{name}_token_id"]]

