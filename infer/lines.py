@@ -72,7 +72,7 @@ class Line:
     later: tuple[str, ...] = ()
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
-    batch: openai.Batch | None = None
+    batch: openai.BatchLine | None = None
     is_batch: bool = False
     digest: bytes = b""
 

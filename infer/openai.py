@@ -27,14 +27,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Batch(NamedTuple):
+class BatchLine(NamedTuple):
     """What a batch line is answered for."""
 
     endpoint: str
     model: str
 
 
-def plain_line(row: Mapping[str, Any]) -> tuple[dict[str, Any], Batch]:
+def plain_line(row: Mapping[str, Any]) -> tuple[dict[str, Any], BatchLine]:
     """The plain form of a batch line `{"custom_id", "method", "url", "body"}`; raises RequestError."""
     if row.get("method") != "POST" or row.get("url") not in (CHAT, TEXT):
         raise RequestError(
@@ -43,7 +43,7 @@ def plain_line(row: Mapping[str, Any]) -> tuple[dict[str, Any], Batch]:
     body = row.get("body")
     if not isinstance(body, dict):
         raise RequestError("invalid_request", f"body must be an object, got {type(body).__name__}")
-    return plain_body(body, row["url"]), Batch(row["url"], model_name(body))
+    return plain_body(body, row["url"]), BatchLine(row["url"], model_name(body))
 
 
 def model_name(body: Mapping[str, Any], default: str = "dflash-jax") -> str:
@@ -190,7 +190,7 @@ def chunk_choice(
     return choice | {"delta": delta}
 
 
-def batch_record(custom_id: str, batch: Batch, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def batch_record(custom_id: str, batch: BatchLine, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The batch output line of an answered request."""
     name = f"batch_req_{uuid.uuid4().hex}"
     response = {"status_code": 200, "request_id": name, "body": body(batch.endpoint, batch.model, answers)}

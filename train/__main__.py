@@ -188,13 +188,11 @@ def _fit(options: FitOptions) -> int:
     if config.evaluate_every and not options.eval_prompts:
         raise ValueError("evaluate_every needs --eval-prompts FILE.jsonl")
     if options.eval_prompts:
-        evaluation = partial(
-            evaluate,
-            target,
-            requests=read_prompts(options.eval_prompts, target, config.evaluate_samples, options.chat_template_kwargs),
-            params=SamplingParams(config.evaluate_max_new_tokens, config.evaluate_temperature),
-            block_size=config.block_size,
-        )
+        arguments = dict(options.chat_template_kwargs)
+        requests = read_prompts(options.eval_prompts, target, config.evaluate_samples, arguments)
+        params = SamplingParams(config.evaluate_max_new_tokens, config.evaluate_temperature)
+        decode = partial(evaluate, target, requests=requests, params=params, block_size=config.block_size)
+        evaluation = lambda drafter: decode(drafter) | {"chat_template_kwargs": arguments}
     run = Run(options.out, target, drafter, raw, data.examples, config, features=features, evaluate=evaluation)
     writer = None
     if options.tensorboard:
