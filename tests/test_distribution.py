@@ -93,6 +93,7 @@ def p_value(counts, p):
     return stats.chisquare(pool(counts), pool(expected)).pvalue
 
 
+@pytest.mark.lossless
 @pytest.mark.parametrize("settings", SETTINGS, ids=["coupled", "independent", "filtered"])
 def test_three_tokens_come_as_often_as_the_target_has_them(pair, settings):
     target, drafter = pair

@@ -39,6 +39,7 @@ def answers(target, drafter, slots: int) -> list[list[int]]:
     return [done.token_ids for done in engine.generate([request for request, _ in requests(target)])]
 
 
+@pytest.mark.lossless
 @pytest.mark.parametrize("speculative", [True, False], ids=["speculative", "plain"])
 def test_answers_are_those_of_before(speculative):
     target_directory, drafter_directory = bundled_pair()

@@ -55,6 +55,7 @@ def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
     return state, firsts
 
 
+@pytest.mark.lossless
 @pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("block_size", [1, 2, 5, 8])
 def test_speculative_equals_autoregressive(target, drafter, settings, block_size):
@@ -75,6 +76,7 @@ def test_speculative_equals_autoregressive(target, drafter, settings, block_size
         assert [1 + sum(row) for row in ours.acceptance_lengths] == [30] * len(PROMPTS)
 
 
+@pytest.mark.lossless
 @pytest.mark.parametrize("proposals", ["coupled", "argmax", "independent"])
 def test_proposals_never_change_the_sample(target, drafter, proposals):
     plain = generate(target, PROMPTS, max_new_tokens=24, temperature=1.0, seed=1)
@@ -93,6 +95,7 @@ def test_anchor_that_predicts_proposes_one_more(target, tmp_path):
         assert spec_generate(target, drafter, PROMPTS, max_new_tokens=25, block_size=block_size).tokens == plain.tokens
 
 
+@pytest.mark.lossless
 @pytest.mark.parametrize("block_size", [1, 8])
 def test_stop_token_anywhere_in_a_block(target, drafter, block_size):
     prompt = PROMPTS[1]

@@ -35,6 +35,7 @@ def answers(pair, order, **settings):
     return {request.id: outcome(completion) for request, completion in zip(asked, done, strict=True)}
 
 
+@pytest.mark.lossless
 def test_neighbours_arrival_prefixes_and_lengths_change_no_bit(pair):
     everyone = range(len(requests()))
     first = answers(pair, everyone)

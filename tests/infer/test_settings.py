@@ -55,6 +55,7 @@ def test_penalties_choose_what_a_plain_loop_chooses(target, drafter, given):
             assert answer[step] == np.argmax(penalised(logits, prompt, answer[:step], **given))
 
 
+@pytest.mark.lossless
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_penalties_are_exact_with_speculation_and_leave_neighbours_alone(target, drafter, temperature):
     requests = [
