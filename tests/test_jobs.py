@@ -314,3 +314,15 @@ def test_figures_while_a_job_runs(pair, tmp_path, capsys):
     latency = json.loads(summary.read_text())["latency_seconds"]
     assert set(latency) == {"queue", "first_token", "per_token", "end_to_end"}
     assert latency["end_to_end"]["p50"] >= latency["first_token"]["p50"] >= latency["queue"]["p50"] >= 0
+
+
+def test_a_signal_while_python_ends_prints_nothing():
+    code = (
+        "import atexit, os, signal\n"
+        "from dflash_jax.infer.interrupt import exit_quietly\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.{}))\n"
+        "exit_quietly(3)\n"
+    )
+    for name in ("SIGINT", "SIGTERM"):
+        done = subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (3, "")
