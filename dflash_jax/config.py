@@ -114,21 +114,39 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Experts, some of which every token goes through. The names are Hugging Face's.
+
+    Attributes:
+        num_experts, num_experts_per_tok: how many there are, and how many a token goes through.
+        intermediate_size: inner width of one.
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """One layer.
 
     Attributes:
         mixer: its attention, or what it has instead.
         intermediate_size: inner width of its MLP.
+        experts: what it has instead of an MLP; None if it has one.
     """
 
     mixer: AttentionConfig
     intermediate_size: int
+    experts: ExpertsConfig | None = None
 
     def indivisible(self, shards: int) -> str | None:
         """Why it cannot be split in so many parts, or None."""
-        inner = f"an inner width of {self.intermediate_size}" if self.intermediate_size % shards else None
-        return self.mixer.indivisible(shards) or inner
+        inner = self.experts.intermediate_size if self.experts else self.intermediate_size
+        return self.mixer.indivisible(shards) or (f"an inner width of {inner}" if inner % shards else None)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,9 @@ RULES: tuple[Rule, ...] = (
     Rule(r"(qkv_proj|q_proj|gate_up_proj)/bias", 1, P("model")),
     Rule(r"(o_proj|down_proj|fc)/weight", 2, P("fsdp", "model")),
     Rule(r"(o_proj|down_proj)/bias", 1, P()),
+    Rule(r"experts/router", 2, P()),
+    Rule(r"experts/gate_up_proj", 3, P(None, "model", "fsdp")),
+    Rule(r"experts/down_proj", 3, P(None, "fsdp", "model")),
     Rule(r"kv_proj", 3, P(None, "model", "fsdp")),  # of all draft layers
     Rule(r"kv_bias", 2, P(None, "model")),
     Rule(r"\w*norm/weight", 1, P()),

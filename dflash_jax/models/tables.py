@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from dflash_jax.checkpoint import Section, Stored, Table, copied, fused
-from dflash_jax.config import LayerConfig, TargetConfig
+from dflash_jax.checkpoint import Section, Stored, Table, copied, fused, stacked
+from dflash_jax.config import ExpertsConfig, LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout
 
 
@@ -85,3 +85,17 @@ def decoder_layer(
         table["mlp/gate_up_proj/bias"] = fused(gate_up("bias"), layout.shards)
         table["mlp/down_proj/bias"] = copied(f"{mlp}.down_proj.bias", width)
     return {f"{path}/{name}": leaf for name, leaf in table.items()}
+
+
+def experts(path: str, prefix: str, width: int, config: ExpertsConfig, layout: Layout) -> Table:
+    """Router and experts that are stored one by one, under Hugging Face's names."""
+    inner, every = config.intermediate_size, [f"{prefix}.experts.{e}" for e in range(config.num_experts)]
+
+    def gate_up(expert: str) -> list[Section]:
+        return [Section(Stored(f"{expert}.{name}_proj.weight", (inner, width))) for name in ("gate", "up")]
+
+    return {
+        f"{path}/router": copied(f"{prefix}.gate.weight", config.num_experts, width),
+        f"{path}/gate_up_proj": stacked([fused(gate_up(expert), layout.shards) for expert in every]),
+        f"{path}/down_proj": stacked([copied(f"{expert}.down_proj.weight", width, inner) for expert in every]),
+    }

@@ -24,8 +24,8 @@ def randomise(module, seed):
         for name, weight in module.named_parameters():
             if "norm" in name:
                 weight.copy_(1 + 0.3 * torch.randn_like(weight))
-            elif weight.ndim == 2 and "embed" not in name:
-                weight.copy_(torch.randn_like(weight) * 1.3 / weight.shape[1] ** 0.5)
+            elif weight.ndim >= 2 and "embed" not in name:
+                weight.copy_(torch.randn_like(weight) * 1.3 / weight.shape[-1] ** 0.5)
             else:
                 weight.copy_(torch.randn_like(weight) * 0.5)
     return module

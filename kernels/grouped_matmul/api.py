@@ -1,0 +1,37 @@
+"""Products of sorted rows with the weights of their groups.
+
+Shapes: M rows, E groups, N outputs, D inputs.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..dispatch import Name, choose
+from . import pallas_tpu, reference
+from .trial import Trial
+
+IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu}
+
+
+def grouped_matmul(
+    x: Float[Array, "M D"],
+    weights: Float[Array, "E N D"],
+    sizes: Int[Array, " E"],
+    *,
+    implementation: Name | None = None,
+) -> Float[Array, "M N"]:
+    """`x[i] @ weights[e].T` for every row i of group e, summed and returned in float32.
+
+    The rows of a group lie side by side, and the groups in order. Rows behind the last group are zero, and a group
+    without rows costs nothing: its weights are not read.
+
+    Args:
+        sizes: rows of each group; together at most M.
+        implementation: "xla" or "tpu" (megablox, Pallas); see `dispatch`.
+
+    Raises:
+        ValueError: the named implementation does not serve this case; the message says why.
+    """
+    chosen = choose(IMPLEMENTATIONS, x, weights, implementation=implementation, trial=Trial.of(x, weights))
+    out = chosen.grouped_matmul(x, weights, sizes)
+    return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None], out, 0.0)

@@ -1,0 +1,61 @@
+"""XLA implementation: `jax.lax.ragged_dot` where it is sparse, else a loop over the groups that have rows.
+
+On CPU `ragged_dot` multiplies every row with every group's weights, and needs as much memory.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..dispatch import platform
+from ..products import precision, product
+
+
+def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"]) -> str | None:
+    """Why these shapes are not served: never."""
+    return None
+
+
+def grouped_matmul(
+    x: Float[Array, "M D"], weights: Float[Array, "E N D"], sizes: Int[Array, " E"]
+) -> Float[Array, "M N"]:
+    """See `api.grouped_matmul`."""
+    return loop(x, weights, sizes) if platform() == "cpu" else ragged(x, weights, sizes)
+
+
+def ragged(x: Float[Array, "M D"], weights: Float[Array, "E N D"], sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
+    """XLA's own operation."""
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    return jax.lax.ragged_dot_general(
+        x, weights, sizes, numbers, precision=precision(x), preferred_element_type=jnp.float32
+    )
+
+
+def loop(x: Float[Array, "M D"], weights: Float[Array, "E N D"], sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
+    """Tiles of some rows of one group, one after the other.
+
+    A tile may reach into the rows of the next group; the tiles of that one come later, and overwrite what it left.
+    """
+    M, (E, N, _) = x.shape[0], weights.shape
+    height = tile_height(M, E)
+    ends = jnp.cumsum(sizes)
+    tiles = -(-sizes // height)  # of each group
+    last = jnp.cumsum(tiles)
+    padded = jnp.pad(x, ((0, height), (0, 0)))
+
+    def one(t: Int[Array, ""], out: Float[Array, "P N"]) -> Float[Array, "P N"]:
+        group = jnp.searchsorted(last, t, side="right")
+        begin = ends[group] - sizes[group] + (t - (last[group] - tiles[group])) * height
+        rows = jax.lax.dynamic_slice_in_dim(padded, begin, height)
+        weight = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
+        return jax.lax.dynamic_update_slice_in_dim(out, product("nd,md->mn", weight, rows), begin, 0)
+
+    out = jax.lax.fori_loop(0, last[-1], one, jnp.zeros((M + height, N), jnp.float32))
+    return out[:M]
+
+
+def tile_height(rows: int, groups: int) -> int:
+    """Rows of a tile: twice what a group has on average, from 8 to 128."""
+    return min(128, max(8, 1 << (2 * rows // groups).bit_length()))

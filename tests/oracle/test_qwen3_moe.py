@@ -1,0 +1,71 @@
+"""Qwen3 with experts against transformers, on tiny random checkpoints that transformers wrote."""
+
+import pytest
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from dflash_jax import load_target, models  # noqa: E402
+from tests.oracle import families  # noqa: E402
+
+SHAPE = {
+    "vocab_size": families.VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 512,
+    "dtype": "float32",
+}
+VARIANTS = {
+    "as published": {},
+    "weights as they are": {"norm_topk_prob": False, "tie_word_embeddings": True},
+    "dense layers between": {"mlp_only_layers": [1], "num_experts_per_tok": 3},
+    "every other layer": {"decoder_sparse_step": 2, "attention_bias": True},
+    "one expert": {"num_experts_per_tok": 1, "num_experts": 5},
+}
+
+
+def make(directory, changes):
+    config = transformers.Qwen3MoeConfig(**SHAPE | changes, experts_implementation="eager")
+    theirs = families.randomise(transformers.Qwen3MoeForCausalLM(config), 0).eval()
+    theirs.save_pretrained(directory)
+    return theirs
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_forward(name, tmp_path):
+    theirs = make(tmp_path, VARIANTS[name])
+    families.assert_same_forward(theirs, load_target(tmp_path))
+
+
+def test_generations_saving_speculation_and_mesh(tmp_path):
+    theirs = make(tmp_path / "target", VARIANTS["dense layers between"])
+    ours = load_target(tmp_path / "target")
+    families.assert_same_generations(theirs, ours)
+    families.assert_saved_again(tmp_path / "target", ours, tmp_path / "saved")
+    families.assert_lossless(tmp_path / "target", tmp_path / "drafter")
+
+
+RAW = SHAPE | {"model_type": "qwen3_moe", "rope_theta": 1e4, "rms_norm_eps": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_topk_prob": None}, "must give norm_topk_prob"),
+        ({"num_experts": 0}, "num_experts"),
+        ({"num_experts_per_tok": 9}, "at most the 8 experts"),
+        ({"n_group": 2}, "n_group = 2"),
+        ({"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size"),
+    ],
+)
+def test_configs_that_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        models.target_config(RAW | changes)
