@@ -64,6 +64,7 @@ class Target(struct.PyTreeNode):
         taps: tuple[int, ...] = (),
         rows: Int[Array, " B"] | None = None,
         starts: Int[Array, "B T"] | None = None,
+        counts: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]:
         """One pass of a block behind the committed cache, which it only reads.
 
@@ -77,13 +78,15 @@ class Target(struct.PyTreeNode):
                 `kernels.block_attention.attend` for meshes.
             starts: where the document of each position begins, if a row packs several: nothing before it
                 is seen, and rotary positions count from it.
+            counts: how many of each row's positions anyone reads the results of; of the others they are undefined, and
+                no experts are read for them. None is all.
 
         Returns:
             Final-normed hidden states, the tapped features side by side (FD = taps times width), and what
             `cache.commit` wants of the block, for each cache entry.
         """
         lengths = jnp.zeros(tokens.shape[0], jnp.int32) if lengths is None else lengths
-        at = Pass(positions, visible, lengths, rows, starts=starts)
+        at = Pass(positions, visible, lengths, rows, starts=starts, counts=counts)
         return self._apply("forward", tokens, at, cache, taps)
 
     def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -119,7 +119,7 @@ def prefill(
     positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None]
     taps = drafter.taps if drafter else ()
     where = positions, None, state.target_cache, lengths
-    hidden, features, fresh = target.forward(tokens, *where, taps=taps, rows=rows)
+    hidden, features, fresh = target.forward(tokens, *where, taps=taps, rows=rows, counts=counts)
     kept = once_read(counts, hidden)
     state = state.replace(target_cache=commit(state.target_cache, fresh, lengths, kept, rows=rows))
     if drafter is not None:

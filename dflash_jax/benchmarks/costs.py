@@ -64,6 +64,9 @@ class _Count:
             inputs, name = [of(x) for x in eqn.invars], eqn.primitive.name
             if name == "dot_general":
                 self._product(eqn, inputs, times)
+            if eqn.params.get("name") == "grouped_matmul":
+                self._experts(eqn, inputs, times)
+                continue
             inner = _inner(eqn, inputs)
             outputs: list[int | None] = [None] * len(eqn.outvars)
             for program, sources, repeated in inner:
@@ -74,6 +77,14 @@ class _Count:
                 outputs = [next((x for x in inputs if x is not None), None)] * len(eqn.outvars)
             known.update(zip(eqn.outvars, outputs, strict=True))
         return [of(x) for x in jaxpr.outvars]
+
+    def _experts(self, eqn: Any, inputs: list[int | None], times: int) -> None:
+        """Which groups have rows is not known from a trace: so many as if each row had its group by chance."""
+        (rows, _), (groups, outputs, width) = (v.aval.shape for v in eqn.invars[:2])
+        self.flops += 2.0 * rows * outputs * width * times
+        if inputs[1] is not None:
+            hit = groups * (1 - (1 - 1 / groups) ** rows)
+            self.read[inputs[1]] += hit * outputs * width * eqn.invars[1].aval.dtype.itemsize * times
 
     def _product(self, eqn: Any, inputs: list[int | None], times: int) -> None:
         (contracted, _), _ = eqn.params["dimension_numbers"]

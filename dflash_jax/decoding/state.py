@@ -46,6 +46,7 @@ class TargetModel(Protocol):
         *,
         taps: tuple[int, ...] = (),
         rows: Int[Array, " B"] | None = None,
+        counts: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]: ...
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]: ...
 

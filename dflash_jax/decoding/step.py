@@ -136,7 +136,8 @@ def verifying(
     def verify(state: State, block: Block) -> tuple[Float[Array, "B T V"], Verified]:
         visible = None if block.tree is None else block.tree.ancestors
         where = block.positions(state.lengths), visible, state.target_cache, state.lengths
-        hidden, features, fresh = target.forward(block.tokens, *where, taps=taps, rows=state.rows)
+        counts = jnp.where(state.remaining > 0, block.tokens.shape[1], 0)
+        hidden, features, fresh = target.forward(block.tokens, *where, taps=taps, rows=state.rows, counts=counts)
         return target.unembed(hidden), Verified(block, features, fresh)
 
     return verify

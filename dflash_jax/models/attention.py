@@ -31,6 +31,7 @@ class Pass(struct.PyTreeNode):
         rows: cache row of each of the block's rows, all different; None if the block has every row, in order.
         rope: rotary tables of this layer at those positions (see `run_layers`).
         starts: first position each query may see (packed documents), from which rotary positions count; None is 0.
+        counts: how many of each row's positions anyone reads the results of; None is all.
         per_row: in training, how many of the B blocks share one cache row (all others: None). Then the
             blocks see the cache up to their own `lengths`, and the pass is differentiable.
     """
@@ -41,6 +42,7 @@ class Pass(struct.PyTreeNode):
     rows: Int[Array, " B"] | None
     rope: Rope | None = None
     starts: Int[Array, "B T"] | None = None
+    counts: Int[Array, " B"] | None = None
     per_row: int | None = struct.field(pytree_node=False, default=None)
 
     def tables(self, config: AttentionConfig, dtype: Any) -> Rope | None:

@@ -3,6 +3,7 @@
 Shapes: B rows, T block positions, D model width, V vocabulary, F tapped features.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -64,7 +65,7 @@ class Decoder(nn.Module):
 def pre_norm(
     config: TargetConfig,
     attention: nn.Module,
-    mlp: nn.Module,
+    mlp: Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]],
     x: Float[Array, "B T D"],
     at: Pass,
     entry: Any,
@@ -74,5 +75,5 @@ def pre_norm(
     D, eps = config.hidden_size, config.rms_norm_eps
     h, fresh = attention(RMSNorm(D, eps, name="input_layernorm")(x), at, entry, shared)  # type: ignore[operator]
     x = on_every_device(x + h)
-    h = mlp(RMSNorm(D, eps, name="post_attention_layernorm")(x))  # type: ignore[operator]
+    h = mlp(RMSNorm(D, eps, name="post_attention_layernorm")(x))
     return on_every_device(x + h), fresh

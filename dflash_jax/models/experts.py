@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import ExpertsConfig
 from dflash_jax.kernels.grouped_matmul import grouped_matmul
@@ -24,11 +24,11 @@ class Experts(nn.Module):
     layout: Layout = WHOLE
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], counts: Int[Array, " B"] | None = None) -> Float[Array, "B T D"]:
         """Returns the sum of the chosen experts' outputs by their weights.
 
         Args:
-            valid: positions whose output anyone reads; the others cost no expert. None is all.
+            counts: how many of each row's positions go through experts; the others give zero. None is all.
         """
         c, D = self.config, self.width
         draw = nn.initializers.normal(0.02)
@@ -36,8 +36,9 @@ class Experts(nn.Module):
         gate_up = self.param("gate_up_proj", draw, (c.num_experts, 2 * c.intermediate_size, D))
         down = self.param("down_proj", draw, (c.num_experts, D, c.intermediate_size))
         weights, chosen = route(c, product("btd,ed->bte", x, router))
-        if valid is not None:
-            chosen = jnp.where(valid[..., None], chosen, c.num_experts)
+        if counts is not None:
+            read = jnp.arange(x.shape[1])[None] < counts[:, None]
+            chosen = jnp.where(read[..., None], chosen, c.num_experts)
         path = "/".join(self.path)
         gate_up, down = gathered(gate_up, f"{path}/gate_up_proj"), gathered(down, f"{path}/down_proj")
         rows = P(split_rows(x.shape[0]))

@@ -4,6 +4,7 @@ Reference: transformers `models/qwen3_moe/modeling_qwen3_moe.py`.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -64,7 +65,7 @@ class Layer(nn.Module):
         c, layer, D = self.config, self.layer, self.config.hidden_size
         attention = Attention(D, layer.mixer, self.layout, c.attention_bias, c.rms_norm_eps, name="self_attn")
         if layer.experts:
-            mlp: nn.Module = Experts(D, layer.experts, self.layout, name="experts")
+            mlp = partial(Experts(D, layer.experts, self.layout, name="experts"), counts=at.counts)
         else:
             mlp = MLP(D, layer.intermediate_size, self.layout, name="mlp")
         return pre_norm(c, attention, mlp, x, at, entry, shared)

@@ -3,6 +3,9 @@
 Shapes: M rows, E groups, N outputs, D inputs.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -13,6 +16,7 @@ from .trial import Trial
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu}
 
 
+@partial(jax.jit, static_argnames="implementation")  # a call by this name in every trace; see `benchmarks.costs`
 def grouped_matmul(
     x: Float[Array, "M D"],
     weights: Float[Array, "E N D"],

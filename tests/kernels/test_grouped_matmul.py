@@ -7,8 +7,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
+from dflash_jax.benchmarks.costs import cost
+from dflash_jax.config import ExpertsConfig
 from dflash_jax.kernels.grouped_matmul import grouped_matmul, reference
 from dflash_jax.kernels.grouped_matmul.trial import Trial
+from dflash_jax.models.experts import Experts
 from tests.chips import topology
 
 SIZES = {
@@ -96,3 +99,24 @@ def test_the_tpu_compiler(rows, N, D):
     call = lambda x, w, sizes: grouped_matmul(x, w, sizes, implementation="tpu")
     program = jax.jit(call).lower(spec(rows, D), spec(128, N, D), spec(128, dtype=jnp.int32)).compile()
     assert program.memory_analysis().temp_size_in_bytes < 16 * (rows + 512) * (N + D)
+
+
+def test_positions_that_nobody_reads_go_through_no_expert():
+    config = ExpertsConfig(8, 2, 16, norm_topk_prob=True)
+    layer = Experts(32, config)
+    x = jax.random.normal(jax.random.key(0), (3, 4, 32))
+    params = layer.init(jax.random.key(1), x)
+    whole = layer.apply(params, x)
+    counts = jnp.asarray([4, 0, 2])
+    read = np.arange(4)[None] < counts[:, None]
+    hostile = jnp.where(read[..., None], x, 1e30)
+    some = layer.apply(params, hostile, counts)
+    np.testing.assert_allclose(some, np.where(read[..., None], whole, 0), rtol=1e-6)
+
+
+def test_its_cost_is_that_of_the_experts_that_rows_hit_by_chance():
+    spec = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    sizes = jax.ShapeDtypeStruct((64,), jnp.int32)
+    found = cost(grouped_matmul, spec(16, 24), spec(64, 40, 24), sizes)
+    assert found.flops == 2 * 16 * 40 * 24
+    assert found.bytes_read[1] == pytest.approx(64 * (1 - (63 / 64) ** 16) * 40 * 24 * 4)
