@@ -46,11 +46,28 @@ def _qwen3(hidden: int, inner: int, depth: int, heads: int, taps: tuple[int, ...
     return target, drafter
 
 
+def _coder() -> tuple[Raw, Raw]:
+    """Qwen3-Coder-30B-A3B and its drafter with eight layers."""
+    target, drafter = _qwen3(2048, 6144, 48, 32, (1, 12, 23, 34, 45), tied=False)
+    shape = {"num_key_value_heads": 4, "rope_theta": 1e7, "max_position_embeddings": 262144}
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return {**target, **shape, **experts}, {**drafter, **shape, "num_hidden_layers": 8}
+
+
 PAIRS: dict[str, tuple[Raw, Raw]] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, (1, 9, 17, 25, 33), tied=True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, (1, 9, 17, 25, 33), tied=False),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, (1, 10, 19, 28, 37), tied=False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, (1, 16, 31, 46, 61), tied=False),  # the drafter's shape is assumed
+    "qwen3-coder-30b-a3b": _coder(),
 }
 
 
