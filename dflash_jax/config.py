@@ -6,7 +6,7 @@ A field that would change the arithmetic and is not implemented raises; none is 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -120,13 +120,26 @@ class ExpertsConfig:
     Attributes:
         num_experts, num_experts_per_tok: how many there are, and how many a token goes through.
         intermediate_size: inner width of one.
+        scores: what the router's logits become, and a token's experts are those with the most of it: "softmax";
+            "softmax of the chosen", over a token's experts alone; "sigmoid".
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        bias: whether the router and every product have one.
+        clamp: limit of gpt-oss's clamped SwiGLU; None is the usual one.
     """
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int
-    norm_topk_prob: bool
+    norm_topk_prob: bool = False
+    scores: Literal["softmax", "softmax of the chosen", "sigmoid"] = "softmax"
+    bias: bool = False
+    clamp: float | None = None
+
+    def check(self) -> None:
+        """Raises ValueError if a token cannot have so many experts."""
+        if self.num_experts_per_tok > self.num_experts:
+            each, all_ = self.num_experts_per_tok, self.num_experts
+            raise ValueError(f"num_experts_per_tok must be at most the {all_} experts, got {each}")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """Weights in few bits. Shapes: M outputs, D inputs, G groups of inputs that share a scale."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Num
@@ -13,8 +16,8 @@ class Quantised(struct.PyTreeNode):
         scale: of each output, [M], or of each output and group of inputs, [M, G].
     """
 
-    values: Num[Array, "M D"]
-    scale: Float[Array, " M"] | Float[Array, "M G"]
+    values: Num[Array, "*M D"]
+    scale: Num[Array, "..."]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -30,3 +33,29 @@ class Quantised(struct.PyTreeNode):
         groups = self.scale.reshape(self.scale.shape[0], -1)
         each = self.values.shape[-1] // groups.shape[1]
         return self.values.astype(dtype) * jnp.repeat(groups.astype(dtype), each, axis=1)
+
+
+class MXFP4(Quantised):
+    """Four bits a number, and eight a group of 32 for their exponent (OCP microscaling; gpt-oss).
+
+    Attributes:
+        values: [..., D / 2] bytes; the lower half of a byte is the first of its two numbers, each E2M1.
+        scale: [..., D / 32] bytes, exponents of 2 plus 127.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.values.shape[:-1], 2 * self.values.shape[-1]
+
+    @property
+    def dtype(self) -> Any:
+        """Nothing says what is computed with it."""
+        return None
+
+    def astype(self, dtype: jnp.dtype) -> Float[Array, "..."]:
+        codes = jnp.stack([self.values & 15, self.values >> 4], axis=-1).astype(jnp.int32)
+        codes = codes.reshape(*self.scale.shape, 32)
+        exponent, half = (codes >> 1) & 3, (codes & 1).astype(jnp.float32) / 2
+        size = jnp.where(exponent == 0, half, (1 + half) * (1 << jnp.maximum(exponent - 1, 0)).astype(jnp.float32))
+        power = jax.lax.bitcast_convert_type(self.scale.astype(jnp.int32) << 23, jnp.float32)[..., None]
+        return (jnp.where(codes & 8, -size, size) * power).reshape(self.shape).astype(dtype)

@@ -28,7 +28,11 @@ RULES: tuple[Rule, ...] = (
     Rule(r"(qkv_proj|q_proj|gate_up_proj)/bias", 1, P("model")),
     Rule(r"(o_proj|down_proj|fc)/weight", 2, P("fsdp", "model")),
     Rule(r"(o_proj|down_proj)/bias", 1, P()),
+    Rule(r"sinks", 1, P("model")),
     Rule(r"experts/router", 2, P()),
+    Rule(r"experts/(router_bias|correction_bias)", 1, P()),
+    Rule(r"experts/gate_up_bias", 2, P(None, "model")),
+    Rule(r"experts/down_bias", 2, P()),
     Rule(r"experts/gate_up_proj", 3, P(None, "model", "fsdp")),
     Rule(r"experts/down_proj", 3, P(None, "fsdp", "model")),
     Rule(r"kv_proj", 3, P(None, "model", "fsdp")),  # of all draft layers
@@ -41,7 +45,7 @@ RULES: tuple[Rule, ...] = (
 def spec(path: str, rank: int) -> P:
     """The mesh axes of a parameter, or of the optimizer's moments of it, by its path and number of dimensions.
 
-    The two arrays of a quantised weight follow the weight's rule; a scale has its first dimensions.
+    The two arrays of a quantised weight follow the weight's rule; a scale has its first dimensions, or all of them.
 
     Raises:
         ValueError: none or several rules match.
@@ -52,7 +56,7 @@ def spec(path: str, rank: int) -> P:
     if len(found) != 1:
         raise ValueError(f"{len(found)} sharding rules match parameter {path} of {rank} dimensions; exactly one must")
     axes = found[0].axes
-    return P(axes[0]) if scale and len(axes) else axes
+    return P(*axes[:rank]) if scale else axes
 
 
 def auto_mesh(configs: Sequence[DecoderConfig], devices: int, per_host: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -68,9 +68,9 @@ def _checked(text: str, what: str) -> Policy:
 
 
 def choose(
-    implementations: Mapping[str, ModuleType], *arrays: jax.Array, implementation: Name | None, trial: Trial
+    implementations: Mapping[str, ModuleType], *arrays: Any, implementation: Name | None, trial: Trial
 ) -> ModuleType:
-    """The implementation that serves a call with these arrays, of which `trial` is a small case.
+    """The implementation that serves a call with these arrays, or pytrees of them, of which `trial` is a small case.
 
     Raises:
         ValueError: it was named in the call and declines, or is none of them; the message says why.

@@ -80,11 +80,13 @@ class _Count:
 
     def _experts(self, eqn: Any, inputs: list[int | None], times: int) -> None:
         """Which groups have rows is not known from a trace: so many as if each row had its group by chance."""
-        (rows, _), (groups, outputs, width) = (v.aval.shape for v in eqn.invars[:2])
-        self.flops += 2.0 * rows * outputs * width * times
-        if inputs[1] is not None:
-            hit = groups * (1 - (1 - 1 / groups) ** rows)
-            self.read[inputs[1]] += hit * outputs * width * eqn.invars[1].aval.dtype.itemsize * times
+        (x, *weights, _), (rows, outputs) = (v.aval for v in eqn.invars), eqn.outvars[0].aval.shape
+        groups = weights[0].shape[0]
+        self.flops += 2.0 * rows * outputs * x.shape[1] * times
+        hit = 1 - (1 - 1 / groups) ** rows
+        for weight, origin in zip(weights, inputs[1:-1], strict=True):  # one array, or what a quantised weight has
+            if origin is not None:
+                self.read[origin] += hit * weight.size * weight.dtype.itemsize * times
 
     def _product(self, eqn: Any, inputs: list[int | None], times: int) -> None:
         (contracted, _), _ = eqn.params["dimension_numbers"]

@@ -9,6 +9,7 @@ from .reader import nested as nested
 from .reader import save as save
 from .table import BlockScaled as BlockScaled
 from .table import Leaf as Leaf
+from .table import Merged as Merged
 from .table import Part as Part
 from .table import QuantisedLeaf as QuantisedLeaf
 from .table import Section as Section

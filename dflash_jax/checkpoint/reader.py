@@ -134,8 +134,10 @@ def nested(params: Mapping[str, Any], table: Table) -> dict[str, Any]:
     """Parameters by their paths as a nested dict, with `Quantised` where the table has two arrays for a weight."""
     flat: dict[str, Any] = {}
     for path, leaf in table.items():
-        quantised = isinstance(leaf, QuantisedLeaf)
-        flat[path] = Quantised(params[f"{path}/values"], params[f"{path}/scale"]) if quantised else params[path]
+        if isinstance(leaf, QuantisedLeaf):
+            flat[path] = leaf.kind(params[f"{path}/values"], params[f"{path}/scale"])
+        else:
+            flat[path] = params[path]
     return unflatten_dict(flat, sep="/")
 
 

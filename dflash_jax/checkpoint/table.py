@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from dflash_jax.quantised import Quantised
+
 # What safetensors calls them, and what they are.
 DTYPES: dict[str, Any] = {
     "F64": np.float64,
@@ -119,6 +121,35 @@ class BlockScaled:
 
 
 @dataclass(frozen=True)
+class Merged:
+    """A tensor whose last two axes are stored apart: blocks of a row, and what is in a block.
+
+    Attributes:
+        shape: with the two as one.
+        block: size of the last stored axis.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    block: int
+    dtypes: tuple[str, ...] = FLOATS
+
+    @property
+    def stored(self) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        return {self.name: ((*self.shape[:-1], self.shape[-1] // self.block, self.block), self.dtypes)}
+
+    def read(self, read: Read, box: tuple[slice, ...]) -> np.ndarray:
+        *outer, last = box
+        blocks = slice(last.start // self.block, -(-last.stop // self.block))
+        found = read(self.name, (*outer, blocks, slice(0, self.block)))
+        start = last.start - blocks.start * self.block
+        return found.reshape(*found.shape[:-2], -1)[..., start : start + last.stop - last.start]
+
+    def write(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
+        return {self.name: tensor.reshape(*tensor.shape[:-1], -1, self.block)}
+
+
+@dataclass(frozen=True)
 class Part:
     """Where a piece of a tensor goes: `parameter[index] = transpose(tensor[take], order)`.
 
@@ -185,10 +216,11 @@ class Leaf:
 
 @dataclass(frozen=True)
 class QuantisedLeaf:
-    """A weight that stays in few bits: two parameters, which make a `models.layers.Quantised`."""
+    """A weight that stays in few bits: two parameters, which make a `Quantised`, or the kind of it that is named."""
 
     values: Leaf
     scale: Leaf
+    kind: type[Quantised] = Quantised
 
     @property
     def shape(self) -> tuple[int, ...]:

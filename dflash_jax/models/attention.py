@@ -62,6 +62,7 @@ class Attention(nn.Module):
         layout: of its fused weights.
         bias: whether the projections have one.
         qk_norm: epsilon of a norm of every query and key head; None has none.
+        sinks: whether every query head has a logit that no key belongs to, and that takes its part of the softmax.
     """
 
     width: int
@@ -69,6 +70,7 @@ class Attention(nn.Module):
     layout: Layout = WHOLE
     bias: bool = False
     qk_norm: float | None = None
+    sinks: bool = False
 
     @nn.compact
     def __call__(
@@ -102,7 +104,8 @@ class Attention(nn.Module):
             fresh = shared if project is None else project(x)
             assert fresh is not None
         q = rotate(normed(q.reshape(B, T, N, H), "q_norm"), at.rope)
-        out = attend_pass(q, fresh, at, entry, c).reshape(B, T, N * H)
+        sinks = self.param("sinks", nn.initializers.zeros, (N,)) if self.sinks else None
+        out = attend_pass(q, fresh, at, entry, c, sinks).reshape(B, T, N * H)
         return Linear((N * H, D), self.bias, name="o_proj")(out), fresh
 
 

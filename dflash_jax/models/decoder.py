@@ -21,10 +21,12 @@ class Decoder(nn.Module):
     """Embedding, decoder layers, final norm and head. A family derives its `Model` from it and names its layer.
 
     Attributes:
+        norm_class: of the norm of the last layer's output: `norm(width, epsilon)`.
         layer: the family's `layer(config, layer, layout)`; see `run_layers` for what it is called with.
     """
 
     layer: ClassVar[Any]
+    norm_class: ClassVar[Any] = RMSNorm
 
     config: TargetConfig
     layout: Layout
@@ -33,7 +35,7 @@ class Decoder(nn.Module):
         c, table = self.config, (self.config.vocab_size, self.config.hidden_size)
         self.embed_tokens = self.param("embed_tokens", nn.initializers.normal(0.02), table)
         self.layers = [self.layer(c, layer, self.layout) for layer in c.layers]
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = self.norm_class(c.hidden_size, c.rms_norm_eps)
         if not c.tie_word_embeddings:
             self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), table)
 
@@ -70,10 +72,11 @@ def pre_norm(
     at: Pass,
     entry: Any,
     shared: Fresh | None,
+    norm: Any = RMSNorm,
 ) -> tuple[Float[Array, "B T D"], Fresh]:
     """A layer that norms what attention and the MLP read, and adds what they return; called inside its module."""
     D, eps = config.hidden_size, config.rms_norm_eps
-    h, fresh = attention(RMSNorm(D, eps, name="input_layernorm")(x), at, entry, shared)  # type: ignore[operator]
+    h, fresh = attention(norm(D, eps, name="input_layernorm")(x), at, entry, shared)  # type: ignore[operator]
     x = on_every_device(x + h)
-    h = mlp(RMSNorm(D, eps, name="post_attention_layernorm")(x))
+    h = mlp(norm(D, eps, name="post_attention_layernorm")(x))
     return on_every_device(x + h), fresh

@@ -3,6 +3,8 @@
 Shapes: B rows, T block positions, D model width, E experts, k of them per token, I inner width of one.
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ from dflash_jax.config import ExpertsConfig
 from dflash_jax.kernels.grouped_matmul import grouped_matmul
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, WHOLE, Layout, current_mesh, on_each_device, split_rows
+from dflash_jax.models.layers import parameter
+from dflash_jax.quantised import Quantised
 from dflash_jax.sharding import gathered
 
 
@@ -30,42 +34,56 @@ class Experts(nn.Module):
         Args:
             counts: how many of each row's positions go through experts; the others give zero. None is all.
         """
-        c, D = self.config, self.width
-        draw = nn.initializers.normal(0.02)
-        router = self.param("router", draw, (c.num_experts, D))
-        gate_up = self.param("gate_up_proj", draw, (c.num_experts, 2 * c.intermediate_size, D))
-        down = self.param("down_proj", draw, (c.num_experts, D, c.intermediate_size))
-        weights, chosen = route(c, product("btd,ed->bte", x, router))
-        if counts is not None:
-            read = jnp.arange(x.shape[1])[None] < counts[:, None]
-            chosen = jnp.where(read[..., None], chosen, c.num_experts)
-        path = "/".join(self.path)
+        c, (E, D) = self.config, (self.config.num_experts, self.width)
+        inner, path = c.intermediate_size, "/".join(self.path)
+
+        def bias(name: str, *shape: int) -> Array | None:
+            return self.param(name, nn.initializers.zeros, shape) if c.bias else None
+
+        router = self.param("router", nn.initializers.normal(0.02), (E, D))
+        gate_up, down = parameter(self, "gate_up_proj", (E, 2 * inner, D)), parameter(self, "down_proj", (E, D, inner))
         gate_up, down = gathered(gate_up, f"{path}/gate_up_proj"), gathered(down, f"{path}/down_proj")
+        gate_up_bias, down_bias = bias("gate_up_bias", E, 2 * inner), bias("down_bias", E, D)
+        weights, chosen = route(c, product("btd,ed->bte", x, router), bias("router_bias", E))
+        if counts is not None:
+            read = (jnp.arange(x.shape[1])[None] < counts[:, None])[..., None]
+            weights, chosen = jnp.where(read, weights, 0.0), jnp.where(read, chosen, E)
         rows = P(split_rows(x.shape[0]))
 
-        def local(x, weights, chosen, gate_up, down):
-            out = _apply(x, weights, chosen, gate_up, down)
+        def local(x: Array, weights: Array, chosen: Array, gate_up: Any, gate_up_bias: Any, down: Any) -> Array:
+            out = apply_experts(x, weights, chosen, gate_up, gate_up_bias, down, c.clamp)
             return out if current_mesh() is None else jax.lax.psum(out, HEADS)
 
-        specs = (rows, rows, rows, P(None, HEADS), P(None, None, HEADS))
-        return on_each_device(local, specs, rows)(x, weights, chosen, gate_up, down).astype(x.dtype)
+        specs = (rows, rows, rows, P(None, HEADS), P(None, HEADS), P(None, None, HEADS))
+        out = on_each_device(local, specs, rows)(x, weights, chosen, gate_up, gate_up_bias, down)
+        if down_bias is not None:
+            out = out + jnp.einsum("btk,btkd->btd", weights, down_bias[chosen].astype(jnp.float32))
+        return out.astype(x.dtype)
 
 
-def route(config: ExpertsConfig, logits: Float[Array, "B T E"]) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
+def route(
+    config: ExpertsConfig, logits: Float[Array, "B T E"], bias: Float[Array, " E"] | None = None
+) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
     """Weights and experts of every token, in float32; of equal scores the first expert wins."""
-    scores = jax.nn.softmax(logits, axis=-1)
-    weights, chosen = jax.lax.top_k(scores, config.num_experts_per_tok)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)[None, None]
+    scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "softmax of the chosen": lambda x: x}
+    weights, chosen = jax.lax.top_k(scores[config.scores](logits), config.num_experts_per_tok)
+    if config.scores == "softmax of the chosen":
+        weights = jax.nn.softmax(weights, axis=-1)
     if config.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights, chosen
 
 
-def _apply(
+def apply_experts(
     x: Float[Array, "B T D"],
     weights: Float[Array, "B T k"],
     chosen: Int[Array, "B T k"],
-    gate_up: Float[Array, "E J D"],
-    down: Float[Array, "E D I"],
+    gate_up: Float[Array, "E J D"] | Quantised,
+    gate_up_bias: Float[Array, "E J"] | None,
+    down: Float[Array, "E D I"] | Quantised,
+    clamp: float | None = None,
 ) -> Float[Array, "B T D"]:
     """Rows sorted by expert, two grouped products, and the sum over the experts of each token in their order."""
     (B, T, D), k, experts = x.shape, chosen.shape[2], gate_up.shape[0]
@@ -73,7 +91,17 @@ def _apply(
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=experts).astype(jnp.int32)  # of those that go nowhere, none is counted
     rows = x.reshape(B * T, D)[order // k]
-    gate, up = jnp.split(grouped_matmul(rows, gate_up, sizes).astype(x.dtype), 2, axis=-1)
-    out = grouped_matmul(nn.silu(gate) * up, down, sizes).astype(x.dtype)
+    both = grouped_matmul(rows, gate_up, sizes)
+    if gate_up_bias is not None:
+        both = both + gate_up_bias[flat[order]].astype(jnp.float32)
+    gate, up = jnp.split(both.astype(x.dtype), 2, axis=-1)
+    inside = nn.silu(gate) * up if clamp is None else clamped_swiglu(gate, up, clamp)
+    out = grouped_matmul(inside, down, sizes).astype(x.dtype)
     back = jnp.argsort(order)
     return jnp.einsum("btkd,btk->btd", out[back].reshape(B, T, k, D).astype(jnp.float32), weights)
+
+
+def clamped_swiglu(gate: Float[Array, "M I"], up: Float[Array, "M I"], limit: float) -> Float[Array, "M I"]:
+    """gpt-oss's activation."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * nn.sigmoid(1.702 * gate)

@@ -25,18 +25,26 @@ Weight = Float[Array, "M D"] | Quantised
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis: float32 inside, rounded before the scale (Hugging Face order)."""
+    """Root-mean-square norm over the last axis, in float32.
+
+    Attributes:
+        rounded_last: whether it is rounded behind the product with the weight instead of before it, as Llama does.
+    """
 
     size: int
     eps: float
+    rounded_last: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return rms_norm(x, self.param("weight", nn.initializers.ones, (self.size,)), self.eps)
+        weight = self.param("weight", nn.initializers.ones, (self.size,))
+        if self.rounded_last:
+            return rms_norm(x.astype(jnp.float32), weight.astype(jnp.float32), self.eps).astype(x.dtype)
+        return rms_norm(x, weight, self.eps)
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
-    """See `RMSNorm`."""
+    """See `RMSNorm`; rounded before the product with the weight."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return jnp.expand_dims(weight, range(x.ndim - 1)) * wide.astype(x.dtype)
@@ -58,7 +66,7 @@ class Linear(nn.Module):
         return y
 
 
-def parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> Weight:
+def parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> Float[Array, "..."] | Quantised:
     """The parameter of this shape, which may be quantised where one is given."""
     if module.has_variable("params", name) and isinstance(found := module.get_variable("params", name), Quantised):
         if found.shape != shape:

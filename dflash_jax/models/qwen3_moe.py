@@ -42,8 +42,7 @@ def config(raw: Raw) -> TargetConfig:
         require(raw, "moe_intermediate_size"),
         norm_topk_prob=raw["norm_topk_prob"],
     )
-    if experts.num_experts_per_tok > count:
-        raise ValueError(f"num_experts_per_tok must be at most the {count} experts, got more")
+    experts.check()
     step = require(raw, "decoder_sparse_step") if raw.get("decoder_sparse_step") is not None else 1
     plain = token_ids(raw.get("mlp_only_layers"))
     has = lambda i: i not in plain and (i + 1) % step == 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from dflash_jax.checkpoint import Section, Stored, Table, copied, fused, stacked
+from dflash_jax.checkpoint import Leaf, Part, Section, Source, Stored, Table, copied, fused, stacked
 from dflash_jax.config import ExpertsConfig, LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout
 
@@ -99,3 +99,23 @@ def experts(path: str, prefix: str, width: int, config: ExpertsConfig, layout: L
         f"{path}/gate_up_proj": stacked([fused(gate_up(expert), layout.shards) for expert in every]),
         f"{path}/down_proj": stacked([copied(f"{expert}.down_proj.weight", width, inner) for expert in every]),
     }
+
+
+def alternating(source: Source, shape: tuple[int, ...], shards: int, axis: int = 1, dtype: str | None = None) -> Leaf:
+    """Gate and up of all experts, [E, 2I, ...], from a tensor in which their rows take turns, as in gpt-oss.
+
+    Args:
+        shape: of the parameter.
+        axis: of the tensor, along which they do; a last one becomes the second.
+    """
+    E, both, *rest = shape
+    count, parts = both // 2 // shards, []
+    for place in range(2 * shards):
+        first = place % 2 + place // 2 * count * 2
+        rows = slice(first, first + 2 * count, 2)
+        take = [slice(None)] * len(shape)
+        take[axis] = rows
+        order = None if axis == 1 else (0, 2, 1)
+        index = slice(0, E), slice(place * count, (place + 1) * count), *(slice(0, size) for size in rest)
+        parts.append(Part(source, index, tuple(take), order))
+    return Leaf(shape, tuple(parts), dtype)

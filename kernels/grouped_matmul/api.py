@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.quantised import Quantised
+
 from ..dispatch import Name, choose
 from . import pallas_tpu, reference
 from .trial import Trial
@@ -19,7 +21,7 @@ IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu}
 @partial(jax.jit, static_argnames="implementation")  # a call by this name in every trace; see `benchmarks.costs`
 def grouped_matmul(
     x: Float[Array, "M D"],
-    weights: Float[Array, "E N D"],
+    weights: Float[Array, "E N D"] | Quantised,
     sizes: Int[Array, " E"],
     *,
     implementation: Name | None = None,
@@ -30,6 +32,7 @@ def grouped_matmul(
     without rows costs nothing: its weights are not read.
 
     Args:
+        weights: those in few bits are widened group by group, where they are multiplied.
         sizes: rows of each group; together at most M.
         implementation: "xla" or "tpu" (megablox, Pallas); see `dispatch`.
 

@@ -3,12 +3,16 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.quantised import Quantised
+
 LANES = 128
 MOST = 512  # of a tile, along inputs and outputs
 
 
-def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"]) -> str | None:
+def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> str | None:
     """Why these shapes are not served, or None."""
+    if isinstance(weights, Quantised):
+        return "weights in few bits"
     if x.dtype != jnp.bfloat16 or weights.dtype != jnp.bfloat16:
         return f"rows in {x.dtype}, weights in {weights.dtype}; it serves bfloat16, and rounds float32 to it"
     if weights.shape[1] % LANES or weights.shape[2] % LANES:
@@ -17,7 +21,7 @@ def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"]) -> str | No
 
 
 def grouped_matmul(
-    x: Float[Array, "M D"], weights: Float[Array, "E N D"], sizes: Int[Array, " E"]
+    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, sizes: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """See `api.grouped_matmul`."""
     from jax.experimental.pallas.ops.tpu.megablox import gmm

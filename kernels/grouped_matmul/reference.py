@@ -7,20 +7,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.quantised import Quantised
+
 from ..dispatch import platform
 from ..products import precision, product
 
 
-def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"]) -> str | None:
+def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> str | None:
     """Why these shapes are not served: never."""
     return None
 
 
 def grouped_matmul(
-    x: Float[Array, "M D"], weights: Float[Array, "E N D"], sizes: Int[Array, " E"]
+    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, sizes: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """See `api.grouped_matmul`."""
-    return loop(x, weights, sizes) if platform() == "cpu" else ragged(x, weights, sizes)
+    if isinstance(weights, Quantised) or platform() == "cpu":
+        return loop(x, weights, sizes)
+    return ragged(x, weights, sizes)
 
 
 def ragged(x: Float[Array, "M D"], weights: Float[Array, "E N D"], sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
@@ -33,7 +37,9 @@ def ragged(x: Float[Array, "M D"], weights: Float[Array, "E N D"], sizes: Int[Ar
     )
 
 
-def loop(x: Float[Array, "M D"], weights: Float[Array, "E N D"], sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
+def loop(
+    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, sizes: Int[Array, " E"]
+) -> Float[Array, "M N"]:
     """Tiles of some rows of one group, one after the other.
 
     A tile may reach into the rows of the next group; the tiles of that one come later, and overwrite what it left.
@@ -49,7 +55,9 @@ def loop(x: Float[Array, "M D"], weights: Float[Array, "E N D"], sizes: Int[Arra
         group = jnp.searchsorted(last, t, side="right")
         begin = ends[group] - sizes[group] + (t - (last[group] - tiles[group])) * height
         rows = jax.lax.dynamic_slice_in_dim(padded, begin, height)
-        weight = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
+        weight = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, group, keepdims=False), weights)
+        if isinstance(weight, Quantised):
+            weight = weight.astype(x.dtype)
         return jax.lax.dynamic_update_slice_in_dim(out, product("nd,md->mn", weight, rows), begin, 0)
 
     out = jax.lax.fori_loop(0, last[-1], one, jnp.zeros((M + height, N), jnp.float32))

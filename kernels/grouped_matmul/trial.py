@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from dflash_jax.quantised import Quantised
+
 from ..verify import TOLERANCE
 
 GROUPS, ROWS = 8, 256  # of a trial, at most
@@ -21,7 +23,7 @@ class Trial(NamedTuple):
     dtype: str
 
     @classmethod
-    def of(cls, x: Float[Array, "M D"], weights: Float[Array, "E N D"]) -> "Trial":
+    def of(cls, x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> "Trial":
         """The trial of a call with arrays of these shapes."""
         groups, outputs, inputs = weights.shape
         return cls(min(x.shape[0], ROWS), min(groups, GROUPS), outputs, inputs, str(x.dtype))

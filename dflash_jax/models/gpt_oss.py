@@ -1,0 +1,172 @@
+"""gpt-oss targets (`model_type: gpt_oss`): experts in MXFP4, attention sinks, windows on every other layer.
+
+Reference: transformers `models/gpt_oss/modeling_gpt_oss.py`; MXFP4 in `integrations/mxfp4.py`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+from jaxtyping import Array, Float
+
+from dflash_jax.cache import Fresh
+from dflash_jax.checkpoint import Leaf, Merged, Part, QuantisedLeaf, Stored, Table, copied
+from dflash_jax.config import (
+    DECODER_FIELDS,
+    ExpertsConfig,
+    LayerConfig,
+    Raw,
+    TargetConfig,
+    attention_config,
+    check_fields,
+    layer_types,
+    require,
+    target_fields,
+)
+from dflash_jax.mesh import WHOLE, Layout
+from dflash_jax.models import tables
+from dflash_jax.models.attention import Attention, Pass
+from dflash_jax.models.decoder import Decoder, pre_norm
+from dflash_jax.models.experts import Experts
+from dflash_jax.models.layers import RMSNorm
+from dflash_jax.quantised import MXFP4
+
+_FIELDS = """
+    num_local_experts num_experts_per_tok experts_per_token router_aux_loss_coef initial_context_length swiglu_limit
+    swiglu_alpha quantization_config
+""".split()
+
+
+@dataclass(frozen=True)
+class GptOssConfig(TargetConfig):
+    """A gpt-oss.
+
+    Attributes:
+        mxfp4: whether the experts are stored in MXFP4, as published; else as they are multiplied.
+    """
+
+    mxfp4: bool = False
+
+
+def config(raw: Raw) -> GptOssConfig:
+    """Reads `config.json`; windows follow `layer_types`, by default every other layer has one."""
+    check_fields(raw, [*DECODER_FIELDS, *_FIELDS], {"hidden_act": "silu", "swiglu_alpha": 1.702})
+    if raw.get("attention_bias") is False:
+        raise ValueError("config.json: attention_bias = False is not supported for gpt_oss, expected True")
+    stored = raw.get("quantization_config") or {}
+    if stored and stored.get("quant_method") != "mxfp4":
+        raise ValueError(f"config.json: quant_method {stored.get('quant_method')!r} is not supported, expected 'mxfp4'")
+    depth, inner = require(raw, "num_hidden_layers"), require(raw, "intermediate_size")
+    default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(depth)]
+    types = layer_types(raw, depth) if raw.get("layer_types") is not None else default
+    window = require(raw, "sliding_window") if "sliding_attention" in types else None
+    experts = ExpertsConfig(
+        require(raw, "num_local_experts"),
+        require(raw, "num_experts_per_tok"),
+        inner,
+        scores="softmax of the chosen",
+        bias=True,
+        clamp=require({"swiglu_limit": raw.get("swiglu_limit") or 7.0}, "swiglu_limit", float),
+    )
+    experts.check()
+    attention = attention_config(raw)
+    mixers = (replace(attention, window=window if kind == "sliding_attention" else None) for kind in types)
+    return GptOssConfig(
+        **target_fields(raw),
+        layers=tuple(LayerConfig(mixer, inner, experts) for mixer in mixers),
+        model_type="gpt_oss",
+        attention_bias=True,
+        mxfp4=bool(stored),
+    )
+
+
+class Norm(RMSNorm):
+    """Rounded behind the product with the weight."""
+
+    rounded_last: bool = True
+
+
+class Layer(nn.Module):
+    """Pre-norm decoder layer with sinks, and experts with biases."""
+
+    config: GptOssConfig
+    layer: LayerConfig
+    layout: Layout
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Fresh | None
+    ) -> tuple[Float[Array, "B T D"], Fresh]:
+        layer, D = self.layer, self.config.hidden_size
+        assert layer.experts is not None
+        attention = Attention(D, layer.mixer, self.layout, bias=True, sinks=True, name="self_attn")
+        experts = Experts(D, layer.experts, self.layout, name="experts")
+        mlp = partial(experts, counts=at.counts)
+        return pre_norm(self.config, attention, mlp, x, at, entry, shared, Norm)
+
+
+class Model(Decoder):
+    """See `Decoder`."""
+
+    layer, norm_class = Layer, Norm
+
+
+def tensors(config: GptOssConfig, layout: Layout = WHOLE) -> Table:
+    """Checkpoint tensors of every parameter."""
+    D, shards = config.hidden_size, layout.shards
+
+    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
+        c = each.experts
+        assert c is not None
+        E, inner = c.num_experts, c.intermediate_size
+        table = tables.decoder_layer(path, prefix, D, each, layout, bias=True, qk_norm=False)
+        table = {name: leaf for name, leaf in table.items() if "/mlp/" not in name}
+        mlp, ours = f"{prefix}.mlp", f"{path}/experts"
+        gate_up, down = (E, 2 * inner, D), (E, D, inner)
+        return table | {
+            f"{path}/self_attn/sinks": copied(f"{prefix}.self_attn.sinks", each.mixer.num_heads),
+            f"{ours}/router": copied(f"{mlp}.router.weight", E, D),
+            f"{ours}/router_bias": copied(f"{mlp}.router.bias", E),
+            f"{ours}/gate_up_bias": tables.alternating(
+                Stored(f"{mlp}.experts.gate_up_proj_bias", (E, 2 * inner)), (E, 2 * inner), shards
+            ),
+            f"{ours}/down_bias": copied(f"{mlp}.experts.down_proj_bias", E, D),
+            f"{ours}/gate_up_proj": _gate_up(f"{mlp}.experts.gate_up_proj", gate_up, shards, config.mxfp4),
+            f"{ours}/down_proj": _down(f"{mlp}.experts.down_proj", down, config.mxfp4),
+        }
+
+    return tables.decoder(config, layer)
+
+
+def _gate_up(name: str, shape: tuple[int, int, int], shards: int, mxfp4: bool) -> Leaf | QuantisedLeaf:
+    E, both, D = shape
+    if not mxfp4:  # [experts, in, out]
+        return tables.alternating(Stored(name, (E, D, both)), shape, shards, axis=2)
+    values, scale = _blocks(name, shape)
+    return QuantisedLeaf(
+        tables.alternating(values, values.shape, shards, dtype="uint8"),
+        tables.alternating(scale, scale.shape, shards, dtype="uint8"),
+        MXFP4,
+    )
+
+
+def _down(name: str, shape: tuple[int, int, int], mxfp4: bool) -> Leaf | QuantisedLeaf:
+    everything = lambda sizes: tuple(slice(0, size) for size in sizes)
+    E, D, inner = shape
+    if not mxfp4:
+        return Leaf(shape, (Part(Stored(name, (E, inner, D)), everything(shape), (), (0, 2, 1)),))
+    values, scale = (Leaf(x.shape, (Part(x, everything(x.shape)),), "uint8") for x in _blocks(name, shape))
+    return QuantisedLeaf(values, scale, MXFP4)
+
+
+def _blocks(name: str, shape: tuple[int, int, int]) -> tuple[Merged, Stored]:
+    """The bytes of a weight, two numbers each, and the exponents of its groups of 32."""
+    *outer, width = shape
+    if width % 32:
+        raise ValueError(f"{name}: MXFP4 has groups of 32 inputs, and {width} are no multiple")
+    values = Merged(f"{name}_blocks", (*outer, width // 2), 16, ("U8",))
+    return values, Stored(f"{name}_scales", (*outer, width // 32), ("U8",))
+
+
+ignored = tables.ignored
