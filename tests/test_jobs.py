@@ -166,7 +166,7 @@ def test_a_job_killed_at_random_moments_ends_with_each_answer_once(pair, tmp_pat
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     subprocess.run(run("whole.jsonl"), check=True, env=environment, capture_output=True)
     rng, kills = random.Random(0), 0
-    for _ in range(40):
+    for _ in range(8):  # `python -m tests.soak` kills more often
         process = subprocess.Popen(run("out.jsonl"), env=environment, stderr=subprocess.DEVNULL)
         begin = (tmp_path / "out.jsonl").stat().st_size if (tmp_path / "out.jsonl").exists() else 0
         while process.poll() is None and (
@@ -179,7 +179,7 @@ def test_a_job_killed_at_random_moments_ends_with_each_answer_once(pair, tmp_pat
         process.kill()
         process.wait()
         kills += 1
-    assert process.wait() == 0
+    subprocess.run(run("out.jsonl"), check=True, env=environment, capture_output=True)
     assert kills > 0
     assert records(tmp_path / "out.jsonl") == records(tmp_path / "whole.jsonl")
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == len(ROWS) * 30

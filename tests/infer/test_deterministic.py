@@ -58,6 +58,7 @@ def test_nothing_is_chosen_by_the_clock(pair):
     assert Engine(*pair, slots=2, max_length=64, block_size="auto")._auto
 
 
+@pytest.mark.slow
 def test_what_the_option_fixes_matters_here(pair):
     """The control: in bfloat16 other widths do round differently, on most machines."""
     everyone = range(len(requests()))

@@ -51,6 +51,7 @@ def test_lengths_change_no_answer(target, drafter, expected, moves, speculative,
     assert len(moves) <= 4  # of the requests that may begin in a short slot and need more
 
 
+@pytest.mark.slow
 def test_a_windowed_drafter_moves_its_ring(target, tmp_path, expected, moves):
     from dflash_jax import load_drafter
 
@@ -79,6 +80,7 @@ def test_rows_that_wait_for_a_long_slot(target, drafter, expected, moves):
     assert len(moves) == 4
 
 
+@pytest.mark.slow
 def test_one_that_waits_for_a_long_slot_can_be_cancelled(target, drafter, expected):
     engine = Engine(target, drafter, max_length=64, slots=3, **SHORT)
     tickets = [engine.submit(requests()[i]) for i in (6, 9)]
