@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from dflash_jax.cache import KV, Mixer
 from dflash_jax.mesh import Layout
+from dflash_jax.quantised import BLOCK
 
 Raw = Mapping[str, Any]
 
@@ -48,7 +49,7 @@ _INERT_WHEN_OFF = frozenset(
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding over the whole head dimension, halves layout ("neox").
+    """Rotary embedding, halves layout ("neox").
 
     Attributes:
         theta: base of the geometric frequency series.
@@ -58,6 +59,7 @@ class RopeConfig:
         low_freq_factor, high_freq_factor: llama3 band edges.
         beta_fast, beta_slow, truncate: yarn band edges, in rotations.
         attention_factor: yarn's scale of cos and sin; None derives it from `factor` and the mscales.
+        rotated: how many dimensions of a head, the first ones; 0 is all.
     """
 
     theta: float
@@ -72,6 +74,7 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    rotated: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class ExpertsConfig:
         scores: what the router's logits become, and a token's experts are those with the most of it: "softmax";
             "softmax of the chosen", over a token's experts alone; "sigmoid".
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        correction: whether a number per expert is added to its score where experts are chosen, but not to its weight.
         bias: whether the router and every product have one.
         clamp: limit of gpt-oss's clamped SwiGLU; None is the usual one.
     """
@@ -132,6 +136,7 @@ class ExpertsConfig:
     intermediate_size: int
     norm_topk_prob: bool = False
     scores: Literal["softmax", "softmax of the chosen", "sigmoid"] = "softmax"
+    correction: bool = False
     bias: bool = False
     clamp: float | None = None
 
@@ -197,6 +202,7 @@ class TargetConfig(DecoderConfig):
         attention_bias: whether the projections of attention have a bias.
         eos_token_ids: stop tokens; `load_target` prefers those of `generation_config.json`.
         max_position_embeddings: trained context; 0 if the config does not say.
+        fp8: whether the weights of layers are stored in FP8 with block scales, and stay so.
     """
 
     model_type: str
@@ -204,6 +210,16 @@ class TargetConfig(DecoderConfig):
     attention_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     max_position_embeddings: int = 0
+    fp8: bool = False
+
+    def indivisible(self, shards: int) -> str | None:
+        if self.fp8 and shards > 1:
+            for layer in self.layers:
+                inner = layer.experts.intermediate_size if layer.experts else layer.intermediate_size
+                heads = layer.mixer.num_heads * layer.mixer.head_dim
+                if any(size % (shards * BLOCK) for size in (inner, heads)):
+                    return f"{heads} and {inner} outputs in FP8 blocks of {BLOCK}"
+        return super().indivisible(shards)
 
 
 def require(raw: Raw, name: str, kind: type = int) -> Any:
@@ -249,6 +265,22 @@ def check_fields(raw: Raw, known: Iterable[str], expected: Raw, *, inert: Iterab
         )
 
 
+def has_fp8(raw: Raw) -> bool:
+    """Whether `quantization_config` says that weights are in FP8 with block scales.
+
+    Raises:
+        ValueError: another quantisation.
+    """
+    given = raw.get("quantization_config")
+    if not given:
+        return False
+    expected = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    found = {name: given.get(name) for name in expected} if isinstance(given, Mapping) else given
+    if found != expected:
+        raise ValueError(f"config.json: quantization_config must say {expected}, or be absent, got {found}")
+    return True
+
+
 def rope_config(raw: Raw) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`; a missing theta raises."""
     fields: dict[str, Any] = {}
@@ -272,7 +304,7 @@ def rope_config(raw: Raw) -> RopeConfig:
     fields.pop("mrope_section", None)
     fields.pop("mrope_interleaved", None)
     if fields.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("config.json: partial rotary embedding is not supported")
+        raise ValueError("config.json: partial rotary embedding is not supported for this model_type")
     kind = fields.pop("rope_type", "default")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ValueError(f"config.json: rope_type {kind!r} is not supported; expected default, linear, llama3 or yarn")

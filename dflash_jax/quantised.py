@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Num
 
+BLOCK = 128  # outputs, and inputs, that share a scale in FP8
+
 
 class Quantised(struct.PyTreeNode):
     """A weight in few bits, in the place of a plain one: `values * scale`.
@@ -59,3 +61,17 @@ class MXFP4(Quantised):
         size = jnp.where(exponent == 0, half, (1 + half) * (1 << jnp.maximum(exponent - 1, 0)).astype(jnp.float32))
         power = jax.lax.bitcast_convert_type(self.scale.astype(jnp.int32) << 23, jnp.float32)[..., None]
         return (jnp.where(codes & 8, -size, size) * power).reshape(self.shape).astype(dtype)
+
+
+class FP8(Quantised):
+    """Eight bits a number, and a scale for every block of 128 outputs and 128 inputs (DeepSeek's format).
+
+    Attributes:
+        values: [..., M, D] in float8_e4m3fn.
+        scale: [..., M / 128, D / 128] in float32, rounded up; numbers are multiplied by it.
+    """
+
+    def astype(self, dtype: jnp.dtype) -> Float[Array, "..."]:
+        rows, columns = self.values.shape[-2:]
+        scale = jnp.repeat(jnp.repeat(self.scale, BLOCK, axis=-2)[..., :rows, :], BLOCK, axis=-1)[..., :columns]
+        return (self.values.astype(jnp.float32) * scale).astype(dtype)

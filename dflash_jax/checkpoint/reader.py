@@ -1,5 +1,6 @@
 """Reads weights along a table, and writes them as safetensors, one tensor at a time."""
 
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.numpy import save_file
 from dflash_jax import files
 from dflash_jax.checkpoint import gguf
 from dflash_jax.checkpoint.hub import read_json
-from dflash_jax.checkpoint.table import Leaf, Part, QuantisedLeaf, Table, leaves
+from dflash_jax.checkpoint.table import DTYPES, Leaf, Part, QuantisedLeaf, Table, leaves
 from dflash_jax.quantised import Quantised
 
 
@@ -25,6 +26,7 @@ class Reader:
     def __init__(self, directory: Path, rename: Callable[[str], str] = lambda name: name):
         self.directory = directory
         self._files = self._open()
+        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._tensors: dict[str, tuple[Any, str, str]] = {}
         for path, handle in self._files.items():
             for name in handle.keys():  # noqa: SIM118 (no dict)
@@ -72,10 +74,23 @@ class Reader:
             ValueError: numbers in it are infinite or NaN.
         """
         handle, stored, path = self._tensors[name]
+        if handle.get_slice(stored).get_dtype().startswith("F8"):  # safetensors asks numpy for these types
+            return self._mapped(self.directory / path, stored)[index]
         values = handle.get_slice(stored)[index]
         if not _finite(values):
             raise ValueError(f"{self.directory / path}: {stored!r} holds infinite numbers or NaN; download it again")
         return values
+
+    def _mapped(self, path: Path, name: str) -> np.ndarray:
+        """A tensor of a safetensors file as it lies there."""
+        if path not in self._headers:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                self._headers[path] = 8 + size, json.loads(file.read(size))
+        begin, header = self._headers[path]
+        start, end = header[name]["data_offsets"]
+        data = np.memmap(path, np.uint8, mode="r", offset=begin + start, shape=(end - start,))
+        return data.view(DTYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
 
 
 # Bits of the exponent; a number that has them all is infinite or NaN.

@@ -8,11 +8,12 @@ A family is a module with `config(raw) -> TargetConfig`; a Linen class `Model(co
 from types import ModuleType
 
 from dflash_jax.config import Raw, TargetConfig
-from dflash_jax.models import gpt_oss, llama, qwen3, qwen3_moe
+from dflash_jax.models import gpt_oss, llama, minimax_m2, qwen3, qwen3_moe
 
 FAMILIES: dict[str, ModuleType] = {
     "gpt_oss": gpt_oss,
     "llama": llama,
+    "minimax_m2": minimax_m2,
     "mistral": llama,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,

@@ -62,6 +62,7 @@ class Attention(nn.Module):
         layout: of its fused weights.
         bias: whether the projections have one.
         qk_norm: epsilon of a norm of every query and key head; None has none.
+        norm_heads_together: whether that norm is one of all query heads, and one of all key heads.
         sinks: whether every query head has a logit that no key belongs to, and that takes its part of the softmax.
     """
 
@@ -70,6 +71,7 @@ class Attention(nn.Module):
     layout: Layout = WHOLE
     bias: bool = False
     qk_norm: float | None = None
+    norm_heads_together: bool = False
     sinks: bool = False
 
     @nn.compact
@@ -92,7 +94,10 @@ class Attention(nn.Module):
         N, K, H = c.num_heads, c.num_kv_heads * self.layout.copies(c.num_kv_heads), c.head_dim
 
         def normed(x: Float[Array, "B T n H"], name: str) -> Float[Array, "B T n H"]:
-            return x if self.qk_norm is None else RMSNorm(H, self.qk_norm, name=name)(x)
+            if self.qk_norm is None:
+                return x
+            flat = x.reshape(B, T, -1) if self.norm_heads_together else x
+            return RMSNorm(flat.shape[-1], self.qk_norm, name=name)(flat).reshape(x.shape)
 
         if shared is None and project is None:
             qkv = Linear((D, (N + 2 * K) * H), self.bias, name="qkv_proj")(x)

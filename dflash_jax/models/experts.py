@@ -44,7 +44,8 @@ class Experts(nn.Module):
         gate_up, down = parameter(self, "gate_up_proj", (E, 2 * inner, D)), parameter(self, "down_proj", (E, D, inner))
         gate_up, down = gathered(gate_up, f"{path}/gate_up_proj"), gathered(down, f"{path}/down_proj")
         gate_up_bias, down_bias = bias("gate_up_bias", E, 2 * inner), bias("down_bias", E, D)
-        weights, chosen = route(c, product("btd,ed->bte", x, router), bias("router_bias", E))
+        correction = self.param("correction_bias", nn.initializers.zeros, (E,)) if c.correction else None
+        weights, chosen = route(c, product("btd,ed->bte", x, router), bias("router_bias", E), correction)
         if counts is not None:
             read = (jnp.arange(x.shape[1])[None] < counts[:, None])[..., None]
             weights, chosen = jnp.where(read, weights, 0.0), jnp.where(read, chosen, E)
@@ -62,13 +63,21 @@ class Experts(nn.Module):
 
 
 def route(
-    config: ExpertsConfig, logits: Float[Array, "B T E"], bias: Float[Array, " E"] | None = None
+    config: ExpertsConfig,
+    logits: Float[Array, "B T E"],
+    bias: Float[Array, " E"] | None = None,
+    correction: Float[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
     """Weights and experts of every token, in float32; of equal scores the first expert wins."""
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)[None, None]
     scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "softmax of the chosen": lambda x: x}
-    weights, chosen = jax.lax.top_k(scores[config.scores](logits), config.num_experts_per_tok)
+    found = scores[config.scores](logits)
+    if correction is None:
+        weights, chosen = jax.lax.top_k(found, config.num_experts_per_tok)
+    else:
+        _, chosen = jax.lax.top_k(found + correction.astype(jnp.float32)[None, None], config.num_experts_per_tok)
+        weights = jnp.take_along_axis(found, chosen, axis=-1)
     if config.scores == "softmax of the chosen":
         weights = jax.nn.softmax(weights, axis=-1)
     if config.norm_topk_prob:

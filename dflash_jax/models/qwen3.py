@@ -18,6 +18,7 @@ from dflash_jax.config import (
     TargetConfig,
     attention_config,
     check_fields,
+    has_fp8,
     layer_types,
     require,
     target_fields,
@@ -31,7 +32,7 @@ from dflash_jax.models.layers import MLP
 
 def config(raw: Raw) -> TargetConfig:
     """Reads `config.json`; windows follow `layer_types`, and only where `use_sliding_window` is set."""
-    check_fields(raw, DECODER_FIELDS, {"hidden_act": "silu", "mlp_bias": False})
+    check_fields(raw, [*DECODER_FIELDS, "quantization_config"], {"hidden_act": "silu", "mlp_bias": False})
     depth = require(raw, "num_hidden_layers")
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     types = layer_types(raw, depth)
@@ -49,6 +50,7 @@ def config(raw: Raw) -> TargetConfig:
         layers=tuple(LayerConfig(replace(attention, window=each), inner) for each in windows),
         model_type="qwen3",
         attention_bias=bool(raw.get("attention_bias")),
+        fp8=has_fp8(raw),
     )
 
 
@@ -79,8 +81,8 @@ def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        bias = config.attention_bias
-        return tables.decoder_layer(path, prefix, config.hidden_size, each, layout, bias=bias, qk_norm=True)
+        more = {"bias": config.attention_bias, "fp8": config.fp8}
+        return tables.decoder_layer(path, prefix, config.hidden_size, each, layout, qk_norm=True, **more)
 
     return tables.decoder(config, layer)
 

@@ -80,11 +80,11 @@ def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        bias, D = config.attention_bias, config.hidden_size
-        table = tables.decoder_layer(path, prefix, D, each, layout, bias=bias, qk_norm=True)
+        bias, D, fp8 = config.attention_bias, config.hidden_size, config.fp8
+        table = tables.decoder_layer(path, prefix, D, each, layout, bias=bias, qk_norm=True, fp8=fp8)
         if each.experts:
             table = {name: leaf for name, leaf in table.items() if "/mlp/" not in name}
-            table |= tables.experts(f"{path}/experts", f"{prefix}.mlp", D, each.experts, layout)
+            table |= tables.experts(f"{path}/experts", f"{prefix}.mlp", D, each.experts, layout, fp8=fp8)
         return table
 
     return tables.decoder(config, layer)

@@ -10,15 +10,15 @@ from dflash_jax.config import RopeConfig
 
 
 class Rope(NamedTuple):
-    """Cosines and sines of a block's positions."""
+    """Cosines and sines of a block's positions, for the first R dimensions of a head."""
 
-    cos: Float[Array, "B T H"]
-    sin: Float[Array, "B T H"]
+    cos: Float[Array, "B T R"]
+    sin: Float[Array, "B T R"]
 
 
 def rope_tables(config: RopeConfig, head_dim: int, positions: Int[Array, "B T"], dtype: jnp.dtype) -> Rope:
     """Rotary tables at absolute positions; angles in float32 whatever `dtype` is returned."""
-    frequencies, scale = rope_frequencies(config, head_dim)
+    frequencies, scale = rope_frequencies(config, config.rotated or head_dim)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     tables = [(table * scale).astype(dtype) for table in (jnp.cos(angles), jnp.sin(angles))]
     # Doubled last: XLA fuses no concatenation, and would otherwise evaluate these again in every layer and head.
@@ -26,9 +26,12 @@ def rope_tables(config: RopeConfig, head_dim: int, positions: Int[Array, "B T"],
 
 
 def rotate(x: Float[Array, "B T N H"], rope: Rope | None) -> Float[Array, "B T N H"]:
-    """Applies rotary embedding in the halves ("neox") layout; without a table, nothing."""
+    """Applies rotary embedding in the halves ("neox") layout to as many dimensions as the table has; without one, to
+    none."""
     if rope is None:
         return x
+    if (size := rope.cos.shape[-1]) < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :size], rope), x[..., size:]], axis=-1)
     first, second = jnp.split(x, 2, axis=-1)
     turned = jnp.concatenate([-second, first], axis=-1)
     return x * rope.cos[:, :, None] + turned * rope.sin[:, :, None]

@@ -1,10 +1,13 @@
 """Checkpoint tensors of what many families share: the decoder, and layers with attention and SwiGLU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from dflash_jax.checkpoint import Leaf, Part, Section, Source, Stored, Table, copied, fused, stacked
+from dflash_jax.checkpoint import Leaf, Part, QuantisedLeaf, Section, Source, Stored, Table, copied, fused, stacked
+from dflash_jax.checkpoint.table import FLOATS
 from dflash_jax.config import ExpertsConfig, LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout
+from dflash_jax.quantised import BLOCK, FP8
 
 
 def decoder(config: TargetConfig, layer: Callable[[str, str, LayerConfig], Table], prefix: str = "model") -> Table:
@@ -42,6 +45,7 @@ def decoder_layer(
     qk_norm: bool,
     mlp_bias: bool = False,
     fuse_qkv: bool = True,
+    fp8: bool = False,
 ) -> Table:
     """A pre-norm decoder layer with attention and SwiGLU under Hugging Face's names.
 
@@ -52,6 +56,7 @@ def decoder_layer(
         qk_norm: whether query and key heads have a norm.
         mlp_bias: whether the products of the MLP have one.
         fuse_qkv: whether keys, values and their norm belong to the layer; else they live elsewhere.
+        fp8: whether the weights are stored in FP8 with block scales, and stay so.
     """
     c, inner = layer.mixer, layer.intermediate_size
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -64,16 +69,17 @@ def decoder_layer(
     def each(kind: str, *rest: int) -> list[Section]:
         return [Section(Stored(f"{attention}.{n}.{kind}", (size, *rest)), copies=times) for n, size, times in heads]
 
-    def gate_up(kind: str, *rest: int) -> list[Section]:
-        return [Section(Stored(f"{mlp}.{name}_proj.{kind}", (inner, *rest))) for name in ("gate", "up")]
+    def weight(names: Sequence[tuple[str, int, int]], width: int) -> Leaf | QuantisedLeaf:
+        return linear(names, width, layout.shards, fp8=fp8)
 
+    gate_up = [(f"{mlp}.{name}_proj", inner, 1) for name in ("gate", "up")]
     table: Table = {
         "input_layernorm/weight": copied(f"{prefix}.input_layernorm.weight", width),
         "post_attention_layernorm/weight": copied(f"{prefix}.post_attention_layernorm.weight", width),
-        f"self_attn/{projection}/weight": fused(each("weight", width), layout.shards),
-        "self_attn/o_proj/weight": copied(f"{attention}.o_proj.weight", width, queries),
-        "mlp/gate_up_proj/weight": fused(gate_up("weight", width), layout.shards),
-        "mlp/down_proj/weight": copied(f"{mlp}.down_proj.weight", width, inner),
+        f"self_attn/{projection}/weight": weight([(f"{attention}.{n}", size, c) for n, size, c in heads], width),
+        "self_attn/o_proj/weight": linear([(f"{attention}.o_proj", width, 1)], queries, fp8=fp8),
+        "mlp/gate_up_proj/weight": weight(gate_up, width),
+        "mlp/down_proj/weight": linear([(f"{mlp}.down_proj", width, 1)], inner, fp8=fp8),
     }
     for name in ("q_norm", "k_norm") if fuse_qkv else ("q_norm",):
         if qk_norm:
@@ -82,23 +88,78 @@ def decoder_layer(
         table[f"self_attn/{projection}/bias"] = fused(each("bias"), layout.shards)
         table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", width)
     if mlp_bias:
-        table["mlp/gate_up_proj/bias"] = fused(gate_up("bias"), layout.shards)
+        biases = [Section(Stored(f"{name}.bias", (size,))) for name, size, _ in gate_up]
+        table["mlp/gate_up_proj/bias"] = fused(biases, layout.shards)
         table["mlp/down_proj/bias"] = copied(f"{mlp}.down_proj.bias", width)
     return {f"{path}/{name}": leaf for name, leaf in table.items()}
 
 
-def experts(path: str, prefix: str, width: int, config: ExpertsConfig, layout: Layout) -> Table:
-    """Router and experts that are stored one by one, under Hugging Face's names."""
+def linear(
+    names: Sequence[tuple[str, int, int]], width: int, shards: int = 1, *, fp8: bool = False
+) -> Leaf | QuantisedLeaf:
+    """The weight of a product, whose outputs are those of several layers one after the other.
+
+    Args:
+        names: of each layer: its name, its outputs, and how often they are there (see `Section`).
+        width: inputs.
+        shards: see `fused`.
+        fp8: whether it is stored in FP8 with block scales, and stays so.
+    """
+
+    def sections(kind: str, block: int, *dtypes: str) -> Leaf:
+        shape = lambda outputs: (-(-outputs // block), -(-width // block))
+        sources = [
+            (Stored(f"{name}.{kind}", shape(outputs), dtypes or FLOATS), times) for name, outputs, times in names
+        ]
+        return fused([Section(source, copies=times) for source, times in sources], shards)
+
+    if not fp8:
+        return sections("weight", 1)
+    if len(names) > 1 and any(outputs % BLOCK for _, outputs, _ in names):
+        raise ValueError(
+            f"FP8 weights with blocks of {BLOCK} outputs cannot be joined: {[size for _, size, _ in names]}"
+        )
+    values = replace(sections("weight", 1, "F8_E4M3"), dtype="float8_e4m3fn")
+    return QuantisedLeaf(values, replace(sections("weight_scale_inv", BLOCK), dtype="float32"), FP8)
+
+
+def experts(
+    path: str,
+    prefix: str,
+    width: int,
+    config: ExpertsConfig,
+    layout: Layout,
+    *,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    fp8: bool = False,
+) -> Table:
+    """Router and experts that are stored one by one.
+
+    Args:
+        path, prefix: of the parameters, and of the checkpoint tensors.
+        names: of gate, up and down.
+        fp8: whether the experts are stored in FP8 with block scales, and stay so.
+    """
+    gate, up, down = names
     inner, every = config.intermediate_size, [f"{prefix}.experts.{e}" for e in range(config.num_experts)]
-
-    def gate_up(expert: str) -> list[Section]:
-        return [Section(Stored(f"{expert}.{name}_proj.weight", (inner, width))) for name in ("gate", "up")]
-
-    return {
+    both = [[(f"{expert}.{name}", inner, 1) for name in (gate, up)] for expert in every]
+    table: Table = {
         f"{path}/router": copied(f"{prefix}.gate.weight", config.num_experts, width),
-        f"{path}/gate_up_proj": stacked([fused(gate_up(expert), layout.shards) for expert in every]),
-        f"{path}/down_proj": stacked([copied(f"{expert}.down_proj.weight", width, inner) for expert in every]),
+        f"{path}/gate_up_proj": _stacked([linear(each, width, layout.shards, fp8=fp8) for each in both]),
+        f"{path}/down_proj": _stacked([linear([(f"{expert}.{down}", width, 1)], inner, fp8=fp8) for expert in every]),
     }
+    if config.correction:
+        name = f"{prefix}.e_score_correction_bias"
+        table[f"{path}/correction_bias"] = copied(name, config.num_experts, dtype="float32")
+    return table
+
+
+def _stacked(leaves: Sequence[Leaf | QuantisedLeaf]) -> Leaf | QuantisedLeaf:
+    packed = [leaf for leaf in leaves if isinstance(leaf, QuantisedLeaf)]
+    if packed:
+        values, scale = stacked([leaf.values for leaf in packed]), stacked([leaf.scale for leaf in packed])
+        return QuantisedLeaf(values, scale, packed[0].kind)
+    return stacked([leaf for leaf in leaves if isinstance(leaf, Leaf)])
 
 
 def alternating(source: Source, shape: tuple[int, ...], shards: int, axis: int = 1, dtype: str | None = None) -> Leaf:

@@ -1,0 +1,130 @@
+"""MiniMax-M2 targets (`model_type: minimax_m2`): experts chosen by sigmoids, norms of all heads together, FP8.
+
+Reference: transformers `models/minimax_m2/modeling_minimax_m2.py`.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+from jaxtyping import Array, Float
+
+from dflash_jax.cache import Fresh
+from dflash_jax.checkpoint import Section, Stored, Table, copied, fused
+from dflash_jax.config import (
+    DECODER_FIELDS,
+    ExpertsConfig,
+    LayerConfig,
+    Raw,
+    TargetConfig,
+    attention_config,
+    check_fields,
+    has_fp8,
+    require,
+    target_fields,
+)
+from dflash_jax.mesh import WHOLE, Layout
+from dflash_jax.models import tables
+from dflash_jax.models.attention import Attention, Pass
+from dflash_jax.models.decoder import Decoder, pre_norm
+from dflash_jax.models.experts import Experts
+
+_FIELDS = """
+    num_local_experts num_experts_per_tok rotary_dim router_aux_loss_coef router_jitter_noise quantization_config
+""".split()
+# What published configs say that the family has anyway; another value is another model.
+_FIXED: Raw = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+    "num_mtp_modules": 0,
+}
+
+
+def config(raw: Raw) -> TargetConfig:
+    """Reads `config.json`; `rotary_dim`, or `partial_rotary_factor`, says how much of a head is rotated."""
+    check_fields(raw, [*DECODER_FIELDS, *_FIELDS, "partial_rotary_factor"], _FIXED)
+    parameters = dict(raw.get("rope_parameters") or {})
+    factors = [parameters.pop("partial_rotary_factor", None), raw.get("partial_rotary_factor")]
+    head_dim = require(raw, "head_dim")
+    sizes = {round(head_dim * factor) for factor in factors if factor is not None}
+    if raw.get("rotary_dim") is not None:
+        sizes.add(require(raw, "rotary_dim"))
+    rotated = sizes.pop() if sizes else head_dim
+    if sizes or rotated % 2 or not 0 < rotated <= head_dim:
+        raise ValueError(
+            f"config.json must say once how much of a head of {head_dim} is rotated, got {rotated}, {sizes}"
+        )
+    attention = attention_config({**raw, "rope_parameters": parameters or None})
+    assert attention.rope is not None
+    attention = replace(attention, rope=replace(attention.rope, rotated=rotated))
+    experts = ExpertsConfig(
+        require(raw, "num_local_experts"),
+        require(raw, "num_experts_per_tok"),
+        require(raw, "intermediate_size"),
+        norm_topk_prob=True,
+        scores="sigmoid",
+        correction=True,
+    )
+    experts.check()
+    return TargetConfig(
+        **target_fields(raw),
+        layers=(LayerConfig(attention, experts.intermediate_size, experts),) * require(raw, "num_hidden_layers"),
+        model_type="minimax_m2",
+        fp8=has_fp8(raw),
+    )
+
+
+class Layer(nn.Module):
+    """Pre-norm decoder layer with experts."""
+
+    config: TargetConfig
+    layer: LayerConfig
+    layout: Layout
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Fresh | None
+    ) -> tuple[Float[Array, "B T D"], Fresh]:
+        c, layer, D = self.config, self.layer, self.config.hidden_size
+        assert layer.experts is not None
+        norm = {"qk_norm": c.rms_norm_eps, "norm_heads_together": True}
+        attention = Attention(D, layer.mixer, self.layout, name="self_attn", **norm)
+        mlp = partial(Experts(D, layer.experts, self.layout, name="experts"), counts=at.counts)
+        return pre_norm(c, attention, mlp, x, at, entry, shared)
+
+
+class Model(Decoder):
+    """See `Decoder`."""
+
+    layer = Layer
+
+
+def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
+    """Checkpoint tensors of every parameter."""
+
+    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
+        D, fp8, mixer = config.hidden_size, config.fp8, each.mixer
+        assert each.experts is not None
+        table = tables.decoder_layer(path, prefix, D, each, layout, bias=False, qk_norm=False, fp8=fp8)
+        table = {name: leaf for name, leaf in table.items() if "/mlp/" not in name}
+        names = "w1", "w3", "w2"
+        moe = f"{prefix}.block_sparse_moe"
+        table |= tables.experts(f"{path}/experts", moe, D, each.experts, layout, names=names, fp8=fp8)
+        attention, keys = f"{prefix}.self_attn", mixer.num_kv_heads * mixer.head_dim
+        copies = layout.copies(mixer.num_kv_heads)
+        section = Section(Stored(f"{attention}.k_norm.weight", (keys,)), copies=copies)
+        table[f"{path}/self_attn/k_norm/weight"] = fused([section], layout.shards)
+        queries = mixer.num_heads * mixer.head_dim
+        table[f"{path}/self_attn/q_norm/weight"] = copied(f"{attention}.q_norm.weight", queries)
+        return table
+
+    return tables.decoder(config, layer)
+
+
+ignored = tables.ignored

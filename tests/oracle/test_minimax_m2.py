@@ -1,0 +1,129 @@
+"""MiniMax-M2 against transformers, on tiny random checkpoints in the published names: plain, and in FP8."""
+
+import json
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.numpy import save_file  # noqa: E402
+
+from dflash_jax import load_target, models  # noqa: E402
+from dflash_jax.quantised import FP8  # noqa: E402
+from tests.oracle import families  # noqa: E402
+
+SHAPE = {
+    "vocab_size": families.VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5},
+    "dtype": "float32",
+}
+LARGE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 128, "num_local_experts": 4}
+
+
+def make(directory, changes, *, fp8=False):
+    """The model, and its checkpoint: an expert a tensor, under the published names; with `fp8`, as published."""
+    config = transformers.MiniMaxM2Config(**SHAPE | changes)
+    theirs = families.randomise(transformers.MiniMaxM2ForCausalLM(config), 0).eval()
+    rng, tensors = np.random.default_rng(1), {}
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.tensor(rng.standard_normal(buffer.shape)))
+
+    def store(name, weight):
+        if not fp8:
+            tensors[f"{name}.weight"] = weight.numpy().copy()
+            return weight
+        rows, columns = weight.shape
+        scale = (0.5 + rng.random((-(-rows // 128), -(-columns // 128)))).astype(np.float32) * 1e-3
+        each = np.kron(scale, np.ones((128, 128), np.float32))[:rows, :columns]
+        values = np.clip(weight.numpy() / each, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = values, scale
+        return torch.tensor(values.astype(np.float32) * each)
+
+    with torch.no_grad():
+        for name, weight in theirs.state_dict().items():
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+            if re.search(r"[qkvo]_proj\.weight$", name):
+                weight.copy_(store(name.removesuffix(".weight"), weight))
+            elif name.endswith("experts.gate_up_proj"):
+                for e, both in enumerate(weight):
+                    gate, up = both.chunk(2)
+                    expert = f"{name.removesuffix('.gate_up_proj')}.{e}"
+                    weight[e].copy_(torch.cat([store(f"{expert}.w1", gate), store(f"{expert}.w3", up)]))
+            elif name.endswith("experts.down_proj"):
+                for e, down in enumerate(weight):
+                    weight[e].copy_(store(f"{name.removesuffix('.down_proj')}.{e}.w2", down))
+            else:
+                tensors[name] = weight.numpy().copy()
+    raw = config.to_dict() | {"architectures": ["MiniMaxM2ForCausalLM"]}
+    if fp8:
+        raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "float8_e4m3fn"}
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, directory / "model.safetensors")
+    return theirs
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_experts_per_tok": 3, "num_key_value_heads": 4}, LARGE])
+def test_forward(changes, tmp_path):
+    theirs = make(tmp_path, changes)
+    families.assert_same_forward(theirs, load_target(tmp_path))
+
+
+def test_forward_in_fp8(tmp_path):
+    theirs = make(tmp_path, LARGE, fp8=True)
+    ours = load_target(tmp_path)
+    assert isinstance(ours.params["layers_0"]["self_attn"]["qkv_proj"]["weight"], FP8)
+    assert ours.params["layers_0"]["experts"]["gate_up_proj"].values.dtype == ml_dtypes.float8_e4m3fn
+    families.assert_same_forward(theirs, ours)
+
+
+def test_generations_saving_speculation_and_mesh(tmp_path):
+    theirs = make(tmp_path / "target", {})
+    ours = load_target(tmp_path / "target")
+    families.assert_same_generations(theirs, ours)
+    families.assert_saved_again(tmp_path / "target", ours, tmp_path / "saved")
+    families.assert_lossless(tmp_path / "target", tmp_path / "drafter")
+
+
+@pytest.mark.slow
+def test_the_same_in_fp8(tmp_path):
+    wide = LARGE | {"intermediate_size": 256}
+    theirs = make(tmp_path / "target", wide, fp8=True)
+    ours = load_target(tmp_path / "target")
+    families.assert_same_generations(theirs, ours)
+    families.assert_saved_again(tmp_path / "target", ours, tmp_path / "saved")
+    families.assert_lossless(tmp_path / "target", tmp_path / "drafter", axes="data=2")
+    with pytest.raises(ValueError, match="in FP8 blocks of 128"):
+        families.assert_lossless(tmp_path / "target", tmp_path / "drafter", axes="model=4")
+
+
+RAW = SHAPE | {"model_type": "minimax_m2", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
+        ({"rotary_dim": 4}, "how much of a head"),
+        ({"num_experts_per_tok": 9}, "at most the 8 experts"),
+        ({"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),
+    ],
+)
+def test_configs_that_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        models.target_config(RAW | changes)
