@@ -325,7 +325,7 @@ def rope_config(raw: Raw) -> RopeConfig:
     if factor <= 0:
         raise ValueError(f"config.json: the rope factor must be above 0, got {factor!r}")
     del fields["rope_theta"]
-    if unknown := set(fields) - set(RopeConfig.__dataclass_fields__):
+    if unknown := set(fields) - (set(RopeConfig.__dataclass_fields__) - {"theta", "kind", "rotated"}):
         raise ValueError(f"config.json: rope parameters {sorted(unknown)} are not supported")
     return RopeConfig(theta=theta, kind=kind, **fields)
 

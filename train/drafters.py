@@ -72,11 +72,11 @@ def new_drafter(target: Target, config: TrainConfig, mask_token_id: int) -> tupl
 
 
 def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
-    """Rotary settings in the new spelling and the old one."""
+    """Rotary settings in the new spelling and the old one; a drafter rotates whole heads, whatever its target does."""
     scaling: dict[str, Any] = {"rope_type": rope.kind}
     for field in dataclasses.fields(rope):
         value = getattr(rope, field.name)
-        if field.name not in ("theta", "kind") and value != field.default:
+        if field.name not in ("theta", "kind", "rotated") and value != field.default:
             scaling[field.name] = value
     if rope.kind != "default":
         scaling["factor"] = rope.factor

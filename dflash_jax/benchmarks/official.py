@@ -2,13 +2,16 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
+
+from dflash_jax.checkpoint import gguf
 
 
 class Official:
     """`dflash` 0.1.0 and transformers on the same pair, on CPU in float32 with batch 1, greedy.
 
     Raises:
-        ValueError: the package is not installed.
+        ValueError: the package is not installed, or the target is a GGUF file.
     """
 
     def __init__(self, target: str, drafter: str):
@@ -18,6 +21,8 @@ class Official:
             from transformers import AutoModelForCausalLM
         except ImportError as error:
             raise ValueError('the comparison needs `pip install "dflash[local]==0.1.0"`') from error
+        if (Path(target) / gguf.INDEX).is_file():
+            raise ValueError("--official compares checkpoints of safetensors; this target is a GGUF file")
         self._target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self._drafter = DFlashDraftModel.from_pretrained(drafter, dtype=torch.float32).eval()
 

@@ -127,3 +127,13 @@ RAW = SHAPE | {"model_type": "minimax_m2", "rms_norm_eps": 1e-6, "tie_word_embed
 def test_configs_that_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         models.target_config(RAW | changes)
+
+
+def test_a_drafter_for_it_rotates_whole_heads(tmp_path):
+    from dflash_jax.train.config import TrainConfig
+    from dflash_jax.train.drafters import new_drafter
+
+    make(tmp_path, {})
+    drafter, raw = new_drafter(load_target(tmp_path), TrainConfig(num_layers=2, block_size=8), families.MASK)
+    assert drafter.config.mixers[0].rope.rotated == 0
+    assert "rotated" not in raw["rope_parameters"]
