@@ -87,6 +87,7 @@ def test_forward(changes, mxfp4, tmp_path):
         assert bits == 4.25
 
 
+@pytest.mark.slow
 def test_generations_saving_speculation_and_mesh(tmp_path):
     theirs = make(tmp_path / "target", {}, mxfp4=True)
     ours = load_target(tmp_path / "target")

@@ -56,7 +56,10 @@ def make(directory, model_type, changes):
     return theirs
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+FAST = ["as Llama 3", "tied, its own head dim", "biases everywhere"]
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS])
 def test_llama_forward(name, tmp_path):
     theirs = make(tmp_path, "Llama", VARIANTS[name])
     families.assert_same_forward(theirs, load_target(tmp_path))
@@ -68,7 +71,7 @@ def test_mistral_forward(name, tmp_path):
     families.assert_same_forward(theirs, load_target(tmp_path))
 
 
-@pytest.mark.parametrize("model_type", ["Llama", "Mistral"])
+@pytest.mark.parametrize("model_type", ["Llama", pytest.param("Mistral", marks=pytest.mark.slow)])
 def test_generations_saving_speculation_and_mesh(model_type, tmp_path):
     changes = VARIANTS["biases everywhere"] if model_type == "Llama" else MISTRAL["window"]
     theirs = make(tmp_path / "target", model_type, changes)

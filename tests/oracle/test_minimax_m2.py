@@ -77,7 +77,9 @@ def make(directory, changes, *, fp8=False):
     return theirs
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_experts_per_tok": 3, "num_key_value_heads": 4}, LARGE])
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"num_experts_per_tok": 3, "num_key_value_heads": 4}, marks=pytest.mark.slow)]
+)
 def test_forward(changes, tmp_path):
     theirs = make(tmp_path, changes)
     families.assert_same_forward(theirs, load_target(tmp_path))
@@ -91,6 +93,7 @@ def test_forward_in_fp8(tmp_path):
     families.assert_same_forward(theirs, ours)
 
 
+@pytest.mark.slow
 def test_generations_saving_speculation_and_mesh(tmp_path):
     theirs = make(tmp_path / "target", {})
     ours = load_target(tmp_path / "target")

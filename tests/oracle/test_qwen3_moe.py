@@ -39,12 +39,16 @@ def make(directory, changes):
     return theirs
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+FAST = ["as published", "dense layers between"]
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS])
 def test_forward(name, tmp_path):
     theirs = make(tmp_path, VARIANTS[name])
     families.assert_same_forward(theirs, load_target(tmp_path))
 
 
+@pytest.mark.slow
 def test_generations_saving_speculation_and_mesh(tmp_path):
     theirs = make(tmp_path / "target", VARIANTS["dense layers between"])
     ours = load_target(tmp_path / "target")
