@@ -119,6 +119,14 @@ _DFLASH_FIELDS = """
 """.split()
 
 
+# Drafters of gpt-oss carry their target's type and its experts' fields; their layers are Qwen3's all the same.
+_TYPES = (None, "qwen3", "dflash", "gpt_oss")
+_GPT_OSS_FIELDS = """
+    num_local_experts num_experts_per_tok experts_per_token router_aux_loss_coef output_router_logits swiglu_limit
+    swiglu_alpha initial_context_length
+""".split()
+
+
 class _Lookup:
     """Finds a drafter field in `dflash_config` or at the top level; a conflict between them raises."""
 
@@ -149,9 +157,10 @@ def drafter_config(raw: Raw) -> DrafterConfig:
     _refuse_other_drafters(raw, get)
     if unknown := set(get.nested) - set(_DFLASH_FIELDS) - set(_REFUSED_FIELDS):
         raise ValueError(f"dflash_config has unknown fields {sorted(unknown)}; they are not ignored")
+    experts = _GPT_OSS_FIELDS if raw.get("model_type") == "gpt_oss" else []
     check_fields(
         raw,
-        [*DECODER_FIELDS, *_DFLASH_FIELDS, *_REFUSED_FIELDS, "dflash_config"],
+        [*DECODER_FIELDS, *_DFLASH_FIELDS, *_REFUSED_FIELDS, "dflash_config", *experts],
         {"hidden_act": "silu", "mlp_bias": False},
     )
     fields = decoder_fields(raw)
@@ -206,8 +215,8 @@ def _refuse_other_drafters(raw: Raw, get: _Lookup) -> None:
             f"this drafter ({classes or 'no architectures'}) needs {', '.join(dict.fromkeys(reasons))}, which is not "
             "supported yet; expected a DFlash v1 drafter (DFlashDraftModel)"
         )
-    if raw.get("model_type") not in (None, "qwen3", "dflash"):
-        raise ValueError(f"drafter model_type must be 'qwen3', got {raw['model_type']!r}")
+    if raw.get("model_type") not in _TYPES:
+        raise ValueError(f"drafter model_type must be one of {_TYPES[1:]}, got {raw['model_type']!r}")
 
 
 def _anchor_predicts(raw: Raw, get: _Lookup) -> bool:

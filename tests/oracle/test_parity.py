@@ -156,6 +156,31 @@ def test_drafter_hidden_states_equal_the_official_ones_over_rounds(name, tmp_pat
         np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
 
 
+def test_a_drafter_of_gpt_oss_has_qwen3_layers(tmp_path):
+    """Its config has gpt-oss's type and fields, biases, heads of 64, YaRN without truncation, and blocks of 10."""
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16, "truncate": False}
+    theirs = make_drafter(tmp_path, attention_bias=True, head_dim=64, rope_scaling=yarn)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    raw |= {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0}
+    path.write_text(json.dumps(raw | {"block_size": 10}))
+    ours = load_drafter(tmp_path)
+    assert ours.config.block_size == 10
+    rng = np.random.default_rng(0)
+    features, embedded = (rng.standard_normal((1, n, w)).astype(np.float32) for n, w in ((13, 64), (10, 32)))
+    with torch.inference_mode():
+        expected = theirs(
+            position_ids=torch.arange(23)[None],
+            noise_embedding=torch.tensor(embedded),
+            target_hidden=torch.tensor(features),
+        )
+    positions = jnp.arange(23)[None]
+    lengths, kept = jnp.zeros(1, jnp.int32), jnp.full(1, 13, jnp.int32)
+    cache = commit(ours.init_state(1, 64), ours.context(jnp.asarray(features), positions[:, :13]), lengths, kept)
+    got = ours.forward(jnp.asarray(embedded), positions[:, 13:], cache, kept)[0]
+    np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
+
+
 SOME = ["full"]  # the rest on the slow track
 
 
