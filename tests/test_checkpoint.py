@@ -115,7 +115,7 @@ def test_broken_files_are_named(directory, tmp_path):
     (directory / "config.json").unlink()
     with pytest.raises(ValueError, match="found none"):
         load_target(directory)
-    with pytest.raises(ValueError, match="directory or a hub id"):
+    with pytest.raises(ValueError, match="directory, a .gguf file or a hub id"):
         load_target(tmp_path / "nowhere" / "at all")
     with pytest.raises(ValueError, match="could not be fetched from the hub"):
         load_target("nobody/nothing")

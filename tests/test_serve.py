@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from dflash_jax import generate, load_target, serve
+from dflash_jax.models import FAMILIES
 from tests import tiny
 
 
@@ -254,10 +255,10 @@ def test_a_drafter_of_another_target_is_refused(pair, tmp_path, capsys):
 
 def test_an_unknown_target_family_is_refused(pair, tmp_path, capsys):
     tiny.write_target(tmp_path / "target", tiny.target_config())
-    (tmp_path / "target" / "config.json").write_text(json.dumps(tiny.target_config(model_type="llama")))
+    (tmp_path / "target" / "config.json").write_text(json.dumps(tiny.target_config(model_type="mixtral")))
     tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config())
     assert run(tmp_path, tmp_path, [{"prompt": "a"}])[0] == 2
-    assert "model_type must be one of ['qwen3'], got 'llama'" in capsys.readouterr().err
+    assert f"model_type must be one of {sorted(FAMILIES)}, got 'mixtral'" in capsys.readouterr().err
 
 
 THINKING = """\

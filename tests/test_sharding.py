@@ -122,11 +122,12 @@ def test_without_a_drafter(directory, alone):
 
 
 def test_every_parameter_matches_one_rule():
-    for family in FAMILIES.values():
+    for name, changes in tiny.FAMILIES.items():
         for tied in (True, False):
-            config = target_config(tiny.target_config(tie_word_embeddings=tied, attention_bias=True))
-            for path, leaf in leaves(family.tensors(config)):
+            config = target_config(tiny.target_config(model_type=name, tie_word_embeddings=tied, **changes))
+            for path, leaf in leaves(FAMILIES[name].tensors(config)):
                 assert len(spec(path, len(leaf.shape))) <= len(leaf.shape)
+    assert set(tiny.FAMILIES) == set(FAMILIES)
     for path, leaf in leaves(drafter_tensors(drafter_config(tiny.drafter_config(attention_bias=True)))):
         assert len(spec(path, len(leaf.shape))) <= len(leaf.shape)
     # A rule is for a number of dimensions: experts that are stacked do not pass for a plain weight.

@@ -39,6 +39,31 @@ def target_config(**changes) -> dict:
     } | changes
 
 
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# What makes `target_config()` one of each family, with every kind of parameter that it can have.
+FAMILIES = {
+    "qwen3": {"attention_bias": True},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 8},
+    "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "gpt_oss": {
+        **_EXPERTS,
+        "attention_bias": True,
+        "intermediate_size": 32,
+        "sliding_window": 8,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
+    "minimax_m2": {
+        **_EXPERTS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "intermediate_size": 128,
+        "rotary_dim": 8,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+}
+
+
 def drafter_config(**changes) -> dict:
     """`config.json` of a 2-layer DFlash drafter for `target_config()`, block 8."""
     nested = {"mask_token_id": MASK, "target_layer_ids": [0, 2]} | changes.pop("dflash_config", {})
