@@ -8,7 +8,9 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -241,11 +243,12 @@ def _write_tokenizer(fields: Mapping[str, Any], directory: Path) -> None:
         return
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.ggml import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 
-    given = {name: fields[key] for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items() if key in fields}
+    library = _converters()
+    mapping = library.GGUF_TOKENIZER_MAPPING["tokenizer"]
+    given = {name: fields[key] for key, name in mapping.items() if key in fields}
     try:
-        tokenizer, _ = convert_gguf_tokenizer("llama", given)
+        tokenizer, _ = library.convert_gguf_tokenizer("llama", given)
     except Exception as error:  # what the libraries raise for a vocabulary that makes no sense
         raise ValueError(f"GGUF: the tokenizer cannot be read ({error})") from error
     tokens = fields["ggml.tokens"]
@@ -260,3 +263,15 @@ def _write_tokenizer(fields: Mapping[str, Any], directory: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = fields.get("chat_template")
     fast.save_pretrained(directory)
+
+
+def _converters() -> ModuleType:
+    """The module of transformers that makes tokenizers of GGUF metadata: the first one since 5.23."""
+    for name in ("transformers.integrations.gguf.gguf_tokenizer_mapping", "transformers.integrations.ggml"):
+        try:
+            module = import_module(name)
+        except ImportError:
+            continue
+        if hasattr(module, "convert_gguf_tokenizer"):
+            return module
+    raise ValueError("this version of transformers makes no tokenizers from GGUF files; 5.15 and 5.23 do")
