@@ -29,7 +29,7 @@ _INERT = frozenset(
     eos_token_id pad_token_id unk_token_id id2label label2id problem_type return_dict return_dict_in_generate
     output_attentions output_hidden_states is_encoder_decoder chunk_size_feed_forward
     _attn_implementation _attn_implementation_autoset attn_implementation _commit_hash num_anchors loss_decay_gamma
-    pretraining_tp
+    pretraining_tp transformers.js_config
 """.split()
 )
 
@@ -118,33 +118,35 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Experts, some of which every token goes through. The names are Hugging Face's.
+    """Experts, of which every token goes through some. The names are Hugging Face's.
 
     Attributes:
         num_experts, num_experts_per_tok: how many there are, and how many a token goes through.
         intermediate_size: inner width of one.
-        scores: what the router's logits become, and a token's experts are those with the most of it: "softmax";
-            "softmax of the chosen", over a token's experts alone; "sigmoid".
+        scores: what makes weights of the router's logits: a softmax over all experts, a softmax over the token's top-k,
+            or a sigmoid.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
-        correction: whether a number per expert is added to its score where experts are chosen, but not to its weight.
+        correction_bias: whether the router adds a bias to the scores to choose by, though not to the weights.
         bias: whether the router and every product have one.
-        clamp: limit of gpt-oss's clamped SwiGLU; None is the usual one.
+        swiglu_limit: where gpt-oss clamps its SwiGLU; None is the plain SwiGLU.
+
+    Raises:
+        ValueError: more experts per token than there are.
     """
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int
     norm_topk_prob: bool = False
-    scores: Literal["softmax", "softmax of the chosen", "sigmoid"] = "softmax"
-    correction: bool = False
+    scores: Literal["softmax", "softmax_topk", "sigmoid"] = "softmax"
+    correction_bias: bool = False
     bias: bool = False
-    clamp: float | None = None
+    swiglu_limit: float | None = None
 
-    def check(self) -> None:
-        """Raises ValueError if a token cannot have so many experts."""
+    def __post_init__(self):
         if self.num_experts_per_tok > self.num_experts:
-            each, all_ = self.num_experts_per_tok, self.num_experts
-            raise ValueError(f"num_experts_per_tok must be at most the {all_} experts, got {each}")
+            each, every = self.num_experts_per_tok, self.num_experts
+            raise ValueError(f"num_experts_per_tok must be at most the {every} experts, got {each}")
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,22 @@ class LayerConfig:
     intermediate_size: int
     experts: ExpertsConfig | None = None
 
-    def indivisible(self, shards: int) -> str | None:
-        """Why it cannot be split in so many parts, or None."""
-        inner = self.experts.intermediate_size if self.experts else self.intermediate_size
-        return self.mixer.indivisible(shards) or (f"an inner width of {inner}" if inner % shards else None)
+    @property
+    def inner(self) -> int:
+        """Inner width of its MLP, or of each of its experts."""
+        return self.experts.intermediate_size if self.experts else self.intermediate_size
+
+    def indivisible(self, layout: Layout) -> str | None:
+        """Why it cannot be split so, or None."""
+        if why := self.mixer.indivisible(layout.shards):
+            return why
+        if self.experts and self.experts.num_experts % layout.experts:
+            return f"{self.experts.num_experts} experts"
+        return f"an inner width of {self.inner}" if self.inner % self.parts(layout) else None
+
+    def parts(self, layout: Layout) -> int:
+        """In how many parts the inner width is split."""
+        return layout.inner if self.experts else layout.shards
 
 
 @dataclass(frozen=True)
@@ -185,11 +199,11 @@ class DecoderConfig:
         """What each layer mixes positions with."""
         return tuple(layer.mixer for layer in self.layers)
 
-    def indivisible(self, shards: int) -> str | None:
-        """Why the model cannot be split over so many devices, or None."""
-        if self.vocab_size % shards:
+    def indivisible(self, layout: Layout) -> str | None:
+        """Why the model cannot be split so, or None."""
+        if self.vocab_size % layout.shards:
             return f"a vocabulary of {self.vocab_size}"
-        return next((why for layer in self.layers if (why := layer.indivisible(shards))), None)
+        return next((why for layer in self.layers if (why := layer.indivisible(layout))), None)
 
 
 @dataclass(frozen=True)
@@ -199,7 +213,7 @@ class TargetConfig(DecoderConfig):
     Attributes:
         model_type: the Hugging Face family; names the file in `models/` that implements it.
         tie_word_embeddings: whether the head is the transposed embedding.
-        attention_bias: whether the projections of attention have a bias.
+        attention_bias, mlp_bias: whether the products of attention and of the MLP have a bias.
         eos_token_ids: stop tokens; `load_target` prefers those of `generation_config.json`.
         max_position_embeddings: trained context; 0 if the config does not say.
         fp8: whether the weights of layers are stored in FP8 with block scales, and stay so.
@@ -208,18 +222,22 @@ class TargetConfig(DecoderConfig):
     model_type: str
     tie_word_embeddings: bool
     attention_bias: bool = False
+    mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     max_position_embeddings: int = 0
     fp8: bool = False
 
-    def indivisible(self, shards: int) -> str | None:
-        if self.fp8 and shards > 1:
-            for layer in self.layers:
-                inner = layer.experts.intermediate_size if layer.experts else layer.intermediate_size
-                heads = layer.mixer.num_heads * layer.mixer.head_dim
-                if any(size % (shards * BLOCK) for size in (inner, heads)):
-                    return f"{heads} and {inner} outputs in FP8 blocks of {BLOCK}"
-        return super().indivisible(shards)
+    def indivisible(self, layout: Layout) -> str | None:
+        """Why the model cannot be split so, or None; FP8 blocks are not cut."""
+        for layer in self.layers if self.fp8 else ():
+            mixer = layer.mixer
+            queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+            copied = keys * layout.copies(mixer.num_kv_heads)
+            parts = layout.shards, layout.shards, layer.parts(layout)
+            for size, count in zip((queries, copied, layer.inner), parts, strict=True):
+                if count > 1 and size % (count * BLOCK):
+                    return f"{size} outputs in FP8 blocks of {BLOCK}"
+        return super().indivisible(layout)
 
 
 def require(raw: Raw, name: str, kind: type = int) -> Any:
@@ -362,9 +380,11 @@ def target_fields(raw: Raw) -> dict[str, Any]:
 
 DECODER_FIELDS = """
     vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim
-    rms_norm_eps num_hidden_layers attention_bias layer_types sliding_window use_sliding_window
+    rms_norm_eps num_hidden_layers attention_bias
     tie_word_embeddings rope_theta rope_scaling rope_parameters is_neox_style rope_is_neox_style
 """.split()
+
+WINDOW_FIELDS = "layer_types", "sliding_window", "use_sliding_window"
 
 
 def layer_types(raw: Raw, layers: int) -> list[str]:

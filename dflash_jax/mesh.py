@@ -1,9 +1,11 @@
 """The mesh: its axes, how it is made and entered, and how arrays lie on it. At the bottom; kernels import it, too.
 
 Axes: `data` splits rows; `fsdp` splits rows and parameters (training); `model` splits heads, inner widths and the
-vocabulary (tensor parallelism). An axis of size 1 does nothing, so the smallest job is the largest with another mesh.
+vocabulary (tensor parallelism); `expert` splits experts, and all else as `model` does. An axis of size 1 does nothing,
+so the smallest job is the largest with another mesh.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-ROWS, HEADS = ("data", "fsdp"), "model"  # the axes that rows, and heads, are split over
-AXES = (*ROWS, HEADS)
+ROWS, HEADS = ("data", "fsdp"), ("expert", "model")  # the axes that rows, and heads, are split over
+AXES = (*ROWS, *HEADS)
 AnyMesh = Mesh | AbstractMesh  # of devices, or of their number alone
 
 
@@ -25,10 +27,17 @@ class Layout:
     """How the weights of a model lie on a mesh; stands beside its configuration, which no mesh changes.
 
     Attributes:
-        shards: parts that fused weights are interleaved in, one for each device of a tensor-parallel group.
+        shards: devices of a tensor-parallel group. Fused weights are interleaved in so many parts.
+        experts: parts that the experts are split in; a multiple of it is `shards`.
     """
 
     shards: int = 1
+    experts: int = 1
+
+    @property
+    def inner(self) -> int:
+        """Parts that each expert is split in."""
+        return self.shards // self.experts
 
     def copies(self, kv_heads: int) -> int:
         """How often each key-value head is there: more than once where a group has more devices than heads."""
@@ -40,7 +49,7 @@ WHOLE = Layout()  # on a single device
 
 def layout_of(mesh: AnyMesh | None) -> Layout:
     """The layout of a model whose heads are split over the mesh."""
-    return WHOLE if mesh is None else Layout(mesh.shape[HEADS])
+    return WHOLE if mesh is None else Layout(parts_of(mesh, HEADS), mesh.shape["expert"])
 
 
 def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> dict[str, int]:
@@ -102,7 +111,12 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 def rows_of(mesh: AnyMesh | None) -> int:
     """In how many parts a mesh splits rows; the rows of a batch must be a multiple."""
-    return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    return parts_of(mesh, ROWS)
+
+
+def parts_of(mesh: AnyMesh | None, axes: Sequence[str]) -> int:
+    """In how many parts a mesh splits what is split over these axes."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
 def row_parts() -> int:

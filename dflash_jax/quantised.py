@@ -1,25 +1,26 @@
-"""Weights in few bits. Shapes: M outputs, D inputs, G groups of inputs that share a scale."""
+"""Quantised weights. Shapes: E experts (or none), M outputs, D inputs, G groups of inputs that share a scale."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 BLOCK = 128  # outputs, and inputs, that share a scale in FP8
+GROUP = 32  # inputs that share one in MXFP4
 
 
 class Quantised(struct.PyTreeNode):
-    """A weight in few bits, in the place of a plain one: `values * scale`.
+    """A quantised weight, in the place of a plain one: `values * scale`.
 
     Attributes:
         values: in the dtype they are stored in.
         scale: of each output, [M], or of each output and group of inputs, [M, G].
     """
 
-    values: Num[Array, "*M D"]
-    scale: Num[Array, "..."]
+    values: Num[Array, "*E M D"]
+    scale: Num[Array, "*E M"] | Num[Array, "*E M G"]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -31,7 +32,7 @@ class Quantised(struct.PyTreeNode):
         return self.scale.dtype
 
     def astype(self, dtype: jnp.dtype) -> Float[Array, "M D"]:
-        """The plain weight."""
+        """The dequantised weight."""
         groups = self.scale.reshape(self.scale.shape[0], -1)
         each = self.values.shape[-1] // groups.shape[1]
         return self.values.astype(dtype) * jnp.repeat(groups.astype(dtype), each, axis=1)
@@ -56,11 +57,8 @@ class MXFP4(Quantised):
 
     def astype(self, dtype: jnp.dtype) -> Float[Array, "..."]:
         codes = jnp.stack([self.values & 15, self.values >> 4], axis=-1).astype(jnp.int32)
-        codes = codes.reshape(*self.scale.shape, 32)
-        exponent, half = (codes >> 1) & 3, (codes & 1).astype(jnp.float32) / 2
-        size = jnp.where(exponent == 0, half, (1 + half) * (1 << jnp.maximum(exponent - 1, 0)).astype(jnp.float32))
-        power = jax.lax.bitcast_convert_type(self.scale.astype(jnp.int32) << 23, jnp.float32)[..., None]
-        return (jnp.where(codes & 8, -size, size) * power).reshape(self.shape).astype(dtype)
+        numbers = e2m1(codes.reshape(*self.scale.shape, GROUP)) * e8m0(self.scale.astype(jnp.int32))[..., None]
+        return numbers.reshape(self.shape).astype(dtype)
 
 
 class FP8(Quantised):
@@ -75,3 +73,27 @@ class FP8(Quantised):
         rows, columns = self.values.shape[-2:]
         scale = jnp.repeat(jnp.repeat(self.scale, BLOCK, axis=-2)[..., :rows, :], BLOCK, axis=-1)[..., :columns]
         return (self.values.astype(jnp.float32) * scale).astype(dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Formats by their bits, as kernels need them too: float32 numbers from int32 codes.
+
+
+def e2m1(codes: Int[Array, "..."]) -> Float[Array, "..."]:
+    """A sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below zero."""
+    size = codes & 7
+    twice = jnp.where(size < 4, size, jnp.where(size < 6, 2 * size - 4, 4 * size - 16))
+    return jnp.where((codes & 8) != 0, -twice, twice).astype(jnp.float32) * 0.5
+
+
+def e8m0(codes: Int[Array, "..."]) -> Float[Array, "..."]:
+    """Powers of two: the exponent plus 127; 0 is 0 instead of 2^-127."""
+    return jax.lax.bitcast_convert_type(codes << 23, jnp.float32)
+
+
+def e4m3(codes: Int[Array, "..."]) -> Float[Array, "..."]:
+    """A sign, four bits of exponent and three of mantissa (float8_e4m3fn) of finite numbers."""
+    size = codes & 0x7F
+    normal = jax.lax.bitcast_convert_type(size << 20, jnp.float32) * 2.0**120
+    number = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
+    return jnp.where((codes & 0x80) != 0, -number, number)

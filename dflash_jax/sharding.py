@@ -9,7 +9,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.mesh import ROWS, AnyMesh, Layout, constrain, current_mesh, layout_of, on_every_device
+from dflash_jax.mesh import AXES, HEADS, ROWS, AnyMesh, Layout, constrain, current_mesh, layout_of, on_every_device
+
+TILE = 128  # of a product on TPU and GPU
 
 
 class Rule(NamedTuple):
@@ -23,20 +25,20 @@ class Rule(NamedTuple):
 # A layer inside a pass does not know which one it is, so rules are of endings. Weights are [out, in]: the output
 # dimension is split where the input is complete on every device, the input dimension where a device holds some of it.
 RULES: tuple[Rule, ...] = (
-    Rule(r"(embed_tokens|lm_head)", 2, P("model", "fsdp")),
-    Rule(r"(qkv_proj|q_proj|gate_up_proj)/weight", 2, P("model", "fsdp")),
-    Rule(r"(qkv_proj|q_proj|gate_up_proj)/bias", 1, P("model")),
-    Rule(r"(o_proj|down_proj|fc)/weight", 2, P("fsdp", "model")),
+    Rule(r"(embed_tokens|lm_head)", 2, P(HEADS, "fsdp")),
+    Rule(r"(qkv_proj|q_proj|gate_up_proj)/weight", 2, P(HEADS, "fsdp")),
+    Rule(r"(qkv_proj|q_proj|gate_up_proj)/bias", 1, P(HEADS)),
+    Rule(r"(o_proj|down_proj|fc)/weight", 2, P("fsdp", HEADS)),
     Rule(r"(o_proj|down_proj)/bias", 1, P()),
-    Rule(r"sinks", 1, P("model")),
+    Rule(r"sinks", 1, P(HEADS)),
     Rule(r"experts/router", 2, P()),
     Rule(r"experts/(router_bias|correction_bias)", 1, P()),
-    Rule(r"experts/gate_up_bias", 2, P(None, "model")),
+    Rule(r"experts/gate_up_bias", 2, P("expert", "model")),
     Rule(r"experts/down_bias", 2, P()),
-    Rule(r"experts/gate_up_proj", 3, P(None, "model", "fsdp")),
-    Rule(r"experts/down_proj", 3, P(None, "fsdp", "model")),
-    Rule(r"kv_proj", 3, P(None, "model", "fsdp")),  # of all draft layers
-    Rule(r"kv_bias", 2, P(None, "model")),
+    Rule(r"experts/gate_up_proj", 3, P("expert", "model", "fsdp")),
+    Rule(r"experts/down_proj", 3, P("expert", "fsdp", "model")),
+    Rule(r"kv_proj", 3, P(None, HEADS, "fsdp")),  # of all draft layers
+    Rule(r"kv_bias", 2, P(None, HEADS)),
     Rule(r"\w*norm/weight", 1, P()),
     Rule(r"k_norm", 2, P()),  # of all draft layers
 )
@@ -60,21 +62,33 @@ def spec(path: str, rank: int) -> P:
 
 
 def auto_mesh(configs: Sequence[DecoderConfig], devices: int, per_host: int) -> dict[str, int]:
-    """Tensor parallelism over as many devices of a host as the heads of all models allow, rows over the rest."""
-    fits = (n for n in range(per_host, 0, -1) if devices % n == 0 and not any(c.indivisible(n) for c in configs))
-    model = next(fits)
-    return {"data": devices // model, "fsdp": 1, "model": model}
+    """Tensor parallelism over as many devices of a host as the heads of all models allow, rows over the rest.
+
+    Experts are split in parts of their inner width, which keeps all devices equally busy, where the parts fill the
+    tiles of a product; else whole ones are dealt out.
+    """
+    experts = [layer for config in configs for layer in config.layers if layer.experts]
+    for n in range(per_host, 0, -1):
+        narrow = any(layer.inner % (n * TILE) for layer in experts)
+        for layout in (Layout(n, n), Layout(n)) if narrow else (Layout(n),):
+            if devices % n == 0 and not any(config.indivisible(layout) for config in configs):
+                sizes = {"data": devices // n, "expert": layout.experts, "model": layout.inner}
+                return dict.fromkeys(AXES, 1) | sizes
+    raise AssertionError("a single device divides everything")
 
 
 def check_layout(config: DecoderConfig, mesh: AnyMesh | None) -> Layout:
     """The layout of a model on a mesh.
 
     Raises:
-        ValueError: its heads, an inner width or the vocabulary cannot be split so.
+        ValueError: its heads, experts, an inner width or the vocabulary cannot be split so.
     """
     layout = layout_of(mesh)
-    if why := config.indivisible(layout.shards):
-        raise ValueError(f"a model axis of {layout.shards} does not divide {why}; choose a smaller one")
+    if why := config.indivisible(layout):
+        axes = f"a model axis of {layout.inner}"
+        if layout.experts > 1:
+            axes = f"an expert axis of {layout.experts} with {axes}"
+        raise ValueError(f"{axes} does not divide {why}; choose a smaller one")
     return layout
 
 

@@ -78,8 +78,8 @@ class Target(struct.PyTreeNode):
                 `kernels.block_attention.attend` for meshes.
             starts: where the document of each position begins, if a row packs several: nothing before it
                 is seen, and rotary positions count from it.
-            counts: how many of each row's positions anyone reads the results of; of the others they are undefined, and
-                no experts are read for them. None is all.
+            counts: how many positions of each row are valid, the first ones. The others are padding or belong to an
+                idle row: their results are undefined, and they go through no experts. None is all.
 
         Returns:
             Final-normed hidden states, the tapped features side by side (FD = taps times width), and what
@@ -108,7 +108,8 @@ def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | No
 
     Args:
         source: directory with `config.json` and safetensors (single file or sharded), or `owner/name`.
-        dtype: "float32", "bfloat16", "float16"; None takes float32 on CPU, bfloat16 elsewhere.
+        dtype: "float32", "bfloat16" or "float16", of all weights. None or "auto" is float32 on CPU and bfloat16
+            elsewhere, and leaves weights quantised that are stored so.
         mesh: devices to spread the weights over (see `mesh`); each shard is read straight to its device.
 
     Raises:
@@ -131,6 +132,7 @@ def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | No
         array_type,
         ignored=lambda name: name.endswith(endings),
         place=sharding.placement(mesh),
+        dequantise=dtype not in (None, "auto"),
     )
     decodable = decodable_tokens(directory, config.vocab_size)
     return Target(params, decodable, config=config, layout=layout, mesh=mesh, directory=str(directory))

@@ -31,7 +31,7 @@ if os.environ.get("DFLASH_TESTS_OPTIMISED") != "1" and version("jaxlib").startsw
 install_import_hook("dflash_jax", "tests.checks.checked")
 
 import tests.checks  # noqa: F401
-from dflash_jax import cli, load_drafter, load_target
+from dflash_jax import load_drafter, load_target, loading
 from tests import tiny
 
 
@@ -45,7 +45,7 @@ def forget_programs():
 @pytest.fixture(autouse=True)
 def no_persistent_cache(monkeypatch):
     """Commands run in a test leave no compiled programs in the user's cache."""
-    monkeypatch.setattr(cli, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(loading, "enable_compilation_cache", lambda: None)
 
 
 @pytest.fixture(scope="session")

@@ -88,6 +88,18 @@ def test_all_defects_come_in_one_error(directory):
         assert part in message
 
 
+def test_defects_that_are_alike_are_counted(directory):
+    """A message with a line for each of 18,000 tensors helps nobody."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    gone = [name for name in tensors if name.endswith("mlp.up_proj.weight")]
+    save_file({name: value for name, value in tensors.items() if name not in gone}, path)
+    with pytest.raises(ValueError, match="more like it") as error:
+        load_target(directory)
+    assert f"missing {gone[0]} [48, 32] (and {len(gone) - 1} more like it)" in str(error.value)
+    assert gone[1] not in str(error.value)
+
+
 def test_a_tied_target_may_carry_its_head(directory):
     path = directory / "model.safetensors"
     tensors = load_file(path)

@@ -92,7 +92,7 @@ def test_four_chips_by_their_compiler(monkeypatch, capsys, tmp_path):
     arguments = ["--target", "cut", "--topology", "v5e:2x2", "--batch", "4", "--max-length", "2048"]
     assert plan.main([*arguments, "--json", str(tmp_path / "f.json")]) == 0
     figures = json.loads((tmp_path / "f.json").read_text())
-    assert figures["mesh"] == {"data": 1, "fsdp": 1, "model": 4}
+    assert figures["mesh"] == {"data": 1, "fsdp": 1, "expert": 1, "model": 4}
     parts = figures["parts"]
     held = parts["weight_bytes"] + parts["cache_bytes"]  # by arithmetic; norms are not split
     assert figures["argument_bytes"] == pytest.approx(held, rel=0.01)

@@ -1,4 +1,4 @@
-"""Weights in few bits: the product understands them, and block scales decode and encode."""
+"""Quantised weights: the product understands them, and block scales decode and encode."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -138,8 +138,8 @@ def test_every_parameter_matches_one_rule():
 
 def test_meshes_by_name():
     devices = range(8)
-    assert parse_mesh("data=2,model=4", devices) == {"data": 2, "fsdp": 1, "model": 4}
-    assert parse_mesh("model=2, data=-1", devices) == {"data": 4, "fsdp": 1, "model": 2}
+    assert parse_mesh("data=2,model=4", devices) == {"data": 2, "fsdp": 1, "expert": 1, "model": 4}
+    assert parse_mesh("model=2, data=-1", devices) == {"data": 4, "fsdp": 1, "expert": 1, "model": 2}
     for text in ("tensor=8", "model", "model=0", "model=x"):
         with pytest.raises(ValueError, match="--mesh must be like data=2,model=4"):
             parse_mesh(text, devices)
@@ -147,14 +147,30 @@ def test_meshes_by_name():
         with pytest.raises(ValueError, match="there are 8 devices"):
             parse_mesh(text, devices)
     config = target_config(tiny.target_config(**SHAPE))
-    assert auto_mesh([config], 8, 8) == {"data": 1, "fsdp": 1, "model": 8}
-    assert auto_mesh([config], 32, 4) == {"data": 8, "fsdp": 1, "model": 4}  # hosts of four
+    assert auto_mesh([config], 8, 8) == {"data": 1, "fsdp": 1, "expert": 1, "model": 8}
+    assert auto_mesh([config], 32, 4) == {"data": 8, "fsdp": 1, "expert": 1, "model": 4}  # hosts of four
     few = target_config(tiny.target_config(num_attention_heads=6, num_key_value_heads=3))
-    assert auto_mesh([config, few], 8, 8) == {"data": 8, "fsdp": 1, "model": 1}
+    assert auto_mesh([config, few], 8, 8) == {"data": 8, "fsdp": 1, "expert": 1, "model": 1}
     even = target_config(tiny.target_config(num_attention_heads=6, num_key_value_heads=2))
-    assert auto_mesh([config, even], 8, 8) == {"data": 4, "fsdp": 1, "model": 2}
+    assert auto_mesh([config, even], 8, 8) == {"data": 4, "fsdp": 1, "expert": 1, "model": 2}
     with pytest.raises(ValueError, match="a model axis of 8 does not divide 6 query heads"):
         check_layout(few, mesh("model=8"))
+
+
+def test_the_mesh_of_experts():
+    """Parts of experts that fill a tile, else whole experts."""
+
+    def chosen(inner, experts, devices):
+        changes = {"moe_intermediate_size": inner, "num_experts": experts, "num_experts_per_tok": 2}
+        raw = tiny.target_config(**SHAPE, **changes, model_type="qwen3_moe", norm_topk_prob=True)
+        return auto_mesh([target_config(raw)], devices, devices)
+
+    assert chosen(768, 128, 2) == {"data": 1, "fsdp": 1, "expert": 1, "model": 2}
+    assert chosen(768, 128, 4) == {"data": 1, "fsdp": 1, "expert": 4, "model": 1}
+    assert chosen(768, 6, 4) == {"data": 1, "fsdp": 1, "expert": 1, "model": 4}  # as well as it can
+    raw = tiny.target_config(**SHAPE, **tiny.FAMILIES["qwen3_moe"], model_type="qwen3_moe")
+    with pytest.raises(ValueError, match="an expert axis of 8 with a model axis of 1 does not divide 4 experts"):
+        check_layout(target_config(raw), mesh("expert=8"))
 
 
 def test_a_shard_reads_its_rows_alone(directory, monkeypatch):

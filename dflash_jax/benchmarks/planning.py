@@ -38,7 +38,7 @@ from dflash_jax.drafters.dflash import Drafter
 from dflash_jax.infer.compiler_options import BLOCK_OPTIONS
 from dflash_jax.infer.params import STOP_WIDTH
 from dflash_jax.kernels.dispatch import platform
-from dflash_jax.mesh import AXES, ROWS, make_mesh, parse_mesh
+from dflash_jax.mesh import AXES, HEADS, ROWS, make_mesh, parse_mesh, parts_of
 from dflash_jax.target import Target
 
 if TYPE_CHECKING:
@@ -221,12 +221,12 @@ def traced(raws: Pair, sizes: dict[str, int], batch: int, length: int, block_siz
     share of what it reads without a drafter.
     """
     types = (AxisType.Auto,) * len(AXES)
-    mesh = AbstractMesh(tuple(sizes[name] for name in AXES), AXES, axis_types=types)
+    mesh = AbstractMesh(tuple(sizes.get(name, 1) for name in AXES), AXES, axis_types=types)
     target, drafter, state = shapes(raws, mesh, batch, length)
     weights = (_bytes_on_device(x, sharding.shardings(x, mesh)) for x in (target, drafter))
     held = state.target_cache, state.draft
     caches = _bytes_on_device(held, sharding.state_shardings(held, mesh))
-    pair, (heads, rows) = shapes(raws, None, batch, length), (sizes["model"], sizes["data"] * sizes["fsdp"])
+    pair, (heads, rows) = shapes(raws, None, batch, length), (parts_of(mesh, HEADS), parts_of(mesh, ROWS))
 
     def step(target: Target, drafter: Drafter, state: State, size: int) -> Any:
         return speculative_step(make_round(target, drafter, size), state)

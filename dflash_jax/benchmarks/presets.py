@@ -62,12 +62,59 @@ def _coder() -> tuple[Raw, Raw]:
     return {**target, **shape, **experts}, {**drafter, **shape, "num_hidden_layers": 8}
 
 
+def _gpt_oss(experts: int, depth: int, taps: tuple[int, ...], block: int) -> tuple[Raw, Raw]:
+    """A gpt-oss with its experts in MXFP4, and its drafter with eight layers."""
+    shape = {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+    target = shape | {
+        "intermediate_size": 2880,
+        "num_hidden_layers": depth,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 200002,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    drafter = shape | {
+        "architectures": ["DFlashDraftModel"],
+        "intermediate_size": 7680,
+        "num_hidden_layers": 8,
+        "rms_norm_eps": 1e-6,
+        "num_target_layers": depth,
+        "block_size": block,
+        "dflash_config": {"mask_token_id": 200000, "target_layer_ids": list(taps)},
+    }
+    return target, drafter
+
+
 PAIRS: dict[str, tuple[Raw, Raw]] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, (1, 9, 17, 25, 33), tied=True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, (1, 9, 17, 25, 33), tied=False),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, (1, 10, 19, 28, 37), tied=False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, (1, 16, 31, 46, 61), tied=False),  # the drafter's shape is assumed
     "qwen3-coder-30b-a3b": _coder(),
+    "gpt-oss-20b": _gpt_oss(32, 24, (1, 6, 11, 16, 21), block=8),
+    "gpt-oss-120b": _gpt_oss(128, 36, (1, 9, 17, 25, 33), block=10),
 }
 
 
@@ -91,14 +138,19 @@ def random_pair(
 
 
 def _random(table: checkpoint.Table, dtype: Any) -> dict[str, Any]:
-    """Matrices N(0, 1 / width), norms one."""
+    """Matrices N(0, 1 / width), norms one. Quantised ones are about as large, whatever their bits."""
     params: dict[str, Any] = {}
     for seed, (path, leaf) in enumerate(checkpoint.leaves(table)):
+        key, kind = jax.random.key(seed), jnp.dtype(leaf.dtype or dtype)
+        scale = leaf.shape[-1] ** -0.5
         if "norm" in path:
-            value = jnp.ones(leaf.shape, dtype)
+            params[path] = jnp.ones(leaf.shape, kind)
+        elif kind == jnp.uint8:  # of MXFP4: pairs of numbers, or exponents
+            exponents = path.endswith("/scale")
+            params[path] = jnp.full(leaf.shape, 120, kind) if exponents else jax.random.bits(key, leaf.shape, kind)
+        elif path.endswith("/scale"):
+            params[path] = jnp.full(leaf.shape, scale, kind)
         else:
-            value = jax.random.normal(jax.random.key(seed), leaf.shape, dtype) / jnp.asarray(
-                leaf.shape[-1] ** 0.5, dtype
-            )
-        params[path] = value
+            plain = not path.endswith("/values")
+            params[path] = (jax.random.normal(key, leaf.shape, dtype) * (scale if plain else 1.0)).astype(kind)
     return checkpoint.nested(params, table)

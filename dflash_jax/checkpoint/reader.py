@@ -1,7 +1,8 @@
 """Reads weights along a table, and writes them as safetensors, one tensor at a time."""
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class Reader:
 
     def __init__(self, directory: Path, rename: Callable[[str], str] = lambda name: name):
         self.directory = directory
-        self._files = self._open()
+        self._files = self._handles()
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._tensors: dict[str, tuple[Any, str, str]] = {}
         for path, handle in self._files.items():
@@ -34,7 +35,7 @@ class Reader:
                     raise ValueError(f"{directory} has {name!r} twice, in {self._tensors[known][2]} and {path}")
                 self._tensors[known] = handle, name, path
 
-    def _open(self) -> dict[str, Any]:
+    def _handles(self) -> dict[str, Any]:
         if (self.directory / gguf.INDEX).is_file():
             weights = gguf.Weights(self.directory)
             return {str(weights.path): weights}
@@ -75,8 +76,9 @@ class Reader:
         """
         handle, stored, path = self._tensors[name]
         if handle.get_slice(stored).get_dtype().startswith("F8"):  # safetensors asks numpy for these types
-            return self._mapped(self.directory / path, stored)[index]
-        values = handle.get_slice(stored)[index]
+            values = self._mapped(self.directory / path, stored)[index]
+        else:
+            values = handle.get_slice(stored)[index]
         if not _finite(values):
             raise ValueError(f"{self.directory / path}: {stored!r} holds infinite numbers or NaN; download it again")
         return values
@@ -93,15 +95,20 @@ class Reader:
         return data.view(DTYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
 
 
-# Bits of the exponent; a number that has them all is infinite or NaN.
-_EXPONENTS = {"float32": (np.uint32, 0x7F800000), "bfloat16": (np.uint16, 0x7F80), "float16": (np.uint16, 0x7C00)}
+# A number that has all of these bits is infinite or NaN: the exponent; all but the sign in float8_e4m3fn.
+_NOT_FINITE = {
+    "float32": (np.uint32, 0x7F800000),
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+    "float8_e4m3fn": (np.uint8, 0x7F),
+}
 
 
 def _finite(values: np.ndarray) -> bool:
-    if values.dtype.name not in _EXPONENTS:
-        return True  # integers, and the 8-bit formats, which hardly have such numbers
-    bits, exponent = _EXPONENTS[values.dtype.name]
-    return not bool(np.any(np.bitwise_and(values.view(bits), bits(exponent)) == exponent))
+    if values.dtype.name not in _NOT_FINITE:
+        return True  # integers
+    bits, mask = _NOT_FINITE[values.dtype.name]
+    return not bool(np.any(np.bitwise_and(values.view(bits), bits(mask)) == mask))
 
 
 def _open(path: Path) -> Any:
@@ -121,6 +128,7 @@ def load(
     *,
     ignored: Callable[[str], bool] = lambda name: False,
     place: Place = lambda path, shape: None,
+    dequantise: bool = False,
 ) -> dict[str, Any]:
     """Reads every parameter of `table` as a nested dict of device arrays.
 
@@ -129,20 +137,30 @@ def load(
         ignored: whether a tensor of this name may be there without use.
         place: the sharding of a parameter by its path and shape. Each shard goes from the file to its device; only
             one is on the host at a time.
+        dequantise: whether weights that are stored quantised become plain ones of `dtype`, one after the other.
 
     Raises:
-        ValueError: one message listing every missing, unexpected and misshapen tensor.
+        ValueError: one message listing what is missing, unexpected and misshapen, with counts.
     """
     _check(reader, table, ignored)
-    params: dict[str, Any] = {}
-    for path, leaf in leaves(table):
+
+    def read(path: str, leaf: Leaf) -> jax.Array:
         sharding, kind = place(path, leaf.shape), dtype if leaf.dtype is None else jnp.dtype(leaf.dtype)
         if sharding is None:
-            params[path] = jax.device_put(assemble(reader, leaf, (slice(None),) * len(leaf.shape), kind))
-        else:
-            read = partial(_shard, reader, leaf, kind)
-            params[path] = jax.block_until_ready(jax.make_array_from_callback(leaf.shape, sharding, read))
-    return nested(params, table)
+            return jax.device_put(assemble(reader, leaf, (slice(None),) * len(leaf.shape), kind))
+        shard = partial(_shard, reader, leaf, kind)
+        return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, sharding, shard))
+
+    def weight(path: str, leaf: Leaf | QuantisedLeaf) -> jax.Array | Quantised:
+        if isinstance(leaf, Leaf):
+            return read(path, leaf)
+        found = leaf.kind(read(f"{path}/values", leaf.values), read(f"{path}/scale", leaf.scale))
+        if not dequantise:
+            return found
+        plain = jax.jit(lambda weight: weight.astype(dtype), out_shardings=place(path, found.shape))
+        return jax.block_until_ready(plain(found))
+
+    return unflatten_dict({path: weight(path, leaf) for path, leaf in table.items()}, sep="/")
 
 
 def nested(params: Mapping[str, Any], table: Table) -> dict[str, Any]:
@@ -239,20 +257,27 @@ def _check(reader: Reader, table: Table, ignored: Callable[[str], bool]) -> None
         name: how for _, leaf in leaves(table) for part in leaf.parts for name, how in part.source.stored.items()
     }
     names = reader.names()
-    problems = [f"missing {name} {list(shape)}" for name, (shape, _) in expected.items() if name not in names]
-    problems += [
-        f"unexpected {name if name.isprintable() else repr(name)}"
-        for name in sorted(names - set(expected))
-        if not ignored(name)
-    ]
+    problems = [(name, f"missing {name} {list(shape)}") for name, (shape, _) in expected.items() if name not in names]
+    for name in sorted(names - set(expected)):
+        if not ignored(name):
+            problems.append((name, f"unexpected {name if name.isprintable() else repr(name)}"))
     for name in sorted(names & set(expected)):
         shape, dtypes = expected[name]
         if reader.shape(name) != shape:
-            problems.append(f"{name} must have shape {list(shape)}, got {list(reader.shape(name))}")
+            problems.append((name, f"{name} must have shape {list(shape)}, got {list(reader.shape(name))}"))
         if reader.dtype(name) not in dtypes:
-            problems.append(f"{name} must be one of {', '.join(dtypes)}, got {reader.dtype(name)}")
+            problems.append((name, f"{name} must be one of {', '.join(dtypes)}, got {reader.dtype(name)}"))
     if problems:
-        raise ValueError(f"{reader.directory} does not match its config.json: " + "; ".join(problems))
+        raise ValueError(f"{reader.directory} does not match its config.json: {_listed(problems)}")
+
+
+def _listed(problems: Iterable[tuple[str, str]]) -> str:
+    """What is wrong with each tensor; once for those whose names differ in their numbers alone."""
+    alike: dict[str, list[str]] = {}
+    for name, problem in problems:
+        alike.setdefault(problem.replace(name, re.sub(r"\d+", "*", name)), []).append(problem)
+    more = lambda count: f" (and {count - 1} more like it)" if count > 1 else ""
+    return "; ".join(each[0] + more(len(each)) for each in alike.values())
 
 
 def save(directory: str | Path, params: Mapping[str, Any], table: Table, config: Mapping[str, Any]) -> None:

@@ -216,7 +216,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class QuantisedLeaf:
-    """A weight that stays in few bits: two parameters, which make a `Quantised`, or the kind of it that is named."""
+    """A weight that stays quantised: two parameters, which make a `Quantised`, or the kind of it that is named."""
 
     values: Leaf
     scale: Leaf

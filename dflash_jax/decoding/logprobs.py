@@ -10,7 +10,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decoding.sampling import if_any
-from dflash_jax.mesh import HEADS, current_mesh
+from dflash_jax.mesh import HEADS, current_mesh, parts_of
 
 
 class Logprobs(struct.PyTreeNode):
@@ -44,8 +44,7 @@ def log_probabilities(
 
 def _largest(scores: Float[Array, "B T V"], count: int) -> tuple[Float[Array, "B T N"], Int[Array, "B T N"]]:
     """The largest scores in order, and where: first within each device's part of the vocabulary, then of those."""
-    mesh = current_mesh()
-    parts = 1 if mesh is None else mesh.shape[HEADS]
+    parts = parts_of(current_mesh(), HEADS)
     size = scores.shape[-1] // parts
     best, ids = jax.lax.top_k(scores.reshape(*scores.shape[:-1], parts, size), min(count, size))
     ids = ids + size * jnp.arange(parts, dtype=ids.dtype)[None, None, :, None]

@@ -16,7 +16,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.kernels.dispatch import platform
-from dflash_jax.mesh import HEADS, current_mesh
+from dflash_jax.mesh import HEADS, current_mesh, parts_of
 
 
 class Sampling(struct.PyTreeNode):
@@ -186,7 +186,7 @@ def _cut(
     goes on with one of the parts.
     """
     mesh, where = current_mesh(), platform()
-    split = mesh is not None and mesh.shape[HEADS] > 1  # the vocabulary, over devices
+    split = parts_of(mesh, HEADS) > 1  # the vocabulary, over devices
     # Where memory is what a pass costs, few passes with many comparisons; on a CPU comparisons are.
     parts, passes = (4, 16) if where == "cpu" else (41, 6) if where == "tpu" and not split else (16, 8)
     assert parts**passes >= 2**32

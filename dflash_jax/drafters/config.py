@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_jax.config import (
     DECODER_FIELDS,
+    WINDOW_FIELDS,
     DecoderConfig,
     LayerConfig,
     Raw,
@@ -160,7 +161,7 @@ def drafter_config(raw: Raw) -> DrafterConfig:
     experts = _GPT_OSS_FIELDS if raw.get("model_type") == "gpt_oss" else []
     check_fields(
         raw,
-        [*DECODER_FIELDS, *_DFLASH_FIELDS, *_REFUSED_FIELDS, "dflash_config", *experts],
+        [*DECODER_FIELDS, *WINDOW_FIELDS, *_DFLASH_FIELDS, *_REFUSED_FIELDS, "dflash_config", *experts],
         {"hidden_act": "silu", "mlp_bias": False},
     )
     fields = decoder_fields(raw)

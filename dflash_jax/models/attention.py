@@ -31,7 +31,7 @@ class Pass(struct.PyTreeNode):
         rows: cache row of each of the block's rows, all different; None if the block has every row, in order.
         rope: rotary tables of this layer at those positions (see `run_layers`).
         starts: first position each query may see (packed documents), from which rotary positions count; None is 0.
-        counts: how many of each row's positions anyone reads the results of; None is all.
+        counts: how many positions of each row are valid, the first ones (see `Target.forward`); None is all.
         per_row: in training, how many of the B blocks share one cache row (all others: None). Then the
             blocks see the cache up to their own `lengths`, and the pass is differentiable.
     """
@@ -61,9 +61,9 @@ class Attention(nn.Module):
         config: of this layer.
         layout: of its fused weights.
         bias: whether the projections have one.
-        qk_norm: epsilon of a norm of every query and key head; None has none.
-        norm_heads_together: whether that norm is one of all query heads, and one of all key heads.
-        sinks: whether every query head has a logit that no key belongs to, and that takes its part of the softmax.
+        qk_norm: epsilon of the norms of queries and keys; None has none.
+        qk_norm_per_head: whether these are norms of every head, or of all heads together.
+        sinks: whether every query head has an attention sink: a logit without a key in its softmax.
     """
 
     width: int
@@ -71,7 +71,7 @@ class Attention(nn.Module):
     layout: Layout = WHOLE
     bias: bool = False
     qk_norm: float | None = None
-    norm_heads_together: bool = False
+    qk_norm_per_head: bool = True
     sinks: bool = False
 
     @nn.compact
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         def normed(x: Float[Array, "B T n H"], name: str) -> Float[Array, "B T n H"]:
             if self.qk_norm is None:
                 return x
-            flat = x.reshape(B, T, -1) if self.norm_heads_together else x
+            flat = x if self.qk_norm_per_head else x.reshape(B, T, -1)
             return RMSNorm(flat.shape[-1], self.qk_norm, name=name)(flat).reshape(x.shape)
 
         if shared is None and project is None:
@@ -184,7 +184,7 @@ def run_layers(
 
 def _apply_once_traced(layer: nn.Module, *arguments: Any) -> tuple[Array, Any]:
     """`layer(*arguments)` inside a model, traced once for all its layers that are alike."""
-    if layer.is_initializing():
+    if layer.is_initializing() or layer.is_mutable_collection("intermediates"):  # which only flax can write
         return layer(*arguments)  # type: ignore[operator]
     return _apply(layer.clone(parent=None, name=None), layer.variables, *arguments)
 

@@ -1,32 +1,70 @@
-"""The decoder around the layers of most families, and the order of a pre-norm layer.
+"""What most families share: the layer with norms before attention and MLP, and the decoder around the layers.
 
 Shapes: B rows, T block positions, D model width, V vocabulary, F tapped features.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import Cache, Fresh
-from dflash_jax.config import TargetConfig
+from dflash_jax.config import LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout, on_every_device
 from dflash_jax.models.attention import Pass, run_layers
-from dflash_jax.models.layers import RMSNorm, project
+from dflash_jax.models.experts import Experts
+from dflash_jax.models.layers import MLP, RMSNorm, project
 from dflash_jax.sharding import gathered, lookup
+
+
+class Layer(nn.Module):
+    """A layer that norms what attention and the MLP read, and adds what they return. A family derives its own.
+
+    Attributes:
+        config: of the model.
+        layer: of this layer.
+        norm_class: of both norms: `norm(width, epsilon)`.
+    """
+
+    norm_class: ClassVar[Any] = RMSNorm
+
+    config: TargetConfig
+    layer: LayerConfig
+    layout: Layout
+
+    def attention(self) -> nn.Module:
+        """Its attention, with the name `self_attn`."""
+        raise NotImplementedError
+
+    def mlp(self, at: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+        """Its MLP, or its experts."""
+        D, layer = self.config.hidden_size, self.layer
+        if layer.experts:
+            return partial(Experts(D, layer.experts, self.layout, name="experts"), counts=at.counts)
+        return MLP(D, layer.intermediate_size, self.layout, self.config.mlp_bias, name="mlp")
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Fresh | None
+    ) -> tuple[Float[Array, "B T D"], Fresh]:
+        D, eps = self.config.hidden_size, self.config.rms_norm_eps
+        attention: Any = self.attention()
+        h, fresh = attention(self.norm_class(D, eps, name="input_layernorm")(x), at, entry, shared)
+        x = on_every_device(x + h)
+        h = self.mlp(at)(self.norm_class(D, eps, name="post_attention_layernorm")(x))
+        return on_every_device(x + h), fresh
 
 
 class Decoder(nn.Module):
     """Embedding, decoder layers, final norm and head. A family derives its `Model` from it and names its layer.
 
     Attributes:
-        norm_class: of the norm of the last layer's output: `norm(width, epsilon)`.
-        layer: the family's `layer(config, layer, layout)`; see `run_layers` for what it is called with.
+        layer: the family's layer; see `run_layers` for what it is called with.
     """
 
-    layer: ClassVar[Any]
-    norm_class: ClassVar[Any] = RMSNorm
+    layer: ClassVar[type[Layer]]
 
     config: TargetConfig
     layout: Layout
@@ -35,7 +73,7 @@ class Decoder(nn.Module):
         c, table = self.config, (self.config.vocab_size, self.config.hidden_size)
         self.embed_tokens = self.param("embed_tokens", nn.initializers.normal(0.02), table)
         self.layers = [self.layer(c, layer, self.layout) for layer in c.layers]
-        self.norm = self.norm_class(c.hidden_size, c.rms_norm_eps)
+        self.norm = self.layer.norm_class(c.hidden_size, c.rms_norm_eps)
         if not c.tie_word_embeddings:
             self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), table)
 
@@ -62,21 +100,3 @@ class Decoder(nn.Module):
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of the target."""
         return self.head(hidden)
-
-
-def pre_norm(
-    config: TargetConfig,
-    attention: nn.Module,
-    mlp: Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]],
-    x: Float[Array, "B T D"],
-    at: Pass,
-    entry: Any,
-    shared: Fresh | None,
-    norm: Any = RMSNorm,
-) -> tuple[Float[Array, "B T D"], Fresh]:
-    """A layer that norms what attention and the MLP read, and adds what they return; called inside its module."""
-    D, eps = config.hidden_size, config.rms_norm_eps
-    h, fresh = attention(norm(D, eps, name="input_layernorm")(x), at, entry, shared)  # type: ignore[operator]
-    x = on_every_device(x + h)
-    h = mlp(norm(D, eps, name="post_attention_layernorm")(x))
-    return on_every_device(x + h), fresh

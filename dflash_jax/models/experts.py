@@ -1,4 +1,4 @@
-"""Experts in place of an MLP: a router sends every token through some of many.
+"""Mixture of experts in place of an MLP: a router chooses experts for every token.
 
 Shapes: B rows, T block positions, D model width, E experts, k of them per token, I inner width of one.
 """
@@ -32,7 +32,7 @@ class Experts(nn.Module):
         """Returns the sum of the chosen experts' outputs by their weights.
 
         Args:
-            counts: how many of each row's positions go through experts; the others give zero. None is all.
+            counts: how many positions of each row are valid, the first ones; the others give zero. None is all.
         """
         c, (E, D) = self.config, (self.config.num_experts, self.width)
         inner, path = c.intermediate_size, "/".join(self.path)
@@ -44,18 +44,25 @@ class Experts(nn.Module):
         gate_up, down = parameter(self, "gate_up_proj", (E, 2 * inner, D)), parameter(self, "down_proj", (E, D, inner))
         gate_up, down = gathered(gate_up, f"{path}/gate_up_proj"), gathered(down, f"{path}/down_proj")
         gate_up_bias, down_bias = bias("gate_up_bias", E, 2 * inner), bias("down_bias", E, D)
-        correction = self.param("correction_bias", nn.initializers.zeros, (E,)) if c.correction else None
+        correction = self.param("correction_bias", nn.initializers.zeros, (E,)) if c.correction_bias else None
         weights, chosen = route(c, product("btd,ed->bte", x, router), bias("router_bias", E), correction)
         if counts is not None:
-            read = (jnp.arange(x.shape[1])[None] < counts[:, None])[..., None]
-            weights, chosen = jnp.where(read, weights, 0.0), jnp.where(read, chosen, E)
+            valid = (jnp.arange(x.shape[1])[None] < counts[:, None])[..., None]
+            weights, chosen = jnp.where(valid, weights, 0.0), jnp.where(valid, chosen, E)
+        self.sow("intermediates", "chosen", chosen)  # for who asks `apply` for it
         rows = P(split_rows(x.shape[0]))
 
         def local(x: Array, weights: Array, chosen: Array, gate_up: Any, gate_up_bias: Any, down: Any) -> Array:
-            out = apply_experts(x, weights, chosen, gate_up, gate_up_bias, down, c.clamp)
-            return out if current_mesh() is None else jax.lax.psum(out, HEADS)
+            if current_mesh() is None:
+                return apply_experts(x, weights, chosen, gate_up, gate_up_bias, down, c.swiglu_limit)
+            held = gate_up.shape[0]  # by this device
+            at = chosen - held * jax.lax.axis_index("expert")
+            here = (at >= 0) & (at < held)
+            weights, at = jnp.where(here, weights, 0.0), jnp.where(here, at, held)
+            return jax.lax.psum(apply_experts(x, weights, at, gate_up, gate_up_bias, down, c.swiglu_limit), HEADS)
 
-        specs = (rows, rows, rows, P(None, HEADS), P(None, HEADS), P(None, None, HEADS))
+        both, inner_last = P("expert", "model"), P("expert", None, "model")
+        specs = (rows, rows, rows, both, both, inner_last)
         out = on_each_device(local, specs, rows)(x, weights, chosen, gate_up, gate_up_bias, down)
         if down_bias is not None:
             out = out + jnp.einsum("btk,btkd->btd", weights, down_bias[chosen].astype(jnp.float32))
@@ -71,14 +78,14 @@ def route(
     """Weights and experts of every token, in float32; of equal scores the first expert wins."""
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)[None, None]
-    scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "softmax of the chosen": lambda x: x}
+    scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "softmax_topk": lambda x: x}
     found = scores[config.scores](logits)
     if correction is None:
         weights, chosen = jax.lax.top_k(found, config.num_experts_per_tok)
     else:
         _, chosen = jax.lax.top_k(found + correction.astype(jnp.float32)[None, None], config.num_experts_per_tok)
         weights = jnp.take_along_axis(found, chosen, axis=-1)
-    if config.scores == "softmax of the chosen":
+    if config.scores == "softmax_topk":
         weights = jax.nn.softmax(weights, axis=-1)
     if config.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -92,19 +99,19 @@ def apply_experts(
     gate_up: Float[Array, "E J D"] | Quantised,
     gate_up_bias: Float[Array, "E J"] | None,
     down: Float[Array, "E D I"] | Quantised,
-    clamp: float | None = None,
+    limit: float | None = None,
 ) -> Float[Array, "B T D"]:
     """Rows sorted by expert, two grouped products, and the sum over the experts of each token in their order."""
     (B, T, D), k, experts = x.shape, chosen.shape[2], gate_up.shape[0]
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=experts).astype(jnp.int32)  # of those that go nowhere, none is counted
+    sizes = jnp.bincount(flat, length=experts).astype(jnp.int32)  # without those of invalid positions
     rows = x.reshape(B * T, D)[order // k]
     both = grouped_matmul(rows, gate_up, sizes)
     if gate_up_bias is not None:
         both = both + gate_up_bias[flat[order]].astype(jnp.float32)
     gate, up = jnp.split(both.astype(x.dtype), 2, axis=-1)
-    inside = nn.silu(gate) * up if clamp is None else clamped_swiglu(gate, up, clamp)
+    inside = nn.silu(gate) * up if limit is None else clamped_swiglu(gate, up, limit)
     out = grouped_matmul(inside, down, sizes).astype(x.dtype)
     back = jnp.argsort(order)
     return jnp.einsum("btkd,btk->btd", out[back].reshape(B, T, k, D).astype(jnp.float32), weights)

@@ -4,13 +4,7 @@ Reference: transformers `models/gpt_oss/modeling_gpt_oss.py`; MXFP4 in `integrat
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
-import flax.linen as nn
-from jaxtyping import Array, Float
-
-from dflash_jax.cache import Fresh
 from dflash_jax.checkpoint import Leaf, Merged, Part, QuantisedLeaf, Stored, Table, copied
 from dflash_jax.config import (
     DECODER_FIELDS,
@@ -25,16 +19,14 @@ from dflash_jax.config import (
     target_fields,
 )
 from dflash_jax.mesh import WHOLE, Layout
-from dflash_jax.models import tables
-from dflash_jax.models.attention import Attention, Pass
-from dflash_jax.models.decoder import Decoder, pre_norm
-from dflash_jax.models.experts import Experts
+from dflash_jax.models import decoder, tables
+from dflash_jax.models.attention import Attention
 from dflash_jax.models.layers import RMSNorm
-from dflash_jax.quantised import MXFP4
+from dflash_jax.quantised import GROUP, MXFP4
 
 _FIELDS = """
-    num_local_experts num_experts_per_tok experts_per_token router_aux_loss_coef initial_context_length swiglu_limit
-    swiglu_alpha quantization_config
+    layer_types sliding_window num_local_experts num_experts_per_tok router_aux_loss_coef initial_context_length
+    swiglu_limit swiglu_alpha quantization_config
 """.split()
 
 
@@ -48,10 +40,18 @@ class GptOssConfig(TargetConfig):
 
     mxfp4: bool = False
 
+    def indivisible(self, layout: Layout) -> str | None:
+        """Why the model cannot be split so, or None; groups of MXFP4 are not cut."""
+        inner = self.layers[0].inner
+        if self.mxfp4 and inner % (GROUP * layout.inner):
+            return f"an inner width of {inner} in MXFP4 groups of {GROUP}"
+        return super().indivisible(layout)
+
 
 def config(raw: Raw) -> GptOssConfig:
     """Reads `config.json`; windows follow `layer_types`, by default every other layer has one."""
-    check_fields(raw, [*DECODER_FIELDS, *_FIELDS], {"hidden_act": "silu", "swiglu_alpha": 1.702})
+    fixed = {"hidden_act": "silu", "swiglu_alpha": 1.702, "experts_per_token": raw.get("num_experts_per_tok")}
+    check_fields(raw, [*DECODER_FIELDS, *_FIELDS], fixed)
     if raw.get("attention_bias") is False:
         raise ValueError("config.json: attention_bias = False is not supported for gpt_oss, expected True")
     stored = raw.get("quantization_config") or {}
@@ -65,11 +65,10 @@ def config(raw: Raw) -> GptOssConfig:
         require(raw, "num_local_experts"),
         require(raw, "num_experts_per_tok"),
         inner,
-        scores="softmax of the chosen",
+        scores="softmax_topk",
         bias=True,
-        clamp=require({"swiglu_limit": raw.get("swiglu_limit") or 7.0}, "swiglu_limit", float),
+        swiglu_limit=require({"swiglu_limit": raw.get("swiglu_limit") or 7.0}, "swiglu_limit", float),
     )
-    experts.check()
     attention = attention_config(raw)
     mixers = (replace(attention, window=window if kind == "sliding_attention" else None) for kind in types)
     return GptOssConfig(
@@ -87,41 +86,31 @@ class Norm(RMSNorm):
     rounded_last: bool = True
 
 
-class Layer(nn.Module):
-    """Pre-norm decoder layer with sinks, and experts with biases."""
+class Layer(decoder.Layer):
+    """With biases and sinks, and experts."""
 
-    config: GptOssConfig
-    layer: LayerConfig
-    layout: Layout
+    norm_class = Norm
 
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Fresh | None
-    ) -> tuple[Float[Array, "B T D"], Fresh]:
-        layer, D = self.layer, self.config.hidden_size
-        assert layer.experts is not None
-        attention = Attention(D, layer.mixer, self.layout, bias=True, sinks=True, name="self_attn")
-        experts = Experts(D, layer.experts, self.layout, name="experts")
-        mlp = partial(experts, counts=at.counts)
-        return pre_norm(self.config, attention, mlp, x, at, entry, shared, Norm)
+    def attention(self) -> Attention:
+        D, mixer = self.config.hidden_size, self.layer.mixer
+        return Attention(D, mixer, self.layout, bias=True, sinks=True, name="self_attn")
 
 
-class Model(Decoder):
-    """See `Decoder`."""
+class Model(decoder.Decoder):
+    """See `decoder.Decoder`."""
 
-    layer, norm_class = Layer, Norm
+    layer = Layer
 
 
 def tensors(config: GptOssConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
-    D, shards = config.hidden_size, layout.shards
+    D, parts = config.hidden_size, layout.inner
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:
         c = each.experts
         assert c is not None
         E, inner = c.num_experts, c.intermediate_size
         table = tables.decoder_layer(path, prefix, D, each, layout, bias=True, qk_norm=False)
-        table = {name: leaf for name, leaf in table.items() if "/mlp/" not in name}
         mlp, ours = f"{prefix}.mlp", f"{path}/experts"
         gate_up, down = (E, 2 * inner, D), (E, D, inner)
         return table | {
@@ -129,24 +118,24 @@ def tensors(config: GptOssConfig, layout: Layout = WHOLE) -> Table:
             f"{ours}/router": copied(f"{mlp}.router.weight", E, D),
             f"{ours}/router_bias": copied(f"{mlp}.router.bias", E),
             f"{ours}/gate_up_bias": tables.alternating(
-                Stored(f"{mlp}.experts.gate_up_proj_bias", (E, 2 * inner)), (E, 2 * inner), shards
+                Stored(f"{mlp}.experts.gate_up_proj_bias", (E, 2 * inner)), (E, 2 * inner), parts
             ),
             f"{ours}/down_bias": copied(f"{mlp}.experts.down_proj_bias", E, D),
-            f"{ours}/gate_up_proj": _gate_up(f"{mlp}.experts.gate_up_proj", gate_up, shards, config.mxfp4),
+            f"{ours}/gate_up_proj": _gate_up(f"{mlp}.experts.gate_up_proj", gate_up, parts, config.mxfp4),
             f"{ours}/down_proj": _down(f"{mlp}.experts.down_proj", down, config.mxfp4),
         }
 
     return tables.decoder(config, layer)
 
 
-def _gate_up(name: str, shape: tuple[int, int, int], shards: int, mxfp4: bool) -> Leaf | QuantisedLeaf:
+def _gate_up(name: str, shape: tuple[int, int, int], parts: int, mxfp4: bool) -> Leaf | QuantisedLeaf:
     E, both, D = shape
     if not mxfp4:  # [experts, in, out]
-        return tables.alternating(Stored(name, (E, D, both)), shape, shards, axis=2)
+        return tables.alternating(Stored(name, (E, D, both)), shape, parts, axis=2)
     values, scale = _blocks(name, shape)
     return QuantisedLeaf(
-        tables.alternating(values, values.shape, shards, dtype="uint8"),
-        tables.alternating(scale, scale.shape, shards, dtype="uint8"),
+        tables.alternating(values, values.shape, parts, dtype="uint8"),
+        tables.alternating(scale, scale.shape, parts, dtype="uint8"),
         MXFP4,
     )
 
@@ -163,10 +152,10 @@ def _down(name: str, shape: tuple[int, int, int], mxfp4: bool) -> Leaf | Quantis
 def _blocks(name: str, shape: tuple[int, int, int]) -> tuple[Merged, Stored]:
     """The bytes of a weight, two numbers each, and the exponents of its groups of 32."""
     *outer, width = shape
-    if width % 32:
-        raise ValueError(f"{name}: MXFP4 has groups of 32 inputs, and {width} are no multiple")
-    values = Merged(f"{name}_blocks", (*outer, width // 2), 16, ("U8",))
-    return values, Stored(f"{name}_scales", (*outer, width // 32), ("U8",))
+    if width % GROUP:
+        raise ValueError(f"{name}: MXFP4 has groups of {GROUP} inputs, and {width} are no multiple")
+    values = Merged(f"{name}_blocks", (*outer, width // 2), GROUP // 2, ("U8",))
+    return values, Stored(f"{name}_scales", (*outer, width // GROUP), ("U8",))
 
 
 ignored = tables.ignored

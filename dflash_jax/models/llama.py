@@ -4,13 +4,7 @@ Reference: transformers `models/llama/modeling_llama.py` and `models/mistral/mod
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-import flax.linen as nn
-from jaxtyping import Array, Float
-
-from dflash_jax.cache import Fresh
 from dflash_jax.checkpoint import Table
 from dflash_jax.config import (
     DECODER_FIELDS,
@@ -23,41 +17,26 @@ from dflash_jax.config import (
     target_fields,
 )
 from dflash_jax.mesh import WHOLE, Layout
-from dflash_jax.models import tables
-from dflash_jax.models.attention import Attention, Pass
-from dflash_jax.models.decoder import Decoder, pre_norm
-from dflash_jax.models.layers import MLP
+from dflash_jax.models import decoder, tables
+from dflash_jax.models.attention import Attention
 
 _THETA = 10000.0  # of configs that name none: those of the first Llamas
 
 
-@dataclass(frozen=True)
-class LlamaConfig(TargetConfig):
-    """A Llama.
-
-    Attributes:
-        mlp_bias: whether the products of the MLP have a bias.
-    """
-
-    mlp_bias: bool = False
-
-
-def config(raw: Raw) -> LlamaConfig:
+def config(raw: Raw) -> TargetConfig:
     """Reads `config.json`. The head dim, the number of key-value heads and theta may be missing."""
     mistral = raw.get("model_type") == "mistral"
-    unread = {"layer_types", "use_sliding_window"} | (set() if mistral else {"sliding_window"})
-    known = [name for name in DECODER_FIELDS if name not in unread]
     if mistral:
         if "sliding_window" not in raw:
             raise ValueError("config.json of a mistral must give sliding_window, a number or null (no window)")
-        fixed: Raw = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+        known, fixed = "sliding_window", {"attention_bias": False, "mlp_bias": False}
     else:
-        known, fixed = [*known, "mlp_bias"], {"hidden_act": "silu", "pretraining_tp": 1}
-    check_fields(raw, known, fixed)
+        known, fixed = "mlp_bias", {"pretraining_tp": 1, "rope_interleaved": False, "is_llama_config": True}
+    check_fields(raw, [*DECODER_FIELDS, known], {"hidden_act": "silu"} | fixed)
     window = None if raw.get("sliding_window") is None else require(raw, "sliding_window")
     attention = attention_config(_completed(raw), window=window)
     layer = LayerConfig(attention, require(raw, "intermediate_size"))
-    return LlamaConfig(
+    return TargetConfig(
         **target_fields(raw),
         layers=(layer,) * require(raw, "num_hidden_layers"),
         model_type="mistral" if mistral else "llama",
@@ -77,30 +56,21 @@ def _completed(raw: Raw) -> Raw:
     return {"head_dim": width // heads, "num_key_value_heads": heads} | theta | given
 
 
-class Layer(nn.Module):
-    """Pre-norm decoder layer."""
+class Layer(decoder.Layer):
+    """Without norms of heads."""
 
-    config: LlamaConfig
-    layer: LayerConfig
-    layout: Layout
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Fresh | None
-    ) -> tuple[Float[Array, "B T D"], Fresh]:
-        c, layer, D = self.config, self.layer, self.config.hidden_size
-        attention = Attention(D, layer.mixer, self.layout, c.attention_bias, name="self_attn")
-        mlp = MLP(D, layer.intermediate_size, self.layout, c.mlp_bias, name="mlp")
-        return pre_norm(c, attention, mlp, x, at, entry, shared)
+    def attention(self) -> Attention:
+        c = self.config
+        return Attention(c.hidden_size, self.layer.mixer, self.layout, c.attention_bias, name="self_attn")
 
 
-class Model(Decoder):
-    """See `Decoder`."""
+class Model(decoder.Decoder):
+    """See `decoder.Decoder`."""
 
     layer = Layer
 
 
-def tensors(config: LlamaConfig, layout: Layout = WHOLE) -> Table:
+def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:

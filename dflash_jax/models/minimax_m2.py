@@ -4,13 +4,7 @@ Reference: transformers `models/minimax_m2/modeling_minimax_m2.py`.
 """
 
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
-import flax.linen as nn
-from jaxtyping import Array, Float
-
-from dflash_jax.cache import Fresh
 from dflash_jax.checkpoint import Section, Stored, Table, copied, fused
 from dflash_jax.config import (
     DECODER_FIELDS,
@@ -25,14 +19,14 @@ from dflash_jax.config import (
     target_fields,
 )
 from dflash_jax.mesh import WHOLE, Layout
-from dflash_jax.models import tables
-from dflash_jax.models.attention import Attention, Pass
-from dflash_jax.models.decoder import Decoder, pre_norm
-from dflash_jax.models.experts import Experts
+from dflash_jax.models import decoder, tables
+from dflash_jax.models.attention import Attention
 
 _FIELDS = """
     num_local_experts num_experts_per_tok rotary_dim router_aux_loss_coef router_jitter_noise quantization_config
+    mlp_intermediate_size max_model_len use_mtp num_mtp_modules mtp_transformer_layers
 """.split()
+_SCALED = "full_attention", "linear_attention", "mlp"
 # What published configs say that the family has anyway; another value is another model.
 _FIXED: Raw = {
     "hidden_act": "silu",
@@ -42,13 +36,16 @@ _FIXED: Raw = {
     "qk_norm_type": "per_layer",
     "use_routing_bias": True,
     "shared_intermediate_size": 0,
-    "num_mtp_modules": 0,
+    "shared_moe_mode": "sigmoid",
+    **{f"layernorm_{at}_{scale}": 1.0 for at in _SCALED for scale in ("alpha", "beta")},
 }
 
 
 def config(raw: Raw) -> TargetConfig:
     """Reads `config.json`; `rotary_dim`, or `partial_rotary_factor`, says how much of a head is rotated."""
-    check_fields(raw, [*DECODER_FIELDS, *_FIELDS, "partial_rotary_factor"], _FIXED)
+    depth = require(raw, "num_hidden_layers")
+    full = {"attn_type_list": [1] * depth}  # no layer has linear attention
+    check_fields(raw, [*DECODER_FIELDS, *_FIELDS, "partial_rotary_factor"], {**_FIXED, **full})
     parameters = dict(raw.get("rope_parameters") or {})
     factors = [parameters.pop("partial_rotary_factor", None), raw.get("partial_rotary_factor")]
     head_dim = require(raw, "head_dim")
@@ -69,38 +66,27 @@ def config(raw: Raw) -> TargetConfig:
         require(raw, "intermediate_size"),
         norm_topk_prob=True,
         scores="sigmoid",
-        correction=True,
+        correction_bias=True,
     )
-    experts.check()
     return TargetConfig(
         **target_fields(raw),
-        layers=(LayerConfig(attention, experts.intermediate_size, experts),) * require(raw, "num_hidden_layers"),
+        layers=(LayerConfig(attention, experts.intermediate_size, experts),) * depth,
         model_type="minimax_m2",
         fp8=has_fp8(raw),
     )
 
 
-class Layer(nn.Module):
-    """Pre-norm decoder layer with experts."""
+class Layer(decoder.Layer):
+    """With one norm of all query heads, and one of all key heads."""
 
-    config: TargetConfig
-    layer: LayerConfig
-    layout: Layout
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Fresh | None
-    ) -> tuple[Float[Array, "B T D"], Fresh]:
-        c, layer, D = self.config, self.layer, self.config.hidden_size
-        assert layer.experts is not None
-        norm = {"qk_norm": c.rms_norm_eps, "norm_heads_together": True}
-        attention = Attention(D, layer.mixer, self.layout, name="self_attn", **norm)
-        mlp = partial(Experts(D, layer.experts, self.layout, name="experts"), counts=at.counts)
-        return pre_norm(c, attention, mlp, x, at, entry, shared)
+    def attention(self) -> Attention:
+        c, mixer = self.config, self.layer.mixer
+        norm = {"qk_norm": c.rms_norm_eps, "qk_norm_per_head": False}
+        return Attention(c.hidden_size, mixer, self.layout, name="self_attn", **norm)
 
 
-class Model(Decoder):
-    """See `Decoder`."""
+class Model(decoder.Decoder):
+    """See `decoder.Decoder`."""
 
     layer = Layer
 
@@ -112,7 +98,6 @@ def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
         D, fp8, mixer = config.hidden_size, config.fp8, each.mixer
         assert each.experts is not None
         table = tables.decoder_layer(path, prefix, D, each, layout, bias=False, qk_norm=False, fp8=fp8)
-        table = {name: leaf for name, leaf in table.items() if "/mlp/" not in name}
         names = "w1", "w3", "w2"
         moe = f"{prefix}.block_sparse_moe"
         table |= tables.experts(f"{path}/experts", moe, D, each.experts, layout, names=names, fp8=fp8)

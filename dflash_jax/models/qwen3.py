@@ -4,15 +4,11 @@ Reference: transformers `models/qwen3/modeling_qwen3.py`.
 """
 
 from dataclasses import replace
-from typing import Any
 
-import flax.linen as nn
-from jaxtyping import Array, Float
-
-from dflash_jax.cache import Fresh
 from dflash_jax.checkpoint import Table
 from dflash_jax.config import (
     DECODER_FIELDS,
+    WINDOW_FIELDS,
     LayerConfig,
     Raw,
     TargetConfig,
@@ -24,15 +20,15 @@ from dflash_jax.config import (
     target_fields,
 )
 from dflash_jax.mesh import WHOLE, Layout
-from dflash_jax.models import tables
-from dflash_jax.models.attention import Attention, Pass
-from dflash_jax.models.decoder import Decoder, pre_norm
-from dflash_jax.models.layers import MLP
+from dflash_jax.models import decoder, tables
+from dflash_jax.models.attention import Attention
 
 
 def config(raw: Raw) -> TargetConfig:
     """Reads `config.json`; windows follow `layer_types`, and only where `use_sliding_window` is set."""
-    check_fields(raw, [*DECODER_FIELDS, "quantization_config"], {"hidden_act": "silu", "mlp_bias": False})
+    check_fields(
+        raw, [*DECODER_FIELDS, *WINDOW_FIELDS, "quantization_config"], {"hidden_act": "silu", "mlp_bias": False}
+    )
     depth = require(raw, "num_hidden_layers")
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     types = layer_types(raw, depth)
@@ -54,25 +50,17 @@ def config(raw: Raw) -> TargetConfig:
     )
 
 
-class Layer(nn.Module):
-    """Pre-norm decoder layer with a norm of every query and key head."""
+class Layer(decoder.Layer):
+    """With a norm of every query and key head."""
 
-    config: TargetConfig
-    layer: LayerConfig
-    layout: Layout
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Fresh | None
-    ) -> tuple[Float[Array, "B T D"], Fresh]:
-        c, layer, D = self.config, self.layer, self.config.hidden_size
-        attention = Attention(D, layer.mixer, self.layout, c.attention_bias, c.rms_norm_eps, name="self_attn")
-        mlp = MLP(D, layer.intermediate_size, self.layout, name="mlp")
-        return pre_norm(c, attention, mlp, x, at, entry, shared)
+    def attention(self) -> Attention:
+        c = self.config
+        bias, norm = c.attention_bias, c.rms_norm_eps
+        return Attention(c.hidden_size, self.layer.mixer, self.layout, bias, norm, name="self_attn")
 
 
-class Model(Decoder):
-    """See `Decoder`."""
+class Model(decoder.Decoder):
+    """See `decoder.Decoder`."""
 
     layer = Layer
 
@@ -81,8 +69,11 @@ def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        more = {"bias": config.attention_bias, "fp8": config.fp8}
-        return tables.decoder_layer(path, prefix, config.hidden_size, each, layout, qk_norm=True, **more)
+        D, bias, fp8 = config.hidden_size, config.attention_bias, config.fp8
+        table = tables.decoder_layer(path, prefix, D, each, layout, bias=bias, qk_norm=True, fp8=fp8)
+        if each.experts:  # in `qwen3_moe`
+            table |= tables.experts(f"{path}/experts", f"{prefix}.mlp", D, each.experts, layout, fp8=fp8)
+        return table
 
     return tables.decoder(config, layer)
 

@@ -1,4 +1,4 @@
-"""Checkpoint tensors of what many families share: the decoder, and layers with attention and SwiGLU."""
+"""Checkpoint tensors of what many families share: the decoder, attention, MLPs and experts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,7 +47,7 @@ def decoder_layer(
     fuse_qkv: bool = True,
     fp8: bool = False,
 ) -> Table:
-    """A pre-norm decoder layer with attention and SwiGLU under Hugging Face's names.
+    """A pre-norm decoder layer under Hugging Face's names: attention, and SwiGLU unless the layer has experts.
 
     Args:
         path, prefix: of the parameters, and of the checkpoint tensors.
@@ -78,9 +78,10 @@ def decoder_layer(
         "post_attention_layernorm/weight": copied(f"{prefix}.post_attention_layernorm.weight", width),
         f"self_attn/{projection}/weight": weight([(f"{attention}.{n}", size, c) for n, size, c in heads], width),
         "self_attn/o_proj/weight": linear([(f"{attention}.o_proj", width, 1)], queries, fp8=fp8),
-        "mlp/gate_up_proj/weight": weight(gate_up, width),
-        "mlp/down_proj/weight": linear([(f"{mlp}.down_proj", width, 1)], inner, fp8=fp8),
     }
+    if layer.experts is None:
+        table["mlp/gate_up_proj/weight"] = weight(gate_up, width)
+        table["mlp/down_proj/weight"] = linear([(f"{mlp}.down_proj", width, 1)], inner, fp8=fp8)
     for name in ("q_norm", "k_norm") if fuse_qkv else ("q_norm",):
         if qk_norm:
             table[f"self_attn/{name}/weight"] = copied(f"{attention}.{name}.weight", c.head_dim)
@@ -145,10 +146,10 @@ def experts(
     both = [[(f"{expert}.{name}", inner, 1) for name in (gate, up)] for expert in every]
     table: Table = {
         f"{path}/router": copied(f"{prefix}.gate.weight", config.num_experts, width),
-        f"{path}/gate_up_proj": _stacked([linear(each, width, layout.shards, fp8=fp8) for each in both]),
+        f"{path}/gate_up_proj": _stacked([linear(each, width, layout.inner, fp8=fp8) for each in both]),
         f"{path}/down_proj": _stacked([linear([(f"{expert}.{down}", width, 1)], inner, fp8=fp8) for expert in every]),
     }
-    if config.correction:
+    if config.correction_bias:
         name = f"{prefix}.e_score_correction_bias"
         table[f"{path}/correction_bias"] = copied(name, config.num_experts, dtype="float32")
     return table
@@ -162,21 +163,22 @@ def _stacked(leaves: Sequence[Leaf | QuantisedLeaf]) -> Leaf | QuantisedLeaf:
     return stacked([leaf for leaf in leaves if isinstance(leaf, Leaf)])
 
 
-def alternating(source: Source, shape: tuple[int, ...], shards: int, axis: int = 1, dtype: str | None = None) -> Leaf:
+def alternating(source: Source, shape: tuple[int, ...], parts: int, axis: int = 1, dtype: str | None = None) -> Leaf:
     """Gate and up of all experts, [E, 2I, ...], from a tensor in which their rows take turns, as in gpt-oss.
 
     Args:
         shape: of the parameter.
+        parts: see `fused`.
         axis: of the tensor, along which they do; a last one becomes the second.
     """
     E, both, *rest = shape
-    count, parts = both // 2 // shards, []
-    for place in range(2 * shards):
+    count, pieces = both // 2 // parts, []
+    for place in range(2 * parts):
         first = place % 2 + place // 2 * count * 2
         rows = slice(first, first + 2 * count, 2)
         take = [slice(None)] * len(shape)
         take[axis] = rows
         order = None if axis == 1 else (0, 2, 1)
         index = slice(0, E), slice(place * count, (place + 1) * count), *(slice(0, size) for size in rest)
-        parts.append(Part(source, index, tuple(take), order))
-    return Leaf(shape, tuple(parts), dtype)
+        pieces.append(Part(source, index, tuple(take), order))
+    return Leaf(shape, tuple(pieces), dtype)

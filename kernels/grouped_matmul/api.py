@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.quantised import Quantised
 
 from ..dispatch import Name, choose
-from . import pallas_tpu, reference
+from . import pallas_gpu, pallas_tpu, reference
 from .trial import Trial
 
-IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu}
+IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": pallas_gpu}
 
 
 @partial(jax.jit, static_argnames="implementation")  # a call by this name in every trace; see `benchmarks.costs`
@@ -32,9 +32,9 @@ def grouped_matmul(
     without rows costs nothing: its weights are not read.
 
     Args:
-        weights: those in few bits are widened group by group, where they are multiplied.
+        weights: quantised ones are dequantised group by group, where they are multiplied.
         sizes: rows of each group; together at most M.
-        implementation: "xla" or "tpu" (megablox, Pallas); see `dispatch`.
+        implementation: "xla", "tpu" or "gpu" (Pallas); see `dispatch`.
 
     Raises:
         ValueError: the named implementation does not serve this case; the message says why.

@@ -1,6 +1,6 @@
-"""XLA implementation: `jax.lax.ragged_dot` where it is sparse, else a loop over the groups that have rows.
+"""XLA implementation: `jax.lax.ragged_dot` on TPU, else a loop over the groups that have rows.
 
-On CPU `ragged_dot` multiplies every row with every group's weights, and needs as much memory.
+On CPU and GPU `ragged_dot` multiplies every row with every group's weights, and needs as much memory.
 """
 
 import jax
@@ -11,6 +11,7 @@ from dflash_jax.quantised import Quantised
 
 from ..dispatch import platform
 from ..products import precision, product
+from .visits import tile_height
 
 
 def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> str | None:
@@ -22,7 +23,7 @@ def grouped_matmul(
     x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, sizes: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """See `api.grouped_matmul`."""
-    if isinstance(weights, Quantised) or platform() == "cpu":
+    if isinstance(weights, Quantised) or platform() != "tpu":
         return loop(x, weights, sizes)
     return ragged(x, weights, sizes)
 
@@ -45,7 +46,7 @@ def loop(
     A tile may reach into the rows of the next group; the tiles of that one come later, and overwrite what it left.
     """
     M, (E, N, _) = x.shape[0], weights.shape
-    height = tile_height(M, E)
+    height = tile_height(M, E, 8)
     ends = jnp.cumsum(sizes)
     tiles = -(-sizes // height)  # of each group
     last = jnp.cumsum(tiles)
@@ -62,8 +63,3 @@ def loop(
 
     out = jax.lax.fori_loop(0, last[-1], one, jnp.zeros((M + height, N), jnp.float32))
     return out[:M]
-
-
-def tile_height(rows: int, groups: int) -> int:
-    """Rows of a tile: twice what a group has on average, from 8 to 128."""
-    return min(128, max(8, 1 << (2 * rows // groups).bit_length()))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from dflash_jax.quantised import Quantised
+from dflash_jax.quantised import BLOCK, FP8, GROUP, MXFP4, Quantised
 
 from ..verify import TOLERANCE
 
@@ -21,12 +21,14 @@ class Trial(NamedTuple):
     outputs: int
     inputs: int
     dtype: str
+    quantised: type[Quantised] | None = None
 
     @classmethod
     def of(cls, x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> "Trial":
         """The trial of a call with arrays of these shapes."""
         groups, outputs, inputs = weights.shape
-        return cls(min(x.shape[0], ROWS), min(groups, GROUPS), outputs, inputs, str(x.dtype))
+        kind = type(weights) if isinstance(weights, Quantised) else None
+        return cls(min(x.shape[0], ROWS), min(groups, GROUPS), outputs, inputs, str(x.dtype), kind)
 
     @property
     def tolerance(self) -> float:
@@ -39,8 +41,20 @@ class Trial(NamedTuple):
         def call(key: PRNGKeyArray) -> Array:
             first, second = jax.random.split(key)
             x = jax.random.normal(first, (self.rows, self.inputs), self.dtype)
-            weights = jax.random.normal(second, (self.groups, self.outputs, self.inputs), self.dtype)
+            weights = self._weights(second)
             share = jnp.arange(self.groups) * self.rows // max(1, self.groups * (self.groups - 1) // 2 + 1)
             return grouped_matmul(x, weights, share, implementation=implementation)  # type: ignore[arg-type]
 
         return jax.jit(call)(jax.random.key(0))
+
+    def _weights(self, key: PRNGKeyArray) -> Array | Quantised:
+        """Random ones, about as large as those of a layer."""
+        shape = self.groups, self.outputs, self.inputs
+        if self.quantised is MXFP4:
+            bits = jax.random.bits(key, (*shape[:2], self.inputs // 2), jnp.uint8)
+            return MXFP4(bits, jnp.full((*shape[:2], self.inputs // GROUP), 125, jnp.uint8))
+        weights = jax.random.normal(key, shape, self.dtype)
+        if self.quantised is FP8:
+            blocks = (self.groups, -(-self.outputs // BLOCK), -(-self.inputs // BLOCK))
+            return FP8(weights.astype(jnp.float8_e4m3fn), jnp.ones(blocks, jnp.float32))
+        return weights

@@ -1,9 +1,12 @@
 """Every implementation of the grouped product against float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
@@ -12,6 +15,7 @@ from dflash_jax.config import ExpertsConfig
 from dflash_jax.kernels.grouped_matmul import grouped_matmul, reference
 from dflash_jax.kernels.grouped_matmul.trial import Trial
 from dflash_jax.models.experts import Experts
+from dflash_jax.quantised import FP8, MXFP4, Quantised
 from tests.chips import topology
 
 SIZES = {
@@ -51,19 +55,51 @@ def test_xla(name, dtype):
 
 @pytest.mark.parametrize("name", ["a block", "idle rows"])
 def test_the_loop_and_xlas_own_operation_agree(name):
-    """Elsewhere than on CPU the second one runs."""
+    """On TPU the second one runs."""
     x, weights, sizes, expected = case(*SIZES[name], 48, 40, "float32")
     inside = np.arange(len(x))[:, None] < sum(SIZES[name][0])
     x = jnp.where(inside, x, 0)
     check(np.where(inside, reference.ragged(x, weights, sizes), 0), expected, "float32")
 
 
+@pytest.fixture(params=["tpu", "gpu"])
+def interpreted(request, monkeypatch):
+    """The Pallas kernels, run by the interpreter."""
+    if request.param == "gpu":
+        monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
+        yield "gpu"
+    else:
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+            yield "tpu"
+
+
 @pytest.mark.parametrize("name", SIZES)
-def test_tpu(name):
+def test_pallas(name, interpreted):
     x, weights, sizes, expected = case(*SIZES[name], 256, 384, "bfloat16")
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        got = grouped_matmul(x, weights, sizes, implementation="tpu")
-    check(got, expected, "bfloat16")
+    check(grouped_matmul(x, weights, sizes, implementation=interpreted), expected, "bfloat16")
+
+
+# In full tiles, and in tiles that are cut at the last outputs and inputs.
+@pytest.mark.parametrize(("kind", "N", "D"), [(MXFP4, 256, 384), (MXFP4, 160, 96), (FP8, 256, 384), (FP8, 160, 256)])
+@pytest.mark.parametrize("name", SIZES)
+def test_pallas_with_quantised_weights(name, kind, N, D, interpreted):
+    """Numbers and scales of every size; the products are of dequantised weights, rounded to bfloat16."""
+    (sizes, rows), rng = SIZES[name], np.random.default_rng(1)
+    groups, columns = len(sizes), -(-D // 128)
+    if kind is MXFP4:
+        values, scale = rng.integers(0, 256, (groups, N, D // 2)), rng.integers(120, 130, (groups, N, D // 32))
+        weights = MXFP4(jnp.asarray(values, jnp.uint8), jnp.asarray(scale, jnp.uint8))
+    else:
+        values, scale = rng.standard_normal((groups, N, D)), rng.uniform(0.01, 3, (groups, -(-N // 128), columns))
+        weights = FP8(jnp.asarray(values * 2.0 ** rng.integers(-9, 6, (N, 1)), jnp.float8_e4m3fn), jnp.float32(scale))
+    plain = np.asarray(weights.astype(jnp.dtype("bfloat16")), np.float64)
+    x = np.asarray(rng.standard_normal((rows, D)), jnp.bfloat16)
+    group = np.repeat(np.arange(groups), sizes)
+    expected = np.zeros((rows, N))
+    expected[: len(group)] = np.einsum("md,mnd->mn", x[: len(group)].astype(np.float64), plain[group])
+    x[len(group) :] = np.inf
+    got = grouped_matmul(jnp.asarray(x), weights, jnp.asarray(sizes, jnp.int32), implementation=interpreted)
+    np.testing.assert_allclose(got, expected, atol=1e-6 * max(1, np.abs(expected).max()) * D**0.5)
 
 
 def test_declines_by_name():
@@ -73,9 +109,13 @@ def test_declines_by_name():
     x, weights = x[:, :100].astype(jnp.bfloat16), weights[:, :, :100].astype(jnp.bfloat16)
     with pytest.raises(ValueError, match="weights of 128 x 100"):
         grouped_matmul(x, weights, sizes, implementation="tpu")
+    with pytest.raises(ValueError, match="weights in float32 for rows in bfloat16"):
+        grouped_matmul(x, weights.astype(jnp.float32), sizes, implementation="gpu")
+    with pytest.raises(ValueError, match="weights in Quantised"):
+        grouped_matmul(x, Quantised(weights, jnp.ones((2, 128))), sizes, implementation="gpu")
 
 
-def test_no_weights_are_widened_and_no_product_is_dense():
+def test_quantised_weights_stay_so_and_no_product_is_dense():
     """On CPU: memory does not grow with the experts."""
     spec = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     sizes = jax.ShapeDtypeStruct((64,), jnp.int32)
@@ -84,10 +124,13 @@ def test_no_weights_are_widened_and_no_product_is_dense():
 
 
 def test_a_trial_is_the_call_in_small():
-    trial = Trial.of(jnp.zeros((4096, 64)), jnp.zeros((128, 96, 64)))
-    out = trial.run("xla")
-    assert out.shape == (256, 96)
-    assert bool(jnp.any(out != 0))
+    mxfp4 = MXFP4(jnp.zeros((128, 96, 32), jnp.uint8), jnp.zeros((128, 96, 2), jnp.uint8))
+    fp8 = FP8(jnp.zeros((128, 96, 64), jnp.float8_e4m3fn), jnp.ones((128, 1, 1)))
+    for weights in (jnp.zeros((128, 96, 64)), mxfp4, fp8):
+        out = Trial.of(jnp.zeros((4096, 64)), weights).run("xla")
+        assert out.shape == (256, 96)
+        assert bool(jnp.any(out != 0))
+        assert bool(jnp.all(jnp.isfinite(out)))
 
 
 @pytest.mark.slow
@@ -99,6 +142,27 @@ def test_the_tpu_compiler(rows, N, D):
     call = lambda x, w, sizes: grouped_matmul(x, w, sizes, implementation="tpu")
     program = jax.jit(call).lower(spec(rows, D), spec(128, N, D), spec(128, dtype=jnp.int32)).compile()
     assert program.memory_analysis().temp_size_in_bytes < 16 * (rows + 512) * (N + D)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "implementation"), [("v5e:2x2", "tpu"), ("h100", "gpu")])
+@pytest.mark.parametrize("rows", [4, 64, 512])
+def test_compilers_copy_no_quantised_weights(chip, implementation, rows):
+    """gpt-oss-20b's experts in MXFP4 and MiniMax-M2's in FP8, with the real compilers."""
+    place = SingleDeviceSharding(topology(chip)[0])
+    spec = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    call = lambda x, w, sizes: grouped_matmul(x, w, sizes, implementation=implementation)
+    for E, N, D in ((32, 5760, 2880), (32, 2880, 2880)):
+        weights = MXFP4(spec(E, N, D // 2, dtype=jnp.uint8), spec(E, N, D // 32, dtype=jnp.uint8))
+        arguments = spec(rows, D, dtype=jnp.bfloat16), weights, spec(E, dtype=jnp.int32)
+        program = jax.jit(call).lower(*arguments).compile()
+        assert program.memory_analysis().temp_size_in_bytes < 4 * (rows + 512) * D
+    for E, N, D in ((256, 3072, 3072), (256, 3072, 1536)):
+        scale = spec(E, N // 128, D // 128, dtype=jnp.float32)
+        weights = FP8(spec(E, N, D, dtype=jnp.float8_e4m3fn), scale)
+        arguments = spec(rows, D, dtype=jnp.bfloat16), weights, spec(E, dtype=jnp.int32)
+        program = jax.jit(call).lower(*arguments).compile()
+        assert program.memory_analysis().temp_size_in_bytes < 4 * (rows + 512) * D
 
 
 def test_positions_that_nobody_reads_go_through_no_expert():

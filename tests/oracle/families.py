@@ -12,9 +12,10 @@ import transformers
 from dflash_jax import checkpoint, generate, load_drafter, load_target, models, spec_generate
 from dflash_jax.cache import commit
 from dflash_jax.mesh import make_mesh, parse_mesh
+from dflash_jax.quantised import Quantised
 from tests import tiny
 
-VOCAB, MASK = 98, 97
+VOCAB, MASK = 100, 97
 
 
 def randomise(module, seed):
@@ -82,8 +83,19 @@ def assert_saved_again(directory, ours, scratch):
         np.testing.assert_array_equal(first.read(name, everything), second.read(name, everything))
 
 
-def assert_lossless(directory, scratch, *, axes="data=2,model=2"):
-    """Speculation gives the tokens of plain decoding, greedy and sampled, and so does a mesh."""
+def assert_dequantised(directory, packed):
+    """With a dtype of its own the model has plain weights, those that the packed ones stand for; on a mesh, too."""
+    is_packed = lambda x: isinstance(x, Quantised)
+    expected = jax.tree.map(lambda x: x.astype(jnp.dtype("float32")), packed.params, is_leaf=is_packed)
+    mesh = make_mesh(parse_mesh("model=1,expert=2", range(2)), jax.devices()[:2])
+    for plain in (load_target(directory, dtype="float32"), load_target(directory, dtype="float32", mesh=mesh)):
+        assert not any(map(is_packed, jax.tree.leaves(plain.params, is_leaf=is_packed)))
+        assert_same_parameters = lambda a, b: np.testing.assert_array_equal(np.sort(a, None), np.sort(b, None))
+        jax.tree.map(assert_same_parameters, expected, plain.params)  # rows are in another order on a mesh
+
+
+def assert_lossless(directory, scratch, *, meshes=("data=2,model=2",)):
+    """Speculation gives the tokens of plain decoding, greedy and sampled, and so does every mesh."""
     target = load_target(directory)
     width = {
         "vocab_size": VOCAB,
@@ -92,12 +104,13 @@ def assert_lossless(directory, scratch, *, axes="data=2,model=2"):
     }
     tiny.write_drafter(scratch, tiny.drafter_config(**width, dflash_config={"mask_token_id": MASK}))
     drafter = load_drafter(scratch)
-    devices = jax.devices()[: math.prod(int(part.split("=")[1]) for part in axes.split(","))]
-    mesh = make_mesh(parse_mesh(axes, devices), devices)
-    split = load_target(directory, mesh=mesh), load_drafter(scratch, mesh=mesh)
     for settings in ({}, {"temperature": 1.0, "top_p": 0.9, "top_k": 30}):
         settings |= {"max_new_tokens": 24, "stop_token_ids": []}
         plain = generate(target, prompts(), **settings)
         assert spec_generate(target, drafter, prompts(), **settings).tokens == plain.tokens
-        four = [*prompts(), [3]]  # rows that the mesh can split
-        assert spec_generate(*split, four, **settings).tokens[:3] == plain.tokens
+        for axes in meshes:
+            devices = jax.devices()[: math.prod(int(part.split("=")[1]) for part in axes.split(","))]
+            mesh = make_mesh(parse_mesh(axes, devices), devices)
+            split = load_target(directory, mesh=mesh), load_drafter(scratch, mesh=mesh)
+            four = [*prompts(), [3]]  # rows that a mesh can split
+            assert spec_generate(*split, four, **settings).tokens[:3] == plain.tokens

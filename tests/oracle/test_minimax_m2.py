@@ -30,7 +30,7 @@ SHAPE = {
     "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5},
     "dtype": "float32",
 }
-LARGE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 128, "num_local_experts": 4}
+LARGE = {"hidden_size": 256, "head_dim": 128, "intermediate_size": 128, "num_local_experts": 4}
 
 
 def make(directory, changes, *, fp8=False):
@@ -91,6 +91,7 @@ def test_forward_in_fp8(tmp_path):
     assert isinstance(ours.params["layers_0"]["self_attn"]["qkv_proj"]["weight"], FP8)
     assert ours.params["layers_0"]["experts"]["gate_up_proj"].values.dtype == ml_dtypes.float8_e4m3fn
     families.assert_same_forward(theirs, ours)
+    families.assert_dequantised(tmp_path, ours)
 
 
 @pytest.mark.slow
@@ -99,7 +100,7 @@ def test_generations_saving_speculation_and_mesh(tmp_path):
     ours = load_target(tmp_path / "target")
     families.assert_same_generations(theirs, ours)
     families.assert_saved_again(tmp_path / "target", ours, tmp_path / "saved")
-    families.assert_lossless(tmp_path / "target", tmp_path / "drafter")
+    families.assert_lossless(tmp_path / "target", tmp_path / "drafter", meshes=["expert=4", "model=2"])
 
 
 @pytest.mark.slow
@@ -109,9 +110,9 @@ def test_the_same_in_fp8(tmp_path):
     ours = load_target(tmp_path / "target")
     families.assert_same_generations(theirs, ours)
     families.assert_saved_again(tmp_path / "target", ours, tmp_path / "saved")
-    families.assert_lossless(tmp_path / "target", tmp_path / "drafter", axes="data=2")
+    families.assert_lossless(tmp_path / "target", tmp_path / "drafter", meshes=["data=2", "expert=2"])
     with pytest.raises(ValueError, match="in FP8 blocks of 128"):
-        families.assert_lossless(tmp_path / "target", tmp_path / "drafter", axes="model=4")
+        families.assert_lossless(tmp_path / "target", tmp_path / "drafter", meshes=["model=4"])
 
 
 RAW = SHAPE | {"model_type": "minimax_m2", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}

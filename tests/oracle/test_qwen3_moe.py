@@ -1,11 +1,13 @@
 """Qwen3 with experts against transformers, on tiny random checkpoints that transformers wrote."""
 
+import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from dflash_jax import load_target, models  # noqa: E402
+from dflash_jax.benchmarks.experts import experts_hit  # noqa: E402
 from tests.oracle import families  # noqa: E402
 
 SHAPE = {
@@ -48,13 +50,32 @@ def test_forward(name, tmp_path):
     families.assert_same_forward(theirs, load_target(tmp_path))
 
 
+def test_experts_hit_by_a_block(tmp_path):
+    """Counted from the choices of transformers' router; the prompt's own tokens count for nothing."""
+    theirs, ours = make(tmp_path, VARIANTS["dense layers between"]), load_target(tmp_path)
+    ids, prompt = families.prompts()[1], 5
+    each = next(layer.experts.num_experts_per_tok for layer in ours.config.layers if layer.experts)
+    with torch.inference_mode():
+        layers = theirs(torch.tensor([ids]), output_router_logits=True).router_logits
+    chosen = [torch.topk(layer, each).indices.numpy()[prompt:] for layer in layers]
+    blocks = {width: range(0, len(ids) - prompt - width + 1, width) for width in (1, 4, 64)}
+    counts = {
+        width: [len(np.unique(layer[at : at + width])) for layer in chosen for at in starts]
+        for width, starts in blocks.items()
+    }
+    found = experts_hit(ours, [(ids[:prompt], ids[prompt:])], tuple(blocks))
+    assert found == {1: each, 4: pytest.approx(np.mean(counts[4]))}
+    assert not counts[64]
+
+
 @pytest.mark.slow
 def test_generations_saving_speculation_and_mesh(tmp_path):
     theirs = make(tmp_path / "target", VARIANTS["dense layers between"])
     ours = load_target(tmp_path / "target")
     families.assert_same_generations(theirs, ours)
     families.assert_saved_again(tmp_path / "target", ours, tmp_path / "saved")
-    families.assert_lossless(tmp_path / "target", tmp_path / "drafter")
+    meshes = "data=2,model=2", "data=2,expert=2,model=2", "fsdp=2,expert=2"
+    families.assert_lossless(tmp_path / "target", tmp_path / "drafter", meshes=meshes)
 
 
 RAW = SHAPE | {"model_type": "qwen3_moe", "rope_theta": 1e4, "rms_norm_eps": 1e-6}
