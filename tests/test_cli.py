@@ -8,7 +8,8 @@ import pytest
 
 from dflash_jax import benchmark, load_target, serve
 from dflash_jax.benchmarks import kernels
-from dflash_jax.cli import EngineOptions, GenerationOptions, engine_config
+from dflash_jax.cli import EngineOptions, GenerationOptions
+from dflash_jax.loading import engine_config
 from tests import tiny
 
 # Every flag a user may have in a script, by command.

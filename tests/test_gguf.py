@@ -66,7 +66,7 @@ def test_it_is_unpacked_once_and_told_apart(tmp_path):
         Reader(other)
 
 
-def test_the_tokenizer_and_its_template(tmp_path, capsys):
+def test_the_tokenizer_and_its_template(tmp_path):
     gguf_files.write(tmp_path / "model.gguf")
     directory = resolve(tmp_path / "model.gguf", "target")
     from dflash_jax.infer.text import Text

@@ -61,14 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _regenerate(options: RegenerateOptions) -> int:
-    from dflash_jax.cli import engine_config, load, make_engine
+    from dflash_jax.benchmarks.datasets import training_prompts
     from dflash_jax.infer.interrupt import stop_signals
     from dflash_jax.infer.jobs import job_settings, run_job
     from dflash_jax.infer.lines import read_lines
+    from dflash_jax.loading import engine_config, load, make_engine
     from dflash_jax.train.regenerate import answer_record, journal
 
     generation, engine_options = options.generation, options.engine
-    with Path(options.input).open("rb") as source:
+    with training_prompts(options.input) as source:
         target, drafter, text, defaults = load(options.models, generation, speculative=bool(options.models.drafter))
         lines = read_lines(source, text, defaults)
     fixed = engine_options.fixed(generation, options.models.drafter)
@@ -121,7 +122,7 @@ def _prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
         from dflash_jax.mesh import join
 
         join(options.distributed)
-    from dflash_jax.cli import choose_mesh, enable_compilation_cache, use_kernels
+    from dflash_jax.loading import choose_mesh, enable_compilation_cache, use_kernels
 
     use_kernels(options.kernels)
     enable_compilation_cache()
@@ -227,8 +228,8 @@ def _evaluate(options: EvaluateOptions) -> int:
         raise ValueError("--step is of a --run")
     import jax
 
-    from dflash_jax.cli import choose_mesh, enable_compilation_cache, use_kernels
     from dflash_jax.drafters.dflash import load_drafter
+    from dflash_jax.loading import choose_mesh, enable_compilation_cache, use_kernels
     from dflash_jax.mesh import spread
     from dflash_jax.sharding import shardings
     from dflash_jax.target import load_target
@@ -306,7 +307,7 @@ def _pair(options: PairOptions) -> int:
 
 
 def _ablate(options: AblateOptions) -> int:
-    from dflash_jax.cli import enable_compilation_cache
+    from dflash_jax.loading import enable_compilation_cache
     from dflash_jax.train.toy.ablations import ROWS, ablate
 
     enable_compilation_cache()

@@ -87,8 +87,8 @@ class DataOptions:
         target: target checkpoint
         data: made by regenerate
         config: YAML or JSON of settings
-        mesh: devices, like data=2,model=4 (axes data, fsdp, model; -1 is the rest); auto: rows and parameters over all
-            of them
+        mesh: devices, like data=2,model=4 (axes data, fsdp, model, expert; -1 is the rest); auto: rows and parameters
+            over all of them
         distributed: this is process I (from 0) of N that train together, with the first at HOST:PORT; without a value
             as the environment says (TPU pods, Slurm)
         init_from: continue from a published drafter
@@ -110,11 +110,11 @@ class RegenerateOptions:
     """Options of `regenerate`.
 
     Attributes:
-        input: prompts, in every form `serve` takes
+        input: prompts, in every form `serve` takes; or gsm8k, the training questions of that set from the hub
         output: answers; continued if it exists
     """
 
-    input: JsonLines
+    input: Annotated[str, arg(metavar="FILE.jsonl|gsm8k")]
     output: JsonLines
     models: NamedModelOptions
     generation: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_new_tokens=2048))

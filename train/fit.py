@@ -20,7 +20,7 @@ from dflash_jax.drafters.dflash import Drafter, load_drafter
 from dflash_jax.files import write_json, write_text
 from dflash_jax.infer.compiler_options import block_compiler_options
 from dflash_jax.infer.interrupt import stop_signals
-from dflash_jax.mesh import ROWS, gather, rows_of, spread
+from dflash_jax.mesh import HEADS, ROWS, gather, parts_of, rows_of, spread
 from dflash_jax.sharding import shardings
 from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
@@ -102,11 +102,11 @@ class Run:
         self.state = init_state(drafter, config, self.steps)
         if self.mesh is not None:
             # Its parameters stay as in the checkpoint, so that a run continues on any mesh.
-            heads = drafter.config.layers[0].mixer.num_kv_heads
-            if drafter.layout.shards != 1 or heads % self.mesh.shape["model"]:
+            heads, parts = drafter.config.layers[0].mixer.num_kv_heads, parts_of(self.mesh, HEADS)
+            if drafter.layout.shards != 1 or heads % parts:
                 raise ValueError(
                     f"the drafter's {heads} key-value heads must be a multiple of the "
-                    f"mesh's model axis, {self.mesh.shape['model']}, and the drafter loaded without a mesh"
+                    f"mesh's model and expert axes, {parts}, and the drafter loaded without a mesh"
                 )
             self.drafter = spread(drafter, shardings(drafter, self.mesh)).replace(mesh=self.mesh)
             self.state = spread(self.state, shardings(self.state, self.mesh))

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import scipy
 
+from dflash_jax.benchmarks.experts import experts_hit
 from dflash_jax.benchmarks.official import Official
 from dflash_jax.benchmarks.step_times import StepTimes
 from dflash_jax.benchmarks.turns import side_by_side
+from dflash_jax.infer.chooser import block_sizes
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.requests import Completion, Request
@@ -25,7 +27,9 @@ def compare(
     excluded. The parts of a step (`StepTimes`, at `length` committed positions) take their turns between the
     batches, so that what else the machine does weighs on all alike.
     """
-    steps = StepTimes(engines["autoregressive"], engines["speculative"], length)
+    target, widths = engines["speculative"].target, block_sizes(engines["speculative"].block_size)
+    experts = any(layer.experts for layer in target.config.layers)
+    steps = StepTimes(engines["autoregressive"], engines["speculative"], length, widths=widths[1:-1] if experts else ())
     for engine in engines.values():
         if not engine.choosers:
             engine.warm_up()
@@ -60,6 +64,11 @@ def compare(
         for name in ("autoregressive", "speculative")
     }
     figures["fused_step_over_parts"] = seconds["speculative"] / sum(seconds[p] for p in ("draft", "verify", "commit"))
+    if experts:
+        texts = zip(
+            (r.prompt_token_ids for r in requests), (done.token_ids for done in answers["speculative"]), strict=True
+        )
+        figures["experts_hit"] = experts_hit(target, list(texts), widths)
     if opponent:
         figures |= opponent.figures(answers["speculative"], speculative, plain)
     return figures, answers

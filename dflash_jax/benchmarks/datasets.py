@@ -1,5 +1,6 @@
 """Benchmark prompts, formatted and ordered as in the official benchmark (`dflash/benchmark.py` 0.1.0)."""
 
+import io
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -39,6 +40,21 @@ SOURCES = {
     "livecodebench": Source(("livecodebench/code_generation_lite",), "test", "question_content"),
     "mt-bench": Source(("HuggingFaceH4/mt_bench_prompts",), "train", "prompt"),
 }
+# The same sets, questions to train on.
+TRAINING = {"gsm8k": SOURCES["gsm8k"]._replace(split="train")}
+
+
+def training_prompts(name: str) -> io.BufferedIOBase:
+    """A file of prompts, or the training questions of a named set in the form of one: a JSON object a line.
+
+    Raises:
+        ValueError: `datasets` is missing for a named set, or the hub cannot be reached.
+        OSError: the file cannot be read.
+    """
+    if name not in TRAINING:
+        return Path(name).open("rb")
+    messages = ([{"role": "user", "content": each.turns[0]}] for each in _from_hub(TRAINING[name]))
+    return io.BytesIO("".join(json.dumps({"messages": each}) + "\n" for each in messages).encode())
 
 
 def load_dataset(name: str, max_samples: int | None = None) -> list[Sample]:

@@ -5,7 +5,7 @@ different: a block of one token would visit fewer experts than a real one.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,19 @@ class StepTimes:
     """Times of one autoregressive step, one fused speculative step, and its draft, verify and commit.
 
     Every part runs `loops` times inside one compiled loop with the engines' own batch and cache sizes and
-    `length` committed positions a row, at one `temperature`.
+    `length` committed positions a row, at one `temperature`. Blocks of other `widths` are verified as well.
     """
 
-    def __init__(self, plain: Engine, speculative: Engine, length: int, loops: int = 30, *, temperature: float = 0.0):
+    def __init__(
+        self,
+        plain: Engine,
+        speculative: Engine,
+        length: int,
+        loops: int = 30,
+        *,
+        temperature: float = 0.0,
+        widths: Sequence[int] = (),
+    ):
         target, drafter = speculative.target, speculative.drafter
         if drafter is None:
             raise ValueError("the parts of a speculative step need a block size that proposes tokens")
@@ -39,6 +48,9 @@ class StepTimes:
         self._parts = {"autoregressive": _Looped(partial(_fused, block=0), target, None, plain, *where)}
         for name, step in {"speculative": _fused, "draft": _draft, "verify": _verify, "commit": _commit}.items():
             self._parts[name] = _Looped(partial(step, **settings), target, drafter, speculative, *where)
+        for width in widths:
+            narrow = partial(_verify, **settings | {"block": width})
+            self._parts[f"verify {width}"] = _Looped(narrow, target, drafter, speculative, *where)
         self._times: dict[str, list[float]] = {name: [] for name in self._parts}
         self.samples = 0
 

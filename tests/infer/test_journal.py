@@ -185,7 +185,7 @@ def test_a_command_shows_that_the_disk_is_full(tmp_path):
     (tmp_path / "out.jsonl").symlink_to(full)
     code = """if True:
         import sys
-        from dflash_jax import cli, load_target, serve
+        from dflash_jax import load_target, loading, serve
         from dflash_jax.infer import journal, text
         text.Text("")
         def slept(seconds):
