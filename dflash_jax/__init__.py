@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from dflash_jax.decoding.step import make_round as make_round
     from dflash_jax.decoding.step import run as run
     from dflash_jax.decoding.step import speculative_step as speculative_step
-    from dflash_jax.drafters.dflash import Drafter as Drafter
-    from dflash_jax.drafters.dflash import load_drafter as load_drafter
+    from dflash_jax.drafters.base import Drafter as Drafter
+    from dflash_jax.drafters.loading import load_drafter as load_drafter
     from dflash_jax.infer.engine import Engine as Engine
     from dflash_jax.infer.engine_config import EngineConfig as EngineConfig
     from dflash_jax.infer.generate import generate as generate
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Imported on first use, so that `python -m dflash_jax.serve --help` need not import jax.
 _PUBLIC = {
-    "Drafter": "drafters.dflash",
+    "Drafter": "drafters.base",
     "Engine": "infer.engine",
     "EngineConfig": "infer.engine_config",
     "Request": "infer.requests",
@@ -38,7 +38,7 @@ _PUBLIC = {
     "init_state": "decoding.state",
     "make_round": "decoding.step",
     "run": "decoding.step",
-    "load_drafter": "drafters.dflash",
+    "load_drafter": "drafters.loading",
     "load_target": "target",
     "replay": "infer.replay",
     "spec_generate": "infer.generate",

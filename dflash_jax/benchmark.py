@@ -30,7 +30,7 @@ from dflash_jax.loading import (
 if TYPE_CHECKING:
     from dflash_jax.benchmarks.datasets import Sample
     from dflash_jax.benchmarks.official import Official
-    from dflash_jax.drafters.dflash import Drafter
+    from dflash_jax.drafters.base import Drafter
     from dflash_jax.infer.engine import Engine
     from dflash_jax.infer.requests import Completion, Request
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from dflash_jax.config import TargetConfig
-    from dflash_jax.drafters.dflash import Drafter
+    from dflash_jax.drafters.base import Drafter
     from dflash_jax.infer.engine import Engine
     from dflash_jax.infer.engine_config import EngineConfig
     from dflash_jax.infer.params import SamplingParams
@@ -51,7 +51,7 @@ def load(
     generation.sampling().check()
     use_kernels(models.kernels)
     enable_compilation_cache()
-    from dflash_jax.drafters.dflash import load_drafter
+    from dflash_jax.drafters.loading import load_drafter
     from dflash_jax.target import load_target
 
     mesh = choose_mesh(models.mesh, source, draft_source if speculative else None)
@@ -131,7 +131,7 @@ def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool =
     import jax
 
     from dflash_jax import checkpoint, models, sharding
-    from dflash_jax.drafters.config import drafter_config
+    from dflash_jax.drafters import drafter_config
     from dflash_jax.mesh import make_mesh, parse_mesh
 
     if text != "auto":

@@ -41,6 +41,12 @@ RULES: tuple[Rule, ...] = (
     Rule(r"kv_bias", 2, P(None, HEADS)),
     Rule(r"\w*norm/weight", 1, P()),
     Rule(r"k_norm", 2, P()),  # of all draft layers
+    Rule(r"d2t", 1, P()),
+    Rule(r"\w+_conv/base_kernel", 3, P()),
+    Rule(r"(kernel_projection|hidden_projection|joint_proj|gate_proj|confidence_head/proj)/weight", 2, P()),
+    Rule(r"(joint_proj|gate_proj|confidence_head/proj)/bias", 1, P()),
+    Rule(r"(\w+_codebook|markov_w1)", 2, P()),  # rows of them are looked up
+    Rule(r"markov_w2", 2, P(HEADS, "fsdp")),
 )
 
 

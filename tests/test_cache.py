@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.cache import KV, Cache, Fresh, commit, init_cache
-from dflash_jax.drafters.config import drafter_config
+from dflash_jax.drafters import drafter_config
 from tests import tiny
 
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import checkpoint, load_drafter, load_target
-from dflash_jax.drafters.config import drafter_config
+from dflash_jax.drafters import drafter_config
 from dflash_jax.drafters.dflash import tensors as drafter_tensors
 from dflash_jax.models import qwen3, target_config
 from tests import tiny

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax.config import check_fields
-from dflash_jax.drafters.config import drafter_config
+from dflash_jax.drafters import drafter_config
 from dflash_jax.models import target_config
 from tests import tiny
 
@@ -170,15 +170,18 @@ def test_slot_conventions():
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),
-        ({"dflash_config": {"selector_rank": 256}}, "DFlash 2"),
-        ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, "DSpark"),
+        ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size"),
+        ({"dflash_config": {"selector_rank": 256}}, "conv_kernel_size"),
+        ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256, "markov_head_type": "x"}, "markov_head_type"),
+        ({"architectures": ["DCOCODraftModel"]}, "DCOCO"),
+        ({"architectures": ["TreeFlashDraftModel"]}, "TreeFlash"),
+        ({"speculators_model_type": "peagle", "transformer_layer_config": {}}, "speculators_model_type"),
         ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
         ({"architectures": ["MiMoDFlash"]}, "MiMo"),
         ({"dflash_config": {"attention_sink_bias": True}}, "MiMo"),
         ({"architectures": ["LagunaDFlash"]}, "Laguna"),
         ({"has_embed_tokens": True}, "Nemotron"),
-        ({"draft_vocab_size": 32}, "reduced vocabulary"),
+        ({"draft_vocab_size": 65}, "draft_vocab_size"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"dflash_config": {"colour": 1}}, "colour"),
         ({"surprise": 3}, "surprise"),

@@ -14,7 +14,7 @@ from dflash_jax.benchmarks.planning import collectives
 from dflash_jax.checkpoint import Reader, leaves
 from dflash_jax.decoding.state import init_state
 from dflash_jax.decoding.step import make_round, speculative_step
-from dflash_jax.drafters.config import drafter_config
+from dflash_jax.drafters import drafter_config
 from dflash_jax.drafters.dflash import tensors as drafter_tensors
 from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.models import FAMILIES, target_config

@@ -249,7 +249,7 @@ def test_own_embedding_and_head_are_used(target, drafter, tmp_path):
     tiny.write_drafter(tmp_path, raw)
     import dataclasses
 
-    from dflash_jax.drafters.config import drafter_config
+    from dflash_jax.drafters import drafter_config
     from dflash_jax.drafters.dflash import tensors
 
     config = dataclasses.replace(drafter_config(raw), own_embedding=True, own_head=True)

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import Request, SamplingParams, checkpoint, models
-from dflash_jax.drafters import config as drafter_configs
-from dflash_jax.drafters import dflash as drafter
+from dflash_jax import Request, SamplingParams, checkpoint, drafters, models
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.penalties import empty_history, no_penalties
+from dflash_jax.decoding.sampling import greedy_rows, gumbel_noise
 
 VOCAB, MASK, EOS = 64, 63, 62
 
@@ -110,7 +112,8 @@ def write_target(directory: Path, raw: dict, seed: int = 0) -> Path:
 
 
 def write_drafter(directory: Path, raw: dict, seed: int = 1) -> Path:
-    return write(directory, raw, random_tensors(drafter.tensors(drafter_configs.drafter_config(raw)), seed))
+    kind = drafters.KINDS[drafters.kind_of(raw)]
+    return write(directory, raw, random_tensors(kind.tensors(drafters.drafter_config(raw)), seed))
 
 
 def write_tokenizer(directory: Path, *, chat: bool = True) -> Path:
@@ -131,3 +134,11 @@ def write_tokenizer(directory: Path, *, chat: bool = True) -> Path:
         fast.chat_template = "{% for m in messages %}{{ m['role'] }}.{{ m['content'] }}<end>{% endfor %}"
     fast.save_pretrained(directory)
     return directory
+
+
+def choice_of(rows: int, depth: int, vocab_size: int, temperature: float = 0.0) -> Choice:
+    """How greedy rows, or sampled ones, choose tokens behind a prompt of one token."""
+    sampling = greedy_rows(rows).replace(temperature=jnp.full(rows, temperature))
+    positions = jnp.ones((rows, 1), jnp.int32) + jnp.arange(depth + 1)[None]
+    noise = gumbel_noise(sampling, positions, vocab_size)
+    return Choice(sampling, no_penalties(rows), empty_history(rows, 8), jnp.ones(rows, jnp.int32), noise, None)

@@ -25,7 +25,7 @@ from dflash_jax.train.arguments import (
 from dflash_jax.train.config import TrainConfig, make_config, read_settings
 
 if TYPE_CHECKING:
-    from dflash_jax.drafters.dflash import Drafter
+    from dflash_jax.drafters.base import Drafter
     from dflash_jax.target import Target
     from dflash_jax.train.data import Dataset
 
@@ -127,23 +127,22 @@ def _prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
     use_kernels(options.kernels)
     enable_compilation_cache()
     from dflash_jax.checkpoint import read_json, resolve
-    from dflash_jax.drafters.dflash import load_drafter
+    from dflash_jax.drafters import kind_of
+    from dflash_jax.drafters.loading import load_drafter
+    from dflash_jax.drafters.speculators import flattened
     from dflash_jax.target import load_target
     from dflash_jax.train.data import read_examples
-    from dflash_jax.train.drafters import choose_mask_token, new_drafter, with_block_size
+    from dflash_jax.train.drafters import choose_mask_token, converted, frequent_tokens, new_drafter, with_block_size
 
     started, raw = None, {}
     if options.init_from:
         directory = resolve(options.init_from, "drafter")
-        started, raw = load_drafter(directory, dtype="float32"), read_json(directory / "config.json")
-        own = {
-            "num_layers": started.config.num_hidden_layers,
-            "target_layer_ids": list(started.taps),
-            "mask_token_id": started.config.mask_token_id,
-        }
+        started, raw = load_drafter(directory, dtype="float32"), dict(flattened(read_json(directory / "config.json")))
+        own = {"num_layers": started.config.num_hidden_layers, "target_layer_ids": list(started.taps)}
+        own["mask_token_id"] = getattr(started.config, "mask_token_id", None)
         if fixed := [name for name in own if name in given]:
             raise ValueError(f"--init-from decides {', '.join(fixed)}; leave them out")
-        given = {"block_size": started.config.block_size} | given | own
+        given = {"block_size": started.config.block_size, "drafter": kind_of(raw)} | given | own
     config = make_config(given)
     mesh = choose_mesh(options.mesh, options.target, None, training=True)
     target = load_target(options.target, dtype=config.dtype, mesh=mesh)
@@ -155,9 +154,11 @@ def _prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
     )
     if started is not None:
         started.config.check_pair(target.config)
+        started, raw = converted(target, started, raw, config)
         return Prepared(config, target, data, *with_block_size(started, raw, config.block_size))
     mask = choose_mask_token(target, config.mask_token_id)
-    return Prepared(config, target, data, *new_drafter(target, config, mask))
+    vocabulary = frequent_tokens(data.examples, config.draft_vocab_size)
+    return Prepared(config, target, data, *new_drafter(target, config, mask, vocabulary))
 
 
 def _cache_features(options: CacheFeaturesOptions) -> int:
@@ -184,8 +185,7 @@ def _fit(options: FitOptions) -> int:
 
     features, evaluation = None, None
     if options.features:
-        distill = bool(config.kl or config.total_variation)
-        features = FeatureCache(options.features, target, drafter.taps, data.examples, distill)
+        features = FeatureCache(options.features, target, drafter.taps, data.examples, config.losses.distill)
     if config.evaluate_every and not options.eval_prompts:
         raise ValueError("evaluate_every needs --eval-prompts FILE.jsonl")
     if options.eval_prompts:
@@ -226,13 +226,13 @@ def _evaluate(options: EvaluateOptions) -> int:
         raise ValueError("give either --run or --drafter")
     if options.step is not None and not options.run:
         raise ValueError("--step is of a --run")
-    import jax
 
-    from dflash_jax.drafters.dflash import load_drafter
+    from dflash_jax.drafters.loading import load_drafter
     from dflash_jax.loading import choose_mesh, enable_compilation_cache, use_kernels
     from dflash_jax.mesh import spread
     from dflash_jax.sharding import shardings
     from dflash_jax.target import load_target
+    from dflash_jax.train.drafters import cast
     from dflash_jax.train.evaluate import evaluate, read_prompts
     from dflash_jax.train.fit import load_run
 
@@ -245,7 +245,7 @@ def _evaluate(options: EvaluateOptions) -> int:
     target = load_target(models.target, dtype=models.dtype, mesh=mesh)
     if options.run:
         drafter, _ = load_run(options.run, options.step)
-        drafter = drafter.replace(params=jax.tree.map(lambda x: x.astype(target.dtype), drafter.params))
+        drafter = drafter.replace(params=cast(drafter.params, target.dtype))
         if mesh is not None:
             drafter = spread(drafter, shardings(drafter, mesh)).replace(mesh=mesh)
     else:

@@ -4,39 +4,17 @@ The drafter runs the very code it decodes with; only the attention takes many bl
 Shapes: B rows, S tokens of a row, A blocks of a row, P predictions of a block, D width, FD tapped features.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from dflash_jax.cache import KV, Cache, commit, once_read
-from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.cache import Cache, commit, once_read
+from dflash_jax.drafters.base import Blocks
 from dflash_jax.sharding import gathers
 from dflash_jax.target import Target
 
 TARGET_CHUNK = 256  # positions of a target pass
 WHOLE_ROW = 4096  # the same where its weights are gathered for every pass: a row that is no longer
-
-
-class Blocks(NamedTuple):
-    """Anchors of packed rows and the labels of their predictions.
-
-    Attributes:
-        anchors: positions in the row, ascending; 0 for a block that is not used.
-        starts: where each anchor's document begins.
-        tokens: the anchors' tokens.
-        labels: data token of each prediction.
-        labelled: predictions that count: answer tokens of the anchor's own document.
-        label_positions: where the labels stand in the row.
-    """
-
-    anchors: Int[Array, "B A"]
-    starts: Int[Array, "B A"]
-    tokens: Int[Array, "B A"]
-    labels: Int[Array, "B A P"]
-    labelled: Bool[Array, "B A P"]
-    label_positions: Int[Array, "B A P"]
 
 
 def draw_blocks(
@@ -48,7 +26,7 @@ def draw_blocks(
     count: int,
     per_document: int,
     block_size: int,
-    anchor_predicts: bool,
+    predictions: int,
     placement: str = "random",
 ) -> Blocks:
     """Draws anchors without replacement: up to `per_document`, and up to `count` per row (method, section 8.1).
@@ -74,11 +52,10 @@ def draw_blocks(
     used, anchors = chosen < S, jnp.where(chosen < S, chosen, 0)
     pick = lambda x, at: jnp.take_along_axis(x, at.reshape(at.shape[0], -1), axis=1).reshape(at.shape)
     first = jnp.where(used, pick(starts, anchors), 0)
-    steps = jnp.arange(block_size) if anchor_predicts else jnp.arange(block_size - 1)
-    positions = anchors[:, :, None] + 1 + steps[None, None]
+    positions = anchors[:, :, None] + 1 + jnp.arange(predictions)[None, None]
     at = jnp.minimum(positions, S - 1)
     labelled = used[:, :, None] & (positions < S) & pick(supervised, at) & (pick(starts, at) == first[:, :, None])
-    return Blocks(anchors, first, pick(tokens, anchors), pick(tokens, at), labelled, at)
+    return Blocks(tokens, anchors, first, pick(tokens, anchors), pick(tokens, at), labelled, at)
 
 
 def target_features(
@@ -114,35 +91,3 @@ def target_features(
     join = lambda x: x.swapaxes(0, 1).reshape(B, S + short, -1)[:, :S]
     features, hidden = (jax.lax.stop_gradient(join(x)) for x in outputs)
     return features, hidden
-
-
-def draft_hidden(
-    drafter: Drafter,
-    target: Target,
-    features: Float[Array, "B S FD"],
-    starts: Int[Array, "B S"],
-    blocks: Blocks,
-    *,
-    remat: bool = False,
-) -> Float[Array, "B A P D"]:
-    """Hidden states of every prediction of every block, as decoding computes them for these anchors.
-
-    Args:
-        remat: see `drafter.Model.forward`.
-    """
-    B, A, P = blocks.labels.shape
-    positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], starts.shape)
-    context = drafter.context(features, positions, starts=starts)
-    cache = Cache(tuple(KV(fresh.k, fresh.v) for fresh in context), tuple(range(len(context))))
-    flat = lambda x: x.reshape(B * A)
-    hidden = drafter.denoise(
-        target,
-        flat(blocks.tokens),
-        cache,
-        flat(blocks.anchors),
-        P if drafter.config.anchor_predicts else P + 1,
-        starts=flat(blocks.starts),
-        per_row=A,
-        remat=remat,
-    )
-    return hidden.reshape(B, A, P, -1)

@@ -4,9 +4,33 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # published; other sizes in between
+
+
+class Coefficients(NamedTuple):
+    """What of a prediction's losses counts, against q, what the drafter says, and p, what the target does.
+
+    Attributes:
+        cross_entropy: -log q(label).
+        kl: KL(p || q).
+        total_variation: sum over the vocabulary of |p - q| (as DSpark has it): twice the share that is rejected.
+        negative_log_acceptance: -log of the acceptance, the sum over the vocabulary of min(p, q) (arXiv 2602.23881).
+        lk_hybrid: w KL(p || q) + (1 - w) times the rejected share, w = exp(-3 acceptance) without a gradient (arXiv
+            2602.23881).
+    """
+
+    cross_entropy: float = 1.0
+    kl: float = 0.0
+    total_variation: float = 0.0
+    negative_log_acceptance: float = 0.0
+    lk_hybrid: float = 0.0
+
+    @property
+    def distill(self) -> bool:
+        """Whether the target's own distribution is needed."""
+        return any(self[1:])
 
 
 @dataclass(frozen=True)
@@ -14,11 +38,18 @@ class TrainConfig:
     """What `fit` does.
 
     Attributes:
-        block_size: slots of a draft pass, the anchor included.
-        num_layers: depth of a new drafter; 1 up to the target's.
+        drafter: kind of a new drafter. With --init-from, a DFlash drafter may become a "dflash2" or "dspark" one.
+        block_size: slots of a draft pass, the anchor included; for "eagle3", one more than its passes.
+        num_layers: depth of a new drafter; 1 up to the target's. An "eagle3" has one layer.
         target_layer_ids: tapped layers; empty takes the reference rule for the depths.
         mask_token_id: token of the masked slots; None takes the tokenizer's mask token, else the last
             embedding row no token uses.
+        draft_vocab_size: tokens that a new drafter can propose, the most frequent ones of the answers; 0 is all.
+        conv_group_size: of "dflash2": channels of a convolution that share their dynamic coefficients.
+        selector_rank: of "dflash2": width of the selector.
+        selector_top_k: of "dflash2": tokens of a slot that it chooses among.
+        markov_rank: of "dspark": width of the Markov head.
+        markov_head_type: of "dspark": what it looks at: the token before alone, the slot's state, too, or all before.
         length: tokens of a packed row; longer sequences are cut.
         anchors: blocks drawn per conversation at each visit.
         anchor_placement: "random", drawn anew at each visit, or "fixed": every `block_size`-th answer token.
@@ -43,6 +74,8 @@ class TrainConfig:
         cross_entropy: coefficient of the loss against the data token.
         kl: coefficient of the divergence from the target's own distribution.
         total_variation: coefficient of the distance from the target's own distribution.
+        negative_log_acceptance: coefficient of -log of the acceptance (arXiv 2602.23881).
+        lk_hybrid: coefficient of the mixture of divergence and rejected share of arXiv 2602.23881.
         feature_noise: half width of uniform noise on the target features.
         remat: recompute draft layers in the backward pass instead of keeping their insides.
         loss_chunk: hidden states whose logits exist at the same time.
@@ -57,10 +90,17 @@ class TrainConfig:
         keep: checkpoints kept.
     """
 
+    drafter: Literal["dflash", "dflash2", "dspark", "eagle3"] = "dflash"
     block_size: int = 16
     num_layers: int = 5
     target_layer_ids: tuple[int, ...] = ()
     mask_token_id: int | None = None
+    draft_vocab_size: int = 0
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+    markov_rank: int = 256
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     length: int = 3072
     anchors: int = 512
     anchor_placement: Literal["random", "fixed"] = "random"
@@ -83,6 +123,8 @@ class TrainConfig:
     cross_entropy: float = 1.0
     kl: float = 0.0
     total_variation: float = 0.0
+    negative_log_acceptance: float = 0.0
+    lk_hybrid: float = 0.0
     feature_noise: float = 0.0
     remat: bool = True
     loss_chunk: int = 2048
@@ -97,14 +139,15 @@ class TrainConfig:
     keep: int = 2
 
     def __post_init__(self):
-        positive = "num_layers length anchors batch_size accumulate epochs learning_rate loss_chunk log_every keep "
+        positive = "conv_group_size selector_rank selector_top_k markov_rank "
+        positive += "num_layers length anchors batch_size accumulate epochs learning_rate loss_chunk log_every keep "
         positive += "clip_norm evaluate_samples evaluate_max_new_tokens"
         for name in positive.split():
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         not_negative = (
-            "row_anchors max_steps weight_decay gamma cross_entropy kl total_variation feature_noise save_every "
-            "evaluate_every evaluate_temperature seed"
+            "row_anchors max_steps weight_decay gamma cross_entropy kl total_variation negative_log_acceptance "
+            "lk_hybrid feature_noise save_every evaluate_every evaluate_temperature seed draft_vocab_size"
         )
         for name in not_negative.split():
             if not getattr(self, name) >= 0:
@@ -119,8 +162,13 @@ class TrainConfig:
             raise ValueError(f"block_size must be at least 2 (an anchor and a mask), got {self.block_size}")
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate {self.accumulate} must divide batch_size {self.batch_size}")
-        if self.cross_entropy + self.kl + self.total_variation == 0:
-            raise ValueError("all losses are off: set cross_entropy, kl or total_variation")
+        if not any(self.losses):
+            raise ValueError(f"all losses are off: set {', '.join(Coefficients._fields)}")
+
+    @property
+    def losses(self) -> Coefficients:
+        """Coefficients of the losses."""
+        return Coefficients(*(getattr(self, name) for name in Coefficients._fields))
 
     @property
     def blocks(self) -> int:

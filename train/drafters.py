@@ -2,37 +2,45 @@
 
 import dataclasses
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dflash_jax import checkpoint
 from dflash_jax.checkpoint import leaves, nested
 from dflash_jax.config import RopeConfig, token_ids
-from dflash_jax.drafters.config import default_target_layer_ids, drafter_config
-from dflash_jax.drafters.dflash import Drafter, tensors
+from dflash_jax.drafters import KINDS, drafter_config, kind_of
+from dflash_jax.drafters.base import Drafter
+from dflash_jax.drafters.config import DFlashConfig, default_target_layer_ids
 from dflash_jax.infer.text import Text
 from dflash_jax.target import Target
 from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.data import Example
 
 INIT_STD = 0.02
 
 
-def new_drafter(target: Target, config: TrainConfig, mask_token_id: int) -> tuple[Drafter, dict[str, Any]]:
-    """A freshly initialised drafter in the target's shape, and its `config.json`.
+def new_drafter(
+    target: Target, config: TrainConfig, mask_token_id: int, vocabulary: Sequence[int] | None = None
+) -> tuple[Drafter, dict[str, Any]]:
+    """A freshly initialised drafter of the kind `config.drafter` in the target's shape, and its `config.json`.
 
-    Matrices are drawn from N(0, 0.02) by `config.seed`, norms are one, biases zero.
+    Matrices are drawn from N(0, 0.02) by `config.seed`, norms are one, biases zero, unless the kind says otherwise.
+
+    Args:
+        vocabulary: tokens that it can propose, ascending; None is all. Their rows of the target's head are its own.
 
     Raises:
         ValueError: taps the target does not have, or a mask token outside the vocabulary.
     """
-    c, layer = target.config, target.config.layers[-1]
+    c, layer, kind = target.config, target.config.layers[-1], KINDS[config.drafter]
     taps = config.target_layer_ids or default_target_layer_ids(c.num_hidden_layers, config.num_layers)
-    raw: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"],
+    common: dict[str, Any] = {
         "model_type": "qwen3",
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
@@ -55,20 +63,74 @@ def new_drafter(target: Target, config: TrainConfig, mask_token_id: int) -> tupl
         "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(taps)},
         **(_rope_fields(layer.mixer.rope) if layer.mixer.rope else {}),
     }
-    parsed = drafter_config(raw)
-    parsed.check_pair(c)
+    if vocabulary is not None:
+        common["draft_vocab_size"] = len(vocabulary)
+    return _made(target, config, dict(kind.fresh(common, config)), vocabulary)
+
+
+def _made(
+    target: Target, config: TrainConfig, raw: dict[str, Any], vocabulary: Sequence[int] | None
+) -> tuple[Drafter, dict[str, Any]]:
+    """A drafter with this `config.json` and new parameters."""
+    kind, parsed = KINDS[kind_of(raw)], drafter_config(raw)
+    parsed.check_pair(target.config)
+    if vocabulary is not None:
+        parsed = dataclasses.replace(parsed, own_head=True)
     rng = np.random.default_rng(config.seed)
     params: dict[str, Any] = {}
-    table = tensors(parsed)
+    table = kind.tensors(parsed)
     for path, leaf in leaves(table):
-        if "norm" in path:
+        if path == "d2t":
+            value = np.asarray(vocabulary, np.int32) - np.arange(len(vocabulary or ()), dtype=np.int32)
+        elif path == "lm_head":
+            head = target.head(jnp.eye(target.config.hidden_size, dtype=target.dtype)[None])[0]
+            value = np.asarray(head)[:, np.asarray(vocabulary)].T
+        elif "norm" in path:
             value = np.ones(leaf.shape, np.float32)
         elif "bias" in path:
             value = np.zeros(leaf.shape, np.float32)
-        else:
+        elif (value := kind.initial(path, leaf.shape)) is None:
             value = rng.standard_normal(leaf.shape, np.float32) * np.float32(INIT_STD)
         params[path] = jnp.asarray(value)
-    return Drafter(nested(params, table), parsed), raw
+    return kind.Drafter(nested(params, table), parsed), raw
+
+
+def converted(
+    target: Target, started: Drafter, raw: dict[str, Any], config: TrainConfig
+) -> tuple[Drafter, dict[str, Any]]:
+    """A DFlash drafter as one of the kind `config.drafter`, whose further parameters are new: at first it proposes the
+    same.
+
+    Raises:
+        ValueError: the kinds have no layers in common.
+    """
+    found = kind_of(raw)
+    if found == config.drafter:
+        return started, raw
+    if found != "dflash" or config.drafter not in ("dflash2", "dspark"):
+        raise ValueError(f"--init-from: a {found} drafter cannot become a {config.drafter} one")
+    own = started.config
+    assert isinstance(own, DFlashConfig)
+    common = {"sample_from_anchor": own.anchor_predicts, "dflash_config": {}, **raw}
+    made, raw = _made(target, config, dict(KINDS[config.drafter].fresh(common, config)), None)
+    parsed = dataclasses.replace(made.config, own_embedding=own.own_embedding, own_head=own.own_head)
+    params = unflatten_dict(flatten_dict(made.params) | flatten_dict(started.params))
+    return made.replace(params=params, config=parsed), raw
+
+
+def frequent_tokens(examples: Sequence[Example], size: int) -> list[int] | None:
+    """The most frequent tokens of the answers, ascending; None where `size` is 0: all.
+
+    Raises:
+        ValueError: the answers have fewer.
+    """
+    if size == 0:
+        return None
+    answers = np.concatenate([example.tokens[example.supervised.astype(bool)] for example in examples])
+    counts = np.bincount(answers)
+    if (most := int(np.count_nonzero(counts))) < size:
+        raise ValueError(f"draft_vocab_size must be at most {most}, the different tokens of the answers, got {size}")
+    return sorted(np.argsort(-counts, kind="stable")[:size].tolist())
 
 
 def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
@@ -116,14 +178,20 @@ def choose_mask_token(target: Target, token: int | None) -> int:
     return token
 
 
+def cast(params: Any, dtype: Any) -> Any:
+    """The parameters in the dtype of the computation; integers stay."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+
+
 def with_block_size(drafter: Drafter, raw: dict[str, Any], block_size: int) -> tuple[Drafter, dict[str, Any]]:
     """The drafter and its `config.json` for blocks of this size, at most its own."""
     own = drafter.config.block_size
     if block_size > own:
         raise ValueError(f"block_size {block_size} is above the drafter's {own}; lower it")
-    nested = dict(raw.get("dflash_config") or {})
-    nested.pop("block_size", None)
-    raw = raw | {"block_size": block_size} | ({"dflash_config": nested} if nested else {})
+    inside = dict(raw.get("dflash_config") or {})
+    inside.pop("block_size", None)
+    raw = raw | ({"ttt_length": block_size - 1} if "ttt_length" in raw else {"block_size": block_size})
+    raw |= {"dflash_config": inside} if inside else {}
     return drafter.replace(config=dataclasses.replace(drafter.config, block_size=block_size)), raw
 
 
@@ -135,8 +203,9 @@ def save_drafter(directory: str | Path, drafter: Drafter, raw: dict[str, Any], d
     directory = Path(directory)
     dtype = jnp.dtype(dtype or jnp.float32)
     beside = directory.with_name(directory.name + ".writing")
-    params = jax.tree.map(lambda x: np.asarray(x).astype(dtype), drafter.params)
-    checkpoint.save(beside, params, tensors(drafter.config), raw | {"dtype": dtype.name})
+    params = jax.tree.map(np.asarray, cast(drafter.params, dtype))
+    table = KINDS[kind_of(raw)].tensors(drafter.config)
+    checkpoint.save(beside, params, table, raw | {"dtype": dtype.name})
     old = directory.with_name(directory.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_jax.decoding.step import Proposals
-from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.drafters.base import Drafter
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.lines import read_lines

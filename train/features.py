@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.drafters.base import Drafter
 from dflash_jax.files import write_json
 from dflash_jax.mesh import entered, gather, rows_of
 from dflash_jax.target import Target

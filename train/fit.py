@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.checkpoint import read_json
-from dflash_jax.drafters.dflash import Drafter, load_drafter
+from dflash_jax.drafters.base import Drafter
+from dflash_jax.drafters.loading import load_drafter
 from dflash_jax.files import write_json, write_text
 from dflash_jax.infer.compiler_options import block_compiler_options
 from dflash_jax.infer.interrupt import stop_signals
@@ -26,7 +27,7 @@ from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example, Packing
-from dflash_jax.train.drafters import save_drafter
+from dflash_jax.train.drafters import cast, save_drafter
 from dflash_jax.train.features import FeatureCache, data_fingerprint, model_fingerprint
 from dflash_jax.train.step import Batch, init_state, split_params, train_step
 
@@ -71,8 +72,8 @@ class Run:
         features: FeatureCache | None = None,
         evaluate: Callable[[Drafter], dict[str, Any]] | None = None,
     ):
-        mask = drafter.config.mask_token_id
-        if any(np.any(example.tokens == mask) for example in examples):
+        mask = getattr(drafter.config, "mask_token_id", None)
+        if mask is not None and any(np.any(example.tokens == mask) for example in examples):
             raise ValueError(f"the mask token {mask} occurs in the training data; choose another mask_token_id")
         if drafter.config.block_size != config.block_size:  # an export would claim what was not trained
             own = drafter.config.block_size
@@ -212,7 +213,7 @@ class Run:
         if self._evaluate is None:
             return {}
         drafter = self.trained()
-        serving = drafter.replace(params=jax.tree.map(lambda x: x.astype(self.target.dtype), drafter.params))
+        serving = drafter.replace(params=cast(drafter.params, self.target.dtype))
         figures = {"step": int(self.state.step), **self._evaluate(serving)}
         best = max((line["tau"] or 0 for line in self._metrics() if "tau" in line), default=0)
         if (figures["tau"] or 0) >= best:

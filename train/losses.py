@@ -4,24 +4,27 @@ Shapes: M predictions, B rows, A blocks of a row, P predictions of a block, D wi
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.mesh import row_parts
+from dflash_jax.train.config import Coefficients
 
 DPACE_ALPHA = 0.5
+LK_DECAY = 3.0
 
 
 class Tokens(NamedTuple):
     """Per-prediction results; gradients flow through `loss` alone.
 
     Attributes:
-        loss: cross-entropy and divergences with their coefficients.
+        loss: cross-entropy and divergences with their coefficients, and what a drafter adds.
         cross_entropy: against the data token.
-        correct: whether the data token has the best score.
+        correct: whether the data token is what the drafter would propose.
     """
 
     loss: Float[Array, " M"]
@@ -29,36 +32,60 @@ class Tokens(NamedTuple):
     correct: Bool[Array, " M"]
 
 
-Unembed = Callable[[Float[Array, "B T D"]], Float[Array, "B T V"]]
+def combined(
+    coefficients: Coefficients,
+    scores: Float[Array, "M V"],
+    negative: Float[Array, " M"],
+    target: Callable[[], Float[Array, "M V"]],
+) -> Float[Array, " M"]:
+    """The loss of predictions, given log q, -log q(label) and the target's logits."""
+    loss = coefficients.cross_entropy * negative
+    if not coefficients.distill:
+        return loss
+    log_p = jax.nn.log_softmax(target(), axis=-1)
+    p, q = jnp.exp(log_p), jnp.exp(scores)
+    kl = jnp.sum(jnp.where(p > 0, p * (log_p - scores), 0.0), axis=-1)
+    loss += coefficients.kl * kl
+    loss += coefficients.total_variation * jnp.sum(jnp.abs(p - q), axis=-1)
+    if coefficients.negative_log_acceptance or coefficients.lk_hybrid:
+        acceptance = jnp.sum(jnp.minimum(p, q), axis=-1)
+        loss -= coefficients.negative_log_acceptance * jnp.log(jnp.maximum(acceptance, 1e-30))
+        weight = jnp.exp(-LK_DECAY * jax.lax.stop_gradient(acceptance))
+        loss += coefficients.lk_hybrid * (weight * kl + (1 - weight) * (1 - acceptance))
+    return loss
+
+
+Score = Callable[[Any, Any], Float[Array, "M V"]]
+Refine = Callable[[Any, Any, Array, Array], tuple[Array | float, Array]]
 
 
 def token_losses(
-    draft: Unembed,
-    target: Unembed,
-    hidden: Float[Array, "M D"],
+    score: Score,
+    refine: Refine,
+    target: Callable[[Float[Array, "M D"]], Float[Array, "M V"]],
+    heads: Any,
+    seen: Any,
     labels: Int[Array, " M"],
     target_hidden: Float[Array, "M D"] | None,
     *,
-    cross_entropy: float,
-    kl: float,
-    total_variation: float,
+    coefficients: Coefficients,
     chunk: int,
 ) -> Tokens:
     """Losses of M predictions, `chunk` at a time.
 
-    Heads are frozen and a prediction's loss depends on its own state alone, so the forward pass already
-    finds each loss's gradient by its state, and the logits are computed once.
+    A prediction's loss depends on its own states alone. Where no head is trained, the forward pass already finds each
+    loss's gradient by them, and the logits are computed once; else the backward pass computes them again.
 
     Args:
-        draft, target: heads of drafter and target.
-        hidden: of the predictions.
-        labels: data tokens.
-        target_hidden: final-normed target states whose logits predict the labels (the position before); needed
-            for `kl` and `total_variation`.
-        cross_entropy, kl, total_variation: coefficients of -log q(label), of KL(target || draft), and of the
-            sum over the vocabulary of |target - draft| (as DSpark has it).
+        score, refine: `drafters.base.Drafter.score` and `refine`.
+        target: the target's head.
+        heads: trained parameters that these two need.
+        seen: of the predictions, a pytree of arrays [M, ...].
+        labels: data tokens, as the drafter numbers them; negative for one that it does not have.
+        target_hidden: final-normed target states whose logits predict the labels (the position before); needed where
+            the target's distribution is.
     """
-    M, parts = hidden.shape[0], row_parts()
+    M, parts = labels.shape[0], row_parts()
     each = M // parts  # predictions of one device: a chunk takes some of every one's
     chunk = min(-(-chunk // parts), each)
 
@@ -70,40 +97,40 @@ def token_losses(
         x = x.reshape(-1, parts, chunk, *x.shape[2:]).swapaxes(0, 1)
         return x.reshape(parts, -1, *x.shape[3:])[:, :each].reshape(M, *x.shape[3:])
 
-    def chunk_losses(hidden, labels, target_hidden) -> tuple[Array, tuple[Array, Array]]:
-        logits = draft(hidden[None])[0]
+    def chunk_losses(heads, seen, labels, target_hidden) -> tuple[Array, tuple[Array, Array]]:
+        known, places = labels >= 0, jnp.maximum(labels, 0)
+        logits = score(heads, seen)
         scores = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        negative = -jnp.take_along_axis(scores, labels[:, None], axis=1)[:, 0]
-        correct = jnp.max(logits, axis=-1) == jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-        loss = cross_entropy * negative
-        if kl or total_variation:
-            target_scores = jax.nn.log_softmax(target(target_hidden[None])[0], axis=-1)
-            p = jnp.exp(target_scores)
-            loss += kl * jnp.sum(p * (target_scores - scores), axis=-1)
-            loss += total_variation * jnp.sum(jnp.abs(p - jnp.exp(scores)), axis=-1)
-        return loss, (negative, correct)
+        negative = -jnp.take_along_axis(scores, places[:, None], axis=1)[:, 0]
+        more, correct = refine(heads, seen, logits, places)
+        loss = combined(coefficients, scores, negative, lambda: target(target_hidden)) + more
+        return jnp.where(known, loss, 0.0), (negative, correct & known)
 
-    def one(xs) -> tuple[Tokens, Array]:
-        hidden, labels, target_hidden = xs
-        loss, pull, (negative, correct) = jax.vjp(
-            lambda h: chunk_losses(h, labels, target_hidden), hidden, has_aux=True
-        )
+    def one(heads, xs) -> Tokens:
+        loss, (negative, correct) = chunk_losses(heads, *xs)
+        return Tokens(loss, negative, correct)
+
+    def with_gradient(xs) -> tuple[Tokens, Any]:
+        seen, *rest = xs
+        loss, pull, (negative, correct) = jax.vjp(lambda s: chunk_losses(heads, s, *rest), seen, has_aux=True)
         return Tokens(loss, negative, correct), pull(jnp.ones_like(loss))[0]
 
     @jax.custom_vjp
-    def losses(hidden, labels, target_hidden) -> Tokens:
-        return forward(hidden, labels, target_hidden)[0]
+    def losses(seen, labels, target_hidden) -> Tokens:
+        return forward(seen, labels, target_hidden)[0]
 
-    def forward(hidden, labels, target_hidden):
-        parts = (fold(hidden), fold(labels), None if target_hidden is None else fold(target_hidden))
-        tokens, gradient = jax.tree.map(unfold, jax.lax.map(one, parts))
-        return tokens, gradient
+    def forward(seen, labels, target_hidden):
+        return jax.tree.map(unfold, jax.lax.map(with_gradient, jax.tree.map(fold, (seen, labels, target_hidden))))
 
-    def backward(gradient, d_tokens):
-        return (gradient.astype(jnp.float32) * d_tokens.loss[:, None]).astype(gradient.dtype), None, None
+    def backward(gradients, d_tokens):
+        scaled = lambda g: g.astype(jnp.float32) * d_tokens.loss.reshape(-1, *(1,) * (g.ndim - 1))
+        return jax.tree.map(lambda g: scaled(g).astype(g.dtype), gradients), None, None
 
     losses.defvjp(forward, backward)
-    return losses(hidden, labels, target_hidden)
+    if not heads:
+        return losses(seen, labels, target_hidden)
+    folded = jax.tree.map(fold, (seen, labels, target_hidden))
+    return jax.tree.map(unfold, jax.lax.map(partial(jax.checkpoint(one), heads), folded))
 
 
 def decay_weights(count: int, gamma: float) -> Float[Array, " P"]:

@@ -1,5 +1,6 @@
 """One optimiser step as a pure function of (state, batch)."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,14 +10,15 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.drafters.base import Drafter
 from dflash_jax.mesh import ROWS, constrain
 from dflash_jax.target import Target
-from dflash_jax.train.blocks import draft_hidden, draw_blocks, target_features
+from dflash_jax.train.blocks import draw_blocks, target_features
 from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.drafters import cast
 from dflash_jax.train.losses import decay_weights, dpace_weights, teacher_forced_lengths, token_losses
 
-FROZEN = ("embed_tokens", "lm_head")  # where a drafter carries its own
+FROZEN = ("embed_tokens", "lm_head", "d2t")  # where a drafter carries its own
 
 
 class TrainState(struct.PyTreeNode):
@@ -187,11 +189,10 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
         count=config.blocks,
         per_document=config.anchors,
         block_size=config.block_size,
-        anchor_predicts=drafter.config.anchor_predicts,
+        predictions=drafter.depth(config.block_size),
         placement=config.anchor_placement,
     )
     features, hidden = batch.features, batch.hidden
-    distill = bool(config.kl or config.total_variation)
     if features is None:
         features, hidden = target_features(target, drafter.taps, batch.tokens, batch.starts)
     assert features is not None
@@ -199,22 +200,31 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
         shape = features.shape[1:]
         noise = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), shape))(keys)
         features = features + (config.feature_noise * (2 * noise - 1)).astype(features.dtype)
-    out = draft_hidden(drafter, target, features, batch.starts, blocks, remat=config.remat)
+    seen = drafter.teacher_forced(target, features, batch.starts, blocks, remat=config.remat)
     B, A, P = blocks.labels.shape
-    target_hidden = None
-    if distill:
+    flat, target_hidden = (lambda x: x.reshape(B * A * P, *x.shape[3:])), None
+    if config.losses.distill:
         assert hidden is not None
         before = (blocks.label_positions - 1).reshape(B, A * P, 1)
         target_hidden = jnp.take_along_axis(hidden, before, axis=1).reshape(B * A * P, -1)
+    labels, ids = flat(blocks.labels), drafter.vocabulary
+    if ids is not None:
+        known = jnp.full(drafter.config.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0]))
+        labels = known[labels]
+
+    def target_logits(hidden: Float[Array, "M D"]) -> Float[Array, "M V"]:
+        logits = target.unembed(hidden[None])[0]
+        return logits if ids is None else logits[:, ids]
+
     tokens = token_losses(
-        lambda h: drafter.unembed(target, h),
-        target.unembed,
-        out.reshape(B * A * P, -1),
-        blocks.labels.reshape(-1),
+        partial(drafter.score, target),
+        drafter.refine,
+        target_logits,
+        drafter.heads(),
+        jax.tree.map(flat, seen),
+        labels,
         target_hidden,
-        cross_entropy=config.cross_entropy,
-        kl=config.kl,
-        total_variation=config.total_variation,
+        coefficients=config.losses,
         chunk=config.loss_chunk,
     )
     losses, cross_entropy, correct = (x.reshape(B, A, P) for x in tokens)
@@ -229,8 +239,3 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
     lengths, used = teacher_forced_lengths(correct, labelled)
     counts = (jnp.sum(correct & labelled), jnp.sum(labelled), lengths, used)
     return Sums(jnp.sum(weights * losses), norm, *(x.astype(jnp.float32) for x in counts))
-
-
-def cast(params: Any, dtype: Any) -> Any:
-    """The parameters in the dtype of the computation."""
-    return jax.tree.map(lambda x: x.astype(dtype), params)

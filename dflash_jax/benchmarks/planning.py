@@ -33,8 +33,9 @@ from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.config import Raw, TargetConfig
 from dflash_jax.decoding.state import State, init_state
 from dflash_jax.decoding.step import make_round, speculative_step
-from dflash_jax.drafters.config import DrafterConfig, drafter_config
-from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.drafters import drafter_config
+from dflash_jax.drafters.base import Drafter
+from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.infer.compiler_options import BLOCK_OPTIONS
 from dflash_jax.infer.params import STOP_WIDTH
 from dflash_jax.kernels.dispatch import platform

@@ -5,11 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax import checkpoint, models, sharding
+from dflash_jax import checkpoint, drafters, models, sharding
 from dflash_jax.config import Raw
-from dflash_jax.drafters.config import drafter_config
-from dflash_jax.drafters.dflash import Drafter
-from dflash_jax.drafters.dflash import tensors as drafter_tensors
+from dflash_jax.drafters.base import Drafter
 from dflash_jax.mesh import AnyMesh
 from dflash_jax.target import Target
 
@@ -127,14 +125,15 @@ def random_pair(
     Raises:
         ValueError: a configuration is unsupported, or the two do not belong together.
     """
-    target_config, draft_config = models.target_config(target), drafter_config(drafter)
+    target_config, draft_config = models.target_config(target), drafters.drafter_config(drafter)
     draft_config.check_pair(target_config)
     layout, _ = (sharding.check_layout(config, mesh) for config in (target_config, draft_config))
     family = models.family(target_config.model_type)
-    tables = family.tensors(target_config, layout), drafter_tensors(draft_config, layout)
+    kind = drafters.KINDS[drafters.kind_of(drafter)]
+    tables = family.tensors(target_config, layout), kind.tensors(draft_config, layout)
     first, second = (_random(table, dtype) for table in tables)
     where = {"layout": layout, "mesh": mesh}
-    return Target(first, config=target_config, **where), Drafter(second, draft_config, **where)
+    return Target(first, config=target_config, **where), kind.Drafter(second, draft_config, **where)
 
 
 def _random(table: checkpoint.Table, dtype: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Target and drafter choose through the same object, so settings, penalties and no
 Shapes: B rows, T block positions, P proposed tokens, W positions with noise, V vocabulary.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +52,7 @@ class Choice(struct.PyTreeNode):
         logits = self._allowed(penalise(logits, self.penalties, self.history, self.known, following))
         return perturbed_scores(logits, self.noise, self.sampling)
 
-    def tokens(
-        self,
-        logits: Float[Array, "B T V"],
-        *,
-        depth: int = 0,
-        before: Int[Array, "B P"] | None = None,
-        forbidden: tuple[int, ...] = (),
-        vocabulary: Int[Array, " Vd"] | None = None,
-    ) -> Int[Array, "B T"]:
+    def tokens(self, logits: Float[Array, "B T _"], *, depth: int = 0, **given: Any) -> Int[Array, "B T"]:
         """Tokens for the depths `depth..depth+T-1`, each from its own logits.
 
         Args:
@@ -68,21 +60,44 @@ class Choice(struct.PyTreeNode):
             forbidden: ids that are never proposed, such as a mask token.
             vocabulary: the id of each of the logits, of a drafter with a reduced vocabulary.
         """
-        logits, noise = self._prepared(logits, depth, before, forbidden, vocabulary)
+        logits = self.allowed(logits, **given)
+        noise = self.noise[:, depth : depth + logits.shape[1]]
         return first_argmax(logits) if self.plain else select(logits, noise, self.sampling)
 
-    def scores(
+    def scores(self, logits: Float[Array, "B T _"], *, depth: int = 0, **given: Any) -> Float[Array, "B T V"]:
+        """What `tokens` takes the largest of: with it, a tree of likely tokens can be ranked."""
+        logits = self.allowed(logits, **given)
+        noise = self.noise[:, depth : depth + logits.shape[1]]
+        return logits if self.plain else perturbed_scores(logits, noise, self.sampling)
+
+    def among(self, scores: Float[Array, "B C"], candidates: Int[Array, "B C"], *, depth: int = 0) -> Int[Array, " B"]:
+        """One of a few candidates for one depth, given what is known of each (see `allowed`)."""
+        at = jnp.arange(scores.shape[0])[:, None]
+        noise = self.noise[:, depth][at, candidates][:, None]
+        best = first_argmax(scores[:, None]) if self.plain else select(scores[:, None], noise, self.sampling)
+        return jnp.take_along_axis(candidates, best, axis=1)[:, 0]
+
+    def allowed(
         self,
-        logits: Float[Array, "B T V"],
+        logits: Float[Array, "B T _"],
         *,
-        depth: int = 0,
         before: Int[Array, "B P"] | None = None,
         forbidden: tuple[int, ...] = (),
         vocabulary: Int[Array, " Vd"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """What `tokens` takes the largest of: with it, a tree of likely tokens can be ranked."""
-        logits, noise = self._prepared(logits, depth, before, forbidden, vocabulary)
-        return logits if self.plain else perturbed_scores(logits, noise, self.sampling)
+        """The logits of all ids under the row's penalties, minus infinity for what must not be chosen; arguments as in
+        `tokens`."""
+        B, T = logits.shape[:2]
+        if vocabulary is not None:
+            nothing = jnp.full((B, T, self.noise.shape[2]), -jnp.inf, logits.dtype)
+            logits = nothing.at[:, :, vocabulary].set(logits)
+        seen = None if before is None else jnp.ones((1, T, before.shape[1]), bool)
+        logits = penalise(logits, self.penalties, self.history, self.known, before, seen)
+        if forbidden:
+            ids = jnp.arange(logits.shape[-1])
+            taken = jnp.any(ids[:, None] == jnp.asarray(forbidden)[None], axis=1)
+            logits = jnp.where(taken[None, None], -jnp.inf, logits)
+        return self._allowed(logits)
 
     def for_drafting(self, proposals: Proposals) -> "Choice":
         """The same for a drafter.
@@ -97,26 +112,6 @@ class Choice(struct.PyTreeNode):
             positions = self.known[:, None] + jnp.arange(self.noise.shape[1])[None]
             return self.replace(noise=gumbel_noise(own, positions, self.noise.shape[2]))
         return self
-
-    def _prepared(
-        self,
-        logits: Float[Array, "B T V"],
-        depth: int,
-        before: Int[Array, "B P"] | None,
-        forbidden: tuple[int, ...],
-        vocabulary: Int[Array, " Vd"] | None,
-    ) -> tuple[Float[Array, "B T V"], Float[Array, "B T V"]]:
-        B, T = logits.shape[:2]
-        if vocabulary is not None:
-            nothing = jnp.full((B, T, self.noise.shape[2]), -jnp.inf, logits.dtype)
-            logits = nothing.at[:, :, vocabulary].set(logits)
-        seen = None if before is None else jnp.ones((1, T, before.shape[1]), bool)
-        logits = penalise(logits, self.penalties, self.history, self.known, before, seen)
-        if forbidden:
-            ids = jnp.arange(logits.shape[-1])
-            taken = jnp.any(ids[:, None] == jnp.asarray(forbidden)[None], axis=1)
-            logits = jnp.where(taken[None, None], -jnp.inf, logits)
-        return self._allowed(logits), self.noise[:, depth : depth + T]
 
     def _allowed(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
         return logits if self.decodable is None else jnp.where(self.decodable[None, None], logits, -jnp.inf)

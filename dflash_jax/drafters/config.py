@@ -1,12 +1,13 @@
-"""The configuration of a drafter: every published spelling of a DFlash v1 `config.json`.
+"""The configuration of a drafter: every published spelling of a DFlash `config.json`, and what other kinds share.
 
 Where a field may stand, and what it means, is method sections 2.7, 3 and 7.1.
 """
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Self
 
 from dflash_jax.config import (
     DECODER_FIELDS,
@@ -26,36 +27,41 @@ from dflash_jax.config import (
 
 @dataclass(frozen=True)
 class DrafterConfig(DecoderConfig):
-    """A DFlash (v1) drafter.
+    """A drafter that reads the target's features, of any kind.
 
     Attributes:
         attention_bias: whether the projections of attention have a bias.
-        block_size: slots of the draft pass, one anchor and `block_size - 1` masks.
-        mask_token_id: token of the masked slots.
+        block_size: verified positions of a step, the anchor's among them, unless the kind says otherwise.
         target_layer_ids: tapped target layers, 0-based; tap i is the output of layer i, tap -1 the embedding.
         num_target_layers: depth of the target it was trained for; None if the config does not say.
         target_hidden_size: width of one tapped feature.
-        anchor_predicts: slot 0 predicts as well, so slot k predicts position a+k+1 instead of a+k.
-        input_embedding_scale, output_multiplier, final_logit_softcapping: scalings; softcap 0 is none.
+        draft_vocab_size: tokens it can propose; `vocab_size` is the target's.
         own_embedding, own_head: whether the checkpoint carries its own instead of the target's.
     """
 
     attention_bias: bool
     block_size: int
-    mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
     target_hidden_size: int
-    anchor_predicts: bool = False
-    input_embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float = 0.0
-    own_embedding: bool = False
-    own_head: bool = False
+    draft_vocab_size: int
+    own_embedding: bool = field(default=False, kw_only=True)
+    own_head: bool = field(default=False, kw_only=True)
 
     def proposals(self, block_size: int) -> int:
-        """Tokens proposed by a draft pass of `block_size` slots; the verify pass is one wider."""
-        return block_size if self.anchor_predicts else block_size - 1
+        """Tokens proposed at this block size; the verify pass is one wider."""
+        return block_size - 1
+
+    def with_tensors(self, names: Collection[str]) -> Self:
+        """The configuration of a checkpoint that has these tensors.
+
+        Raises:
+            ValueError: it lacks the head of its reduced vocabulary.
+        """
+        own = {"own_embedding": "embed_tokens.weight" in names, "own_head": "lm_head.weight" in names}
+        if self.draft_vocab_size != self.vocab_size and not own["own_head"]:
+            raise ValueError(f"a drafter with a vocabulary of {self.draft_vocab_size} must have lm_head.weight")
+        return replace(self, **own)
 
     def check_pair(self, target: TargetConfig) -> None:
         """Raises ValueError if this drafter was not made for `target`."""
@@ -71,8 +77,7 @@ class DrafterConfig(DecoderConfig):
         wrong = [f"{name} {ours} (target: {theirs})" for name, ours, theirs in pairs if ours != theirs]
         if not (self.own_embedding and self.own_head) and self.hidden_size != target.hidden_size:
             wrong.append(f"draft hidden size {self.hidden_size} (target embedding: {target.hidden_size})")
-        if self.mask_token_id in target.eos_token_ids:
-            wrong.append(f"a mask token {self.mask_token_id} that ends no text (target: one of its end tokens)")
+        wrong += self.wrong_with(target)
         if max(self.target_layer_ids) > target.num_hidden_layers - 2:
             wrong.append(
                 f"a target layer {max(self.target_layer_ids)} (target: last usable {target.num_hidden_layers - 2})"
@@ -83,14 +88,38 @@ class DrafterConfig(DecoderConfig):
                 "Load the drafter published for this target."
             )
 
+    def wrong_with(self, target: TargetConfig) -> list[str]:
+        """What else of it does not fit the target."""
+        return []
+
+
+@dataclass(frozen=True)
+class DFlashConfig(DrafterConfig):
+    """A DFlash (v1) drafter.
+
+    Attributes:
+        block_size: slots of the draft pass, one anchor and `block_size - 1` masks.
+        mask_token_id: token of the masked slots.
+        anchor_predicts: slot 0 predicts as well, so slot k predicts position a+k+1 instead of a+k.
+        input_embedding_scale, output_multiplier, final_logit_softcapping: scalings; softcap 0 is none.
+    """
+
+    mask_token_id: int
+    anchor_predicts: bool = False
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+
+    def proposals(self, block_size: int) -> int:
+        return block_size if self.anchor_predicts else block_size - 1
+
+    def wrong_with(self, target: TargetConfig) -> list[str]:
+        if self.mask_token_id not in target.eos_token_ids:
+            return []
+        return [f"a mask token {self.mask_token_id} that ends no text (target: one of its end tokens)"]
+
 
 _REFUSED_FIELDS = {
-    "conv_kernel_size": "DFlash 2",
-    "conv_group_size": "DFlash 2",
-    "selector_rank": "DFlash 2",
-    "selector_top_k": "DFlash 2",
-    "markov_rank": "a DSpark head",
-    "enable_confidence_head": "a DSpark head",
     "projector_type": "a Domino head",
     "shift_label": "a Domino head",
     "attention_sink_bias": "MiMo",
@@ -98,26 +127,26 @@ _REFUSED_FIELDS = {
     "attention_value_scale": "MiMo",
     "has_embed_tokens": "Nemotron",
     "has_lm_head": "Nemotron",
-    "speculators_model_type": "the speculators format",
-    "transformer_layer_config": "the speculators format",
     "gating": "Laguna",
     "quantization_config": "quantised weights",
 }
 _REFUSED_CLASSES = {
-    "DFlash2": "DFlash 2",
     "Domino": "a Domino head",
+    "DCOCO": "DCOCO",
+    "TreeFlash": "TreeFlash",
     "MiMo": "MiMo",
     "Laguna": "Laguna",
     "Nemotron": "Nemotron",
     "Gemma": "Gemma layers",
-    "Speculator": "the speculators format",
 }
 _DFLASH_FIELDS = """
     block_size mask_token_id target_layer_ids num_target_layers causal is_causal swa_window_size use_swa
     sample_from_anchor input_embedding_scale output_multiplier logit_scale final_logit_softcapping
     sliding_window_non_causal aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids
-    target_hidden_size draft_vocab_size causal_head markov_head_type confidence_head_with_markov
+    target_hidden_size draft_vocab_size causal_head
 """.split()
+# What training needed of a drafter, written into its config.
+_TRAINING_FIELDS = "num_anchors", "target_model_name_or_path", "speculators_version", "speculators_config"
 
 
 # Drafters of gpt-oss carry their target's type and its experts' fields; their layers are Qwen3's all the same.
@@ -128,19 +157,19 @@ _GPT_OSS_FIELDS = """
 """.split()
 
 
-class _Lookup:
-    """Finds a drafter field in `dflash_config` or at the top level; a conflict between them raises."""
+class Lookup:
+    """Finds a drafter field in an object like `dflash_config` or at the top level; a conflict between them raises."""
 
-    def __init__(self, raw: Raw):
-        self.nested, self.raw = raw.get("dflash_config") or {}, raw
+    def __init__(self, raw: Raw, inside: str = "dflash_config"):
+        self.nested, self.raw, self.inside = raw.get(inside) or {}, raw, inside
         if not isinstance(self.nested, Mapping):
-            raise ValueError(f"dflash_config must be an object, got {self.nested!r}")
+            raise ValueError(f"{inside} must be an object, got {self.nested!r}")
 
     def __call__(self, *names: str, default: Any = None) -> Any:
         found = {
             f"{place}{name}": source[name]
             for name in names
-            for place, source in (("dflash_config.", self.nested), ("", self.raw))
+            for place, source in ((f"{self.inside}.", self.nested), ("", self.raw))
             if source.get(name) is not None
         }
         values = list(found.values())
@@ -149,81 +178,97 @@ class _Lookup:
         return values[0] if values else default
 
 
-def drafter_config(raw: Raw) -> DrafterConfig:
-    """Reads a drafter's `config.json`: every z-lab form of a DFlash v1 checkpoint (old and new places).
-
-    Raises ValueError for other drafters (by name), unknown `dflash_config` fields and contradictions.
-    """
-    get = _Lookup(raw)
-    _refuse_other_drafters(raw, get)
-    if unknown := set(get.nested) - set(_DFLASH_FIELDS) - set(_REFUSED_FIELDS):
-        raise ValueError(f"dflash_config has unknown fields {sorted(unknown)}; they are not ignored")
-    experts = _GPT_OSS_FIELDS if raw.get("model_type") == "gpt_oss" else []
-    check_fields(
-        raw,
-        [*DECODER_FIELDS, *WINDOW_FIELDS, *_DFLASH_FIELDS, *_REFUSED_FIELDS, "dflash_config", *experts],
-        {"hidden_act": "silu", "mlp_bias": False},
-    )
-    fields = decoder_fields(raw)
-    depth = require(raw, "num_hidden_layers")
-    num_target_layers = get("num_target_layers")
-    if num_target_layers is not None:
-        require({"num_target_layers": num_target_layers}, "num_target_layers")
-    mask = get("mask_token_id")
-    if not isinstance(mask, int) or not 0 <= mask < fields["vocab_size"]:
-        raise ValueError(f"mask_token_id must be a token below vocab_size {fields['vocab_size']}, got {mask!r}")
-    if mask in token_ids(raw.get("eos_token_id")) + token_ids(raw.get("pad_token_id")):
-        raise ValueError(f"mask_token_id {mask} must not be the pad or end token")
-    return DrafterConfig(
-        **fields,
-        layers=_drafter_layers(raw, get, depth),
-        attention_bias=bool(raw.get("attention_bias")),
-        block_size=require({"block_size": get("block_size", default=16)}, "block_size"),
-        mask_token_id=mask,
-        target_layer_ids=_taps(get, num_target_layers, depth),
-        num_target_layers=num_target_layers,
-        target_hidden_size=get("target_hidden_size", default=fields["hidden_size"]),
-        anchor_predicts=_anchor_predicts(raw, get),
-        input_embedding_scale=_number(get, "input_embedding_scale", default=1.0),
-        output_multiplier=_number(get, "output_multiplier", "logit_scale", default=1.0),
-        final_logit_softcapping=max(0.0, _number(get, "final_logit_softcapping", default=0.0)),
-    )
-
-
-def _number(get: _Lookup, *names: str, default: float) -> float:
-    value = get(*names, default=default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
-        raise ValueError(f"{names[0]} must be a number, got {value!r:.80}")
-    return float(value)
-
-
-def _classes(raw: Raw) -> str:
+def classes_of(raw: Raw) -> str:
+    """The names of `architectures`."""
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"config.json: architectures must be a list of class names, got {names!r:.80}")
     return " ".join(names)
 
 
-def _refuse_other_drafters(raw: Raw, get: _Lookup) -> None:
-    classes = _classes(raw)
+def drafter_fields(raw: Raw, get: Lookup, *, block_size: int, taps: Callable[[int], tuple[int, ...]]) -> dict[str, Any]:
+    """The fields every drafter's config has, as keyword arguments (all but `layers`).
+
+    Args:
+        block_size: where the config names none.
+        taps: tapped layers of a target of some depth, where the config names none.
+    """
+    fields = decoder_fields(raw)
+    num_target_layers = get("num_target_layers")
+    if num_target_layers is not None:
+        require({"num_target_layers": num_target_layers}, "num_target_layers")
+    draft = get("draft_vocab_size", default=fields["vocab_size"])
+    if require({"draft_vocab_size": draft}, "draft_vocab_size") > fields["vocab_size"]:
+        raise ValueError(f"draft_vocab_size must be at most vocab_size {fields['vocab_size']}, got {draft}")
+    return fields | {
+        "attention_bias": bool(raw.get("attention_bias")),
+        "block_size": require({"block_size": get("block_size", default=block_size)}, "block_size"),
+        "target_layer_ids": _taps(get, num_target_layers, taps),
+        "num_target_layers": num_target_layers,
+        "target_hidden_size": get("target_hidden_size", default=fields["hidden_size"]),
+        "draft_vocab_size": draft,
+    }
+
+
+def dflash_fields(raw: Raw, own: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of a `DFlashConfig` in a `config.json`: every z-lab form of a DFlash checkpoint (old and new places).
+
+    Args:
+        own: fields that a kin of DFlash has besides; the caller reads them.
+
+    Raises:
+        ValueError: other drafters (by name), unknown `dflash_config` fields and contradictions.
+    """
+    get = Lookup(raw)
+    refuse_others(raw, get)
+    if unknown := set(get.nested) - {*_DFLASH_FIELDS, *_REFUSED_FIELDS, *own}:
+        raise ValueError(f"dflash_config has unknown fields {sorted(unknown)}; they are not ignored")
+    experts = _GPT_OSS_FIELDS if raw.get("model_type") == "gpt_oss" else []
+    known = [*DECODER_FIELDS, *WINDOW_FIELDS, *_DFLASH_FIELDS, *_REFUSED_FIELDS, *_TRAINING_FIELDS]
+    check_fields(raw, [*known, *own, "dflash_config", *experts], {"hidden_act": "silu", "mlp_bias": False})
+    depth = require(raw, "num_hidden_layers")
+    taps = partial(default_target_layer_ids, num_draft_layers=depth)
+    fields = drafter_fields(raw, get, block_size=16, taps=taps)
+    mask = get("mask_token_id")
+    if not isinstance(mask, int) or not 0 <= mask < fields["vocab_size"]:
+        raise ValueError(f"mask_token_id must be a token below vocab_size {fields['vocab_size']}, got {mask!r}")
+    if mask in token_ids(raw.get("eos_token_id")) + token_ids(raw.get("pad_token_id")):
+        raise ValueError(f"mask_token_id {mask} must not be the pad or end token")
+    return fields | {
+        "layers": _drafter_layers(raw, get, depth),
+        "mask_token_id": mask,
+        "anchor_predicts": _anchor_predicts(raw, get),
+        "input_embedding_scale": number(get, "input_embedding_scale", default=1.0),
+        "output_multiplier": number(get, "output_multiplier", "logit_scale", default=1.0),
+        "final_logit_softcapping": max(0.0, number(get, "final_logit_softcapping", default=0.0)),
+    }
+
+
+def number(get: Lookup, *names: str, default: float) -> float:
+    value = get(*names, default=default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
+        raise ValueError(f"{names[0]} must be a number, got {value!r:.80}")
+    return float(value)
+
+
+def refuse_others(raw: Raw, get: Lookup) -> None:
+    """Raises ValueError naming what a drafter needs that no kind here has."""
+    classes = classes_of(raw)
     reasons = [what for name, what in _REFUSED_CLASSES.items() if name in classes]
     reasons += [f"{what} ({name})" for name, what in _REFUSED_FIELDS.items() if get(name)]
-    draft_vocab = get("draft_vocab_size")
-    if draft_vocab is not None and draft_vocab != raw.get("vocab_size"):
-        reasons.append(f"a reduced vocabulary (draft_vocab_size {draft_vocab} of {raw.get('vocab_size')})")
     if reasons:
         raise ValueError(
             f"this drafter ({classes or 'no architectures'}) needs {', '.join(dict.fromkeys(reasons))}, which is not "
-            "supported yet; expected a DFlash v1 drafter (DFlashDraftModel)"
+            "supported"
         )
     if raw.get("model_type") not in _TYPES:
         raise ValueError(f"drafter model_type must be one of {_TYPES[1:]}, got {raw['model_type']!r}")
 
 
-def _anchor_predicts(raw: Raw, get: _Lookup) -> bool:
+def _anchor_predicts(raw: Raw, get: Lookup) -> bool:
     """Method, section 3: the explicit flag, else DSpark classes predict from the anchor, else masks do."""
     flag = get("sample_from_anchor")
-    return bool(flag) if flag is not None else "DSpark" in _classes(raw)
+    return bool(flag) if flag is not None else "DSpark" in classes_of(raw)
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -234,7 +279,7 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
     return tuple(round(1 + j * span / (num_draft_layers - 1)) for j in range(num_draft_layers))
 
 
-def _taps(get: _Lookup, num_target_layers: int | None, depth: int) -> tuple[int, ...]:
+def _taps(get: Lookup, num_target_layers: int | None, rule: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
     taps = get("target_layer_ids")
     taps = None if taps is None else list(token_ids(taps))
     auxiliary = get("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
@@ -246,7 +291,7 @@ def _taps(get: _Lookup, num_target_layers: int | None, depth: int) -> tuple[int,
     if taps is None:
         if num_target_layers is None:
             raise ValueError("config.json must give target_layer_ids or num_target_layers, found neither")
-        taps = default_target_layer_ids(num_target_layers, depth)
+        taps = rule(num_target_layers)
     # The last layer's output is published after the final norm, unlike all others.
     last = max(taps, default=0) if num_target_layers is None else num_target_layers - 2
     if not taps or not all(isinstance(i, int) and -1 <= i <= last for i in taps):
@@ -254,7 +299,7 @@ def _taps(get: _Lookup, num_target_layers: int | None, depth: int) -> tuple[int,
     return tuple(taps)
 
 
-def _drafter_layers(raw: Raw, get: _Lookup, depth: int) -> tuple[LayerConfig, ...]:
+def _drafter_layers(raw: Raw, get: Lookup, depth: int) -> tuple[LayerConfig, ...]:
     """Method, section 2.7: window and causality of every layer."""
     types = layer_types(raw, depth)
     window = get("swa_window_size", "sliding_window")

@@ -1,39 +1,62 @@
-"""The block-diffusion drafter (DFlash v1; paper section 3, reference `dflash/model.py`).
+"""The block-diffusion drafter (DFlash v1; paper section 3, reference `dflash/model.py`), and what its kin build on.
 
 One pass denoises `[anchor, MASK, ...]`. Every layer attends to the committed context through keys and
 values projected from the target's own features, and to the block itself.
-Shapes: B rows, T block slots, P proposals, J committed positions, L draft layers, FD tapped features side by side.
+Shapes: B rows, T block slots, P proposals, J committed positions, L draft layers, FD tapped features side by side, V
+vocabulary of the drafter.
 """
 
-import dataclasses
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import checkpoint, sharding
-from dflash_jax.cache import Cache, Capacity, Fresh, commit, init_cache
-from dflash_jax.config import LayerConfig, parse_dtype
+from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
+from dflash_jax.config import LayerConfig, Raw
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.drafters.config import DrafterConfig, drafter_config
+from dflash_jax.drafters import base
+from dflash_jax.drafters.config import DFlashConfig, dflash_fields
 from dflash_jax.kernels.products import product
-from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered, on_every_device
+from dflash_jax.mesh import WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass
-from dflash_jax.models.layers import MLP, Linear, RMSNorm, matmul, project, rms_norm, unfuse
+from dflash_jax.models.layers import MLP, Linear, RMSNorm, matmul, rms_norm, unfuse
 from dflash_jax.models.rope import Rope, rotate
 from dflash_jax.models.tables import decoder_layer
 from dflash_jax.target import Target
+
+canonical_name = base.canonical_name
+
+
+def config(raw: Raw) -> DFlashConfig:
+    """Reads `config.json`; see `config.dflash_fields`."""
+    return DFlashConfig(**dflash_fields(raw))
+
+
+def fresh(common: Raw, settings: Any) -> Raw:
+    """`config.json` of a new drafter.
+
+    Args:
+        common: the fields of its layers, and where it stands in its target.
+        settings: a `train.config.TrainConfig`.
+    """
+    return {**common, "architectures": ["DFlashDraftModel"]}
+
+
+def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    """A new parameter, where it is not drawn as all others are."""
+    return None
 
 
 class Layer(nn.Module):
     """A Qwen3 layer whose keys and values are projected elsewhere."""
 
-    config: DrafterConfig
+    config: DFlashConfig
     layer: LayerConfig
     layout: Layout
 
@@ -43,10 +66,19 @@ class Layer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, layer, D, eps = self.config, self.layer, self.config.hidden_size, self.config.rms_norm_eps
         attention = Attention(D, layer.mixer, self.layout, c.attention_bias, eps, name="self_attn")
-        h, fresh = attention(RMSNorm(D, eps, name="input_layernorm")(x), at, entry, project=kv_projection)
+        mlp = MLP(D, layer.intermediate_size, self.layout, name="mlp")
+        h = RMSNorm(D, eps, name="input_layernorm")(x)
+        h, fresh = self.around("attention", h, lambda h: attention(h, at, entry, project=kv_projection))
         x = on_every_device(x + h)
         h = RMSNorm(D, eps, name="post_attention_layernorm")(x)
-        return on_every_device(x + MLP(D, layer.intermediate_size, self.layout, name="mlp")(h)), fresh
+        h, _ = self.around("mlp", h, lambda h: (mlp(h), None))
+        return on_every_device(x + h), fresh
+
+    def around(
+        self, name: str, h: Float[Array, "B T D"], sublayer: Callable[[Array], tuple[Array, Any]]
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """What a sublayer, "attention" or "mlp", makes of its normed input. Kin of DFlash do more around it."""
+        return sublayer(h)
 
 
 class Model(nn.Module):
@@ -56,13 +88,14 @@ class Model(nn.Module):
     a layer's slice, and committed features go through all layers in one product.
     """
 
-    config: DrafterConfig
+    config: DFlashConfig
     layout: Layout
+    layer: ClassVar[type[Layer]] = Layer
 
     def setup(self):
         c, (heads, size) = self.config, self._heads_and_size()
         kv = 2 * heads * size
-        self.layers = [Layer(c, layer, self.layout) for layer in c.layers]
+        self.layers = [self.layer(c, layer, self.layout) for layer in c.layers]
         self.kv_proj = self.param("kv_proj", nn.initializers.normal(0.02), (len(c.layers), kv, c.hidden_size))
         self.k_norm = self.param("k_norm", nn.initializers.ones, (len(c.layers), size))
         if c.attention_bias:
@@ -124,26 +157,15 @@ class Model(nn.Module):
         return Fresh(k.swapaxes(1, 2), v.swapaxes(1, 2))
 
 
-class Drafter(struct.PyTreeNode):
-    """A loaded drafter. A pytree of its parameters; see `Target`. Its state between rounds is a `Cache`."""
+class Drafter(base.Drafter):
+    """A loaded DFlash drafter. Its state between rounds is a `Cache`."""
 
-    params: Any
-    config: DrafterConfig = struct.field(pytree_node=False)
-    layout: Layout = struct.field(pytree_node=False, default=WHOLE, kw_only=True)
-    mesh: AnyMesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
+    config: DFlashConfig = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: ClassVar[type[nn.Module]] = Model
 
     @property
     def dtype(self) -> jnp.dtype:
         return self.params["kv_proj"].dtype
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Target layers whose outputs it reads."""
-        return self.config.target_layer_ids
-
-    def depth(self, block_size: int) -> int:
-        """Tokens proposed by a pass of `block_size` slots; each is one deeper than the last."""
-        return self.config.proposals(block_size)
 
     def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Cache:
         """An empty draft cache; windowed layers hold no more than their window."""
@@ -162,7 +184,12 @@ class Drafter(struct.PyTreeNode):
     ) -> Proposal:
         """Tokens for the positions behind the anchor, every one chosen from its own slot of one pass."""
         logits = self.logits(target, anchor, state, lengths, block_size, rows=rows)
-        return Proposal(choice.tokens(logits, forbidden=(self.config.mask_token_id,)))
+        return Proposal(choice.tokens(logits, **self.choosable))
+
+    @property
+    def choosable(self) -> dict[str, Any]:
+        """What `Choice.tokens` must know of the drafter's vocabulary."""
+        return {"forbidden": (self.config.mask_token_id,), "vocabulary": self.vocabulary}
 
     def commit(
         self,
@@ -246,6 +273,26 @@ class Drafter(struct.PyTreeNode):
         """
         return self.unembed(target, self.denoise(target, anchor, cache, lengths, block_size, rows=rows))
 
+    def teacher_forced(
+        self,
+        target: Target,
+        features: Float[Array, "B S FD"],
+        starts: Int[Array, "B S"],
+        blocks: base.Blocks,
+        *,
+        remat: bool = False,
+    ) -> Any:
+        """Hidden states of every prediction."""
+        B, A, P = blocks.labels.shape
+        positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], starts.shape)
+        context = self.context(features, positions, starts=starts)
+        cache = Cache(tuple(KV(fresh.k, fresh.v) for fresh in context), tuple(range(len(context))))
+        flat = lambda x: x.reshape(B * A)
+        size = P if self.config.anchor_predicts else P + 1
+        of_blocks = {"starts": flat(blocks.starts), "per_row": A, "remat": remat}
+        hidden = self.denoise(target, flat(blocks.tokens), cache, flat(blocks.anchors), size, **of_blocks)
+        return hidden.reshape(B, A, P, -1)
+
     def denoise(
         self,
         target: Target,
@@ -263,67 +310,22 @@ class Drafter(struct.PyTreeNode):
         c = self.config
         tokens = jnp.full((anchor.shape[0], block_size), c.mask_token_id, jnp.int32).at[:, 0].set(anchor)
         positions = lengths[:, None] + jnp.arange(block_size)[None]
-        if c.own_embedding:
-            with entered(self.mesh):
-                x = sharding.lookup(self.params["embed_tokens"], tokens)
-        else:
-            x = target.table(tokens)
-        x = (x * c.input_embedding_scale).astype(self.dtype)
+        x = (self.embed(target, tokens) * c.input_embedding_scale).astype(self.dtype)
         if starts is not None:
             starts = jnp.broadcast_to(starts[:, None], positions.shape)
         hidden, _ = self.forward(x, positions, cache, lengths, rows=rows, starts=starts, per_row=per_row, remat=remat)
         return hidden[:, 0 if c.anchor_predicts else 1 :]
 
     def unembed(self, target: Target, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
-        """Float32 logits of hidden states, by the target's head unless the checkpoint has its own."""
+        """Float32 logits of hidden states."""
         c = self.config
-        if c.own_head:
-            with entered(self.mesh):
-                logits = project(hidden, self.params["lm_head"])
-        else:
-            logits = target.head(hidden.astype(target.dtype))
-        logits = logits * c.output_multiplier
+        logits = super().unembed(target, hidden) * c.output_multiplier
         if c.final_logit_softcapping:
             logits = jnp.tanh(logits / c.final_logit_softcapping) * c.final_logit_softcapping
         return logits
 
-    def _apply(self, method: str, *args: Any) -> Any:
-        params = {k: v for k, v in self.params.items() if k not in ("embed_tokens", "lm_head")}
-        with entered(self.mesh):
-            return Model(self.config, self.layout).apply({"params": params}, *args, method=method)
 
-
-def load_drafter(source: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Drafter:
-    """Loads a DFlash v1 drafter from a local directory or a hub id; arguments and errors as `load_target`."""
-    array_type = parse_dtype(dtype)
-    directory = checkpoint.resolve(source, "drafter")
-    config = drafter_config(checkpoint.read_json(directory / "config.json"))
-    reader = checkpoint.Reader(directory, _canonical_name)
-    names = reader.names()
-    config = dataclasses.replace(
-        config, own_embedding="embed_tokens.weight" in names, own_head="lm_head.weight" in names
-    )
-    layout = sharding.check_layout(config, mesh)
-    unread = lambda name: name.endswith("rotary_emb.inv_freq")
-    table = tensors(config, layout)
-    params = checkpoint.load(reader, table, array_type, ignored=unread, place=sharding.placement(mesh))
-    return Drafter(params, config, layout=layout, mesh=mesh)
-
-
-def _canonical_name(name: str) -> str:
-    """Tensor names of published variants, as z-lab's."""
-    name = name.removeprefix("model.")
-    for alias, ours in (
-        ("encoder.fc.", "fc."),
-        ("encoder.output_norm_enc.", "hidden_norm."),
-        ("midlayer.", "layers.0."),
-    ):
-        if name.startswith(alias):
-            return ours + name.removeprefix(alias)
-    return name
-
-
-def tensors(config: DrafterConfig, layout: Layout = WHOLE) -> checkpoint.Table:
+def tensors(config: DFlashConfig, layout: Layout = WHOLE) -> checkpoint.Table:
     """Checkpoint tensors of every parameter (method 7.3)."""
     D, depth, mixer = config.hidden_size, config.num_hidden_layers, config.layers[0].mixer
     H, keys, copies = mixer.head_dim, mixer.num_kv_heads * mixer.head_dim, layout.copies(mixer.num_kv_heads)
@@ -344,12 +346,8 @@ def tensors(config: DrafterConfig, layout: Layout = WHOLE) -> checkpoint.Table:
     }
     if config.attention_bias:
         table["kv_bias"] = checkpoint.stacked([keys_and_values(i, "bias") for i in range(depth)])
-    if config.own_embedding:
-        table["embed_tokens"] = checkpoint.copied("embed_tokens.weight", config.vocab_size, D)
-    if config.own_head:
-        table["lm_head"] = checkpoint.copied("lm_head.weight", config.vocab_size, D)
     bias = config.attention_bias
     for i, layer in enumerate(config.layers):
         names = f"layers_{i}", f"layers.{i}"
         table |= decoder_layer(*names, D, layer, layout, bias=bias, qk_norm=True, fuse_qkv=False)
-    return table
+    return table | base.vocabulary_tensors(config)

@@ -32,6 +32,7 @@ class Pass(struct.PyTreeNode):
         rope: rotary tables of this layer at those positions (see `run_layers`).
         starts: first position each query may see (packed documents), from which rotary positions count; None is 0.
         counts: how many positions of each row are valid, the first ones (see `Target.forward`); None is all.
+        key_positions: of the block's keys where there are more of them than queries (see `block_attention.attend`).
         per_row: in training, how many of the B blocks share one cache row (all others: None). Then the
             blocks see the cache up to their own `lengths`, and the pass is differentiable.
     """
@@ -43,6 +44,7 @@ class Pass(struct.PyTreeNode):
     rope: Rope | None = None
     starts: Int[Array, "B T"] | None = None
     counts: Int[Array, " B"] | None = None
+    key_positions: Int[Array, "B F"] | None = None
     per_row: int | None = struct.field(pytree_node=False, default=None)
 
     def tables(self, config: AttentionConfig, dtype: Any) -> Rope | None:
@@ -57,7 +59,7 @@ class Attention(nn.Module):
     """Grouped-query attention of a block to the committed cache and to itself.
 
     Attributes:
-        width: model width.
+        width: of what comes out.
         config: of this layer.
         layout: of its fused weights.
         bias: whether the projections have one.
@@ -77,7 +79,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B T Din"],
         at: Pass,
         entry: Any,
         shared: Fresh | None = None,
@@ -111,7 +113,7 @@ class Attention(nn.Module):
         q = rotate(normed(q.reshape(B, T, N, H), "q_norm"), at.rope)
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if self.sinks else None
         out = attend_pass(q, fresh, at, entry, c, sinks).reshape(B, T, N * H)
-        return Linear((N * H, D), self.bias, name="o_proj")(out), fresh
+        return Linear((N * H, self.width), self.bias, name="o_proj")(out), fresh
 
 
 def attend_pass(
@@ -138,6 +140,7 @@ def attend_pass(
         visible=by_layer if at.visible is None else at.visible,
         rows=at.rows,
         starts=at.starts,
+        key_positions=at.key_positions,
         window=config.window,
         softcap=config.softcap,
         scale=config.scale,

@@ -34,7 +34,7 @@ def config(raw: Raw) -> TargetConfig:
         known, fixed = "mlp_bias", {"pretraining_tp": 1, "rope_interleaved": False, "is_llama_config": True}
     check_fields(raw, [*DECODER_FIELDS, known], {"hidden_act": "silu"} | fixed)
     window = None if raw.get("sliding_window") is None else require(raw, "sliding_window")
-    attention = attention_config(_completed(raw), window=window)
+    attention = attention_config(completed(raw), window=window)
     layer = LayerConfig(attention, require(raw, "intermediate_size"))
     return TargetConfig(
         **target_fields(raw),
@@ -45,7 +45,7 @@ def config(raw: Raw) -> TargetConfig:
     )
 
 
-def _completed(raw: Raw) -> Raw:
+def completed(raw: Raw) -> Raw:
     """The config with what older ones leave out: transformers' defaults."""
     heads, width = require(raw, "num_attention_heads"), require(raw, "hidden_size")
     given = {name: value for name, value in raw.items() if value is not None}

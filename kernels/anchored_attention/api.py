@@ -1,6 +1,7 @@
 """The attention of training.
 
-Shapes: B rows, A blocks, T block positions, S context slots, N query heads, K key-value heads, H head dim.
+Shapes: B rows, A blocks, T queries and F >= T keys of a block, S context slots, N query heads, K key-value heads, H head
+dim.
 """
 
 from typing import Literal
@@ -15,8 +16,8 @@ from . import reference
 
 def attend_anchored(
     q: Float[Array, "B A T N H"],
-    k: Float[Array, "B A K T H"],
-    v: Float[Array, "B A K T H"],
+    k: Float[Array, "B A K F H"],
+    v: Float[Array, "B A K F H"],
     context_k: Float[Array, "B K S H"],
     context_v: Float[Array, "B K S H"],
     anchors: Int[Array, "B A"],
@@ -28,10 +29,10 @@ def attend_anchored(
 ) -> Float[Array, "B A T N H"]:
     """Many blocks of one sequence at once, differentiable in all arrays but the bounds.
 
-    Block a of row b stands at positions `anchors[b, a] + 0..T-1` and sees context positions
-    `starts[b, a]..anchors[b, a] - 1`, strictly before its anchor, and itself; never another block. Each block
-    gets what `block_attention.attend` gives it alone with `lengths = anchors`. Memory does not grow with A x S,
-    and where anchors are sorted, stretches of the context that nobody sees cost nothing.
+    The keys of block a of row b stand at positions `anchors[b, a] + 0..F-1`, its queries at the last T of them. A block
+    sees context positions `starts[b, a]..anchors[b, a] - 1`, strictly before its anchor, and itself; never another
+    block. Each gets what `block_attention.attend` gives it alone with `lengths = anchors`. Memory does not grow with
+    A x S, and where anchors are sorted, stretches of the context that nobody sees cost nothing.
 
     Args:
         q, k, v: rotated queries, keys and values of the blocks.

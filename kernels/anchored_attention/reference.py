@@ -22,16 +22,16 @@ class _Tiles(NamedTuple):
     """Operands in tiles of G blocks: n tiles, B rows, K heads, G*Q queries (Q = T times the group size)."""
 
     q: Float[Array, "n B K GQ H"]
-    k: Float[Array, "n B K G T H"]
-    v: Float[Array, "n B K G T H"]
+    k: Float[Array, "n B K G F H"]
+    v: Float[Array, "n B K G F H"]
     low: Int[Array, "n B GQ"]
     high: Int[Array, "n B GQ"]
 
 
 def attend(
     q: Float[Array, "B A T N H"],
-    k: Float[Array, "B A K T H"],
-    v: Float[Array, "B A K T H"],
+    k: Float[Array, "B A K F H"],
+    v: Float[Array, "B A K F H"],
     cache_k: Float[Array, "B K S H"],
     cache_v: Float[Array, "B K S H"],
     anchors: Int[Array, "B A"],
@@ -43,7 +43,7 @@ def attend(
     """See `api.attend_anchored`."""
     B, A, T, N, H = q.shape
     K, S = cache_k.shape[1:3]
-    group = N // K
+    group, earlier = N // K, k.shape[3] - T  # keys of the block before its first query
     size = min(A, max(1, TILE // T))
     n, chunk = -(-A // size), min(CHUNK, S)
     more = n * size - A
@@ -55,7 +55,7 @@ def attend(
 
     low = jnp.broadcast_to(starts[:, :, None], (B, A, T))
     if window is not None:
-        low = jnp.maximum(low, anchors[:, :, None] + jnp.arange(T)[None, None] - window + 1)
+        low = jnp.maximum(low, anchors[:, :, None] + earlier + jnp.arange(T)[None, None] - window + 1)
     per_query = lambda x: jnp.repeat(tiled(x).reshape(n, B, -1), group, axis=-1)
     high = jnp.repeat(anchors, T, axis=1).reshape(B, A, T)
     queries = tiled(q.reshape(B, A, T, K, group, H)).transpose(0, 1, 4, 2, 3, 5, 6)
@@ -68,8 +68,8 @@ def attend(
     )
     short = -S % chunk
     cache_k, cache_v = (jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) for x in (cache_k, cache_v))
-    apart = jnp.arange(T)[:, None] - jnp.arange(T)[None]
-    mask = (apart >= 0) if causal else jnp.ones((T, T), bool)
+    apart = earlier + jnp.arange(T)[:, None] - jnp.arange(k.shape[3])[None]
+    mask = (apart >= 0) if causal else jnp.ones(apart.shape, bool)
     if window is not None:
         mask = mask & (jnp.abs(apart) < window)
     out: Any = _attend(chunk, scale, tiles, cache_k, cache_v, jnp.repeat(mask, group, axis=0))
@@ -84,7 +84,7 @@ def _attend(
     tiles: _Tiles,
     cache_k: Float[Array, "B K S H"],
     cache_v: Float[Array, "B K S H"],
-    mask: Bool[Array, "Q T"],
+    mask: Bool[Array, "Q F"],
 ) -> Float[Array, "n B K GQ H"]:
     return _forward(chunk, scale, tiles, cache_k, cache_v, mask)[0]
 
@@ -155,7 +155,7 @@ def _own(x: Float[Array, "B K GQ X"], tile: _Tiles) -> Float[Array, "B K G Q X"]
     return x.reshape(B, K, G, -1, x.shape[-1])
 
 
-def _own_scores(tile: _Tiles, mask: Bool[Array, "Q T"], scale: float) -> Float[Array, "B K G Q T"]:
+def _own_scores(tile: _Tiles, mask: Bool[Array, "Q F"], scale: float) -> Float[Array, "B K G Q F"]:
     """Scores of every block against itself."""
     scores = product("bkgqh,bkgth->bkgqt", _own(tile.q, tile), tile.k) * scale
     return jnp.where(mask[None, None, None], scores, MASKED)

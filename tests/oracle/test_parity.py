@@ -29,6 +29,9 @@ SHAPE = {
 }
 
 
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 12, "selector_top_k": 6}
+
+
 def make_target(directory, **changes):
     raw = SHAPE | {"num_hidden_layers": 4, "rope_theta": 10000.0, "tie_word_embeddings": True} | changes
     config = transformers.Qwen3Config(**raw)
@@ -41,13 +44,14 @@ def make_drafter(directory, **changes):
     nested = {"mask_token_id": MASK, "target_layer_ids": [0, 2]} | changes.pop("dflash_config", {})
     raw = SHAPE | {"num_hidden_layers": 3, "rope_theta": 10000.0} | changes
     config = transformers.Qwen3Config(**raw)
-    config.architectures = ["DFlashDraftModel"]
     config.num_target_layers, config.block_size, config.dflash_config = 4, 8, nested
     for name in ("is_causal",):
         if name in raw:
             setattr(config, name, raw[name])
-    drafter = randomise(model.DFlashDraftModel(config), 1).eval()
+    kind = model.DFlash2DraftModel if "selector_rank" in nested else model.DFlashDraftModel
+    drafter = randomise(kind(config), 1).eval()
     drafter.save_pretrained(directory)
+    assert drafter.config.architectures == [kind.__name__]
     return drafter
 
 
@@ -118,6 +122,14 @@ DRAFTERS = {
     },
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}},
     "the embedding as a tap": {"dflash_config": {"target_layer_ids": [-1, 2]}},
+    "DFlash 2": {"dflash_config": DFLASH2},
+    "DFlash 2, windows, not causal, scaled": {
+        "layer_types": ["sliding_attention"] * 3,
+        "sliding_window": 11,
+        "use_sliding_window": True,
+        "is_causal": False,
+        "dflash_config": {**DFLASH2, "output_multiplier": 0.5, "final_logit_softcapping": 3.0},
+    },
 }
 
 
@@ -181,7 +193,7 @@ def test_a_drafter_of_gpt_oss_has_qwen3_layers(tmp_path):
     np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
 
 
-SOME = ["full"]  # the rest on the slow track
+SOME = ["full", "DFlash 2"]  # the rest on the slow track
 
 
 @pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in DRAFTERS])

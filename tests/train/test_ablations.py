@@ -9,7 +9,7 @@ import pytest
 
 from dflash_jax import load_drafter, spec_generate
 from dflash_jax.train.__main__ import main
-from dflash_jax.train.blocks import draft_hidden, draw_blocks
+from dflash_jax.train.blocks import draw_blocks
 from dflash_jax.train.toy import ablations
 from dflash_jax.train.toy.ablations import ROWS, InputInjection
 from dflash_jax.train.toy.pair import build
@@ -33,9 +33,9 @@ def test_input_injection_trains_what_it_decodes(target, drafter):
         count=24,
         per_document=24,
         block_size=5,
-        anchor_predicts=False,
+        predictions=4,
     )
-    packed = draft_hidden(drafter, target, features, starts, blocks)
+    packed = drafter.teacher_forced(target, features, starts, blocks)
     compared = 0
     for a, (anchor, start) in enumerate(zip(blocks.anchors[0].tolist(), blocks.starts[0].tolist(), strict=True)):
         if anchor % 3 or not bool(blocks.labelled[0, a].any()):
@@ -51,7 +51,7 @@ def test_input_injection_trains_what_it_decodes(target, drafter):
         np.testing.assert_allclose(packed[0, a], alone[0], atol=2e-5)
         compared += 1
     assert compared > 4
-    assert float(jnp.abs(packed - draft_hidden(load_like(drafter), target, features, starts, blocks)).max()) > 1e-3
+    assert float(jnp.abs(packed - load_like(drafter).teacher_forced(target, features, starts, blocks)).max()) > 1e-3
 
 
 def load_like(drafter):

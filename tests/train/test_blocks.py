@@ -11,7 +11,7 @@ import pytest
 from dflash_jax import load_drafter, load_target
 from dflash_jax.cache import commit
 from dflash_jax.mesh import make_mesh, parse_mesh
-from dflash_jax.train.blocks import Blocks, draft_hidden, draw_blocks, target_features
+from dflash_jax.train.blocks import Blocks, draw_blocks, target_features
 from tests import tiny
 
 LENGTH = 48
@@ -66,7 +66,7 @@ def test_fixed_anchors_divide_each_answer_into_blocks(rows):
         count=LENGTH,
         per_document=LENGTH,
         block_size=4,
-        anchor_predicts=False,
+        predictions=3,
         placement="fixed",
     )
     drawn = draw(0)
@@ -83,14 +83,14 @@ def test_fixed_anchors_divide_each_answer_into_blocks(rows):
 @pytest.mark.parametrize("predicts", [False, True])
 def test_anchors_and_labels_against_a_truth_table(rows, predicts):
     tokens, starts, supervised = (np.asarray(x) for x in rows)
-    compiled = jax.jit(draw_blocks, static_argnames=("count", "per_document", "block_size", "anchor_predicts"))
+    compiled = jax.jit(draw_blocks, static_argnames=("count", "per_document", "block_size", "predictions"))
     draw = lambda seed, count, most=LENGTH: compiled(
         jax.random.split(jax.random.key(seed), 2),
         *rows,
         count=count,
         per_document=most,
         block_size=4,
-        anchor_predicts=predicts,
+        predictions=4 if predicts else 3,
     )
     everything = draw(0, LENGTH)
     for row in range(2):
@@ -179,9 +179,14 @@ def test_packed_blocks_equal_decoding(target, rows, name, tmp_path):
     tokens, starts, _ = rows
     features, _ = target_features(target, drafter.taps, tokens, starts)
     blocks = draw_blocks(
-        jax.random.split(jax.random.key(3), 2), *rows, count=9, per_document=9, block_size=8, anchor_predicts=predicts
+        jax.random.split(jax.random.key(3), 2),
+        *rows,
+        count=9,
+        per_document=9,
+        block_size=8,
+        predictions=8 if predicts else 7,
     )
-    packed = jax.jit(draft_hidden)(drafter, target, features, starts, blocks)
+    packed = jax.jit(drafter.teacher_forced)(target, features, starts, blocks)
 
     other, _ = target_features(target, tuple(tap + 1 for tap in drafter.taps), tokens, starts)
     used = np.asarray(blocks.labelled).any(axis=-1)
@@ -216,11 +221,11 @@ def test_labels_are_what_decoding_proposes_for(target, drafter, rows):
         count=8,
         per_document=8,
         block_size=8,
-        anchor_predicts=False,
+        predictions=7,
     )
     blocks = Blocks(*(x[:1] for x in blocks))
     (at,) = np.flatnonzero(np.asarray(blocks.anchors[0]) == anchor)[:1]
-    hidden = draft_hidden(drafter, target, features[:1], starts[:1], blocks)
+    hidden = drafter.teacher_forced(target, features[:1], starts[:1], blocks)
     best = jnp.argmax(drafter.unembed(target, hidden[0])[at], axis=-1)
     np.testing.assert_array_equal(best, blocks.labels[0, at])
     assert (best[:-1] != blocks.labels[0, at, 1:]).any()  # labels shifted by one would be seen
@@ -236,13 +241,13 @@ def test_unused_blocks_and_empty_rows_have_finite_gradients(target, drafter, row
         count=40,
         per_document=40,
         block_size=8,
-        anchor_predicts=False,
+        predictions=7,
     )
     assert not np.asarray(blocks.labelled[1]).any()
     features, _ = target_features(target, drafter.taps, tokens, starts)
 
     def total(params):
-        hidden = draft_hidden(drafter.replace(params=params), target, features, starts, blocks)
+        hidden = drafter.replace(params=params).teacher_forced(target, features, starts, blocks)
         return jnp.sum(jnp.where(blocks.labelled[..., None], hidden, 0))
 
     gradient = jax.jit(jax.grad(total))(drafter.params)

@@ -1,10 +1,13 @@
 """Chunked losses against plain ones, and the weights of a block."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.train.config import Coefficients
 from dflash_jax.train.losses import decay_weights, dpace_weights, teacher_forced_lengths, token_losses
 
 M, D, V = 11, 5, 7
@@ -18,30 +21,54 @@ def case():
 
 
 @pytest.mark.parametrize("chunk", [4, 11, 100])
-@pytest.mark.parametrize("weights", [(1.0, 0.0, 0.0), (0.0, 2.0, 0.0), (0.1, 0.5, 0.9)])
-def test_losses_and_gradients(case, chunk, weights):
+@pytest.mark.parametrize("trained", [False, True], ids=["head frozen", "head trained"])
+@pytest.mark.parametrize("weights", [(1.0,), (0.0, 2.0), (0.1, 0.5, 0.9), (0.0, 0.0, 0.0, 1.5), (0.2, 0, 0, 0, 0.7)])
+def test_losses_and_gradients(case, chunk, weights, trained):
     hidden, labels, wanted, head, target_head = case
-    coefficients = dict(zip(("cross_entropy", "kl", "total_variation"), weights, strict=True))
+    labels = labels.at[3].set(-1)  # a token that a reduced vocabulary does not have
+    coefficients = Coefficients(*weights)
+    weights = (*weights, 0, 0, 0, 0)[:5]
     importance = jnp.asarray(np.random.default_rng(1).uniform(size=M), jnp.float32)
 
-    def ours(hidden):
-        heads = (lambda h: h @ head.T), (lambda h: h @ target_head.T)
-        tokens = token_losses(*heads, hidden, labels, wanted, **coefficients, chunk=chunk)
+    def score(heads, hidden):
+        return hidden @ heads.get("head", head).T
+
+    def refine(heads, hidden, logits, labels):
+        return 0.0, jnp.argmax(logits, axis=-1) == labels
+
+    def ours(hidden, heads):
+        tokens = token_losses(
+            score,
+            refine,
+            lambda h: h @ target_head.T,
+            heads,
+            hidden,
+            labels,
+            wanted,
+            coefficients=coefficients,
+            chunk=chunk,
+        )
         return jnp.sum(tokens.loss * importance), tokens
 
-    def plain(hidden):
-        q, p = jax.nn.log_softmax(hidden @ head.T), jax.nn.softmax(wanted @ target_head.T)
+    def plain(hidden, heads):
+        q, p = jax.nn.log_softmax(score(heads, hidden)), jax.nn.softmax(wanted @ target_head.T)
         negative = -q[jnp.arange(M), labels]
         kl = jnp.sum(p * (jnp.log(p) - q), axis=-1)
         total = jnp.sum(jnp.abs(p - jnp.exp(q)), axis=-1)
-        return jnp.sum((weights[0] * negative + weights[1] * kl + weights[2] * total) * importance), negative
+        alpha = jnp.sum(jnp.minimum(p, jnp.exp(q)), axis=-1)
+        mix = jnp.exp(-3 * jax.lax.stop_gradient(alpha))
+        each = negative, kl, total, -jnp.log(alpha), mix * kl + (1 - mix) * (1 - alpha)
+        loss = sum(weight * x for weight, x in zip(weights, each, strict=True))
+        return jnp.sum(jnp.where(labels >= 0, loss, 0) * importance), negative
 
-    (loss, tokens), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(hidden)
-    (expected, negative), expected_gradient = jax.value_and_grad(plain, has_aux=True)(hidden)
+    heads = {"head": head} if trained else {}
+    (loss, tokens), gradient = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(hidden, heads)
+    (expected, negative), expected_gradient = jax.value_and_grad(plain, (0, 1), has_aux=True)(hidden, heads)
+    has = np.asarray(labels) >= 0
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(tokens.cross_entropy, negative, rtol=1e-5)
+    np.testing.assert_allclose(tokens.cross_entropy[has], negative[has], rtol=1e-5)
     np.testing.assert_array_equal(tokens.correct, jnp.argmax(hidden @ head.T, axis=-1) == labels)
-    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), gradient, expected_gradient)
 
 
 def test_decay():

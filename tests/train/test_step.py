@@ -71,7 +71,7 @@ def test_other_losses_are_finite_and_differ(target, batch, plain, changes):
 
 def test_distillation_compares_with_the_target_at_the_position_before(target):
     """KL of one conversation alone in its row, against the target's and the drafter's plain passes."""
-    from dflash_jax.train.blocks import Blocks, draft_hidden, draw_blocks, target_features
+    from dflash_jax.train.blocks import Blocks, draw_blocks, target_features
 
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 60, (1, 32)), jnp.int32)
     rows = Batch(tokens, jnp.zeros((1, 32), jnp.int32), jnp.arange(32)[None] > 3)
@@ -82,11 +82,11 @@ def test_distillation_compares_with_the_target_at_the_position_before(target):
     def passes(tokens, blocks):
         hidden, _, _ = target.forward(tokens, jnp.arange(32)[None], None, target.init_cache(1, 32))
         features, _ = target_features(target, drafter.taps, tokens, rows.starts)
-        draft = draft_hidden(drafter, target, features, rows.starts, blocks)[0]
+        draft = drafter.teacher_forced(target, features, rows.starts, blocks)[0]
         return jax.nn.log_softmax(target.unembed(hidden)[0]), jax.nn.log_softmax(drafter.unembed(target, draft))
 
     blocks: Blocks = draw_blocks(  # all of them, so that the key does not matter
-        jax.random.key(0)[None], *rows[:3], count=32, per_document=32, block_size=6, anchor_predicts=False
+        jax.random.key(0)[None], *rows[:3], count=32, per_document=32, block_size=6, predictions=5
     )
     p, q = passes(tokens, blocks)
     weights = np.where(blocks.labelled[0], np.exp(-np.arange(5) / TrainConfig(block_size=6).decay)[None], 0)

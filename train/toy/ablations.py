@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.bundled import bundled_pair
 from dflash_jax.cache import Cache, Fresh, commit
 from dflash_jax.checkpoint import read_json
-from dflash_jax.drafters.dflash import Drafter
+from dflash_jax.drafters import base, dflash
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Request
 from dflash_jax.infer.text import Text
@@ -34,7 +34,7 @@ from dflash_jax.train.toy.problems import problems
 EVALUATION_SEED = 3  # of the held-out problems
 
 
-class InputInjection(Drafter):
+class InputInjection(dflash.Drafter):
     """A drafter that gets target features at its input only: a position's fused features go through the layers like
     any hidden state, each position seeing those before it, instead of straight to every layer's keys and values."""
 
@@ -80,13 +80,13 @@ class Ablation:
 
     Attributes:
         settings: what differs from the pair's own drafter with one layer.
-        kind: its class.
+        kind: its class; None is that of its settings.
         raw_answers: learn from the generator's answers instead of the target's.
         blocks: sizes to decode with; empty is the trained one.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
-    kind: type[Drafter] = Drafter
+    kind: type[base.Drafter] | None = None
     raw_answers: bool = False
     blocks: tuple[int, ...] = ()
 
@@ -199,9 +199,13 @@ def _data(row: Ablation, made: Path, target: Target, config: TrainConfig) -> lis
     return conversations(corpus, Text(target.directory), target.config.eos_token_ids[0])
 
 
-def _train(directory: Path, target: Target, config: TrainConfig, kind: type[Drafter], data: list[Example]) -> Drafter:
+def _train(
+    directory: Path, target: Target, config: TrainConfig, kind: type[base.Drafter] | None, data: list[Example]
+) -> base.Drafter:
     drafter, raw = new_drafter(target, config, choose_mask_token(target, None))
-    run = Run(directory, target, kind(drafter.params, drafter.config), raw, data, config)
+    if kind is not None:
+        drafter = kind(drafter.params, drafter.config)
+    run = Run(directory, target, drafter, raw, data, config)
     if run.steps != config.max_steps:
         raise ValueError(f"the answers suffice for {run.steps} of {config.max_steps} steps; make more or lower --steps")
     run.fit()

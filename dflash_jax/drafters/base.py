@@ -1,0 +1,200 @@
+"""What drafters of all kinds have in common: their parameters, embedding, head and vocabulary.
+
+Shapes: B rows, T tokens, J committed positions, P predictions, D width, V vocabulary of the drafter, FD tapped features
+side by side.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax import checkpoint, sharding
+from dflash_jax.cache import Capacity
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.drafters.config import DrafterConfig
+from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
+from dflash_jax.models.layers import project
+from dflash_jax.target import Target
+
+# Tensors that published checkpoints carry and nobody reads: the target's own, and what follows from `d2t`.
+UNREAD = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+class Blocks(NamedTuple):
+    """Anchors of packed training rows and the labels of their predictions.
+
+    Shapes: B rows, S tokens of a row, A blocks of a row, P predictions of a block.
+
+    Attributes:
+        text: the rows.
+        anchors: positions in the row, ascending; 0 for a block that is not used.
+        starts: where each anchor's document begins.
+        tokens: the anchors' tokens.
+        labels: data token of each prediction.
+        labelled: predictions that count: answer tokens of the anchor's own document.
+        label_positions: where the labels stand in the row.
+    """
+
+    text: Int[Array, "B S"]
+    anchors: Int[Array, "B A"]
+    starts: Int[Array, "B A"]
+    tokens: Int[Array, "B A"]
+    labels: Int[Array, "B A P"]
+    labelled: Bool[Array, "B A P"]
+    label_positions: Int[Array, "B A P"]
+
+    @property
+    def previous(self) -> Int[Array, "B A P"]:
+        """The data token before each label."""
+        return jnp.concatenate([self.tokens[:, :, None], self.labels[:, :, :-1]], axis=2)
+
+
+class Drafter(struct.PyTreeNode):
+    """A loaded drafter, a `decoding.state.DraftModel`. A pytree of its parameters; see `Target`.
+
+    What it decodes with, a kind must have: `init_state`, `propose` and `commit`. What it learns with: `teacher_forced`,
+    and where its logits depend on more than one state, `heads`, `score` and `refine`.
+    """
+
+    params: Any
+    config: DrafterConfig = struct.field(pytree_node=False)
+    layout: Layout = struct.field(pytree_node=False, default=WHOLE, kw_only=True)
+    mesh: AnyMesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
+    model: ClassVar[type[nn.Module]]  # of the parameters that are not `apart`
+    apart: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head", "d2t")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs it reads."""
+        return self.config.target_layer_ids
+
+    @property
+    def vocabulary(self) -> Int[Array, " V"] | None:
+        """The target's id of each of its tokens; None if they are the same. `d2t` holds the differences."""
+        if "d2t" not in self.params:
+            return None
+        return jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32) + self.params["d2t"]
+
+    @property
+    def dtype(self) -> Any:
+        raise NotImplementedError
+
+    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Any:
+        """See `DraftModel`."""
+        raise NotImplementedError
+
+    def propose(
+        self,
+        target: Any,
+        state: Any,
+        anchor: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        block_size: int,
+        choice: Choice,
+        *,
+        rows: Int[Array, " B"] | None = None,
+    ) -> Proposal:
+        """See `DraftModel`."""
+        raise NotImplementedError
+
+    def commit(
+        self,
+        target: Any,
+        state: Any,
+        tokens: Int[Array, "B J"],
+        features: Float[Array, "B J FD"],
+        positions: Int[Array, "B J"],
+        lengths: Int[Array, " B"],
+        kept: Int[Array, " B"],
+        *,
+        rows: Int[Array, " B"] | None = None,
+    ) -> Any:
+        """See `DraftModel`."""
+        raise NotImplementedError
+
+    def depth(self, block_size: int) -> int:
+        """Tokens proposed at this block size; each is one deeper than the last."""
+        return self.config.proposals(block_size)
+
+    def embed(self, target: Target, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Rows of the target's embedding table, unless the checkpoint has its own."""
+        if not self.config.own_embedding:
+            return target.table(tokens)
+        with entered(self.mesh):
+            return sharding.lookup(self.params["embed_tokens"], tokens)
+
+    def unembed(self, target: Target, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
+        """Float32 logits of final-normed states, by the target's head unless the checkpoint has its own."""
+        if not self.config.own_head:
+            return target.head(hidden.astype(target.dtype))
+        with entered(self.mesh):
+            return project(hidden, self.params["lm_head"])
+
+    def teacher_forced(
+        self,
+        target: Target,
+        features: Float[Array, "B S FD"],
+        starts: Int[Array, "B S"],
+        blocks: Blocks,
+        *,
+        remat: bool = False,
+    ) -> Any:
+        """What every prediction of every block is scored from, as decoding would compute it if all tokens before were
+        right: a pytree of arrays [B, A, P, ...], of which the first is a final-normed state.
+
+        Args:
+            features: of all positions of the rows.
+            starts: where the document of each position begins.
+            remat: compute layers again in the backward pass instead of keeping their insides.
+        """
+        raise NotImplementedError
+
+    def heads(self) -> dict[str, Any]:
+        """Trained parameters that `score` and `refine` need; gradients flow to them from there."""
+        return {}
+
+    def score(self, target: Target, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
+        """Logits of M predictions, each from its own entries of what `teacher_forced` returned."""
+        return self.unembed(target, seen[None])[0]
+
+    def refine(
+        self, heads: dict[str, Any], seen: Any, logits: Float[Array, "M V"], labels: Int[Array, " M"]
+    ) -> tuple[Float[Array, " M"] | float, Bool[Array, " M"]]:
+        """A further loss of each prediction, and whether the label is what it would propose."""
+        best = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+        return 0.0, jnp.max(logits, axis=-1) == best
+
+    def _apply(self, method: str, *args: Any) -> Any:
+        params = {k: v for k, v in self.params.items() if k not in self.apart}
+        with entered(self.mesh):
+            return self.model(self.config, self.layout).apply({"params": params}, *args, method=method)
+
+
+def canonical_name(name: str) -> str:
+    """Tensor names of published variants, as z-lab's."""
+    name = name.removeprefix("model.")
+    for alias, ours in (
+        ("encoder.fc.", "fc."),
+        ("encoder.output_norm_enc.", "hidden_norm."),
+        ("midlayer.", "layers.0."),
+    ):
+        if name.startswith(alias):
+            return ours + name.removeprefix(alias)
+    return name
+
+
+def vocabulary_tensors(config: DrafterConfig) -> checkpoint.Table:
+    """Embedding, head and vocabulary of a drafter that has its own."""
+    table: checkpoint.Table = {}
+    if config.own_embedding:
+        table["embed_tokens"] = checkpoint.copied("embed_tokens.weight", config.vocab_size, config.hidden_size)
+    if config.own_head:
+        table["lm_head"] = checkpoint.copied("lm_head.weight", config.draft_vocab_size, config.hidden_size)
+    if (size := config.draft_vocab_size) != config.vocab_size:
+        source = checkpoint.Stored("d2t", (size,), ("I64", "I32"))
+        table["d2t"] = checkpoint.Leaf((size,), (checkpoint.Part(source, (slice(0, size),)),), "int32")
+    return table

@@ -1,0 +1,240 @@
+"""DFlash 2: convolutions over the block around every sublayer, and a selector that chooses among a slot's best tokens
+given the one before (reference `dflash/model.py`, `DFlash2DraftModel`).
+
+Shapes: B rows, T block slots, P proposals, C candidates of a slot, K taps, g group size, R rank, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax import checkpoint
+from dflash_jax.cache import Cache
+from dflash_jax.config import Raw, require
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.drafters import base, dflash
+from dflash_jax.drafters.config import DFlashConfig, Lookup, dflash_fields
+from dflash_jax.mesh import WHOLE, Layout, entered
+from dflash_jax.models.layers import Linear, matmul
+from dflash_jax.target import Target
+
+FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+@dataclass(frozen=True)
+class DFlash2Config(DFlashConfig):
+    """A DFlash 2 drafter.
+
+    Attributes:
+        conv_kernel_size: slots that a convolution reads: a slot's own and those before it.
+        conv_group_size: channels that share a dynamic coefficient.
+        selector_rank: width of the selector's embeddings of tokens.
+        selector_top_k: tokens of a slot that it chooses among.
+    """
+
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+
+def config(raw: Raw) -> DFlash2Config:
+    """Reads `config.json`.
+
+    Raises:
+        ValueError: as for DFlash, or one of the four fields is missing, or groups do not divide the width.
+    """
+    fields, get = dflash_fields(raw, FIELDS), Lookup(raw)
+    own = {name: require({name: get(name)}, name) for name in FIELDS}
+    if fields["hidden_size"] % own["conv_group_size"]:
+        width, group = fields["hidden_size"], own["conv_group_size"]
+        raise ValueError(f"conv_group_size must divide hidden_size {width}, got {group}")
+    if own["selector_top_k"] > fields["draft_vocab_size"]:
+        most, top = fields["draft_vocab_size"], own["selector_top_k"]
+        raise ValueError(f"selector_top_k must be at most the vocabulary's {most}, got {top}")
+    return DFlash2Config(**fields, **own)
+
+
+def fresh(common: Raw, settings: Any) -> Raw:
+    """`config.json` of a new drafter; see `dflash.fresh`."""
+    own = {"conv_kernel_size": 2} | {name: getattr(settings, name) for name in FIELDS[1:]}
+    nested = {**common["dflash_config"], **own}
+    return {**common, "architectures": ["DFlash2DraftModel"], "dflash_config": nested}
+
+
+def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    """A new drafter begins as DFlash: convolutions hand on what they get, and the selector adds nothing."""
+    if path.endswith("base_kernel"):
+        kernel = np.zeros(shape, np.float32)
+        kernel[:, 0] = 1
+        return kernel
+    unused = path.endswith(("kernel_projection/weight", "successor_codebook"))
+    return np.zeros(shape, np.float32) if unused else None
+
+
+class Convolution(nn.Module):
+    """A causal convolution over a block's slots, whose coefficients depend on the sublayer's input.
+
+    One before the sublayer and one behind it. A channel's coefficients are its own plus those that its group has at
+    this slot. Slots before the anchor are zeros; the committed context is not read.
+    """
+
+    width: int
+    taps: int
+    group: int
+
+    def setup(self):
+        identity = lambda _, shape: jnp.zeros(shape).at[:, 0].set(1.0)
+        self.base_kernel = self.param("base_kernel", identity, (2, self.taps, self.width))
+        self.kernel_projection = Linear((self.width, 2 * self.taps * self.width // self.group))
+
+    def coefficients(self, h: Float[Array, "B T D"]) -> Float[Array, "B T 2 K G"]:
+        """Of both convolutions, for each group."""
+        return self.kernel_projection(h).reshape(*h.shape[:2], 2, self.taps, -1)
+
+    def __call__(self, x: Float[Array, "B T D"], dynamic: Float[Array, "B T 2 K G"], which: int) -> Array:
+        B, T, D = x.shape
+        groups = x.reshape(B, T, -1, self.group)
+        base = self.base_kernel[which].reshape(1, 1, self.taps, -1, self.group)
+        out = jnp.zeros_like(groups)
+        for tap in range(self.taps):
+            before = jnp.pad(groups, ((0, 0), (tap, 0), (0, 0), (0, 0)))[:, :T]
+            out = out + (base[:, :, tap] + dynamic[:, :, which, tap, :, None]) * before
+        return out.reshape(B, T, D)
+
+
+class Layer(dflash.Layer):
+    """A layer of DFlash with convolutions around attention and MLP."""
+
+    def around(
+        self, name: str, h: Float[Array, "B T D"], sublayer: Callable[[Array], tuple[Array, Any]]
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        c = self.config
+        assert isinstance(c, DFlash2Config)
+        convolve = Convolution(c.hidden_size, c.conv_kernel_size, c.conv_group_size, name=f"{name}_conv")
+        dynamic = convolve.coefficients(h)
+        out, more = sublayer(convolve(h, dynamic, 0))
+        return convolve(out, dynamic, 1), more
+
+
+class Model(dflash.Model):
+    layer = Layer
+
+
+class Drafter(dflash.Drafter):
+    """A loaded DFlash 2 drafter."""
+
+    config: DFlash2Config = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: ClassVar[type[nn.Module]] = Model
+    apart: ClassVar[tuple[str, ...]] = (*base.Drafter.apart, "candidate_selector")
+
+    def propose(
+        self,
+        target: Target,
+        state: Cache,
+        anchor: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        block_size: int,
+        choice: Choice,
+        *,
+        rows: Int[Array, " B"] | None = None,
+    ) -> Proposal:
+        """One pass, then slot after slot one of its best tokens."""
+        hidden = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
+        return Proposal(self.chosen(target, anchor, hidden, choice))
+
+    def chosen(
+        self, target: Target, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice
+    ) -> Int[Array, "B P"]:
+        """A token for every slot, given the one chosen for the slot before."""
+        logits, previous = choice.allowed(self.unembed(target, hidden), **self.choosable), anchor
+        unary, candidates = jax.lax.top_k(logits, self.config.selector_top_k)
+        gates = self.gates(hidden)
+        tokens = []
+        for slot in range(hidden.shape[1]):
+            scores = unary[:, slot] + self.pairs(gates[:, slot], previous, candidates[:, slot])
+            previous = choice.among(scores, candidates[:, slot], depth=slot)
+            tokens.append(previous)
+        return jnp.stack(tokens, axis=1)
+
+    def teacher_forced(
+        self,
+        target: Target,
+        features: Float[Array, "B S FD"],
+        starts: Int[Array, "B S"],
+        blocks: base.Blocks,
+        *,
+        remat: bool = False,
+    ) -> Any:
+        """Hidden states, and what the selector makes of them and of the tokens before."""
+        hidden = super().teacher_forced(target, features, starts, blocks, remat=remat)
+        gates = self.gates(hidden.reshape(*hidden.shape[:1], -1, hidden.shape[-1])).reshape(*hidden.shape[:3], -1)
+        return hidden, self.params["candidate_selector"]["predecessor_codebook"][blocks.previous] * gates
+
+    def heads(self) -> dict[str, Any]:
+        return {"successor_codebook": self.params["candidate_selector"]["successor_codebook"]}
+
+    def score(self, target: Target, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
+        return self.unembed(target, seen[0][None])[0]
+
+    def refine(
+        self, heads: dict[str, Any], seen: Any, logits: Float[Array, "M V"], labels: Int[Array, " M"]
+    ) -> tuple[Float[Array, " M"] | float, Bool[Array, " M"]]:
+        """The selector's cross-entropy over its candidates, of which the label takes the last one's place if it is not
+        among them."""
+        _, candidates = jax.lax.top_k(jax.lax.stop_gradient(logits), self.config.selector_top_k)
+        found = jnp.any(candidates == labels[:, None], axis=1)
+        candidates = candidates.at[:, -1].set(jnp.where(found, candidates[:, -1], labels))
+        after = heads["successor_codebook"][candidates].astype(jnp.float32)
+        scores = jnp.take_along_axis(logits, candidates, axis=1)
+        scores = scores + jnp.sum(seen[1].astype(jnp.float32)[:, None] * after, axis=-1)
+        own = jnp.sum(jnp.where(candidates == labels[:, None], scores, 0.0), axis=1)
+        return jax.nn.logsumexp(scores, axis=1) - own, found & (own == jnp.max(scores, axis=1))
+
+    def gates(self, hidden: Float[Array, "B P D"]) -> Float[Array, "B P R"]:
+        """What a slot's hidden state makes of the selector's pairs."""
+        with entered(self.mesh):
+            return matmul(hidden, self.params["candidate_selector"]["hidden_projection"]["weight"])
+
+    def pairs(
+        self, gate: Float[Array, "M R"], previous: Int[Array, " M"], candidates: Int[Array, "M C"]
+    ) -> Float[Array, "M C"]:
+        """What is added to the logits of candidates behind a token, in float32."""
+        selector = self.params["candidate_selector"]
+        with entered(self.mesh):
+            before = (selector["predecessor_codebook"][previous] * gate).astype(jnp.float32)
+            after = selector["successor_codebook"][candidates].astype(jnp.float32)
+            return jnp.sum(before[:, None] * after, axis=-1)
+
+
+def canonical_name(name: str) -> str:
+    """Tensor names of published variants, as z-lab's."""
+    name = base.canonical_name(name)
+    codebook = name.removesuffix(".weight")
+    return codebook if codebook.endswith("_codebook") else name
+
+
+def tensors(config: DFlash2Config, layout: Layout = WHOLE) -> checkpoint.Table:
+    """Checkpoint tensors of every parameter (method 6)."""
+    D, K, V, R = config.hidden_size, config.conv_kernel_size, config.vocab_size, config.selector_rank
+    table, dynamic = dflash.tensors(config, layout), 2 * K * D // config.conv_group_size
+    for i in range(config.num_hidden_layers):
+        for name in ("attention_conv", "mlp_conv"):
+            path, prefix = f"layers_{i}/{name}", f"layers.{i}.{name}"
+            table[f"{path}/base_kernel"] = checkpoint.copied(f"{prefix}.base_kernel", 2, K, D)
+            table[f"{path}/kernel_projection/weight"] = checkpoint.copied(
+                f"{prefix}.kernel_projection.weight", dynamic, D
+            )
+    selector = "candidate_selector"
+    table[f"{selector}/hidden_projection/weight"] = checkpoint.copied(f"{selector}.hidden_projection.weight", R, D)
+    for name in ("predecessor_codebook", "successor_codebook"):
+        table[f"{selector}/{name}"] = checkpoint.copied(f"{selector}.{name}", V, R)
+    return table

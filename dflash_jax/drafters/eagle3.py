@@ -1,0 +1,381 @@
+"""EAGLE-3: one layer that drafts token by token (arXiv 2503.01840; SafeAILab/EAGLE, DeepSpec, `speculators`).
+
+A pass takes a pair: what the drafter knows at a position, and the token behind it. The first one knows the target's
+fused features there, each further one what the pass before made. Keys and values of the pairs whose features the target
+has computed are committed. Position p's pair lies in slot p, and the pair of a row's last committed position waits for
+the anchor. Shapes: B rows, R rows of the state, J committed positions, T pairs of a pass, D width, FD tapped features
+side by side, V vocabulary of the drafter.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from dflash_jax import checkpoint
+from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
+from dflash_jax.config import (
+    DECODER_FIELDS,
+    WINDOW_FIELDS,
+    LayerConfig,
+    Raw,
+    attention_config,
+    check_fields,
+    layer_types,
+    require,
+)
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.drafters import base
+from dflash_jax.drafters.config import DrafterConfig, Lookup, drafter_fields
+from dflash_jax.mesh import ROWS, WHOLE, Layout, on_every_device
+from dflash_jax.models.attention import Attention, Pass
+from dflash_jax.models.layers import MLP, Linear, RMSNorm, unfuse
+from dflash_jax.models.llama import completed
+from dflash_jax.models.rope import rotate
+from dflash_jax.target import Target
+
+canonical_name = base.canonical_name
+_FIELDS = """
+    block_size target_layer_ids num_target_layers target_hidden_size draft_vocab_size eagle_config
+    aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids use_aux_hidden_state num_aux_hidden_states
+    norm_before_residual norm_before_fc fc_norm norm_output embed_requires_grad
+    ttt_length step_loss_decay draft_num_hidden_layers target_model_name_or_path speculators_version speculators_config
+""".split()
+
+
+@dataclass(frozen=True)
+class Eagle3Config(DrafterConfig):
+    """An EAGLE-3 drafter.
+
+    Attributes:
+        block_size: verified positions of a step: the anchor's, and one for each pass.
+        qk_norm: whether heads of queries and keys have a norm, as Qwen3's do.
+        norm_before_residual: whether the residual stream begins behind the norm of what is known.
+        norm_before_fc: whether the features side by side have a norm before they are fused.
+        fc_norm: whether each tapped layer's features have one (EAGLE-3.1).
+        norm_output: whether a pass hands on what the final norm made, instead of what it was given (EAGLE-3.1).
+    """
+
+    qk_norm: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+def config(raw: Raw) -> Eagle3Config:
+    """Reads `config.json` of the official layout, of DeepSpec or, flattened, of `speculators`.
+
+    Raises:
+        ValueError: more than one layer, contradictions, or fields that nobody knows.
+    """
+    raw = completed(raw)
+    get = Lookup(raw, "eagle_config")
+    if unknown := set(get.nested) - set(_FIELDS):
+        raise ValueError(f"eagle_config has unknown fields {sorted(unknown)}; they are not ignored")
+    fixed = {"hidden_act": "silu", "mlp_bias": False, "pretraining_tp": 1, "num_hidden_layers": 1}
+    known = [*DECODER_FIELDS, *WINDOW_FIELDS, *_FIELDS]
+    check_fields(raw, known, fixed | {"use_aux_hidden_state": True, "draft_num_hidden_layers": 1})
+    if raw.get("model_type") not in ("llama", "qwen3"):
+        raise ValueError(
+            f"the layer of an EAGLE-3 drafter must be that of llama or qwen3, got {raw.get('model_type')!r}"
+        )
+    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    flags: dict[str, Any] = {name: bool(get(name)) for name in names}
+    if flags["norm_before_fc"] and flags["fc_norm"]:
+        raise ValueError("config.json: norm_before_fc and fc_norm exclude each other")
+    window = require(raw, "sliding_window") if layer_types(raw, 1) == ["sliding_attention"] else None
+    layer = LayerConfig(attention_config(raw, window=window), require(raw, "intermediate_size"))
+    fields = drafter_fields(raw, get, block_size=get("ttt_length", default=7) + 1, taps=official_taps)
+    return Eagle3Config(**fields, layers=(layer,), qk_norm=raw["model_type"] == "qwen3", **flags)
+
+
+def fresh(common: Raw, settings: Any) -> Raw:
+    """`config.json` of a new drafter, as DeepSpec writes it; see `dflash.fresh`."""
+    own = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": settings.block_size - 1}
+    own["target_layer_ids"] = list(settings.target_layer_ids) or list(official_taps(common["num_target_layers"]))
+    raw = {name: value for name, value in common.items() if name not in ("dflash_config", "block_size")}
+    return raw | own | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+
+def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    """A new parameter, where it is not drawn as all others are."""
+    return None
+
+
+def official_taps(num_target_layers: int) -> tuple[int, int, int]:
+    """The layers whose outputs an official drafter taps: below the 3rd, the middle one and the last three."""
+    return 1, num_target_layers // 2 - 1, num_target_layers - 4
+
+
+class State(struct.PyTreeNode):
+    """What the drafter carries from step to step.
+
+    Attributes:
+        cache: the pairs of all committed positions but the last.
+        feature: fused features of the last.
+    """
+
+    cache: Cache
+    feature: Float[Array, "R D"]
+
+    def begin(self, row: Int[Array, ""]) -> "State":
+        return self.replace(cache=self.cache.begin(row))
+
+    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> "Snapshot":
+        feature = jax.lax.dynamic_slice_in_dim(self.feature, row, 1)
+        return Snapshot(self.cache.snapshot(row, start - 1, count), feature)
+
+    def restore(self, snapshot: "Snapshot", row: Int[Array, ""], end: Int[Array, ""]) -> "State":
+        feature = jax.lax.dynamic_update_slice_in_dim(self.feature, snapshot.feature, row, 0)
+        return State(self.cache.restore(snapshot.pairs, row, end - 1), feature)
+
+    def partition(self) -> "State":
+        return State(self.cache.partition(), P(ROWS))  # type: ignore[arg-type]
+
+
+class Snapshot(struct.PyTreeNode):
+    """Pairs of some positions and the features behind them; see `cache.Entry.snapshot`."""
+
+    pairs: tuple[Any, ...]
+    feature: Float[Array, "1 D"]
+
+    def partition(self) -> "Snapshot":
+        return Snapshot(tuple(pairs.partition() for pairs in self.pairs), P())  # type: ignore[arg-type]
+
+
+class Model(nn.Module):
+    """Fusion of tapped features, the layer and the final norm."""
+
+    config: Eagle3Config
+    layout: Layout
+
+    def setup(self):
+        c, mixer = self.config, self.config.layers[0].mixer
+        D, eps, taps = c.hidden_size, c.rms_norm_eps, len(c.target_layer_ids)
+        heads = 2 * mixer.num_kv_heads * self.layout.copies(mixer.num_kv_heads) * mixer.head_dim
+        self.fc = Linear((taps * c.target_hidden_size, D))
+        if c.norm_before_fc:
+            self.input_norm = RMSNorm(taps * c.target_hidden_size, eps)
+        if c.fc_norm:
+            self.fc_norms = [RMSNorm(c.target_hidden_size, eps) for _ in range(taps)]
+        self.input_layernorm, self.hidden_norm = RMSNorm(D, eps), RMSNorm(D, eps)
+        norm = eps if c.qk_norm else None
+        self.self_attn = Attention(D, mixer, self.layout, c.attention_bias, norm)
+        self.kv_proj = Linear((2 * D, heads), c.attention_bias)
+        if c.qk_norm:
+            self.k_norm = RMSNorm(mixer.head_dim, eps)
+        self.post_attention_layernorm = RMSNorm(D, eps)
+        self.mlp = MLP(D, c.layers[0].intermediate_size, self.layout)
+        self.norm = RMSNorm(D, eps)
+
+    def fuse(self, features: Float[Array, "B J FD"]) -> Float[Array, "B J D"]:
+        """What is known at a position the target has seen."""
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            parts = jnp.split(features, len(self.fc_norms), axis=-1)
+            features = jnp.concatenate([norm(part) for norm, part in zip(self.fc_norms, parts, strict=True)], axis=-1)
+        return self.fc(features)
+
+    def pairs(self, known: Float[Array, "B T D"], embedded: Float[Array, "B T D"], at: Pass) -> Fresh:
+        """Keys and values of pairs."""
+        return self._fresh(self._joined(known, embedded), at)
+
+    def forward(
+        self, known: Float[Array, "B T D"], embedded: Float[Array, "B T D"], at: Pass, entry: Any, before: Fresh | None
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Fresh]:
+        """One pass.
+
+        Args:
+            before: keys and values of earlier passes since the anchor.
+
+        Returns:
+            The final-normed state, what the next pass knows, and `before` with this pass's keys and values.
+        """
+        c, x = self.config, self._joined(known, embedded)
+        at = at.replace(rope=at.tables(c.layers[0].mixer, x.dtype))
+        fresh = self._fresh(x, at)
+        if before is not None:
+            join = lambda old, new: jnp.concatenate([old, new], axis=2)
+            fresh = jax.tree.map(join, before, fresh)
+        residual = self.hidden_norm(known) if c.norm_before_residual else known
+        h, _ = self.self_attn(x, at, entry, project=lambda _: fresh)
+        x = on_every_device(residual + h)
+        x = on_every_device(x + self.mlp(self.post_attention_layernorm(x)))
+        out = self.norm(x)
+        return out, out if c.norm_output else x, fresh
+
+    def _joined(self, known: Float[Array, "B T D"], embedded: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
+        return jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(known)], axis=-1)
+
+    def _fresh(self, x: Float[Array, "B T E"], at: Pass) -> Fresh:
+        mixer, (B, T) = self.config.layers[0].mixer, x.shape[:2]
+        K, H = mixer.num_kv_heads * self.layout.copies(mixer.num_kv_heads), mixer.head_dim
+        k, v = (y.reshape(B, T, K, H) for y in unfuse(self.kv_proj(x), (K * H, K * H), self.layout.shards))
+        if self.config.qk_norm:
+            k = self.k_norm(k)
+        k = rotate(k, at.tables(mixer, x.dtype))
+        return Fresh(k.swapaxes(1, 2), v.swapaxes(1, 2))
+
+
+class Drafter(base.Drafter):
+    """A loaded EAGLE-3 drafter. A pytree of its parameters; its state between rounds is a `State`."""
+
+    config: Eagle3Config = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: ClassVar[type[nn.Module]] = Model
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.params["fc"]["weight"].dtype
+
+    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> State:
+        """An empty state; see `init_cache`."""
+        cache = init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
+        return State(cache, jnp.zeros((rows, self.config.hidden_size), self.dtype))
+
+    def propose(
+        self,
+        target: Target,
+        state: State,
+        anchor: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        block_size: int,
+        choice: Choice,
+        *,
+        rows: Int[Array, " B"] | None = None,
+    ) -> Proposal:
+        """Token after token, one pass each."""
+        feature = state.feature if rows is None else state.feature[rows]
+        at, known, fresh, tokens = jnp.maximum(lengths - 1, 0), feature[:, None], None, [anchor]
+        for i in range(self.depth(block_size)):
+            hidden, known, fresh = self.forward(target, known, tokens[-1][:, None], state, at, fresh, rows=rows)
+            before = jnp.stack(tokens[1:], axis=1) if i else None
+            scores = self.unembed(target, hidden)
+            tokens.append(choice.tokens(scores, depth=i, before=before, vocabulary=self.vocabulary)[:, 0])
+        return Proposal(jnp.stack(tokens[1:], axis=1))
+
+    def forward(
+        self,
+        target: Target,
+        known: Float[Array, "B 1 D"],
+        tokens: Int[Array, "B 1"],
+        state: State,
+        lengths: Int[Array, " B"],
+        before: Fresh | None,
+        *,
+        rows: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B 1 D"], Float[Array, "B 1 D"], Fresh]:
+        """One pass over a pair of each row; see `Model.forward`.
+
+        Args:
+            known, tokens: the pair; its position is `lengths` and one more for every earlier pass.
+            lengths: pairs of each row in the state.
+        """
+        passes = 0 if before is None else before.k.shape[2]
+        positions = lengths[:, None] + jnp.arange(passes + 1)[None]
+        at = Pass(positions[:, -1:], None, lengths, rows, key_positions=positions)
+        cache = state.cache
+        return self._apply("forward", known, self.embed(target, tokens), at, cache.entries[cache.of_layer[0]], before)
+
+    def teacher_forced(
+        self,
+        target: Target,
+        features: Float[Array, "B S FD"],
+        starts: Int[Array, "B S"],
+        blocks: base.Blocks,
+        *,
+        remat: bool = False,
+    ) -> Any:
+        """Final-normed states of every pass of every block: training-time test (paper section 3)."""
+        B, A, P = blocks.labels.shape
+        behind = jnp.roll(blocks.text, -1, axis=1)  # of the last position: no block reads it
+        positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], starts.shape)
+        known, nobody = self._apply("fuse", features.astype(self.dtype)), jnp.zeros(B, jnp.int32)
+        pairs = self._apply(
+            "pairs", known, self.embed(target, behind), Pass(positions, None, nobody, None, starts=starts)
+        )
+        entry, before = KV(pairs.k, pairs.v), jnp.maximum(blocks.anchors - 1, 0)
+        flat, lengths = (lambda x: x.reshape(B * A, *x.shape[2:])), before.reshape(-1)
+        state = flat(jnp.take_along_axis(known, before[:, :, None], axis=1))[:, None]
+        first = jnp.minimum(flat(blocks.starts), lengths)[:, None]
+        fresh, hidden = None, list[Array]()
+        for i in range(P):
+            at = Pass(lengths[:, None] + i, None, lengths, None, starts=first, per_row=A)
+            embedded = self.embed(target, flat(blocks.previous)[:, i : i + 1])
+            step = jax.checkpoint(partial(self._apply, "forward")) if remat else partial(self._apply, "forward")
+            out, state, fresh = step(state, embedded, at, entry, fresh)
+            hidden.append(out)
+        return jnp.concatenate(hidden, axis=1).reshape(B, A, P, -1)
+
+    def commit(
+        self,
+        target: Target,
+        state: State,
+        tokens: Int[Array, "B J"],
+        features: Float[Array, "B J FD"],
+        positions: Int[Array, "B J"],
+        lengths: Int[Array, " B"],
+        kept: Int[Array, " B"],
+        *,
+        rows: Int[Array, " B"] | None = None,
+    ) -> State:
+        """Commits the pairs that these tokens complete: each with what is known at the position before."""
+        fused = self._apply("fuse", features.astype(self.dtype))
+        last = state.feature if rows is None else state.feature[rows]
+        known = jnp.concatenate([last[:, None], fused[:, :-1]], axis=1)
+        nobody = jnp.zeros_like(lengths)
+        fresh = self._apply("pairs", known, self.embed(target, tokens), Pass(positions - 1, None, nobody, None))
+        first = (lengths == 0).astype(jnp.int32)  # nothing stands before a row's first token
+        path = jnp.minimum(jnp.arange(tokens.shape[1])[None] + first[:, None], tokens.shape[1] - 1)
+        behind, count = jnp.maximum(lengths - 1, 0), jnp.maximum(kept - first, 0)
+        cache = commit(state.cache, (fresh,), behind, count, path=path, rows=rows)
+        end = jnp.take_along_axis(fused, jnp.maximum(kept - 1, 0)[:, None, None], axis=1)[:, 0]
+        end = jnp.where((kept > 0)[:, None], end, last)
+        return State(cache, end if rows is None else state.feature.at[rows].set(end))
+
+
+def tensors(config: Eagle3Config, layout: Layout = WHOLE) -> checkpoint.Table:
+    """Checkpoint tensors of every parameter (drafting 3.1)."""
+    c, layer, (D, copied) = config, config.layers[0], (config.hidden_size, checkpoint.copied)
+    mixer, taps = layer.mixer, len(c.target_layer_ids)
+    queries, keys, copies = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim, 0
+    copies = layout.copies(mixer.num_kv_heads)
+    attention, mlp = "layers.0.self_attn", "layers.0.mlp"
+
+    def joined(names: list[str], size: int, kind: str, *rest: int, copies: int = 1) -> checkpoint.Leaf:
+        stored = [checkpoint.Stored(f"{name}.{kind}", (size, *rest)) for name in names]
+        return checkpoint.fused([checkpoint.Section(each, copies=copies) for each in stored], layout.shards)
+
+    kv, gate_up = [f"{attention}.{n}_proj" for n in "kv"], [f"{mlp}.{n}_proj" for n in ("gate", "up")]
+    table: checkpoint.Table = {
+        "fc/weight": copied("fc.weight", D, taps * c.target_hidden_size),
+        "norm/weight": copied("norm.weight", D),
+        "self_attn/q_proj/weight": joined([f"{attention}.q_proj"], queries, "weight", 2 * D),
+        "self_attn/o_proj/weight": copied(f"{attention}.o_proj.weight", D, queries),
+        "kv_proj/weight": joined(kv, keys, "weight", 2 * D, copies=copies),
+        "mlp/gate_up_proj/weight": joined(gate_up, layer.intermediate_size, "weight", D),
+        "mlp/down_proj/weight": copied(f"{mlp}.down_proj.weight", D, layer.intermediate_size),
+    }
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        table[f"{name}/weight"] = copied(f"layers.0.{name}.weight", D)
+    if c.attention_bias:
+        table["self_attn/q_proj/bias"] = joined([f"{attention}.q_proj"], queries, "bias")
+        table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", D)
+        table["kv_proj/bias"] = joined(kv, keys, "bias", copies=copies)
+    if c.qk_norm:
+        table["self_attn/q_norm/weight"] = copied(f"{attention}.q_norm.weight", mixer.head_dim)
+        table["k_norm/weight"] = copied(f"{attention}.k_norm.weight", mixer.head_dim)
+    if c.norm_before_fc:
+        table["input_norm/weight"] = copied("input_norm.weight", taps * c.target_hidden_size)
+    for i in range(taps if c.fc_norm else 0):
+        table[f"fc_norms_{i}/weight"] = copied(f"fc_norm.{i}.weight", c.target_hidden_size)
+    return table | base.vocabulary_tensors(config)

@@ -1,0 +1,36 @@
+"""Drafters from checkpoints."""
+
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from dflash_jax import checkpoint, drafters, sharding
+from dflash_jax.config import parse_dtype
+from dflash_jax.drafters.base import UNREAD, Drafter
+
+
+def load_drafter(
+    source: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None, num_target_layers: int | None = None
+) -> Drafter:
+    """Loads a drafter of any kind from a local directory or a hub id; see `load_target` for the arguments.
+
+    Args:
+        num_target_layers: depth of the target. The official EAGLE-3 drafters do not say which layers they tap; it
+            follows from this.
+
+    Raises:
+        ValueError: as `load_target`; or the layers that it taps are not known.
+    """
+    array_type = parse_dtype(dtype)
+    directory = checkpoint.resolve(source, "drafter")
+    raw = checkpoint.read_json(directory / "config.json")
+    if num_target_layers is not None and "num_target_layers" not in {*raw, *(raw.get("dflash_config") or {})}:
+        raw = {**raw, "num_target_layers": num_target_layers}
+    kind, config = drafters.KINDS[drafters.kind_of(raw)], drafters.drafter_config(raw)
+    reader = checkpoint.Reader(directory, kind.canonical_name)
+    config = config.with_tensors(reader.names())
+    layout = sharding.check_layout(config, mesh)
+    unread = lambda name: name.endswith(UNREAD)
+    table = kind.tensors(config, layout)
+    params = checkpoint.load(reader, table, array_type, ignored=unread, place=sharding.placement(mesh))
+    return kind.Drafter(params, config, layout=layout, mesh=mesh)
