@@ -147,7 +147,7 @@ class GenerationOptions:
     min_p: float = 0.0
     block_size: BlockSize = None
     batch_size: int = 1
-    proposals: Literal["coupled", "argmax", "independent"] = "coupled"
+    proposals: Literal["calibrated", "coupled", "argmax", "independent"] = "calibrated"
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
 
     def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> "SamplingParams":

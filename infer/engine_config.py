@@ -37,7 +37,7 @@ class EngineConfig:
     slots: int = 1
     max_length: int = 2048
     block_size: int | Literal["auto"] | None = None
-    proposals: Proposals = "coupled"
+    proposals: Proposals = "calibrated"
     seed: int = 0
     prefill_chunk: int = 256
     steps_per_visit: int = 16

@@ -42,7 +42,7 @@ def spec_generate(
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
     block_size: int | Literal["auto"] | None = None,
-    proposals: Proposals = "coupled",
+    proposals: Proposals = "calibrated",
     max_length: int | None = None,
     prefill_chunk: int = 256,
     **sampling: Any,
@@ -56,7 +56,7 @@ def spec_generate(
         seed: row i draws from this seed and i alone.
         stop_token_ids: tokens that end a row; None takes the checkpoint's, an empty list none.
         block_size: draft slots per step up to the checkpoint's (the default); 1 does not speculate.
-        proposals: "coupled", "argmax" or "independent"; changes speed, never the output.
+        proposals: "calibrated", "coupled", "argmax" or "independent"; changes speed, never the output.
         max_length: cache slots per row; by default what the longest row needs, rounded up so that
             similar calls share compiled programs.
         prefill_chunk: prompt tokens per prefill pass.

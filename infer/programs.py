@@ -33,7 +33,7 @@ def decode_call(
     leave_below: int,
     *,
     block_size: int,
-    proposals: Proposals = "coupled",
+    proposals: Proposals = "calibrated",
     capacity: int,
     rows: np.ndarray | None = None,
     logprobs: int | None = None,

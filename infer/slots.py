@@ -93,6 +93,8 @@ class Slots:
         self.widths = (few, slots) if few and not deterministic else (slots,)
         with self._on_mesh():
             made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, chunk)))()
+            if deterministic and made.calibration is not None:
+                made = made.replace(calibration=made.calibration.replace(frozen=True))
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
             self._prefixes = PrefixCache(self.state, prefix_chunks, chunk)
 

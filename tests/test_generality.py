@@ -260,7 +260,7 @@ def test_random_trees_equal_autoregressive_decoding(target, toy, drafter, which,
 @pytest.mark.parametrize("which", ["qwen3", "toy"])
 def test_a_tree_of_rank_one_equals_the_chain_bit_for_bit(target, toy, drafter, which):
     target = target if which == "qwen3" else toy
-    chain = make_round(target, drafter, 6)
+    chain = make_round(target, drafter, 6, "coupled")  # calibrating would be another program
 
     def propose(state, choice):
         tokens = chain.propose(state, choice).tokens

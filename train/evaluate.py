@@ -57,7 +57,7 @@ def evaluate(
     *,
     params: SamplingParams,
     block_size: int | Literal["auto"] | None = None,
-    proposals: Proposals = "coupled",
+    proposals: Proposals = "calibrated",
     batch_size: int = 8,
     baseline: bool = False,
 ) -> dict[str, Any]:

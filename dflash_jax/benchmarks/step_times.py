@@ -113,7 +113,9 @@ class _Looped:
         return (time.perf_counter() - begin) / self._loops
 
 
-def _fused(target: Target, drafter: DraftModel | None, state: State, *, block: int, proposals: Proposals = "coupled"):
+def _fused(
+    target: Target, drafter: DraftModel | None, state: State, *, block: int, proposals: Proposals = "calibrated"
+):
     return speculative_step(make_round(target, drafter, block, proposals), state)[0]
 
 

@@ -1,21 +1,51 @@
 """How a step chooses tokens: everything but the logits.
 
 Target and drafter choose through the same object, so settings, penalties and noise are applied the same way.
-Shapes: B rows, T block positions, P proposed tokens, W positions with noise, V vocabulary.
+Shapes: B rows, T block positions, P proposed tokens, W positions with noise, V vocabulary, C candidates of a depth.
 """
 
-from typing import Any, Literal
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.decoding.calibration import SHARPNESS, Calibration
 from dflash_jax.decoding.penalties import History, Penalties, penalise
 from dflash_jax.decoding.proposal import Block
-from dflash_jax.decoding.sampling import Sampling, first_argmax, gumbel_noise, perturbed_scores, select
+from dflash_jax.decoding.sampling import (
+    Sampling,
+    first_argmax,
+    gumbel_noise,
+    if_any,
+    perturbed_scores,
+    scaled_scores,
+    select,
+)
 
-Proposals = Literal["coupled", "argmax", "independent"]
+Proposals = Literal["calibrated", "coupled", "argmax", "independent"]
+
+
+class Picks(NamedTuple):
+    """Proposed tokens.
+
+    Attributes:
+        tokens: of these depths.
+        trials: what each sharpness would have picked; None where none is learnt.
+    """
+
+    tokens: Int[Array, "B T"]
+    trials: Int[Array, "B T C"] | None
+
+    @staticmethod
+    def joined(each: "Sequence[Picks]") -> "Picks":
+        """Those of depths that follow one another."""
+        tokens = jnp.concatenate([picks.tokens for picks in each], axis=1)
+        trials = [picks.trials for picks in each if picks.trials is not None]
+        return Picks(tokens, jnp.concatenate(trials, axis=1) if trials else None)
 
 
 class Choice(struct.PyTreeNode):
@@ -27,6 +57,7 @@ class Choice(struct.PyTreeNode):
         noise: by depth: of position `known + d`. All nodes of a tree at one depth share it.
         decodable: ids that may be chosen; None is all.
         plain: whether the best penalised score is taken, without temperature, filters and noise.
+        sharpness: which of `calibration.SHARPNESS` to use at each depth; None does without.
     """
 
     sampling: Sampling
@@ -36,6 +67,7 @@ class Choice(struct.PyTreeNode):
     noise: Float[Array, "B W V"]
     decodable: Bool[Array, " V"] | None
     plain: bool = struct.field(pytree_node=False, default=False)
+    sharpness: Int[Array, " D"] | None = None
 
     def for_block(self, logits: Float[Array, "B T V"], block: Block) -> Int[Array, "B T"]:
         """The target's token behind every position of a block, each given its own ancestors."""
@@ -70,12 +102,38 @@ class Choice(struct.PyTreeNode):
         noise = self.noise[:, depth : depth + logits.shape[1]]
         return logits if self.plain else perturbed_scores(logits, noise, self.sampling)
 
-    def among(self, scores: Float[Array, "B C"], candidates: Int[Array, "B C"], *, depth: int = 0) -> Int[Array, " B"]:
+    def picks(self, logits: Float[Array, "B T _"], *, depth: int = 0, **given: Any) -> Picks:
+        """`tokens` for a drafter to propose, with what calibrates them."""
+        logits = self.allowed(logits, **given)
+        return self._picked(logits, self.noise[:, depth : depth + logits.shape[1]], depth)
+
+    def among(self, scores: Float[Array, "B C"], candidates: Int[Array, "B C"], *, depth: int = 0) -> Picks:
         """One of a few candidates for one depth, given what is known of each (see `allowed`)."""
-        at = jnp.arange(scores.shape[0])[:, None]
-        noise = self.noise[:, depth][at, candidates][:, None]
-        best = first_argmax(scores[:, None]) if self.plain else select(scores[:, None], noise, self.sampling)
-        return jnp.take_along_axis(candidates, best, axis=1)[:, 0]
+        rows = jnp.arange(scores.shape[0])[:, None]
+        picks = self._picked(scores[:, None], self.noise[:, depth][rows, candidates][:, None], depth)
+        token = jnp.take_along_axis(candidates, picks.tokens, axis=1)
+        if picks.trials is None:
+            return Picks(token, None)
+        return Picks(token, jnp.take_along_axis(candidates, picks.trials[:, 0], axis=1)[:, None])
+
+    def _picked(self, logits: Float[Array, "B T N"], noise: Float[Array, "B T N"], depth: int) -> Picks:
+        """Places of the best scores."""
+        if self.plain:
+            return Picks(first_argmax(logits), None)
+        if self.sharpness is None:
+            return Picks(select(logits, noise, self.sampling), None)
+
+        def tried() -> Int[Array, "B T C"]:
+            scores = scaled_scores(logits, self.sampling)
+            trials = [first_argmax(scores if math.isinf(c) else c * scores + noise) for c in SHARPNESS]
+            return jnp.stack(trials, axis=-1)
+
+        def greedy() -> Int[Array, "B T C"]:
+            return jnp.repeat(first_argmax(logits)[..., None], len(SHARPNESS), axis=-1)
+
+        trials = if_any(self.sampling.temperature > 0, tried, greedy)
+        best = self.sharpness[depth : depth + logits.shape[1]][None, :, None]
+        return Picks(jnp.take_along_axis(trials, best, axis=2)[..., 0], trials)
 
     def allowed(
         self,
@@ -99,12 +157,15 @@ class Choice(struct.PyTreeNode):
             logits = jnp.where(taken[None, None], -jnp.inf, logits)
         return self._allowed(logits)
 
-    def for_drafting(self, proposals: Proposals) -> "Choice":
+    def for_drafting(self, proposals: Proposals, calibration: Calibration) -> "Choice":
         """The same for a drafter.
 
         "coupled" adds the target's noise to the draft scores, so that draft and target tend to pick the
-        same token at any temperature; "argmax" adds none; "independent" adds noise of its own.
+        same token at any temperature; "calibrated" sharpens the scores first, by what was learnt; "argmax" adds no
+        noise; "independent" adds noise of its own.
         """
+        if proposals == "calibrated":
+            return self.replace(sharpness=calibration.best)
         if proposals == "argmax":
             return self.replace(plain=True)
         if proposals == "independent":

@@ -18,11 +18,13 @@ class Proposal(struct.PyTreeNode):
         parents: of a tree: the block position of each node's parent, 0 for the anchor and i + 1 for node i. A parent
             stands before its children. None is a chain, which needs no masks and no gathers.
         max_depth: of a tree: the longest path has so many nodes. Not used for a chain.
+        trials: of a chain: what each sharpness would have proposed (see `calibration`); None calibrates nothing.
     """
 
     tokens: Int[Array, "B P"]
     parents: Int[Array, "B P"] | None = None
     max_depth: int = struct.field(pytree_node=False, default=0)
+    trials: Int[Array, "B P C"] | None = None
 
     @property
     def depth(self) -> int:

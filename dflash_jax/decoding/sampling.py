@@ -116,14 +116,20 @@ def first_argmax(scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
 def perturbed_scores(
     logits: Float[Array, "B T V"], noise: Float[Array, "B T V"], sampling: Sampling
 ) -> Float[Array, "B T V"]:
-    """Scores whose argmax is the chosen token: logits of greedy rows, filtered and noisy ones of others.
+    """Scores whose argmax is the chosen token: logits of greedy rows, filtered and noisy ones of others."""
+    sampled = sampling.temperature[:, None, None] > 0
+    return jnp.where(sampled, scaled_scores(logits, sampling) + noise, logits)
+
+
+def scaled_scores(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
+    """Logits divided by the temperature, and filtered; of greedy rows the logits.
 
     Order as in the reference: temperature, top-k, top-p; then min-p. Tokens tied with the last one kept are kept.
     """
     temperature = sampling.temperature[:, None, None]
     # Relative to the best, so that a tiny temperature cannot overflow.
     scores = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)
-    return jnp.where(temperature > 0, filter_scores(scores, sampling) + noise, logits)
+    return jnp.where(temperature > 0, filter_scores(scores, sampling), logits)
 
 
 def filter_scores(scores: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:

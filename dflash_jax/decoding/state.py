@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.cache import Cache, Capacity
 from dflash_jax.cache.split import groups_of
 from dflash_jax.config import TargetConfig
+from dflash_jax.decoding.calibration import Calibration, init_calibration
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.penalties import History, Penalties, empty_history, no_penalties
 from dflash_jax.decoding.proposal import Proposal
@@ -131,6 +132,7 @@ class State(struct.PyTreeNode):
         scored: rows that want log-probabilities.
         target_cache: holds exactly the positions before the anchor.
         draft: what the drafter carries; None without one.
+        calibration: of its proposals; None without one.
         rows: rows of the cache and of what the drafter carries that these are (see `some_rows`); None is all, in order.
     """
 
@@ -144,6 +146,7 @@ class State(struct.PyTreeNode):
     scored: Bool[Array, " B"]
     target_cache: Cache
     draft: Any
+    calibration: Calibration | None = None
     rows: Int[Array, " B"] | None = None
 
 
@@ -178,7 +181,13 @@ def init_state(
         scored=jnp.zeros(rows, jnp.bool_),
         target_cache=target.init_cache(rows, slots, widest),
         draft=None if drafter is None else drafter.init_state(rows, slots, widest),
+        calibration=None if drafter is None else _calibration(drafter),
     )
+
+
+def _calibration(drafter: DraftModel) -> Calibration:
+    config = drafter.config
+    return init_calibration(drafter.depth(config.block_size), getattr(config, "proposal_sharpness", ()))
 
 
 def begin_row(state: State, row: Int[Array, ""]) -> State:
@@ -206,7 +215,8 @@ def all_rows(state: State, some: State) -> State:
     """`state` with what became of some of its rows."""
     put = lambda x, y: x.at[some.rows].set(y)
     fields = {name: jax.tree.map(put, getattr(state, name), getattr(some, name)) for name in _OF_ROWS}
-    return state.replace(target_cache=some.target_cache, draft=some.draft, **fields)
+    carried = {"target_cache": some.target_cache, "draft": some.draft, "calibration": some.calibration}
+    return state.replace(**carried, **fields)
 
 
 def without_idle_rows(state: State) -> State:

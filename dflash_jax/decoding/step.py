@@ -12,6 +12,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import cache
+from dflash_jax.decoding.calibration import Calibration
 from dflash_jax.decoding.choice import Choice, Proposals
 from dflash_jax.decoding.logprobs import Logprobs, log_probabilities
 from dflash_jax.decoding.penalties import remember
@@ -90,8 +91,19 @@ def speculative_step(parts: Round, state: State, *, logprobs: int | None = None)
         lengths=state.lengths + count,
         remaining=remaining,
         history=remember(view.history, tokens, view.lengths + 1, count),
+        calibration=_calibrated(view, block.proposal, accepted),
     )
     return after, Committed(tokens, count, scores)
+
+
+def _calibrated(state: State, proposal: Proposal, accepted: Accepted) -> Calibration | None:
+    """What the step reveals of the drafter: a token is judged if all proposals before it were right."""
+    if state.calibration is None or proposal.trials is None:
+        return state.calibration
+    depth = proposal.tokens.shape[1]
+    judged = jnp.arange(depth)[None] < accepted.count[:, None]
+    sampled = state.sampling.temperature[:, None] > 0
+    return state.calibration.learn(proposal.trials, accepted.tokens[:, :depth], judged & sampled)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -116,7 +128,8 @@ def proposing(
     """Proposals of a drafter; see `Choice.for_drafting` for their kinds."""
 
     def propose(state: State, choice: Choice) -> Proposal:
-        own = choice.for_drafting(proposals)
+        assert state.calibration is not None
+        own = choice.for_drafting(proposals, state.calibration)
         return drafter.propose(target, state.draft, state.anchor, state.lengths, block_size, own, rows=state.rows)
 
     return propose
@@ -165,7 +178,7 @@ def committing(target: TargetModel, drafter: DraftModel | None) -> Callable[[Sta
 
 
 def make_round(
-    target: TargetModel, drafter: DraftModel | None, block_size: int, proposals: Proposals = "coupled"
+    target: TargetModel, drafter: DraftModel | None, block_size: int, proposals: Proposals = "calibrated"
 ) -> Round:
     """The step of a target and a drafter.
 

@@ -36,6 +36,7 @@ class DrafterConfig(DecoderConfig):
         num_target_layers: depth of the target it was trained for; None if the config does not say.
         target_hidden_size: width of one tapped feature.
         draft_vocab_size: tokens it can propose; `vocab_size` is the target's.
+        proposal_sharpness: by depth, how far its scores are to be trusted at first (see `decoding.calibration`).
         own_embedding, own_head: whether the checkpoint carries its own instead of the target's.
     """
 
@@ -45,6 +46,7 @@ class DrafterConfig(DecoderConfig):
     num_target_layers: int | None
     target_hidden_size: int
     draft_vocab_size: int
+    proposal_sharpness: tuple[float, ...] = field(default=(), kw_only=True)
     own_embedding: bool = field(default=False, kw_only=True)
     own_head: bool = field(default=False, kw_only=True)
 
@@ -143,7 +145,7 @@ _DFLASH_FIELDS = """
     block_size mask_token_id target_layer_ids num_target_layers causal is_causal swa_window_size use_swa
     sample_from_anchor input_embedding_scale output_multiplier logit_scale final_logit_softcapping
     sliding_window_non_causal aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids
-    target_hidden_size draft_vocab_size causal_head
+    target_hidden_size draft_vocab_size causal_head proposal_sharpness
 """.split()
 # What training needed of a drafter, written into its config.
 _TRAINING_FIELDS = "num_anchors", "target_model_name_or_path", "speculators_version", "speculators_config"
@@ -207,7 +209,15 @@ def drafter_fields(raw: Raw, get: Lookup, *, block_size: int, taps: Callable[[in
         "num_target_layers": num_target_layers,
         "target_hidden_size": get("target_hidden_size", default=fields["hidden_size"]),
         "draft_vocab_size": draft,
+        "proposal_sharpness": _sharpness(get),
     }
+
+
+def _sharpness(get: Lookup) -> tuple[float, ...]:
+    found = get("proposal_sharpness", default=[])
+    if not isinstance(found, list) or not all(isinstance(c, int | float) and 0 < c < 1e30 for c in found):
+        raise ValueError(f"proposal_sharpness must be a list of positive numbers, got {found!r:.80}")
+    return tuple(map(float, found))
 
 
 def dflash_fields(raw: Raw, own: Sequence[str] = ()) -> dict[str, Any]:

@@ -184,7 +184,8 @@ class Drafter(base.Drafter):
     ) -> Proposal:
         """Tokens for the positions behind the anchor, every one chosen from its own slot of one pass."""
         logits = self.logits(target, anchor, state, lengths, block_size, rows=rows)
-        return Proposal(choice.tokens(logits, **self.choosable))
+        picks = choice.picks(logits, **self.choosable)
+        return Proposal(picks.tokens, trials=picks.trials)
 
     @property
     def choosable(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax import checkpoint
 from dflash_jax.cache import Cache
 from dflash_jax.config import Raw, require
-from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.choice import Choice, Picks
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, Lookup, dflash_fields
@@ -149,21 +149,20 @@ class Drafter(dflash.Drafter):
     ) -> Proposal:
         """One pass, then slot after slot one of its best tokens."""
         hidden = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
-        return Proposal(self.chosen(target, anchor, hidden, choice))
+        picks = self.chosen(target, anchor, hidden, choice)
+        return Proposal(picks.tokens, trials=picks.trials)
 
-    def chosen(
-        self, target: Target, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice
-    ) -> Int[Array, "B P"]:
+    def chosen(self, target: Target, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice) -> Picks:
         """A token for every slot, given the one chosen for the slot before."""
         logits, previous = choice.allowed(self.unembed(target, hidden), **self.choosable), anchor
         unary, candidates = jax.lax.top_k(logits, self.config.selector_top_k)
         gates = self.gates(hidden)
-        tokens = []
+        picks = list[Picks]()
         for slot in range(hidden.shape[1]):
             scores = unary[:, slot] + self.pairs(gates[:, slot], previous, candidates[:, slot])
-            previous = choice.among(scores, candidates[:, slot], depth=slot)
-            tokens.append(previous)
-        return jnp.stack(tokens, axis=1)
+            picks.append(choice.among(scores, candidates[:, slot], depth=slot))
+            previous = picks[-1].tokens[:, 0]
+        return Picks.joined(picks)
 
     def teacher_forced(
         self,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax import checkpoint, sharding
 from dflash_jax.cache import Cache
 from dflash_jax.config import Raw, require
-from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.choice import Choice, Picks
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, Lookup, dflash_fields
@@ -104,23 +104,22 @@ class Drafter(dflash.Drafter):
     ) -> Proposal:
         """One pass, then slot after slot a token."""
         hidden = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
-        return Proposal(self.chosen(target, anchor, hidden, choice))
+        picks = self.chosen(target, anchor, hidden, choice)
+        return Proposal(picks.tokens, trials=picks.trials)
 
-    def chosen(
-        self, target: Target, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice
-    ) -> Int[Array, "B P"]:
+    def chosen(self, target: Target, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice) -> Picks:
         """A token for every slot, given the one chosen for the slot before."""
         if not self.config.markov_rank:
-            return choice.tokens(self.unembed(target, hidden), **self.choosable)
-        logits, tokens = self.unembed(target, hidden), list[Array]()
+            return choice.picks(self.unembed(target, hidden), **self.choosable)
+        logits, picks = self.unembed(target, hidden), list[Picks]()
         previous, carried = anchor, self.initial(anchor.shape)
         for slot in range(hidden.shape[1]):
             carried, latent = self.latent(carried, previous, hidden[:, slot])
-            before = jnp.stack(tokens, axis=1) if tokens else None
+            before = Picks.joined(picks).tokens if picks else None
             scores = logits[:, slot : slot + 1] + self.bias(latent[:, None])
-            previous = choice.tokens(scores, depth=slot, before=before, **self.choosable)[:, 0]
-            tokens.append(previous)
-        return jnp.stack(tokens, axis=1)
+            picks.append(choice.picks(scores, depth=slot, before=before, **self.choosable))
+            previous = picks[-1].tokens[:, 0]
+        return Picks.joined(picks)
 
     def teacher_forced(
         self,

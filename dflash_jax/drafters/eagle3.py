@@ -31,7 +31,7 @@ from dflash_jax.config import (
     layer_types,
     require,
 )
-from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.choice import Choice, Picks
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.drafters import base
 from dflash_jax.drafters.config import DrafterConfig, Lookup, drafter_fields
@@ -44,7 +44,7 @@ from dflash_jax.target import Target
 
 canonical_name = base.canonical_name
 _FIELDS = """
-    block_size target_layer_ids num_target_layers target_hidden_size draft_vocab_size eagle_config
+    block_size proposal_sharpness target_layer_ids num_target_layers target_hidden_size draft_vocab_size eagle_config
     aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids use_aux_hidden_state num_aux_hidden_states
     norm_before_residual norm_before_fc fc_norm norm_output embed_requires_grad
     ttt_length step_loss_decay draft_num_hidden_layers target_model_name_or_path speculators_version speculators_config
@@ -255,13 +255,16 @@ class Drafter(base.Drafter):
     ) -> Proposal:
         """Token after token, one pass each."""
         feature = state.feature if rows is None else state.feature[rows]
-        at, known, fresh, tokens = jnp.maximum(lengths - 1, 0), feature[:, None], None, [anchor]
+        at, known, fresh, token = jnp.maximum(lengths - 1, 0), feature[:, None], None, anchor[:, None]
+        picks = list[Picks]()
         for i in range(self.depth(block_size)):
-            hidden, known, fresh = self.forward(target, known, tokens[-1][:, None], state, at, fresh, rows=rows)
-            before = jnp.stack(tokens[1:], axis=1) if i else None
+            hidden, known, fresh = self.forward(target, known, token, state, at, fresh, rows=rows)
+            before = Picks.joined(picks).tokens if picks else None
             scores = self.unembed(target, hidden)
-            tokens.append(choice.tokens(scores, depth=i, before=before, vocabulary=self.vocabulary)[:, 0])
-        return Proposal(jnp.stack(tokens[1:], axis=1))
+            picks.append(choice.picks(scores, depth=i, before=before, vocabulary=self.vocabulary))
+            token = picks[-1].tokens
+        all = Picks.joined(picks)
+        return Proposal(all.tokens, trials=all.trials)
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """The attention of training.
 
-Shapes: B rows, A blocks, T queries and F >= T keys of a block, S context slots, N query heads, K key-value heads, H head
-dim.
+Shapes: B rows, A blocks, T queries and F >= T keys of a block, S context slots, N query heads, K key-value heads, H
+head dim.
 """
 
 from typing import Literal

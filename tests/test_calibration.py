@@ -1,0 +1,78 @@
+"""Proposals learn how far to trust the drafter; what is emitted never depends on it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import Engine, load_drafter, load_target
+from dflash_jax.decoding.calibration import MEMORY, SHARPNESS, init_calibration
+from dflash_jax.drafters import drafter_config
+from tests import tiny
+
+DEPTH, V = 5, 40
+
+
+def test_every_sharpness_is_tried():
+    choice = tiny.choice_of(6, DEPTH, V, 0.7)
+    logits = jax.random.normal(jax.random.key(1), (6, DEPTH, V)) * 2
+    for best, c in enumerate(SHARPNESS):
+        ours = choice.replace(sharpness=jnp.full(DEPTH, best)).picks(logits)
+        for d in range(DEPTH):
+            noise = 0 if math.isinf(c) else choice.noise[:, d] / c  # c x + g and x + g / c have the same best
+            expected = jnp.argmax(logits[:, d] / 0.7 + noise, axis=1)
+            np.testing.assert_array_equal(ours.tokens[:, d], expected)
+            np.testing.assert_array_equal(ours.trials[:, d, best], expected)
+    coupled = choice.tokens(logits)
+    np.testing.assert_array_equal(ours.trials[..., 0], coupled)
+    assert np.mean(ours.trials[..., -1] != coupled) > 0.1  # the control: the noise matters
+
+
+def test_greedy_rows_propose_the_best_token_beside_sampled_ones():
+    choice = tiny.choice_of(2, DEPTH, V, 1.0)
+    temperature = jnp.asarray([0.0, 1.0])
+    noise = jnp.where(temperature[:, None, None] > 0, choice.noise, 0)
+    choice = choice.replace(sampling=choice.sampling.replace(temperature=temperature), noise=noise)
+    logits = jax.random.normal(jax.random.key(1), (2, DEPTH, V))
+    picks = choice.replace(sharpness=jnp.zeros(DEPTH, jnp.int32)).picks(logits)
+    np.testing.assert_array_equal(picks.trials[0], np.argmax(logits[0], axis=1)[:, None].repeat(len(SHARPNESS), 1))
+
+
+def test_counters_fade_and_find_the_better_one():
+    calibration = init_calibration(DEPTH)
+    assert calibration.best.tolist() == [0] * DEPTH
+    trials = jnp.zeros((3, DEPTH, len(SHARPNESS)), jnp.int32).at[..., 2].set(7)
+    right, judged = jnp.full((3, DEPTH), 7), jnp.zeros((3, DEPTH), bool).at[:2, :4].set(True)
+    after = calibration.learn(trials, right, judged)
+    assert after.best.tolist() == [2, 2, 2, 2, 0]
+    assert after.hits[:, 2].tolist() == [2, 2, 2, 2, 0]
+    again = after.learn(trials, right * 0, judged)
+    np.testing.assert_allclose(again.hits[0, 2], 2 * math.exp(-2 / MEMORY))
+    assert again.hits[0, 0] == 2
+    frozen = calibration.replace(frozen=True)
+    assert frozen.learn(trials, right, judged) is frozen
+
+
+def test_the_sharpness_stored_with_a_drafter_is_where_it_begins():
+    raw = tiny.drafter_config(dflash_config={"proposal_sharpness": [1.4, 1000]})
+    start = drafter_config(raw).proposal_sharpness
+    assert init_calibration(3, start).best.tolist() == [1, 4, 4]
+    with pytest.raises(ValueError, match="proposal_sharpness"):
+        drafter_config(tiny.drafter_config(dflash_config={"proposal_sharpness": [-1]}))
+
+
+def test_an_engine_learns_unless_it_is_deterministic(tmp_path):
+    target = load_target(tiny.write_target(tmp_path / "target", tiny.target_config()))
+    drafter = load_drafter(tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config()))
+    prompts = [[5, 9, 11], [1, 2, 3, 4, 5, 6]]
+    requests = [tiny.ask(prompt, 24, 1.0, seed=i, stop_token_ids=()) for i, prompt in enumerate(prompts)]
+    plain = [done.token_ids for done in Engine(target, None, slots=2, max_length=256).generate(requests)]
+    for deterministic in (False, True):
+        engine = Engine(target, drafter, slots=2, max_length=256, deterministic=deterministic)
+        answers = [done.token_ids for done in engine.generate(requests)]
+        hits = np.asarray(engine.batch.state.calibration.hits)
+        assert (hits.sum() > 0) == (not deterministic)
+        assert answers == plain
+    assert hits.shape == (7, len(SHARPNESS))
