@@ -1,8 +1,8 @@
 """How far a drafter's scores are to be trusted against the noise of sampling: learnt from what verification reveals.
 
 Draft and target share their noise, so the best guess of `argmax(log p / T + noise)` would be `argmax(log q / T +
-noise)` if q were p. Where the target is sharper than its drafter says, the noise misleads; `argmax(c log q / T + noise)`
-with a sharpness c above 1 is then a better guess, up to `argmax(log q)`. At every verified position whose proposals
+noise)` if q were p. Where the target is sharper than its drafter says, the noise misleads. Then a sharpness c above 1
+makes a better guess, `argmax(c log q / T + noise)`, up to `argmax(log q)`. At every verified position whose proposals
 before were right, the target's token is known, and so is whether each c would have proposed it. What is proposed never
 changes what is emitted. Shapes: B rows, P proposals, D depths, C candidates.
 """
