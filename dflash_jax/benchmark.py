@@ -50,6 +50,40 @@ def _concurrencies(given: Sequence[str]) -> tuple[int, ...]:
     return numbers
 
 
+def _temperatures(given: Sequence[str]) -> tuple[float, ...]:
+    try:
+        numbers = tuple(map(float, given[0].split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers:
+        raise ValueError(f"must be a number, or several for --drafters like 0,1, got {given[0]!r:.60}")
+    return numbers
+
+
+def _named(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    pairs = [each.partition("=") for each in given[0].split(",")]
+    names = [name for name, _, source in pairs if name and source]
+    if len(set(names)) != len(pairs):
+        raise ValueError(f"must be different names of drafters like a=DIR,b=DIR, got {given[0]!r:.80}")
+    return tuple((name, source) for name, _, source in pairs)
+
+
+@dataclass(frozen=True)
+class BenchmarkGeneration(GenerationOptions):
+    """How answers are generated.
+
+    Attributes:
+        temperature: 0 is greedy; for --drafters several, like 0,1
+    """
+
+    temperature: Annotated[Any, parsed(_temperatures, "T[,T...]"), arg(help_behavior_hint="(default: 0)")] = (0.0,)
+
+    def at(self, temperature: float) -> GenerationOptions:
+        """At one of the temperatures."""
+        given: dict[str, Any] = vars(self) | {"temperature": temperature}
+        return GenerationOptions(**given)
+
+
 @dataclass(frozen=True)
 class BenchmarkOptions:
     """Options of `python -m dflash_jax.benchmark`.
@@ -63,7 +97,11 @@ class BenchmarkOptions:
             with --block-size auto, also without speculation but with the drafter's state kept up to date
         sweep: instead: so many requests in progress at a time, for each of these numbers; plain decoding, the block
             size and auto side by side
-        plot: of --sweep, tokens per second against tokens per second and user (a file that matplotlib can write)
+        drafters: instead: these drafters of the target side by side: tau, speedup, times and bytes of a round, on each
+            of the --tasks at each --temperature
+        tasks: of --drafters: datasets, like gsm8k,mt-bench (default: the one of --dataset)
+        plot: of --sweep, tokens per second against tokens per second and user; of --drafters, speedups, acceptance by
+            position, and tau over the time of a draft (a file that matplotlib can write)
         untrained: random weights in the drafter's place: nothing it proposes is right
         json: write all figures
         seed: sampling noise
@@ -74,13 +112,15 @@ class BenchmarkOptions:
     max_samples: int = 24
     jobs: Annotated[int | None, optional(int, "ROUNDS")] = None
     sweep: Annotated[tuple[int, ...] | None, parsed(_concurrencies, "N,N,..."), arg(help_behavior_hint="")] = None
+    drafters: Annotated[tuple[tuple[str, str], ...], parsed(_named, "NAME=DIR,..."), arg(help_behavior_hint="")] = ()
+    tasks: Annotated[str | None, optional(str, "NAME,...")] = None
     plot: Annotated[Path | None, optional(Path, "FILE.svg")] = None
     untrained: bool = False
     json: Annotated[str | None, optional(str, "FILE")] = None
     seed: Annotated[int, arg(metavar="N")] = 0
     official: bool = False
     models: ModelOptions = field(default_factory=ModelOptions)
-    generation: GenerationOptions = field(default_factory=GenerationOptions)
+    generation: BenchmarkGeneration = field(default_factory=BenchmarkGeneration)
 
 
 def parse_options(argv: Sequence[str] | None = None) -> BenchmarkOptions:
@@ -106,6 +146,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _shown(options: BenchmarkOptions, figures: dict[str, Any]) -> str:
     """The figures as text; draws them, too, if that is asked for."""
+    if options.drafters:
+        from dflash_jax.benchmarks.drafters import markdown, plot
+
+        if options.plot:
+            plot(figures["cells"], options.plot)
+        lines = [f"{name}: {round['round_gb']:.2f} GB a round" for name, round in figures["qwen3_8b"].items()]
+        return "\n".join([markdown(figures["cells"]), "", "on a Qwen3-8B in bfloat16, batch 1", *lines])
     if not options.sweep:
         return job_table(figures) if options.jobs else table(figures)
     from dflash_jax.benchmarks.sweep import plot, sweep_table
@@ -117,14 +164,20 @@ def _shown(options: BenchmarkOptions, figures: dict[str, Any]) -> str:
 
 def measure(options: BenchmarkOptions) -> dict[str, Any]:
     """Runs everything; see `table` for what the figures mean."""
-    generation = options.generation
+    if options.drafters:
+        from dflash_jax.benchmarks.drafters import measure_drafters
+
+        return measure_drafters(options, questions)
+    if len(options.generation.temperature) > 1 or options.tasks:
+        raise ValueError("several temperatures and --tasks are for --drafters")
+    generation = options.generation.at(options.generation.temperature[0])
     if options.official and (generation.temperature > 0 or (generation.batch_size != 1 and not options.jobs)):
         raise ValueError("--official compares greedy decoding at batch size 1 only")
     source, draft_source = pair_sources(options.models)
     dataset = options.dataset or ("gsm8k" if options.models.target else "problems")
     samples, is_correct = questions(dataset, options.max_samples)
     if options.plot and not options.sweep:
-        raise ValueError("--plot draws the figures of --sweep; give both")
+        raise ValueError("--plot draws the figures of --sweep or --drafters; give both")
     if options.sweep and (options.jobs or options.official):
         raise ValueError("--sweep is a measurement of its own; leave --jobs and --official out")
     if options.jobs is not None and options.jobs < 1:
@@ -162,9 +215,10 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
         "autoregressive": _engine(loaded, generation, options.seed, requests, drafted=False),
         "speculative": _engine(loaded, generation, options.seed, requests),
     }
-    if generation.temperature > 0 and generation.proposals != "argmax":
-        argmax = replace(generation, proposals="argmax")
-        engines["argmax_proposals"] = _engine(loaded, argmax, options.seed, requests)
+    for kind in ("argmax", "coupled") if generation.temperature > 0 else ():
+        if kind != generation.proposals:
+            changed = replace(generation, proposals=kind)
+            engines[f"{kind}_proposals"] = _engine(loaded, changed, options.seed, requests)
     if engines["speculative"].drafter is None:
         raise ValueError(f"--block-size {generation.block_size} proposes nothing; choose a larger one to compare")
     from dflash_jax.benchmarks.compare import compare
@@ -315,8 +369,9 @@ def table(figures: dict[str, Any]) -> str:
     if "correct" in figures:
         correct = "   ".join(f"{name} {count}" for name, count in figures["correct"].items())
         lines.append(f"correct answers of {figures['samples']}   {correct}")
-    if "argmax_proposals" in figures:
-        lines.append(f"tau with argmax proposals {figures['argmax_proposals']['tau']:.3f}")
+    for kind in ("argmax", "coupled"):
+        if side := figures.get(f"{kind}_proposals"):
+            lines.append(f"tau with {kind} proposals {side['tau']:.3f}")
     if "official" in figures:
         lines.append(
             f"speculative / official {figures['official']['speedup_over']:.2f}   autoregressive / transformers "

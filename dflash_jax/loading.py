@@ -54,8 +54,10 @@ def load(
     from dflash_jax.drafters.loading import load_drafter
     from dflash_jax.target import load_target
 
-    mesh = choose_mesh(models.mesh, source, draft_source if speculative else None)
-    drafter = load_drafter(draft_source, dtype=models.dtype, mesh=mesh) if speculative and draft_source else None
+    mesh, drafter = choose_mesh(models.mesh, source, draft_source if speculative else None), None
+    if speculative and draft_source:  # the smaller one first: what is wrong with it is said at once
+        depth = _target_config(source).num_hidden_layers
+        drafter = load_drafter(draft_source, dtype=models.dtype, mesh=mesh, num_target_layers=depth)
     target = load_target(source, dtype=models.dtype, mesh=mesh)
     if drafter:
         drafter.config.check_pair(target.config)
@@ -130,7 +132,7 @@ def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool =
     """
     import jax
 
-    from dflash_jax import checkpoint, models, sharding
+    from dflash_jax import checkpoint, sharding
     from dflash_jax.drafters import drafter_config
     from dflash_jax.mesh import make_mesh, parse_mesh
 
@@ -141,11 +143,17 @@ def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool =
         return None
     if training:
         return make_mesh(parse_mesh("fsdp=-1"))
-    raw = lambda source, what: checkpoint.read_json(checkpoint.resolve(source, what) / "config.json")
-    configs: list[Any] = [models.target_config(raw(target, "target"))]
+    configs: list[Any] = [_target_config(target)]
     if drafter:
-        configs.append(drafter_config(raw(drafter, "drafter")))
+        raw = checkpoint.read_json(checkpoint.resolve(drafter, "drafter") / "config.json")
+        configs.append(drafter_config(raw, configs[0].num_hidden_layers))
     return make_mesh(sharding.auto_mesh(configs, len(jax.devices()), jax.local_device_count()))
+
+
+def _target_config(source: str) -> "TargetConfig":
+    from dflash_jax import checkpoint, models
+
+    return models.target_config(checkpoint.read_json(checkpoint.resolve(source, "target") / "config.json"))
 
 
 def engine_config(

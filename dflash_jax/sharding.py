@@ -26,8 +26,8 @@ class Rule(NamedTuple):
 # dimension is split where the input is complete on every device, the input dimension where a device holds some of it.
 RULES: tuple[Rule, ...] = (
     Rule(r"(embed_tokens|lm_head)", 2, P(HEADS, "fsdp")),
-    Rule(r"(qkv_proj|q_proj|gate_up_proj)/weight", 2, P(HEADS, "fsdp")),
-    Rule(r"(qkv_proj|q_proj|gate_up_proj)/bias", 1, P(HEADS)),
+    Rule(r"(qkv_proj|q_proj|kv_proj|gate_up_proj)/weight", 2, P(HEADS, "fsdp")),
+    Rule(r"(qkv_proj|q_proj|kv_proj|gate_up_proj)/bias", 1, P(HEADS)),
     Rule(r"(o_proj|down_proj|fc)/weight", 2, P("fsdp", HEADS)),
     Rule(r"(o_proj|down_proj)/bias", 1, P()),
     Rule(r"sinks", 1, P(HEADS)),
@@ -39,7 +39,7 @@ RULES: tuple[Rule, ...] = (
     Rule(r"experts/down_proj", 3, P("expert", "fsdp", "model")),
     Rule(r"kv_proj", 3, P(None, HEADS, "fsdp")),  # of all draft layers
     Rule(r"kv_bias", 2, P(None, HEADS)),
-    Rule(r"\w*norm/weight", 1, P()),
+    Rule(r"\w*norm(s_\d+)?/weight", 1, P()),
     Rule(r"k_norm", 2, P()),  # of all draft layers
     Rule(r"d2t", 1, P()),
     Rule(r"\w+_conv/base_kernel", 3, P()),

@@ -24,7 +24,7 @@ def test_wrong_shapes_are_refused(drafter):
             count=4,
             per_document=4,
             block_size=2,
-            anchor_predicts=False,
+            predictions=1,
         ),
     }
     for call in calls.values():

@@ -14,8 +14,7 @@ from dflash_jax.benchmarks.planning import collectives
 from dflash_jax.checkpoint import Reader, leaves
 from dflash_jax.decoding.state import init_state
 from dflash_jax.decoding.step import make_round, speculative_step
-from dflash_jax.drafters import drafter_config
-from dflash_jax.drafters.dflash import tensors as drafter_tensors
+from dflash_jax.drafters import KINDS, drafter_config, kind_of
 from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.models import FAMILIES, target_config
 from dflash_jax.sharding import auto_mesh, check_layout, pin, spec
@@ -128,8 +127,9 @@ def test_every_parameter_matches_one_rule():
             for path, leaf in leaves(FAMILIES[name].tensors(config)):
                 assert len(spec(path, len(leaf.shape))) <= len(leaf.shape)
     assert set(tiny.FAMILIES) == set(FAMILIES)
-    for path, leaf in leaves(drafter_tensors(drafter_config(tiny.drafter_config(attention_bias=True)))):
-        assert len(spec(path, len(leaf.shape))) <= len(leaf.shape)
+    for raw in (*tiny.kinds().values(), tiny.drafter_config(attention_bias=True)):
+        for path, leaf in leaves(KINDS[kind_of(raw)].tensors(drafter_config(raw))):
+            assert len(spec(path, len(leaf.shape))) <= len(leaf.shape)
     # A rule is for a number of dimensions: experts that are stacked do not pass for a plain weight.
     for path, rank in (("layers_0/mlp/gate", 2), ("norm", 1), ("layers_0/mlp/experts/gate_up_proj/weight", 3)):
         with pytest.raises(ValueError, match=f"0 sharding rules match parameter {path} of {rank} dimensions"):

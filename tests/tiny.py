@@ -1,5 +1,6 @@
 """Tiny random checkpoints in the published formats, made without torch."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -83,6 +84,23 @@ def drafter_config(**changes) -> dict:
     )
 
 
+def kinds() -> dict[str, dict]:
+    """`config.json` of a drafter of each kind for `target_config()`, block 4 or 5, with every kind of parameter."""
+    selector = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
+    rnn = {"markov_rank": 6, "markov_head_type": "rnn", "enable_confidence_head": True}
+    eagle = {"architectures": ["Qwen3Eagle3Model"], "num_hidden_layers": 1, "num_target_layers": 4, "ttt_length": 4}
+    return {
+        "dflash": drafter_config(block_size=5, attention_bias=True, draft_vocab_size=40),
+        "dflash2": drafter_config(block_size=5, architectures=["DFlash2DraftModel"], dflash_config=selector),
+        "dspark": drafter_config(block_size=4, architectures=["DSparkDraftModel"], **rnn),
+        "gated dspark": drafter_config(
+            block_size=4, architectures=["DSparkDraftModel"], **rnn | {"markov_head_type": "gated"}
+        ),
+        "eagle3": target_config(attention_bias=True) | eagle | {"target_layer_ids": [0, 2], "draft_vocab_size": 40},
+        "eagle3.1": target_config(model_type="llama") | eagle | {"fc_norm": True, "norm_output": True},
+    }
+
+
 def random_tensors(table: checkpoint.Table, seed: int) -> dict[str, np.ndarray]:
     """One random float32 tensor per checkpoint name; norms near one."""
     rng = np.random.default_rng(seed)
@@ -90,6 +108,9 @@ def random_tensors(table: checkpoint.Table, seed: int) -> dict[str, np.ndarray]:
     for path, leaf in sorted(checkpoint.leaves(table)):
         for part in leaf.parts:
             x = rng.standard_normal(part.source.shape).astype(np.float32)
+            if path == "d2t":  # all tokens but some of the first
+                tensors[path] = np.full(part.source.shape, MASK - part.source.shape[0], np.int32)
+                continue
             norm = "norm" in path and x.ndim == 1
             value = 1 + 0.2 * x if norm else x / max(1, x.shape[-1]) ** 0.5
             tensors[part.source.name] = value.astype(np.float32)
@@ -111,9 +132,12 @@ def write_target(directory: Path, raw: dict, seed: int = 0) -> Path:
     return write(directory, raw, random_tensors(models.family(config.model_type).tensors(config), seed))
 
 
-def write_drafter(directory: Path, raw: dict, seed: int = 1) -> Path:
-    kind = drafters.KINDS[drafters.kind_of(raw)]
-    return write(directory, raw, random_tensors(kind.tensors(drafters.drafter_config(raw)), seed))
+def write_drafter(directory: Path, raw: dict, seed: int = 1, *, own: bool = False) -> Path:
+    """A drafter of any kind; with `own`, it carries an embedding and a head."""
+    kind, config = drafters.KINDS[drafters.kind_of(raw)], drafters.drafter_config(raw)
+    reduced = config.draft_vocab_size != config.vocab_size
+    config = dataclasses.replace(config, own_embedding=own, own_head=own or reduced)
+    return write(directory, raw, random_tensors(kind.tensors(config), seed))
 
 
 def write_tokenizer(directory: Path, *, chat: bool = True) -> Path:

@@ -218,6 +218,7 @@ def collectives(text: str) -> list[dict[str, Any]]:
 def traced(raws: Pair, sizes: dict[str, int], batch: int, length: int, block_size: int | None) -> dict[str, Any]:
     """Per device and step, at 16 bits a number: bytes of weights, of caches, what products read of them; operations.
 
+    `draft_bytes` is what drafting reads, over all devices.
     `draft_upkeep` is what a step without speculation reads more because it keeps the drafter's state up to date, as a
     share of what it reads without a drafter.
     """
@@ -246,6 +247,7 @@ def traced(raws: Pair, sizes: dict[str, int], batch: int, length: int, block_siz
         "peak_bytes": weight_bytes + caches + 3 * logits,  # the logits of target and drafter, and noise
         "flops": whole.flops / (heads * rows),
         "bytes_accessed": moved,
+        "draft_bytes": sum(whole.bytes_read) - sum(kept.bytes_read),
         "draft_upkeep": sum(kept.bytes_read) / sum(alone.bytes_read) - 1,
         "collectives": None,
     }

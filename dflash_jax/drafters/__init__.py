@@ -26,6 +26,17 @@ def kind_of(raw: Raw) -> str:
     return "dspark" if "DSpark" in classes or any(get(name) for name in dspark.FIELDS) else "dflash"
 
 
-def drafter_config(raw: Raw) -> DrafterConfig:
-    """Reads a drafter's `config.json`; raises ValueError for what is unknown or unsupported."""
-    return KINDS[kind_of(raw)].config(flattened(raw))
+def drafter_config(raw: Raw, num_target_layers: int | None = None) -> DrafterConfig:
+    """Reads a drafter's `config.json`.
+
+    Args:
+        num_target_layers: depth of the target, where the config names neither that nor the layers that are tapped, as
+            those of official EAGLE-3 drafters.
+
+    Raises:
+        ValueError: for what is unknown or unsupported.
+    """
+    raw = flattened(raw)
+    if num_target_layers is not None and Lookup(raw)("num_target_layers") is None:
+        raw = {**raw, "num_target_layers": num_target_layers}
+    return KINDS[kind_of(raw)].config(raw)

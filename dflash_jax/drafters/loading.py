@@ -24,9 +24,7 @@ def load_drafter(
     array_type = parse_dtype(dtype)
     directory = checkpoint.resolve(source, "drafter")
     raw = checkpoint.read_json(directory / "config.json")
-    if num_target_layers is not None and "num_target_layers" not in {*raw, *(raw.get("dflash_config") or {})}:
-        raw = {**raw, "num_target_layers": num_target_layers}
-    kind, config = drafters.KINDS[drafters.kind_of(raw)], drafters.drafter_config(raw)
+    kind, config = drafters.KINDS[drafters.kind_of(raw)], drafters.drafter_config(raw, num_target_layers)
     reader = checkpoint.Reader(directory, kind.canonical_name)
     config = config.with_tensors(reader.names())
     layout = sharding.check_layout(config, mesh)

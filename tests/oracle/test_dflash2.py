@@ -23,7 +23,7 @@ def test_the_selector_picks_what_the_official_one_does(tmp_path):
     hidden = rng.standard_normal((40, 7, 32)).astype(np.float32)
     anchor = rng.integers(0, MASK, 40)
     choice = choice_of(40, 7, target.config.vocab_size)
-    got = jax.jit(ours.chosen)(target, jnp.asarray(anchor), jnp.asarray(hidden), choice)
+    got = jax.jit(ours.chosen)(target, jnp.asarray(anchor), jnp.asarray(hidden), choice).tokens
     with torch.inference_mode():
         logits = their_target.lm_head(torch.tensor(hidden))
         expected = theirs.propose(torch.tensor(hidden), torch.tensor(anchor), their_target.lm_head, 0.0)[0]

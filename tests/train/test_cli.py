@@ -116,7 +116,8 @@ SETTINGS_FLAGS = """
     evaluate-every evaluate-max-new-tokens evaluate-samples evaluate-temperature feature-noise
     final-learning-rate gamma keep kl learning-rate length log-every loss-chunk mask-token-id max-steps
     num-layers optimizer remat row-anchors save-every schedule seed target-layer-ids total-variation warmup
-    weight-decay weighting
+    weight-decay weighting drafter draft-vocab-size conv-group-size selector-rank selector-top-k markov-rank
+    markov-head-type negative-log-acceptance lk-hybrid
 """
 DATA = "config data distributed init-from kernels mesh out target " + SETTINGS_FLAGS
 GENERATION = """
@@ -177,6 +178,6 @@ def test_regenerating_notes_the_arguments_of_the_chat_template(place, capsys):
     assert regenerate(place, "chat-answers.jsonl", *given, *unthinking) == 0
     noted = json.loads((place / "chat-answers.jsonl.settings.json").read_text())
     assert noted["chat_template_kwargs"] == {"enable_thinking": False}
-    assert noted["deterministic"] == {"block_size": None, "batch_size": 2, "proposals": "coupled", "drafter": None}
+    assert noted["deterministic"] == {"block_size": None, "batch_size": 2, "proposals": "calibrated", "drafter": None}
     assert regenerate(place, "chat-answers.jsonl", *given) == 2
     assert "chat_template_kwargs" in capsys.readouterr().err

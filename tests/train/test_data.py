@@ -124,7 +124,7 @@ def test_settings_come_from_yaml_json_and_overrides(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"lr": 1}, "unknown settings lr; known are block_size"),
+        ({"lr": 1}, "unknown settings lr; known are drafter, block_size"),
         ({"learning_rate": "fast"}, "learning_rate must be float"),
         ({"learning_rate": float("nan")}, "learning_rate must be float"),
         ({"block_size": 1}, "at least 2"),
