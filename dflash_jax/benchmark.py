@@ -371,7 +371,8 @@ def table(figures: dict[str, Any]) -> str:
         lines.append(f"correct answers of {figures['samples']}   {correct}")
     for kind in ("argmax", "coupled"):
         if side := figures.get(f"{kind}_proposals"):
-            lines.append(f"tau with {kind} proposals {side['tau']:.3f}")
+            ratio = f"this run's is {side['tau_ratio']:.3f} of it (at least {side['tau_ratio_at_least']:.3f})"
+            lines.append(f"tau with {kind} proposals {side['tau']:.3f}   {ratio}")
     if "official" in figures:
         lines.append(
             f"speculative / official {figures['official']['speedup_over']:.2f}   autoregressive / transformers "

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from dflash_jax import benchmark, load_drafter
+from dflash_jax.benchmarks.compare import tau_ratio
 from dflash_jax.benchmarks.drafters import bytes_per_round, tau_error
 from dflash_jax.infer.requests import Completion
 from tests import tiny
@@ -104,3 +105,17 @@ def test_bytes_of_a_round():
     assert v1 == pytest.approx(5 * 0.386 + 1.24, rel=0.1)
     assert 1 < gb(second) / v1 < 1.05
     assert gb(tiny.target_config() | EAGLE) > 2.5 * v1
+
+
+def test_the_bound_of_a_ratio_of_taus():
+    def answered(*lengths):
+        answer = Completion(prompt_tokens=1)
+        answer.acceptance_lengths.extend(lengths)
+        return answer
+
+    ours, theirs = [answered(4, 4), answered(2, 2, 2)], [answered(2, 2, 2, 2), answered(1, 1, 1, 1, 1, 1)]
+    ratio, least = tau_ratio(ours, theirs)
+    assert ratio == pytest.approx(2.0)
+    assert least == pytest.approx(2.0, rel=0.02)  # the prompts differ much, but in both alike
+    worse = tau_ratio([answered(4, 4), answered(1, 1, 1)], theirs)
+    assert worse[1] < 0.9 * worse[0]

@@ -22,7 +22,7 @@ SERVE = """
 """
 BENCHMARK = """
     batch-size block-size dataset drafter dtype jobs json max-new-tokens max-samples mesh min-p official
-    plot proposals seed sweep target temperature top-k top-p untrained
+    plot proposals seed sweep target tasks temperature top-k top-p untrained drafters
     chat-template-kwargs kernels
 """
 KERNELS = "bandwidth batch context dtype json loops only pair"

@@ -57,6 +57,11 @@ def compare(
     figures["equal_outputs"] = sum(
         a.token_ids == b.token_ids for a, b in zip(answers["speculative"], answers["autoregressive"], strict=True)
     )
+    for name in answers:
+        if name.endswith("_proposals"):
+            figures[name]["tau_ratio"], figures[name]["tau_ratio_at_least"] = tau_ratio(
+                answers["speculative"], answers[name]
+            )
     seconds = steps.seconds()
     figures["step_seconds"], figures["step_length"] = seconds, length
     figures["device_loop_share"] = {
@@ -72,6 +77,23 @@ def compare(
     if opponent:
         figures |= opponent.figures(answers["speculative"], speculative, plain)
     return figures, answers
+
+
+def tau_ratio(ours: Sequence[Completion], theirs: Sequence[Completion]) -> tuple[float, float]:
+    """The ratio of two mean acceptance lengths over the same prompts, and its one-sided 95% lower bound; prompts are
+    what is drawn by chance."""
+    shares = []
+    means = []
+    for answers in (ours, theirs):
+        steps = np.array([len(answer.acceptance_lengths) for answer in answers], float)
+        tokens = np.array([sum(answer.acceptance_lengths) for answer in answers], float)
+        means.append(tokens.sum() / steps.sum())
+        shares.append(tokens / tokens.sum() - steps / steps.sum())  # what each prompt adds to log tau
+    apart, ratio = shares[0] - shares[1], means[0] / means[1]
+    if len(ours) < 2:
+        return ratio, float("nan")
+    error = np.sqrt(np.sum(apart**2) * len(ours) / (len(ours) - 1))
+    return float(ratio), float(ratio * np.exp(-scipy.stats.norm.ppf(0.95) * error))
 
 
 def compare_jobs(
