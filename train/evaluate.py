@@ -67,6 +67,10 @@ def evaluate(
         params: how tokens are chosen; each prompt keeps its own stop tokens. Noise follows from the prompt's id.
         batch_size: rows at a time.
         baseline: also decode autoregressively, taking turns, for `speedup` and `equal_outputs`.
+
+    Returns:
+        Figures; at a temperature also the sharpness of proposals that these prompts taught, which may be stored with
+        the drafter (`proposal_sharpness` of its `config.json`).
     """
     own = [replace(params, stop_token_ids=request.params.stop_token_ids) for request in requests]
     requests = [replace(request, params=each) for request, each in zip(requests, own, strict=True)]
@@ -90,6 +94,9 @@ def evaluate(
         "temperature": params.temperature,
         "block_size": engines[0].block_size,
     }
+    learnt = engines[0].batch.state.calibration
+    if learnt is not None and params.temperature > 0 and proposals == "calibrated":
+        figures["proposal_sharpness"] = learnt.sharpness
     if baseline:
         speeds = [engine.stats.tokens_per_second or 0.0 for engine in engines]
         figures["tokens_per_second"] = {"speculative": speeds[0], "autoregressive": speeds[1]}

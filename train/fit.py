@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -199,10 +199,10 @@ class Run:
     def _on_mesh(self) -> Any:
         return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
-    def _save(self, name: str, drafter: Drafter) -> None:
+    def _save(self, name: str, drafter: Drafter, learnt: Mapping[str, Any] | None = None) -> None:
         drafter = drafter.replace(params=gather(drafter.params), mesh=None)
         if self.leads:
-            save_drafter(self.directory / name, drafter, self.raw)
+            save_drafter(self.directory / name, drafter, {**self.raw, **(learnt or {})})
 
     def trained(self) -> Drafter:
         """The drafter as it is now, in float32."""
@@ -217,7 +217,8 @@ class Run:
         figures = {"step": int(self.state.step), **self._evaluate(serving)}
         best = max((line["tau"] or 0 for line in self._metrics() if "tau" in line), default=0)
         if (figures["tau"] or 0) >= best:
-            self._save("best", drafter)
+            learnt = {name: figures[name] for name in ("proposal_sharpness",) if name in figures}
+            self._save("best", drafter, learnt)
         self._log(figures)
         return figures
 
@@ -279,7 +280,7 @@ def load_run(directory: str | Path, step: int | None = None) -> tuple[Drafter, d
     directory = Path(directory)
     raw = read_json(directory / "drafter.json")
     if step is None and (directory / "best").is_dir():
-        return load_drafter(directory / "best", dtype="float32"), raw
+        return load_drafter(directory / "best", dtype="float32"), read_json(directory / "best" / "config.json")
     drafter = load_drafter(directory / "last", dtype="float32")  # for what is not trained
     checkpoints = Checkpoints(directory / "checkpoints")
     params = checkpoints.restore_params(step)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 SHARPNESS = (1.0, 1.5, 2.0, 3.0, math.inf)  # candidates; the last one leaves the noise out
+MOST = 1000.0  # stands for infinity in a file
 MEMORY = 4096.0  # verified positions of a depth after which what was learnt has faded to 1 / e
 PRIOR = 16.0  # verified positions that a stored sharpness counts as
 
@@ -37,6 +38,11 @@ class Calibration(struct.PyTreeNode):
     def best(self) -> Int[Array, " D"]:
         """The candidate to use at each depth; the first of equals."""
         return jnp.argmax(self.hits, axis=1)
+
+    @property
+    def sharpness(self) -> list[float]:
+        """The best of each depth, to be stored with a drafter; the largest is a number that JSON has."""
+        return [min(SHARPNESS[i], MOST) for i in np.asarray(self.best)]
 
     def learn(self, trials: Int[Array, "B P C"], right: Int[Array, "B P"], judged: Bool[Array, "B P"]) -> "Calibration":
         """Counts a step.

@@ -201,10 +201,12 @@ def test_the_best_drafter_is_the_one_that_decodes_best(target, start, examples, 
 
     def judge(drafter):
         seen.append(jax.tree.map(np.array, drafter.params))  # the run goes on with these buffers
-        return {"tau": next(taus, 1.0)}
+        return {"tau": next(taus, 1.0), "proposal_sharpness": [1.0, 1000.0 + len(seen)]}
 
     run = Run(tmp_path, target, *start, examples, config, evaluate=judge)
     run.fit()
+    assert load_drafter(tmp_path / "best").config.proposal_sharpness == (1.0, 1002.0)
+    assert load_run(tmp_path)[1]["proposal_sharpness"] == [1.0, 1002.0]
     assert [line["tau"] for line in lines(tmp_path) if "tau" in line][:3] == [2.0, 3.0, 2.5][: len(seen)]
     assert equal(load_drafter(tmp_path / "best").params, seen[1])
 
@@ -217,6 +219,9 @@ def test_evaluation_decodes(target, start):
     assert figures["equal_outputs"] == 2
     assert figures["tau"] >= 1
     assert figures["speedup"] > 0
+    assert "proposal_sharpness" not in figures
+    sampled = evaluate(target, start[0], requests, params=SamplingParams(9, 1.0))
+    assert len(sampled["proposal_sharpness"]) == start[0].depth(start[0].config.block_size)
 
 
 @pytest.mark.slow
