@@ -58,7 +58,7 @@ class Engine:
 
     Args:
         target: the model that generates.
-        drafter: its DFlash drafter; None decodes autoregressively.
+        drafter: its drafter; None decodes autoregressively.
         config: see `EngineConfig`.
         settings: fields of `EngineConfig` by name, which win over `config`.
 

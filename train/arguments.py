@@ -20,7 +20,7 @@ from dflash_jax.cli import (
 from dflash_jax.train.config import TrainConfig, setting
 
 DESCRIPTION = """\
-Trains a DFlash drafter for a target.
+Trains a drafter for a target: DFlash, DFlash 2, DSpark or EAGLE-3.
 
   stages
     regenerate      the target answers prompts itself    prompts -> answers.jsonl
