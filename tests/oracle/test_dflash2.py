@@ -56,3 +56,16 @@ def test_the_output_never_depends_on_the_drafter(temperature, tmp_path):
     from dflash_jax import generate
 
     assert ours.tokens == generate(target, prompts(), **settings).tokens
+
+
+def test_the_official_package_loads_what_was_saved(tmp_path):
+    from dflash.model import DFlash2DraftModel
+
+    from dflash_jax.checkpoint import read_json
+    from dflash_jax.train.drafters import save_drafter
+
+    theirs = make_drafter(tmp_path / "theirs", dflash_config=DFLASH2)
+    save_drafter(tmp_path / "ours", load_drafter(tmp_path / "theirs"), read_json(tmp_path / "theirs" / "config.json"))
+    again = DFlash2DraftModel.from_pretrained(tmp_path / "ours").eval()
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor)
