@@ -56,7 +56,7 @@ def load(
 
     mesh, drafter = choose_mesh(models.mesh, source, draft_source if speculative else None), None
     if speculative and draft_source:  # the smaller one first: what is wrong with it is said at once
-        depth = _target_config(source).num_hidden_layers
+        depth = target_config(source).num_hidden_layers
         drafter = load_drafter(draft_source, dtype=models.dtype, mesh=mesh, num_target_layers=depth)
     target = load_target(source, dtype=models.dtype, mesh=mesh)
     if drafter:
@@ -143,14 +143,15 @@ def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool =
         return None
     if training:
         return make_mesh(parse_mesh("fsdp=-1"))
-    configs: list[Any] = [_target_config(target)]
+    configs: list[Any] = [target_config(target)]
     if drafter:
         raw = checkpoint.read_json(checkpoint.resolve(drafter, "drafter") / "config.json")
         configs.append(drafter_config(raw, configs[0].num_hidden_layers))
     return make_mesh(sharding.auto_mesh(configs, len(jax.devices()), jax.local_device_count()))
 
 
-def _target_config(source: str) -> "TargetConfig":
+def target_config(source: str) -> "TargetConfig":
+    """Of a target in a directory, a `.gguf` file or on the hub; nothing else of it is read."""
     from dflash_jax import checkpoint, models
 
     return models.target_config(checkpoint.read_json(checkpoint.resolve(source, "target") / "config.json"))

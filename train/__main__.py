@@ -122,7 +122,7 @@ def _prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
         from dflash_jax.mesh import join
 
         join(options.distributed)
-    from dflash_jax.loading import choose_mesh, enable_compilation_cache, use_kernels
+    from dflash_jax.loading import choose_mesh, enable_compilation_cache, target_config, use_kernels
 
     use_kernels(options.kernels)
     enable_compilation_cache()
@@ -136,8 +136,9 @@ def _prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
 
     started, raw = None, {}
     if options.init_from:
-        directory = resolve(options.init_from, "drafter")
-        started, raw = load_drafter(directory, dtype="float32"), dict(flattened(read_json(directory / "config.json")))
+        directory, depth = resolve(options.init_from, "drafter"), target_config(options.target).num_hidden_layers
+        started = load_drafter(directory, dtype="float32", num_target_layers=depth)
+        raw = {"num_target_layers": depth, **flattened(read_json(directory / "config.json"))}
         own = {"num_layers": started.config.num_hidden_layers, "target_layer_ids": list(started.taps)}
         own["mask_token_id"] = getattr(started.config, "mask_token_id", None)
         if fixed := [name for name in own if name in given]:
@@ -250,7 +251,9 @@ def _evaluate(options: EvaluateOptions) -> int:
             drafter = spread(drafter, shardings(drafter, mesh)).replace(mesh=mesh)
     else:
         assert models.drafter
-        drafter = load_drafter(models.drafter, dtype=models.dtype, mesh=mesh)
+        drafter = load_drafter(
+            models.drafter, dtype=models.dtype, mesh=mesh, num_target_layers=target.config.num_hidden_layers
+        )
     drafter.config.check_pair(target.config)
     figures = evaluate(
         target,

@@ -101,9 +101,10 @@ def _configs(target: str, drafter: str | None) -> Pair:
 
 
 def _parsed(raws: Pair) -> tuple[TargetConfig, DrafterConfig]:
-    pair = models.target_config(raws[0]), drafter_config(raws[1])
-    pair[1].check_pair(pair[0])
-    return pair
+    target = models.target_config(raws[0])
+    drafter = drafter_config(raws[1], target.num_hidden_layers)
+    drafter.check_pair(target)
+    return target, drafter
 
 
 # --------------------------------------------------------------------------------------------------

@@ -125,7 +125,8 @@ def random_pair(
     Raises:
         ValueError: a configuration is unsupported, or the two do not belong together.
     """
-    target_config, draft_config = models.target_config(target), drafters.drafter_config(drafter)
+    target_config = models.target_config(target)
+    draft_config = drafters.drafter_config(drafter, target_config.num_hidden_layers)
     draft_config.check_pair(target_config)
     layout, _ = (sharding.check_layout(config, mesh) for config in (target_config, draft_config))
     family = models.family(target_config.model_type)

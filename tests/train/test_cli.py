@@ -6,6 +6,7 @@ import re
 import pytest
 
 from dflash_jax import load_drafter
+from dflash_jax.benchmarks import planning
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.arguments import parse_stage, settings_given
 from tests import tiny
@@ -50,6 +51,26 @@ def test_the_stages(place, capsys):
     assert main(["export", "--run", run, "--out", str(place / "drafter"), "--dtype", "float32"]) == 0
     assert load_drafter(place / "drafter").config.mask_token_id == tiny.MASK
     assert main(["plot", "--run", run, "--out", str(place / "plot.png")]) == 0
+
+
+def test_an_official_eagle_drafter_is_continued(place, tmp_path):
+    """Its config does not say which layers it taps; what is saved does."""
+    deep = tiny.write_target(tmp_path / "target", tiny.target_config(num_hidden_layers=6))
+    official = {"architectures": ["LlamaForCausalLMEagle3"], "num_target_layers": 6}
+    raw = tiny.kinds()["eagle3.1"] | official
+    started = tiny.write_drafter(tmp_path / "official", raw)
+    del raw["num_target_layers"]
+    (started / "config.json").write_text(json.dumps(raw))
+    tiny.write_tokenizer(deep)
+    models, answers = ["--target", str(deep)], tmp_path / "answers.jsonl"
+    answers.write_text('{"prompt_token_ids": [1, 4], "response_token_ids": [2, 3, 4, 9, 8, 7, 6, 5, 4, 3]}\n' * 2)
+    run = ["fit", *models, "--data", str(answers), "--init-from", str(started), "--out", str(tmp_path / "run")]
+    assert main([*run, "--length", "16", "--anchors", "8", "--batch-size", "1", "--max-steps", "1"]) == 0
+    evaluation = ["evaluate", *models, "--prompts", str(place / "prompts.jsonl"), "--max-new-tokens", "8"]
+    assert main([*evaluation, "--drafter", str(started), "--max-samples", "2"]) == 0
+    assert main(["export", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "new"), "--dtype", "float32"]) == 0
+    assert load_drafter(tmp_path / "new").taps == (1, 2, 2)
+    assert planning._parsed((tiny.target_config(num_hidden_layers=6), raw))[1].target_layer_ids == (1, 2, 2)
 
 
 def test_regenerating_continues(place, capsys):
