@@ -18,8 +18,12 @@ from dflash_jax.quantised import BLOCK
 Raw = Mapping[str, Any]
 
 # What no real model exceeds: a larger number is a mistake, found before memory is asked for.
-_MOST = {"num_hidden_layers": 4096, "num_target_layers": 4096, "rms_norm_eps": 0.1}
+_MOST = {"num_hidden_layers": 4096, "num_target_layers": 4096, "num_attention_heads": 2**16, "head_dim": 2**16}
+_MOST |= {"rms_norm_eps": 0.1, "factor": 1e6}
 _MOST_ANYWHERE = 2**31 - 1
+
+# Fields that are true or false wherever they stand.
+_FLAGS = frozenset("tie_word_embeddings attention_bias mlp_bias use_sliding_window".split())
 
 # Fields of `config.json` that describe bookkeeping or training, not the forward pass.
 _INERT = frozenset(
@@ -273,6 +277,9 @@ def check_fields(raw: Raw, known: Iterable[str], expected: Raw, *, inert: Iterab
     for name, value in expected.items():
         if name in raw and raw[name] is not None and raw[name] != value:
             raise ValueError(f"config.json: {name} = {raw[name]!r} is not supported, expected {value!r}")
+    for name in _FLAGS & raw.keys():
+        if not isinstance(raw[name], bool | None):
+            raise ValueError(f"config.json: {name} must be true or false, got {raw[name]!r:.80}")
     read, inert = _INERT.union(known, expected), _INERT_WHEN_OFF.union(inert)
     unknown = [k for k, v in raw.items() if v is not None and k not in read and (v or k not in inert)]
     if unknown:
@@ -337,11 +344,9 @@ def rope_config(raw: Raw) -> RopeConfig:
     for name, value in fields.items():
         if not isinstance(value, int | float) or not abs(value) < float("inf"):
             raise ValueError(f"config.json: rope parameter {name} must be a number, got {value!r:.80}")
-    factor = fields.get("factor", 1)
+    factor = require({"factor": 1, **fields}, "factor", float)
     if kind == "default" and factor != 1:
         raise ValueError(f"config.json: a rope factor of {factor!r} needs a rope_type, found none")
-    if factor <= 0:
-        raise ValueError(f"config.json: the rope factor must be above 0, got {factor!r}")
     del fields["rope_theta"]
     if unknown := set(fields) - (set(RopeConfig.__dataclass_fields__) - {"theta", "kind", "rotated"}):
         raise ValueError(f"config.json: rope parameters {sorted(unknown)} are not supported")

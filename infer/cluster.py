@@ -263,11 +263,9 @@ class RayWorkers:
             worker.call = None
             try:
                 result = self._ray.get(call)
-            except self._ray.exceptions.RayActorError as error:
+            except self._ray.exceptions.RayError as error:
                 self._lose(worker, waiting, error)
                 continue
-            except self._ray.exceptions.RayTaskError as error:
-                raise ValueError(f"a worker failed: {error.cause!r:.300}") from error
             if isinstance(result, Ready):
                 worker.ready, self._width = result, max(self._width, result.width)
                 continue
@@ -293,16 +291,20 @@ class RayWorkers:
                 worker.call = worker.actor.turn.remote(new, going)
 
     def _lose(self, worker: Remote, waiting: deque[tuple[int, str]], error: Exception) -> None:
+        """Gives up a worker that died, or whose call failed: its device may be out of memory, its node out of disk."""
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.kill(worker.actor)
         self._workers.remove(worker)
         self._keep_figures(worker)
         waiting.extendleft((place, name) for name, place in reversed(worker.lines.items()))
         self._looked, self._deaths = 0.0, self._deaths + 1
-        why = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        said = repr(error.cause) if isinstance(error, self._ray.exceptions.RayTaskError) else str(error)
+        why = " ".join(line.strip() for line in said.splitlines() if line.strip())
         if worker.ready is None and "creation task" in why:  # it would fail again
             raise ValueError(f"a worker cannot begin: {why[-400:]}") from error
         if self._deaths >= DEATHS * max(1, len(self._workers)):
             raise ValueError(
-                f"{self._deaths} workers died without finishing a line, the last one so: {why[:400]}"
+                f"{self._deaths} workers failed without finishing a line, the last one so: {why[:400]}"
             ) from error
 
     def _keep_figures(self, worker: Remote) -> None:

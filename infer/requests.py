@@ -6,11 +6,18 @@ from dataclasses import dataclass, field
 from dflash_jax.infer.params import SamplingParams
 
 
+MOST_CHARACTERS = 1000  # of a message
+
+
 class RequestError(ValueError):
-    """A request that cannot be served; `code` is stable, the message says what to do."""
+    """A request that cannot be served; `code` is stable, the message says what to do.
+
+    A message may quote the request. So it is cut where it is long, and what is no text in it is escaped: it can always
+    be written.
+    """
 
     def __init__(self, code: str, message: str):
-        super().__init__(message)
+        super().__init__(message[:MOST_CHARACTERS].encode("utf-8", "backslashreplace").decode())
         self.code = code
 
 

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from dflash_jax.infer import openai
 from dflash_jax.infer.jobs import answer, speculation, token_logprobs, usage
@@ -30,13 +31,16 @@ from dflash_jax.infer.text import GrowingText, Text
 from dflash_jax.infer.worker import OverloadedError, Progress, Worker
 
 
+READERS = 4  # prompts that are turned into tokens at a time
+
+
 @dataclass(frozen=True)
 class Limits:
     """What the server takes from a client.
 
     Attributes:
         request_bytes: of a body, at most.
-        client_seconds: for the head of a request, and for its body.
+        client_seconds: for the head of a request, for its body, and for each part of an answer to be taken.
         retry_seconds: after which a client may try again when the queue was full.
     """
 
@@ -120,14 +124,14 @@ def make_app(
 class Service:
     """Answers requests for completions. Arguments as in `make_app`.
 
-    Two threads of its own turn text into tokens and tokens into text, each for one request at a time, so that a long
-    prompt holds up neither the event loop nor the answers that are being streamed.
+    Threads of its own turn text into tokens and tokens into text, so that a long prompt holds up neither the event loop
+    nor the answers that are being streamed, and a few long ones do not hold up a short one.
     """
 
     def __init__(self, worker: Worker, text: Text, defaults: SamplingParams, model: str, limits: Limits):
         self._worker, self._text, self._defaults = worker, text, defaults
         self._model, self._limits = model, limits
-        self._reading = ThreadPoolExecutor(1, "tokenize")
+        self._reading = ThreadPoolExecutor(READERS, "tokenize")
         self._writing = ThreadPoolExecutor(1, "detokenize")
 
     async def complete(self, request: HTTPRequest) -> Response:
@@ -136,9 +140,9 @@ class Service:
         try:
             async with asyncio.timeout(self._limits.client_seconds):
                 raw = await _body(request, self._limits.request_bytes)
-            body = await loop.run_in_executor(self._reading, json.loads, raw)
-            if not isinstance(body, dict):
-                raise ValueError(f"expected an object, got {type(body).__name__}")
+            if worker.failure:
+                return _error(500, "engine_failed", str(worker.failure))
+            asked = await self._admitted(raw, endpoint)
         except ClientDisconnect:
             return Response(status_code=499)
         except TimeoutError:
@@ -146,19 +150,13 @@ class Service:
             return _error(408, "request_timeout", message, {"Connection": "close"})
         except OverflowError as error:
             return _error(413, "request_too_large", str(error))
-        except (ValueError, RecursionError) as error:
-            return _error(400, "invalid_json", f"the body must be a JSON object: {error!s:.200}")
-        if worker.failure:
-            return _error(500, "engine_failed", str(worker.failure))
-        try:
-            asked = await loop.run_in_executor(self._reading, self._parse, body, endpoint)
-            worker.enter(len(asked.samples))
         except RequestError as error:
             return _error(400, error.code, str(openai.in_their_words(error)))
         except OverloadedError as error:
             return _error(429, "overloaded", str(error), {"Retry-After": str(self._limits.retry_seconds)})
         if asked.streamed:
-            return EventStream(self._chunks(asked), lambda: worker.leave(len(asked.samples)))
+            ended = lambda: worker.leave(len(asked.samples))
+            return EventStream(self._chunks(asked), ended, self._limits.client_seconds)
         try:
             work = asyncio.gather(*(_last(worker, sample) for sample in asked.samples))
             done = await _until_disconnected(request, work)
@@ -170,8 +168,31 @@ class Service:
         finally:
             worker.leave(len(asked.samples))
 
-    def _parse(self, body: Mapping[str, Any], endpoint: str) -> Asked:
+    async def _admitted(self, raw: bytes, endpoint: str) -> Asked:
+        """What a body asks for, whose samples the worker has counted in. It counts as one while it is read, so that the
+        queue for the tokenizer is bounded, too.
+
+        Raises:
+            RequestError: it cannot be served.
+            OverloadedError: too many wait already.
+        """
+        worker = self._worker
+        worker.enter(1)
+        try:
+            asked = await asyncio.get_running_loop().run_in_executor(self._reading, self._parse, raw, endpoint)
+        finally:
+            worker.leave(1)
+        worker.enter(len(asked.samples))
+        return asked
+
+    def _parse(self, raw: bytes, endpoint: str) -> Asked:
         """What a body asks for; raises RequestError."""
+        try:
+            body = json.loads(raw)
+            if not isinstance(body, dict):
+                raise ValueError(f"expected an object, got {type(body).__name__}")
+        except (ValueError, RecursionError) as error:
+            raise RequestError("invalid_json", f"the body must be a JSON object: {error!s:.200}") from error
         streamed, with_usage = _streaming(body)
         options = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
         # Without a seed of its own a request draws from its name, so names never repeat.
@@ -185,7 +206,7 @@ class Service:
         answers = [answer(completion, asked.stop, self._text) for completion in done]
         return openai.body(asked.endpoint, asked.model, answers)
 
-    async def _chunks(self, asked: Asked) -> AsyncIterator[str]:
+    async def _chunks(self, asked: Asked) -> AsyncGenerator[str, None]:
         """Server-sent events of answers as they grow; text is sent once nothing can change it any more."""
         loop, worker, text = asyncio.get_running_loop(), self._worker, self._text
         kind = "chat.completion.chunk" if asked.endpoint == openai.CHAT else "text_completion"
@@ -287,17 +308,28 @@ async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `ended` is called however they end, also if the client leaves before the first."""
+    """Server-sent events.
 
-    def __init__(self, events: AsyncIterator[str], ended: Callable[[], None]):
+    Args:
+        ended: called however they end, also if the client leaves before the first.
+        seconds: for the client to take a part; one that does not is treated as one that left.
+    """
+
+    def __init__(self, events: AsyncGenerator[str, None], ended: Callable[[], None], seconds: float):
         super().__init__(events, media_type="text/event-stream")
-        self._ended = ended
+        self._events, self._ended, self._seconds = events, ended, seconds
 
-    async def __call__(self, *connection: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._seconds):
+                await send(message)
+
         try:
-            await super().__call__(*connection)
+            with contextlib.suppress(ClientDisconnect, TimeoutError):
+                await super().__call__(scope, receive, send_in_time)
         finally:
             self._ended()
+            await self._events.aclose()
 
 
 class AnswerStream:

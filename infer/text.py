@@ -73,7 +73,7 @@ class Text:
             )
         return prompt
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], **arguments: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> list[int]:
         """Tokens of a conversation under the chat template, up to where the answer begins.
 
         Args:
@@ -82,12 +82,16 @@ class Text:
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
             raise RequestError("no_chat_template", "the target's tokenizer has no chat template; use 'prompt' instead")
+        for message in messages:
+            for value in message.values():
+                self._checked(value)
         try:
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self.template_arguments | arguments
             )
         except Exception as error:  # templates are programs, and raise what they like
-            raise RequestError("invalid_messages", f"the chat template refused the messages: {error}") from error
+            why = f"{error!s:.200}"
+            raise RequestError("invalid_messages", f"the chat template refused the messages: {why}") from error
         return tokenizer.encode(self._checked(text), add_special_tokens=False)
 
     @property

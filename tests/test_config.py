@@ -54,8 +54,13 @@ def test_target_fields():
         ({"rope_theta": 1e-300}, "rope_theta must be at least 1"),
         ({"eos_token_id": 2**31}, "ids must be integers below"),
         ({"rope_scaling": {"factor": 2.0}}, "needs a rope_type"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "above 0"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "above 0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "positive float 'factor'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "positive float 'factor'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e308}}, "factor must be at most"),
+        ({"head_dim": 10**9}, "head_dim must be at most"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads must be at most"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+        ({"max_window_layers": "a", "use_sliding_window": True, "sliding_window": 4}, "max_window_layers"),
     ],
 )
 def test_unsupported_targets_are_refused_by_name(change, named):

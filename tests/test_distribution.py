@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from dflash_jax import load_drafter, load_target
+from dflash_jax.decoding.calibration import init_calibration
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.sampling import Sampling
 from dflash_jax.decoding.step import make_round, run, speculative_step
@@ -19,6 +20,7 @@ VOCAB, PROMPT, ANCHOR = 8, [3, 1, 4, 1], 5
 ROWS, BATCHES, TOKENS, BLOCK = 4096, 13, 3, 4
 SETTINGS = [
     {"temperature": 1.0},
+    {"temperature": 1.0, "proposals": "calibrated"},
     {"temperature": 1.0, "proposals": "independent"},
     {"temperature": 0.8, "top_k": 5, "top_p": 0.9},
 ]
@@ -65,8 +67,9 @@ def drawn(target, parts, drafter, temperature, top_k=0, top_p=1.0, batches=BATCH
     def program(one, key):
         keys = jax.random.split(key, ROWS)
         sampling = Sampling(full(temperature), full(top_k, jnp.int32), full(top_p), full(0), keys)
-        tiled = jax.tree.map(lambda x: jnp.repeat(x, ROWS, axis=0), one.replace(sampling=None))
-        state = tiled.replace(sampling=sampling, anchor=full(ANCHOR, jnp.int32))
+        tiled = jax.tree.map(lambda x: jnp.repeat(x, ROWS, axis=0), one.replace(sampling=None, calibration=None))
+        calibration = init_calibration(drafter.depth(BLOCK), [2.0])  # which the steps go on changing
+        state = tiled.replace(sampling=sampling, anchor=full(ANCHOR, jnp.int32), calibration=calibration)
         _, trace = run(partial(speculative_step, parts), state, jnp.int32(TOKENS), jnp.int32(0), TOKENS)
         # [M, B, J] to [B, M J]: the steps' tokens behind one another, those that do not count last.
         counts = jnp.arange(trace.tokens.shape[2])[None, None] < trace.count[:, :, None]
@@ -94,7 +97,7 @@ def p_value(counts, p):
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("settings", SETTINGS, ids=["coupled", "independent", "filtered"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=["coupled", "calibrated", "independent", "filtered"])
 def test_three_tokens_come_as_often_as_the_target_has_them(pair, settings):
     target, drafter = pair
     asked = {name: value for name, value in settings.items() if name != "proposals"}

@@ -110,6 +110,7 @@ def test_chunks_give_the_logits_of_one_pass(toy):
     np.testing.assert_allclose(jnp.concatenate([p[1] for p in parts], axis=1), features, atol=1e-5)
 
 
+@pytest.mark.lossless
 @pytest.mark.parametrize(
     "settings",
     [
@@ -129,6 +130,7 @@ def test_speculation_chunks_slots_and_prefixes_change_nothing(toy, drafter, plai
         assert engine.stats.prefix_tokens > 0
 
 
+@pytest.mark.lossless
 @pytest.mark.parametrize("axes", [pytest.param("model=2", marks=pytest.mark.slow), "data=2,model=2"])
 def test_a_mesh_changes_nothing(directory, plain, axes):
     count = 4 if "data" in axes else 2
@@ -180,6 +182,11 @@ def test_a_slice_that_cannot_be_honoured_raises(directory):
         Leaf((4, 6), (Part(source, (slice(0, 4), slice(0, 3)), (slice(None), slice(0, 3))),))
     with pytest.raises(ValueError, match="has no"):
         Leaf((4, 2), (Part(source, (slice(0, 4), slice(0, 2)), (slice(None), (5, 6))),))
+    half = Part(source, (slice(0, 4), slice(0, 3)), (slice(None), slice(0, 3)))
+    with pytest.raises(ValueError, match="overlap"):
+        Leaf((4, 6), (half, half))
+    with pytest.raises(ValueError, match="overlap"):
+        Leaf((2, 6), (Part(source, (1, slice(0, 6)), (0,)), Part(source, (-1, slice(0, 6)), (1,))))
     whole = Leaf((4, 6), (Part(source, (slice(0, 4), slice(0, 6))),))
     with pytest.raises(ValueError, match="must not have a step"):
         assemble(checkpoint.Reader(directory / "target"), whole, (slice(0, 4, 2), slice(None)), np.float32)
@@ -189,6 +196,7 @@ def test_a_slice_that_cannot_be_honoured_raises(directory):
 # Other drafters
 
 
+@pytest.mark.lossless
 @pytest.mark.parametrize("prefix_chunks", [0, 8])
 def test_a_drafter_whose_state_is_no_cache(toy, plain, prefix_chunks):
     bigrams = BigramDrafter(toy.config.vocab_size)
@@ -237,6 +245,7 @@ def rollout(target, drafter, parts, state, steps):
     return rows, counts, state
 
 
+@pytest.mark.lossless
 @pytest.mark.parametrize("which", ["qwen3", "toy"])
 @pytest.mark.parametrize("how", ["warm", *(pytest.param(how, marks=pytest.mark.slow) for how in ("greedy", "hot"))])
 def test_random_trees_equal_autoregressive_decoding(target, toy, drafter, which, how):
@@ -257,6 +266,7 @@ def test_random_trees_equal_autoregressive_decoding(target, toy, drafter, which,
     assert (counts.sum(axis=0) == WIDTH - 1).all()
 
 
+@pytest.mark.lossless
 @pytest.mark.parametrize("which", ["qwen3", "toy"])
 def test_a_tree_of_rank_one_equals_the_chain_bit_for_bit(target, toy, drafter, which):
     target = target if which == "qwen3" else toy

@@ -92,7 +92,7 @@ def _local(path: Path) -> list[Sample]:
         raise ValueError(f"dataset file {path} does not exist")
     ask = _asker(SOURCES.get(path.stem, Source((), "", "prompt")))
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -212,6 +212,20 @@ class Leaf:
             filled += int(np.prod(sizes))
         if filled != int(np.prod(self.shape)):
             raise ValueError(f"the parts of a parameter of shape {self.shape} fill {filled} places of it")
+        if len(self.parts) > 1 and self._overlap():
+            raise ValueError(f"parts of a parameter of shape {self.shape} overlap")
+
+    def _overlap(self) -> bool:
+        """Whether two parts fill the same place: counted on the grid of all their edges."""
+        boxes = []
+        for part in self.parts:
+            axes = zip(part.index, self.shape, strict=True)
+            boxes.append([at.indices(n)[:2] if isinstance(at, slice) else (at % n, at % n + 1) for at, n in axes])
+        edges = [np.unique([box[axis] for box in boxes]) for axis in range(len(self.shape))]
+        counts = np.zeros([len(each) for each in edges], np.int32)
+        for box in boxes:
+            counts[tuple(slice(*np.searchsorted(each, ends)) for each, ends in zip(edges, box, strict=True))] += 1
+        return bool(counts.max(initial=0) > 1)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Experts(nn.Module):
         specs = (rows, rows, rows, both, both, inner_last)
         out = on_each_device(local, specs, rows)(x, weights, chosen, gate_up, gate_up_bias, down)
         if down_bias is not None:
-            out = out + jnp.einsum("btk,btkd->btd", weights, down_bias[chosen].astype(jnp.float32))
+            out = out + product("btk,btkd->btd", weights, down_bias[chosen].astype(jnp.float32))
         return out.astype(x.dtype)
 
 
@@ -114,7 +114,7 @@ def apply_experts(
     inside = nn.silu(gate) * up if limit is None else clamped_swiglu(gate, up, limit)
     out = grouped_matmul(inside, down, sizes).astype(x.dtype)
     back = jnp.argsort(order)
-    return jnp.einsum("btkd,btk->btd", out[back].reshape(B, T, k, D).astype(jnp.float32), weights)
+    return product("btkd,btk->btd", out[back].reshape(B, T, k, D).astype(jnp.float32), weights)
 
 
 def clamped_swiglu(gate: Float[Array, "M I"], up: Float[Array, "M I"], limit: float) -> Float[Array, "M I"]:

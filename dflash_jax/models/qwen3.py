@@ -34,6 +34,8 @@ def config(raw: Raw) -> TargetConfig:
     types = layer_types(raw, depth)
     if raw.get("layer_types") is None and window is not None:
         full = raw.get("max_window_layers", 28)
+        if not isinstance(full, int):
+            raise ValueError(f"config.json: max_window_layers must be an integer, got {full!r:.80}")
         types = ["full_attention" if i < full else "sliding_attention" for i in range(depth)]
     if window is not None:
         require(raw, "sliding_window")

@@ -6,11 +6,13 @@ import pytest
 from jax.extend import core
 from jax.lax import Precision
 
+from dflash_jax.benchmarks.presets import random_pair
 from dflash_jax.cache import KV
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import attend
 from dflash_jax.kernels.cache_update import append
 from dflash_jax.models.layers import FEW_ROWS, matmul, project
+from tests import tiny
 
 EXACT = (Precision.HIGHEST, Precision.HIGHEST)
 TYPES = [jnp.float32, jnp.bfloat16]
@@ -94,6 +96,19 @@ def test_cache_update(dtype):
 @pytest.mark.parametrize("function", [project, matmul])
 def test_projections(function, rows, dtype):
     check(function, dtype, jnp.zeros((1, rows, 16), dtype), jnp.zeros((24, 16), dtype))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_family(family):
+    """Weights that stay quantised are widened to float32, too."""
+    raw = tiny.target_config(model_type=family, **tiny.FAMILIES[family])
+    target, _ = random_pair(raw, tiny.drafter_config(), jnp.float32)
+
+    def verify(target, cache):
+        hidden, *_ = target.forward(jnp.zeros((2, 4), jnp.int32), jnp.arange(8).reshape(2, 4), None, cache)
+        return target.unembed(hidden)
+
+    check(verify, jnp.float32, target, target.init_cache(2, 64), least=4 * 6 + 1)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -65,7 +65,7 @@ class Bench:
 def answers(path: Path) -> dict[str, Any]:
     """What the records of an output say, by id; raises SoakError if one is there twice."""
     found: dict[str, Any] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         record = json.loads(line)
         name = str(record.get("custom_id", record["id"]))
         expect(name not in found, f"{name} has two records")
