@@ -82,6 +82,10 @@ def test_every_bad_field_spoils_its_own_line_only(pair, tmp_path):
         {"id": "stops", "prompt": "abc", "stop": list("abcde")},
         {"id": "long", "prompt": "abc", "stop": "a" * 2000},
         {"id": "prompt", "prompt": "\ud800"},
+        {"id": "role", "messages": [{"role": "\ud800", "content": "a"}]},
+        {"id": "content", "messages": [{"role": "user", "content": "\ud800"}]},
+        {"id": "refused", "messages": [{"role": "tool", "content": "a" * 40}]},
+        {"id": "argument", "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"m": "\ud800"}},
         batch("model", model="\ud800"),
         batch("models", model=["m"]),
         batch("tokens", max_tokens=0),
@@ -91,9 +95,10 @@ def test_every_bad_field_spoils_its_own_line_only(pair, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "in.jsonl").read_bytes())
     assert serve.main(command(pair, source, output)) == 1
     found = {r.get("custom_id", r["id"]): r for r in map(json.loads, output.read_text().splitlines())}
-    assert {name for name, r in found.items() if not r.get("error")} == {"good", "fine"}
+    assert {name for name, r in found.items() if not r.get("error")} == {"good", "fine", "argument"}
     assert found["fine"]["response"]["body"]["usage"]["completion_tokens"] == 3
     assert found["tokens"]["error"]["message"].startswith("max_tokens must be")
+    assert "no role tool" in found["refused"]["error"]["message"]
 
 
 def test_what_cannot_fit_is_refused_before_it_is_tokenized(pair, tmp_path, monkeypatch):

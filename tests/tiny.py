@@ -155,7 +155,11 @@ def write_tokenizer(directory: Path, *, chat: bool = True) -> Path:
         tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", mask_token="<mask>"
     )
     if chat:
-        fast.chat_template = "{% for m in messages %}{{ m['role'] }}.{{ m['content'] }}<end>{% endfor %}"
+        fast.chat_template = (
+            "{% for m in messages %}{% if m['role'] == 'tool' or m['role'] > 'x' %}"
+            "{{ raise_exception('no role ' + m['role']) }}{% endif %}"
+            "{{ m['role'] }}.{{ m['content'] }}<end>{% endfor %}"
+        )
     fast.save_pretrained(directory)
     return directory
 

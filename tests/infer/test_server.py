@@ -209,11 +209,24 @@ def test_what_is_refused(client, server):
 
 @pytest.mark.parametrize("change", [{"stop": "\ud800"}, {"model": "\ud800"}, {"model": "\ud800", "stream": True}])
 def test_half_characters_are_refused(server, change):
-    body = json.dumps({"prompt": "abc"} | change).encode()
+    assert "lone surrogate" in refusal(server, "/v1/completions", {"prompt": "abc"} | change)
+
+
+@pytest.mark.parametrize(
+    ("role", "content", "message"),
+    [("\ud800", "a", "lone surrogate"), ("user", "\ud800", "lone surrogate"), ("\ue000", "a", "no role \ue000")],
+)
+def test_messages_that_the_template_refuses(server, role, content, message):
+    asked = {"messages": [{"role": role, "content": content}]}
+    assert message in refusal(server, "/v1/chat/completions", asked)
+
+
+def refusal(server, path, body):
+    """The message of a 400."""
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(urllib.request.Request(server[0] + "/v1/completions", body, AUTHORISED))
+        urllib.request.urlopen(urllib.request.Request(server[0] + path, json.dumps(body).encode(), AUTHORISED))
     assert refused.value.code == 400
-    assert "lone surrogate" in json.loads(refused.value.read())["error"]["message"]
+    return json.loads(refused.value.read())["error"]["message"]
 
 
 def test_models_health_and_metrics(client, server):
@@ -288,6 +301,24 @@ def test_a_full_queue_is_answered_with_429(client, server, monkeypatch):
     assert client.completions.create(model="m", prompt="abc", max_tokens=4).usage.completion_tokens == 4
 
 
+def test_prompts_that_wait_to_be_read_count(client, server, text, monkeypatch):
+    encode, go_on = text.encode, threading.Event()
+    monkeypatch.setattr(text, "encode", lambda prompt: go_on.wait(60) and encode(prompt))
+    ask = lambda: client.completions.create(model="m", prompt="abc", max_tokens=1)
+    waiting = [threading.Thread(target=ask) for _ in range(10)]  # two slots, eight that wait
+    for thread in waiting:
+        thread.start()
+    deadline = time.monotonic() + 20
+    while server[1]._present < 10 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(openai.RateLimitError):
+        ask()
+    go_on.set()
+    for thread in waiting:
+        thread.join()
+    assert server[1]._present == 0
+
+
 def test_a_slow_client_is_hung_up_on(server):
     """One that never ends its head, and one that never ends its body."""
     address = server[0].removeprefix("http://").split(":")
@@ -300,34 +331,37 @@ def test_a_slow_client_is_hung_up_on(server):
 
 
 def test_long_prompts_hold_up_nobody(client, server, text, monkeypatch):
-    """While one is turned into tokens, the server answers others."""
+    """While one is turned into tokens, the server answers others, short prompts too."""
     encode, others_were_answered = text.encode, threading.Event()
 
     def slow(prompt):
-        assert others_were_answered.wait(60)
+        assert len(prompt) < 100 or others_were_answered.wait(60)
         return encode(prompt)
 
     monkeypatch.setattr(text, "encode", slow)
     asked = threading.Thread(target=lambda: client.completions.create(model="m", prompt="a" * 100, max_tokens=1))
     asked.start()
     assert urllib.request.urlopen(server[0] + "/health", timeout=30).status == 200
+    assert client.completions.create(model="m", prompt="abc", max_tokens=4).usage.completion_tokens == 4
     assert asked.is_alive()
     others_were_answered.set()
     asked.join()
 
 
+PATH = "/v1/completions"
+STREAMING = {
+    "type": "http",
+    "method": "POST",
+    "path": PATH,
+    "raw_path": PATH.encode(),
+    "headers": [],
+    "query_string": b"",
+}
+
+
 def test_a_client_that_leaves_before_the_first_event_gives_its_place_back(server, text):
     app = make_app(server[1], text, SamplingParams(4), model="tiny", api_key=None)
     body = json.dumps({"prompt": "abc", "stream": True}).encode()
-    path = "/v1/completions"
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "headers": [],
-        "query_string": b"",
-    }
     asked, gone = {"type": "http.request", "body": body}, {"type": "http.disconnect"}
 
     async def connect():
@@ -340,11 +374,39 @@ def test_a_client_that_leaves_before_the_first_event_gives_its_place_back(server
             raise OSError("the client has left")
 
         with pytest.raises(OSError, match="has left"):
-            await app(scope, receive, send)
+            await app(STREAMING, receive, send)
 
     before = server[1]._present
     asyncio.run(connect())
     assert server[1]._present == before
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.4"])
+def test_a_client_that_does_not_read_gives_its_place_back(server, text, version):
+    app = make_app(server[1], text, SamplingParams(100), model="tiny", api_key=None, limits=LIMITS)
+    asked = {"type": "http.request", "body": json.dumps({"prompt": "abc", "stream": True}).encode()}
+    counts = []
+
+    async def connect():
+        messages = iter([asked])
+        forever = asyncio.Event()
+
+        async def receive():
+            return next(messages, None) or await forever.wait()
+
+        async def send(message):
+            counts.append(server[1]._present)
+            if message["type"] == "http.response.body":
+                await forever.wait()
+
+        await asyncio.wait_for(app(STREAMING | {"asgi": {"spec_version": version}}, receive, send), 20)
+
+    asyncio.run(connect())
+    assert counts == [1, 1]
+    deadline = time.monotonic() + 5
+    while server[1].engine.busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (server[1]._present, server[1].engine.busy) == (0, 0)
 
 
 @pytest.mark.parametrize("given", ["Bearer schlüssel", "bearer schlüssel", "Bearer  schlüssel"])

@@ -10,6 +10,7 @@ JUNK: list[Any] = [
     None, True, -1, 0, 1, 2**31, 2**63, 10**400, -0.5, 1e308, float("nan"), float("inf"), "", "\ud800", "a\x00b",
     "x" * 5000,
     [], {}, [[]], [None], ["\udfff"], [2**40], [-1], [1.5], {"a": {"b": []}}, [{"role": "user"}], [{"content": 7}],
+    [{"role": "\ud800", "content": "a"}], [{"role": "user", "content": "\ud800"}], [{"role": "tool", "content": "a"}],
     [{"role": "user", "content": [{"type": "image_url"}]}], list("abcdef"), "<end>", "\u202e\U0001f600",
 ]  # fmt: skip
 FIELDS = (
