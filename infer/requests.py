@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from dflash_jax.infer.params import SamplingParams
 
-
 MOST_CHARACTERS = 1000  # of a message
 
 

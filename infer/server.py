@@ -8,7 +8,7 @@ import contextlib
 import hmac
 import json
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -29,7 +29,6 @@ from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.text import GrowingText, Text
 from dflash_jax.infer.worker import OverloadedError, Progress, Worker
-
 
 READERS = 4  # prompts that are turned into tokens at a time
 

@@ -96,6 +96,8 @@ def test_prepared_files_of_speed_bench(tmp_path):
     rows = [row | {"turns": ["one", "two"]}, row | {"messages": messages}]
     path.write_text("\n".join(map(json.dumps, rows)))
     assert load_dataset(str(path)) == [Sample(["one", "two"], "coding")] * 2
+    path.write_text(json.dumps(row | {"turns": ["one\u2028\u0085", "two"]}, ensure_ascii=False) + "\r\n", "utf-8")
+    assert load_dataset(str(path)) == [Sample(["one\u2028\u0085", "two"], "coding")]
     rows.append(row | {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]})
     path.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match="line 3.*prepare the file"):

@@ -153,6 +153,25 @@ def test_an_index_names_files_of_its_own_directory(directory, name):
         load_target(directory)
 
 
+def test_the_files_themselves_say_what_they_hold(directory):
+    """An index that names another of its files for a tensor changes nothing: each tensor stands in one of them."""
+    expected = load_target(directory).params
+    split(directory)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    files = index["weight_map"]
+    files["model.norm.weight"] = next(name for name in files.values() if name != files["model.norm.weight"])
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert jax.tree.all(jax.tree.map(np.array_equal, load_target(directory).params, expected))
+
+
+def test_names_of_tensors_are_printed_without_escape_codes(directory):
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {"x\x1b[31m": np.zeros(1, np.float32)}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match="unexpected 'x") as error:
+        load_target(directory)
+    assert "\x1b" not in str(error.value)
+
+
 def test_a_tensor_in_two_files_is_an_error(directory):
     whole = load_file(directory / "model.safetensors")
     split(directory)

@@ -90,6 +90,21 @@ def test_wrong_usage_exits_2_and_says_what_to_do(capsys):
         assert message in shown.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "noted"),
+    [
+        ("--prompt a --ordered --force --stats-interval nan", ["--force", "--stats-interval", "--ordered"]),
+        ("--input a --api-key b", ["--api-key"]),
+        ("--http h:1 --ordered --ray", ["--ordered", "--ray"]),
+        ("--prompt a --no-speculation --block-size 16", ["--block-size"]),
+        ("--input a --ordered --block-size 16", []),
+    ],
+)
+def test_flags_without_effect_are_noted(arguments, noted):
+    found = serve._without_effect(serve.parse_options(arguments.split()))
+    assert [name for name, _ in found] == noted
+
+
 def test_help_needs_no_jax():
     code = (
         "import sys; from dflash_jax import serve, benchmark; from dflash_jax.train.arguments import parse_stage; "

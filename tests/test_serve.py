@@ -45,6 +45,7 @@ def test_every_line_form_is_answered_and_every_bad_line_reported(pair, tmp_path)
         {"id": "topk", "prompt": "a", "top_k": "3"},
         {"id": "huge", "prompt": "a", "top_k": 10**30},
         {"id": "seed", "prompt": "a", "seed": -1},
+        {"id": "penalty", "prompt": "a", "repetition_penalty": 1e-46},
         {"id": "long", "prompt": "a" * 500},
         {"id": "stop", "prompt": "a", "stop": [""]},
         {"id": "role", "messages": [{"role": "user"}]},
@@ -56,7 +57,7 @@ def test_every_line_form_is_answered_and_every_bad_line_reported(pair, tmp_path)
     ]
     status, records, summary = run(pair, tmp_path, lines, "--ordered", "--batch-size", "2", "--max-length", "64")
     assert status == 1
-    assert [record["index"] for record in records] == list(range(27))
+    assert [record["index"] for record in records] == list(range(28))
     good, bad = records[:4], records[4:]
     assert [record["id"] for record in good] == ["p", "1", 7, "t"]
     answers = [answer for record in good for answer in record.get("turns", [record])]
@@ -72,8 +73,8 @@ def test_every_line_form_is_answered_and_every_bad_line_reported(pair, tmp_path)
     assert codes[:4] == ["invalid_json"] * 4
     assert codes[4:7] == ["invalid_request"] * 3
     assert codes[7:10] == ["empty_prompt", "invalid_token", "invalid_request"]
-    assert codes[10:16] == ["invalid_parameter"] * 6
-    assert codes[16:] == [
+    assert codes[10:17] == ["invalid_parameter"] * 7
+    assert codes[17:] == [
         "prompt_too_long",
         "invalid_parameter",
         "invalid_messages",
@@ -82,7 +83,7 @@ def test_every_line_form_is_answered_and_every_bad_line_reported(pair, tmp_path)
         "invalid_request",
         "invalid_request",
     ]
-    assert (summary["requests"], summary["failed"]) == (27, 23)
+    assert (summary["requests"], summary["failed"]) == (28, 24)
     assert summary["tokens"] == sum(len(record["token_ids"]) for record in answers)
     assert sum(summary["acceptance_histogram"]) == summary["steps"]
     assert len(summary["acceptance_per_position"]) == 7

@@ -42,6 +42,7 @@ class Reader:
         return {path.name: _open(path) for path in self._paths()}
 
     def _paths(self) -> list[Path]:
+        """The files of the checkpoint. Which tensors one holds is read from the file, not from the index."""
         index, single = self.directory / "model.safetensors.index.json", self.directory / "model.safetensors"
         if not index.is_file():
             if not single.is_file():

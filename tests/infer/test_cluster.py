@@ -5,10 +5,13 @@ import json
 import re
 import subprocess
 import sys
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 
 from dflash_jax import serve
+from dflash_jax.infer.cluster import DEATHS, RayWorkers, Ready, Remote
 from tests import jobs, tiny
 
 pytestmark = [
@@ -87,6 +90,37 @@ def test_a_job_goes_on_with_or_without_ray(pair, tmp_path, cluster, capsys):
         assert serve.main(again) == 0
         assert "3 lines are done, 3 left" in capsys.readouterr().err
         assert jobs.records(output) == expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.OutOfMemoryError("no memory"),
+        ray.exceptions.NodeDiedError("gone"),
+        ray.exceptions.WorkerCrashedError(),
+        ray.exceptions.RayTaskError("turn", "a trace", RuntimeError("RESOURCE_EXHAUSTED")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_worker_is_given_up_for_any_failure(error, monkeypatch):
+    """Its lines go back to the front, and workers that fail again and again end the job."""
+    workers, lost = object.__new__(RayWorkers), []
+    remote = Remote(actor="actor", call="call", ready=Ready(2, 1, "float32"), lines={"a": 4, "b": 7})
+    asked = lambda calls, **options: (calls, [])
+    fake = SimpleNamespace(exceptions=ray.exceptions, wait=asked, kill=lost.append, get=lambda call: raised(error))
+    workers._ray, workers._deaths, workers._looked, workers._workers = fake, 0, 0.0, [remote]
+    waiting = deque([(9, "c")])
+    assert workers._receive(waiting) == []
+    assert (list(waiting), workers._workers, lost) == ([(4, "a"), (7, "b"), (9, "c")], [], ["actor"])
+    with pytest.raises(ValueError, match="failed without finishing a line") as ended:
+        for _ in range(DEATHS):
+            workers._workers = [Remote(actor="actor", call="call", ready=remote.ready)]
+            workers._receive(waiting)
+    assert "RESOURCE_EXHAUSTED" in str(ended.value) or not isinstance(error, ray.exceptions.RayTaskError)
+
+
+def raised(error):
+    raise error
 
 
 def test_what_cannot_begin_ends_the_job(pair, tmp_path, cluster, capsys):

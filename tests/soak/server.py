@@ -263,8 +263,9 @@ def _streamed(answer: bytes) -> str:
 
 
 async def _ended(server: Served) -> dict[str, object]:
-    """Asked to end with 16 requests in progress, a server answers them and ends."""
+    """Asked to end with 16 requests in progress and a body half sent, a server answers the 16 and ends."""
     body = {"prompt": "abc", "max_tokens": 300, "temperature": 1.0}
+    half = asyncio.create_task(server.send(request("/v1/completions", b'{"prompt": "abc"}')[:-5]))
     asked = [asyncio.create_task(server.post(body)) for _ in range(16)]
     await asyncio.sleep(0.1)
     begin = time.monotonic()
@@ -273,6 +274,7 @@ async def _ended(server: Served) -> dict[str, object]:
     status = await asyncio.to_thread(server.process.wait, LONGEST)
     expect(statuses == [200] * 16, f"statuses {statuses} while it ended")
     expect(status in (0, -signal.SIGTERM), f"it ended with {status}")
+    await half
     return {"in progress": 16, "answered": 16, "seconds": round(time.monotonic() - begin, 1)}
 
 
