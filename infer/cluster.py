@@ -298,7 +298,8 @@ class RayWorkers:
         self._keep_figures(worker)
         waiting.extendleft((place, name) for name, place in reversed(worker.lines.items()))
         self._looked, self._deaths = 0.0, self._deaths + 1
-        said = repr(error.cause) if isinstance(error, self._ray.exceptions.RayTaskError) else str(error)
+        cause = getattr(error, "cause", None)  # of what a call raised
+        said = str(error) if cause is None else repr(cause)
         why = " ".join(line.strip() for line in said.splitlines() if line.strip())
         if worker.ready is None and "creation task" in why:  # it would fail again
             raise ValueError(f"a worker cannot begin: {why[-400:]}") from error

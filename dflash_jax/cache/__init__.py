@@ -56,11 +56,14 @@ class Entry(Protocol):
 
 
 class Mixer(Protocol):
-    """The description of a layer, as far as its cache is concerned. See `config.AttentionConfig`."""
+    """The description of a layer, as far as its cache and the mesh are concerned. See `config.AttentionConfig`."""
 
     @property
     def shares(self) -> int | None: ...
     def entry(self, rows: int, slots: int, dtype: Any, layout: Layout, widest: int) -> Entry: ...
+    def indivisible(self, shards: int) -> str | None:
+        """Why it cannot be split in so many parts, or None."""
+        ...
 
 
 class Cache(struct.PyTreeNode):

@@ -18,6 +18,7 @@ from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.penalties import History, Penalties, empty_history, no_penalties
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.sampling import Sampling, greedy_rows
+from dflash_jax.kernels.block_attention import Visibility
 
 
 class Carried(Protocol):
@@ -36,12 +37,22 @@ class TargetModel(Protocol):
     def config(self) -> TargetConfig: ...
     @property
     def decodable(self) -> Bool[Array, " V"] | None: ...
+    @property
+    def dtype(self) -> jnp.dtype: ...
+    def table(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Rows of the embedding table itself, for drafters."""
+        ...
+
+    def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Products with the head itself, for drafters."""
+        ...
+
     def init_cache(self, rows: int, slots: Capacity, widest: int = 1) -> Cache: ...
     def forward(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        visible: Any,
+        visible: Visibility | None,
         cache: Cache,
         lengths: Int[Array, " B"],
         *,
@@ -53,11 +64,14 @@ class TargetModel(Protocol):
 
 
 class DraftConfig(Protocol):
-    """What an engine asks of a drafter's description."""
+    """What an engine asks of a drafter's description.
+
+    It may have `proposal_sharpness`, too: where the calibration of its proposals begins (see `calibration`).
+    """
 
     @property
     def block_size(self) -> int: ...
-    def check_pair(self, target: Any) -> None:
+    def check_pair(self, target: TargetConfig) -> None:
         """Raises ValueError if the drafter was not made for this target configuration."""
         ...
 
@@ -80,7 +94,7 @@ class DraftModel(Protocol):
 
     def propose(
         self,
-        target: Any,
+        target: TargetModel,
         state: Any,
         anchor: Int[Array, " B"],
         lengths: Int[Array, " B"],
@@ -98,7 +112,7 @@ class DraftModel(Protocol):
 
     def commit(
         self,
-        target: Any,
+        target: TargetModel,
         state: Any,
         tokens: Int[Array, "B J"],
         features: Float[Array, "B J FD"],
@@ -145,7 +159,7 @@ class State(struct.PyTreeNode):
     history: History
     scored: Bool[Array, " B"]
     target_cache: Cache
-    draft: Any
+    draft: Carried | None
     calibration: Calibration | None = None
     rows: Int[Array, " B"] | None = None
 

@@ -15,10 +15,10 @@ from dflash_jax import checkpoint, sharding
 from dflash_jax.cache import Capacity
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
 from dflash_jax.models.layers import project
-from dflash_jax.target import Target
 
 # Tensors that published checkpoints carry and nobody reads: the target's own, and what follows from `d2t`.
 UNREAD = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -89,7 +89,7 @@ class Drafter(struct.PyTreeNode):
 
     def propose(
         self,
-        target: Any,
+        target: TargetModel,
         state: Any,
         anchor: Int[Array, " B"],
         lengths: Int[Array, " B"],
@@ -103,7 +103,7 @@ class Drafter(struct.PyTreeNode):
 
     def commit(
         self,
-        target: Any,
+        target: TargetModel,
         state: Any,
         tokens: Int[Array, "B J"],
         features: Float[Array, "B J FD"],
@@ -120,14 +120,14 @@ class Drafter(struct.PyTreeNode):
         """Tokens proposed at this block size; each is one deeper than the last."""
         return self.config.proposals(block_size)
 
-    def embed(self, target: Target, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embed(self, target: TargetModel, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the target's embedding table, unless the checkpoint has its own."""
         if not self.config.own_embedding:
             return target.table(tokens)
         with entered(self.mesh):
             return sharding.lookup(self.params["embed_tokens"], tokens)
 
-    def unembed(self, target: Target, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
+    def unembed(self, target: TargetModel, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
         """Float32 logits of final-normed states, by the target's head unless the checkpoint has its own."""
         if not self.config.own_head:
             return target.head(hidden.astype(target.dtype))
@@ -136,7 +136,7 @@ class Drafter(struct.PyTreeNode):
 
     def teacher_forced(
         self,
-        target: Target,
+        target: TargetModel,
         features: Float[Array, "B S FD"],
         starts: Int[Array, "B S"],
         blocks: Blocks,
@@ -157,7 +157,7 @@ class Drafter(struct.PyTreeNode):
         """Trained parameters that `score` and `refine` need; gradients flow to them from there."""
         return {}
 
-    def score(self, target: Target, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
+    def score(self, target: TargetModel, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
         """Logits of M predictions, each from its own entries of what `teacher_forced` returned."""
         return self.unembed(target, seen[None])[0]
 

@@ -20,6 +20,7 @@ from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
 from dflash_jax.config import LayerConfig, Raw
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base
 from dflash_jax.drafters.config import DFlashConfig, dflash_fields
 from dflash_jax.kernels.products import product
@@ -28,7 +29,6 @@ from dflash_jax.models.attention import Attention, Pass
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, matmul, rms_norm, unfuse
 from dflash_jax.models.rope import Rope, rotate
 from dflash_jax.models.tables import decoder_layer
-from dflash_jax.target import Target
 
 canonical_name = base.canonical_name
 
@@ -173,7 +173,7 @@ class Drafter(base.Drafter):
 
     def propose(
         self,
-        target: Target,
+        target: TargetModel,
         state: Cache,
         anchor: Int[Array, " B"],
         lengths: Int[Array, " B"],
@@ -194,7 +194,7 @@ class Drafter(base.Drafter):
 
     def commit(
         self,
-        target: Target,
+        target: TargetModel,
         state: Cache,
         tokens: Int[Array, "B J"],
         features: Float[Array, "B J FD"],
@@ -255,7 +255,7 @@ class Drafter(base.Drafter):
 
     def logits(
         self,
-        target: Target,
+        target: TargetModel,
         anchor: Int[Array, " B"],
         cache: Cache,
         lengths: Int[Array, " B"],
@@ -276,7 +276,7 @@ class Drafter(base.Drafter):
 
     def teacher_forced(
         self,
-        target: Target,
+        target: TargetModel,
         features: Float[Array, "B S FD"],
         starts: Int[Array, "B S"],
         blocks: base.Blocks,
@@ -296,7 +296,7 @@ class Drafter(base.Drafter):
 
     def denoise(
         self,
-        target: Target,
+        target: TargetModel,
         anchor: Int[Array, " B"],
         cache: Cache,
         lengths: Int[Array, " B"],
@@ -317,7 +317,7 @@ class Drafter(base.Drafter):
         hidden, _ = self.forward(x, positions, cache, lengths, rows=rows, starts=starts, per_row=per_row, remat=remat)
         return hidden[:, 0 if c.anchor_predicts else 1 :]
 
-    def unembed(self, target: Target, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
+    def unembed(self, target: TargetModel, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
         """Float32 logits of hidden states."""
         c = self.config
         logits = super().unembed(target, hidden) * c.output_multiplier

@@ -20,11 +20,11 @@ from dflash_jax.cache import Cache
 from dflash_jax.config import Raw, require
 from dflash_jax.decoding.choice import Choice, Picks
 from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, Lookup, dflash_fields
 from dflash_jax.mesh import WHOLE, Layout, entered
 from dflash_jax.models.layers import Linear, matmul
-from dflash_jax.target import Target
 
 FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
@@ -138,7 +138,7 @@ class Drafter(dflash.Drafter):
 
     def propose(
         self,
-        target: Target,
+        target: TargetModel,
         state: Cache,
         anchor: Int[Array, " B"],
         lengths: Int[Array, " B"],
@@ -152,7 +152,9 @@ class Drafter(dflash.Drafter):
         picks = self.chosen(target, anchor, hidden, choice)
         return Proposal(picks.tokens, trials=picks.trials)
 
-    def chosen(self, target: Target, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice) -> Picks:
+    def chosen(
+        self, target: TargetModel, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice
+    ) -> Picks:
         """A token for every slot, given the one chosen for the slot before."""
         logits, previous = choice.allowed(self.unembed(target, hidden), **self.choosable), anchor
         unary, candidates = jax.lax.top_k(logits, self.config.selector_top_k)
@@ -166,7 +168,7 @@ class Drafter(dflash.Drafter):
 
     def teacher_forced(
         self,
-        target: Target,
+        target: TargetModel,
         features: Float[Array, "B S FD"],
         starts: Int[Array, "B S"],
         blocks: base.Blocks,
@@ -181,7 +183,7 @@ class Drafter(dflash.Drafter):
     def heads(self) -> dict[str, Any]:
         return {"successor_codebook": self.params["candidate_selector"]["successor_codebook"]}
 
-    def score(self, target: Target, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
+    def score(self, target: TargetModel, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
         return self.unembed(target, seen[0][None])[0]
 
     def refine(

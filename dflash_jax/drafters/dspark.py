@@ -19,11 +19,11 @@ from dflash_jax.cache import Cache
 from dflash_jax.config import Raw, require
 from dflash_jax.decoding.choice import Choice, Picks
 from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, Lookup, dflash_fields
 from dflash_jax.mesh import WHOLE, Layout, entered
 from dflash_jax.models.layers import project
-from dflash_jax.target import Target
 
 FIELDS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 canonical_name = base.canonical_name
@@ -93,7 +93,7 @@ class Drafter(dflash.Drafter):
 
     def propose(
         self,
-        target: Target,
+        target: TargetModel,
         state: Cache,
         anchor: Int[Array, " B"],
         lengths: Int[Array, " B"],
@@ -107,7 +107,9 @@ class Drafter(dflash.Drafter):
         picks = self.chosen(target, anchor, hidden, choice)
         return Proposal(picks.tokens, trials=picks.trials)
 
-    def chosen(self, target: Target, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice) -> Picks:
+    def chosen(
+        self, target: TargetModel, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice
+    ) -> Picks:
         """A token for every slot, given the one chosen for the slot before."""
         if not self.config.markov_rank:
             return choice.picks(self.unembed(target, hidden), **self.choosable)
@@ -123,7 +125,7 @@ class Drafter(dflash.Drafter):
 
     def teacher_forced(
         self,
-        target: Target,
+        target: TargetModel,
         features: Float[Array, "B S FD"],
         starts: Int[Array, "B S"],
         blocks: base.Blocks,
@@ -145,7 +147,7 @@ class Drafter(dflash.Drafter):
     def heads(self) -> dict[str, Any]:
         return {"markov_w2": self.params["markov_head"]["markov_w2"]} if self.config.markov_rank else {}
 
-    def score(self, target: Target, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
+    def score(self, target: TargetModel, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
         hidden, latent = seen
         logits = self.unembed(target, hidden[None])[0]
         return logits + project(latent[None], heads["markov_w2"])[0] if heads else logits

@@ -33,6 +33,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.decoding.choice import Choice, Picks
 from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base
 from dflash_jax.drafters.config import DrafterConfig, Lookup, drafter_fields
 from dflash_jax.mesh import ROWS, WHOLE, Layout, on_every_device
@@ -40,7 +41,6 @@ from dflash_jax.models.attention import Attention, Pass
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, unfuse
 from dflash_jax.models.llama import completed
 from dflash_jax.models.rope import rotate
-from dflash_jax.target import Target
 
 canonical_name = base.canonical_name
 _FIELDS = """
@@ -244,7 +244,7 @@ class Drafter(base.Drafter):
 
     def propose(
         self,
-        target: Target,
+        target: TargetModel,
         state: State,
         anchor: Int[Array, " B"],
         lengths: Int[Array, " B"],
@@ -268,7 +268,7 @@ class Drafter(base.Drafter):
 
     def forward(
         self,
-        target: Target,
+        target: TargetModel,
         known: Float[Array, "B 1 D"],
         tokens: Int[Array, "B 1"],
         state: State,
@@ -291,7 +291,7 @@ class Drafter(base.Drafter):
 
     def teacher_forced(
         self,
-        target: Target,
+        target: TargetModel,
         features: Float[Array, "B S FD"],
         starts: Int[Array, "B S"],
         blocks: base.Blocks,
@@ -321,7 +321,7 @@ class Drafter(base.Drafter):
 
     def commit(
         self,
-        target: Target,
+        target: TargetModel,
         state: State,
         tokens: Int[Array, "B J"],
         features: Float[Array, "B J FD"],

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.bundled import bundled_pair
 from dflash_jax.cache import Cache, Fresh, commit
 from dflash_jax.checkpoint import read_json
+from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Request
@@ -47,7 +48,7 @@ class InputInjection(dflash.Drafter):
 
     def commit(
         self,
-        target: Target,
+        target: TargetModel,
         state: Cache,
         tokens: Int[Array, "B J"],
         features: Float[Array, "B J FD"],
