@@ -212,7 +212,7 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
     if options.jobs:
         return settings | _jobs(options.jobs, loaded, generation, options.seed, requests, official)
     engines = {
-        "autoregressive": _engine(loaded, generation, options.seed, requests, drafted=False),
+        "autoregressive": _engine(loaded, generation, options.seed, requests, speculative=False),
         "speculative": _engine(loaded, generation, options.seed, requests),
     }
     for kind in ("argmax", "coupled") if generation.temperature > 0 else ():
@@ -237,10 +237,10 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
 
 
 def _engine(
-    loaded: Loaded, generation: GenerationOptions, seed: int, requests: "Sequence[Request]", *, drafted: bool = True
+    loaded: Loaded, generation: GenerationOptions, seed: int, requests: "Sequence[Request]", *, speculative: bool = True
 ) -> "Engine":
     config = engine_config(loaded.target, requests, generation, EngineOptions(seed=seed))
-    return make_engine(loaded.target, loaded.drafter if drafted else None, config)
+    return make_engine(loaded.target, loaded.drafter if speculative else None, config)
 
 
 def _jobs(
@@ -260,7 +260,7 @@ def _jobs(
 
     def engine(size: BlockSize, **changes: Any) -> "Engine":
         changed = replace(generation, block_size=size, **changes)
-        return _engine(loaded, changed, seed, requests, drafted=size != 1)
+        return _engine(loaded, changed, seed, requests, speculative=size != 1)
 
     sizes: tuple[BlockSize, ...] = (*block_sizes(most), "auto") if one is None else (1, one)
     names: dict[BlockSize, str] = {1: "autoregressive", "auto": "auto"}

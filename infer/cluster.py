@@ -55,7 +55,7 @@ class Report(NamedTuple):
     memory_mib: float
 
 
-class Worker:
+class EngineWorker:
     """Answers lines with an engine; runs as a Ray actor.
 
     Args:
@@ -122,7 +122,7 @@ class RayWorkers:
         address: of the cluster; None is the one that the environment names or that runs here, or a new one of this
             machine alone.
         options: of the job.
-        raw: see `Worker`.
+        raw: see `EngineWorker`.
         resources: of each worker, by Ray's names; empty is all accelerators of a node, or one CPU where there are none.
         most: workers at a time; None is as many as the nodes have resources for.
 
@@ -250,7 +250,7 @@ class RayWorkers:
         needed = dict(self._needed)
         how = {"num_cpus": needed.pop("CPU", 0), "num_gpus": needed.pop("GPU", 0), "resources": needed}
         for _ in range(min(most - len(self._workers), lines)):
-            actor = self._ray.remote(Worker).options(**how).remote(self._options, self._raw)
+            actor = self._ray.remote(EngineWorker).options(**how).remote(self._options, self._raw)
             self._workers.append(Remote(actor, actor.ready.remote()))
 
     def _receive(self, waiting: deque[tuple[int, str]]) -> list[Event]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from .verify import Trial, trouble
+from .verify import AnyTrial, trouble
 
 Name = Literal["xla", "tpu", "gpu"]
 Policy = Literal["auto", "xla", "pallas"]
@@ -68,7 +68,7 @@ def _checked(text: str, what: str) -> Policy:
 
 
 def choose(
-    implementations: Mapping[str, ModuleType], *arrays: Any, implementation: Name | None, trial: Trial
+    implementations: Mapping[str, ModuleType], *arrays: Any, implementation: Name | None, trial: AnyTrial
 ) -> ModuleType:
     """The implementation that serves a call with these arrays, or pytrees of them, of which `trial` is a small case.
 
@@ -89,7 +89,7 @@ def choose(
     return implementations[name]
 
 
-def _allowed(name: Name, kernel: ModuleType, trial: Trial) -> bool:
+def _allowed(name: Name, kernel: ModuleType, trial: AnyTrial) -> bool:
     """Whether a kernel that nobody named may run."""
     if policy() != "auto":
         return policy() == "pallas"

@@ -20,7 +20,7 @@ _asking = threading.Lock()
 
 
 @runtime_checkable
-class Trial(Hashable, Protocol):
+class AnyTrial(Hashable, Protocol):
     """A small case of one call: the shapes, types and options that make a kernel the program that it is.
 
     Equal trials are run once. What is printed of one goes into the warning.
@@ -36,7 +36,7 @@ class Trial(Hashable, Protocol):
         ...
 
 
-def trouble(name: str, kernel: ModuleType, trial: Trial) -> str | None:
+def trouble(name: str, kernel: ModuleType, trial: AnyTrial) -> str | None:
     """What is wrong with the implementation of this name, or None; it may be asked while a program is traced.
 
     The answer is kept, for this kind of device, this kernel and this trial. Of several processes all must ask, in the
@@ -58,7 +58,7 @@ def trouble(name: str, kernel: ModuleType, trial: Trial) -> str | None:
     return _known[key]
 
 
-def _agreed(name: str, trial: Trial) -> str | None:
+def _agreed(name: str, trial: AnyTrial) -> str | None:
     """What the first process finds, in every process."""
     found = _compared(name, trial) if jax.process_index() == 0 else None
     if jax.process_count() > 1:
@@ -69,7 +69,7 @@ def _agreed(name: str, trial: Trial) -> str | None:
     return found
 
 
-def _compared(name: str, trial: Trial) -> str | None:
+def _compared(name: str, trial: AnyTrial) -> str | None:
     try:
         with jax.debug_nans(False):  # a trial holds NaN where nothing may be read
             results = [jax.tree.leaves(jax.device_get(trial.run(each))) for each in (name, "xla")]

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, generate, load_drafter, load_target, spec_generate
+from dflash_jax import Engine, generate, load_drafter, load_target, replay, spec_generate
 from dflash_jax.benchmarks.planning import collectives
+from dflash_jax.benchmarks.step_times import StepTimes
 from dflash_jax.checkpoint import Reader, leaves
 from dflash_jax.decoding.state import init_state
 from dflash_jax.decoding.step import make_round, speculative_step
@@ -21,6 +22,7 @@ from dflash_jax.sharding import auto_mesh, check_layout, pin, spec
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example
 from dflash_jax.train.drafters import new_drafter
+from dflash_jax.train.features import FeatureCache, write_features
 from dflash_jax.train.fit import Run
 from tests import tiny
 
@@ -112,6 +114,26 @@ def test_slots_of_two_lengths(directory):
         answers.append([done.token_ids for done in engine.generate(asked)])
     assert engine.batch.lengths == [24, 96, 24, 96]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+def test_what_measures_and_trains_works_on_a_mesh(directory, alone, tmp_path):
+    """Replay, step times and cached features: what is no engine, and uses the models of a mesh, too."""
+    on = mesh("data=2,model=2")
+    target, drafter = load_target(directory / "target", mesh=on), load_drafter(directory / "drafter", mesh=on)
+    prompts = zip(PROMPTS, alone["greedy"].tokens, strict=True)
+    assert [replay(target, prompt, tokens).mismatches for prompt, tokens in prompts] == [0] * len(PROMPTS)
+    engines = [Engine(target, None, slots=2, max_length=64), Engine(target, drafter, slots=2, max_length=64)]
+    times = StepTimes(*engines, 8, loops=1)
+    times.sample()
+    assert all(seconds > 0 for seconds in times.seconds().values())
+    examples = [Example(np.arange(1, 20, dtype=np.int32) % 50, np.arange(19) > 4)] * 2
+    found = []
+    for model, name in ((target, "mesh"), (load_target(directory / "target"), "one")):
+        list(write_features(tmp_path / name, model, drafter.taps, examples, 24))
+        cache = FeatureCache(tmp_path / name, model, drafter.taps, examples, hidden=False)
+        found.append(cache.rows([[0], [1]], 24)[0])
+    np.testing.assert_allclose(*found, atol=1e-5)
 
 
 def test_without_a_drafter(directory, alone):

@@ -22,7 +22,7 @@ from dflash_jax.train.arguments import (
     parse_stage,
     settings_given,
 )
-from dflash_jax.train.config import TrainConfig, make_config, read_settings
+from dflash_jax.train.config import NotFiniteError, TrainConfig, make_config, read_settings
 
 if TYPE_CHECKING:
     from dflash_jax.drafters.base import Drafter
@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
-        if type(error).__name__ != "NotFiniteError":
-            raise
+    except NotFiniteError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
 
@@ -75,12 +73,12 @@ def _regenerate(options: RegenerateOptions) -> int:
     fixed = engine_options.fixed(generation, options.models.drafter)
     seed, max_length = engine_options.seed, engine_options.max_length
     settings = job_settings(target.directory, target.dtype.name, text, defaults, lines, seed, max_length, fixed)
-    with journal(Path(options.output), settings, lines) as book, stop_signals() as stopping:
-        lines = [line for line in lines if line.index not in book.done]
-        if book.done:
-            print(f"{len(book.done)} lines are done, {len(lines)} left", file=sys.stderr)
+    with journal(Path(options.output), settings, lines) as output, stop_signals() as stopping:
+        lines = [line for line in lines if line.index not in output.done]
+        if output.done:
+            print(f"{len(output.done)} lines are done, {len(lines)} left", file=sys.stderr)
         if not lines:
-            return 1 if book.failed else 0
+            return 1 if output.failed else 0
         requests = [line.request for line in lines if line.request]
         engine = make_engine(target, drafter, engine_config(target, requests, generation, engine_options))
         engine.warm_up()
@@ -91,7 +89,7 @@ def _regenerate(options: RegenerateOptions) -> int:
         ):
             for record, _ in records:
                 if record is not None:
-                    book.append(record)
+                    output.append(record)
                     failed += "error" in record
                     cut += record.get("finish_reason") == "length"
                     bar.update()

@@ -9,6 +9,10 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # published; other sizes in between
 
 
+class NotFiniteError(RuntimeError):
+    """The loss or a gradient became infinite or NaN; the last good state is saved."""
+
+
 class Coefficients(NamedTuple):
     """What of a prediction's losses counts, against q, what the drafter says, and p, what the target does.
 

@@ -25,7 +25,7 @@ from dflash_jax.mesh import HEADS, ROWS, gather, parts_of, rows_of, spread
 from dflash_jax.sharding import shardings
 from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
-from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.config import NotFiniteError, TrainConfig
 from dflash_jax.train.data import Example, Packing
 from dflash_jax.train.drafters import cast, save_drafter
 from dflash_jax.train.features import FeatureCache, data_fingerprint, model_fingerprint
@@ -34,10 +34,6 @@ from dflash_jax.train.step import Batch, init_state, split_params, train_step
 # Settings that may change when a run continues: they decide what is reported and kept, not what is learnt.
 FREE = ("log_every", "save_every", "evaluate_every", "evaluate_samples", "evaluate_max_new_tokens", "keep")
 FREE += ("evaluate_temperature", "accumulate", "loss_chunk", "remat")
-
-
-class NotFiniteError(RuntimeError):
-    """The loss or a gradient became infinite or NaN; the last good state is saved."""
 
 
 class Run:

@@ -22,7 +22,7 @@ class Sample(NamedTuple):
     category: str = ""
 
 
-class Source(NamedTuple):
+class Published(NamedTuple):
     """Where a benchmark lives on the hub, which field holds the question, and how it is asked."""
 
     path: tuple[str, ...]
@@ -32,13 +32,13 @@ class Source(NamedTuple):
 
 
 SOURCES = {
-    "gsm8k": Source(("openai/gsm8k", "main"), "test", "question", _MATH),
-    "math500": Source(("HuggingFaceH4/MATH-500",), "test", "problem", _MATH),
-    "aime25": Source(("math-ai/aime25",), "test", "problem", _MATH),
-    "humaneval": Source(("openai/openai_humaneval",), "test", "prompt", _CODE),
-    "mbpp": Source(("google-research-datasets/mbpp", "sanitized"), "test", "prompt"),
-    "livecodebench": Source(("livecodebench/code_generation_lite",), "test", "question_content"),
-    "mt-bench": Source(("HuggingFaceH4/mt_bench_prompts",), "train", "prompt"),
+    "gsm8k": Published(("openai/gsm8k", "main"), "test", "question", _MATH),
+    "math500": Published(("HuggingFaceH4/MATH-500",), "test", "problem", _MATH),
+    "aime25": Published(("math-ai/aime25",), "test", "problem", _MATH),
+    "humaneval": Published(("openai/openai_humaneval",), "test", "prompt", _CODE),
+    "mbpp": Published(("google-research-datasets/mbpp", "sanitized"), "test", "prompt"),
+    "livecodebench": Published(("livecodebench/code_generation_lite",), "test", "question_content"),
+    "mt-bench": Published(("HuggingFaceH4/mt_bench_prompts",), "train", "prompt"),
 }
 # The same sets, questions to train on.
 TRAINING = {"gsm8k": SOURCES["gsm8k"]._replace(split="train")}
@@ -90,7 +90,7 @@ def load_dataset(name: str, max_samples: int | None = None) -> list[Sample]:
 def _local(path: Path) -> list[Sample]:
     if not path.is_file():
         raise ValueError(f"dataset file {path} does not exist")
-    ask = _asker(SOURCES.get(path.stem, Source((), "", "prompt")))
+    ask = _asker(SOURCES.get(path.stem, Published((), "", "prompt")))
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -104,7 +104,7 @@ def _local(path: Path) -> list[Sample]:
     return rows
 
 
-def _from_hub(source: Source) -> list[Sample]:
+def _from_hub(source: Published) -> list[Sample]:
     try:
         from datasets import load_dataset as load
     except ImportError as error:
@@ -119,7 +119,7 @@ def _from_hub(source: Source) -> list[Sample]:
     return [ask(row) for row in cast(Iterable[Mapping[str, Any]], data)]
 
 
-def _asker(source: Source) -> Callable[[Mapping[str, Any]], Sample]:
+def _asker(source: Published) -> Callable[[Mapping[str, Any]], Sample]:
     def ask(row: Mapping[str, Any]) -> Sample:
         turns = row.get("turns")
         if turns is None and isinstance(row.get("messages"), list):

@@ -116,7 +116,7 @@ def official_taps(num_target_layers: int) -> tuple[int, int, int]:
     return 1, num_target_layers // 2 - 1, num_target_layers - 4
 
 
-class State(struct.PyTreeNode):
+class EagleState(struct.PyTreeNode):
     """What the drafter carries from step to step.
 
     Attributes:
@@ -127,19 +127,19 @@ class State(struct.PyTreeNode):
     cache: Cache
     feature: Float[Array, "R D"]
 
-    def begin(self, row: Int[Array, ""]) -> "State":
+    def begin(self, row: Int[Array, ""]) -> "EagleState":
         return self.replace(cache=self.cache.begin(row))
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> "Snapshot":
         feature = jax.lax.dynamic_slice_in_dim(self.feature, row, 1)
         return Snapshot(self.cache.snapshot(row, start - 1, count), feature)
 
-    def restore(self, snapshot: "Snapshot", row: Int[Array, ""], end: Int[Array, ""]) -> "State":
+    def restore(self, snapshot: "Snapshot", row: Int[Array, ""], end: Int[Array, ""]) -> "EagleState":
         feature = jax.lax.dynamic_update_slice_in_dim(self.feature, snapshot.feature, row, 0)
-        return State(self.cache.restore(snapshot.pairs, row, end - 1), feature)
+        return EagleState(self.cache.restore(snapshot.pairs, row, end - 1), feature)
 
-    def partition(self) -> "State":
-        return State(self.cache.partition(), P(ROWS))  # type: ignore[arg-type]
+    def partition(self) -> "EagleState":
+        return EagleState(self.cache.partition(), P(ROWS))  # type: ignore[arg-type]
 
 
 class Snapshot(struct.PyTreeNode):
@@ -228,7 +228,7 @@ class Model(nn.Module):
 
 
 class Drafter(base.Drafter):
-    """A loaded EAGLE-3 drafter. A pytree of its parameters; its state between rounds is a `State`."""
+    """A loaded EAGLE-3 drafter. A pytree of its parameters; its state between rounds is a `EagleState`."""
 
     config: Eagle3Config = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model
@@ -237,15 +237,15 @@ class Drafter(base.Drafter):
     def dtype(self) -> jnp.dtype:
         return self.params["fc"]["weight"].dtype
 
-    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> State:
+    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> EagleState:
         """An empty state; see `init_cache`."""
         cache = init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
-        return State(cache, jnp.zeros((rows, self.config.hidden_size), self.dtype))
+        return EagleState(cache, jnp.zeros((rows, self.config.hidden_size), self.dtype))
 
     def propose(
         self,
         target: TargetModel,
-        state: State,
+        state: EagleState,
         anchor: Int[Array, " B"],
         lengths: Int[Array, " B"],
         block_size: int,
@@ -271,7 +271,7 @@ class Drafter(base.Drafter):
         target: TargetModel,
         known: Float[Array, "B 1 D"],
         tokens: Int[Array, "B 1"],
-        state: State,
+        state: EagleState,
         lengths: Int[Array, " B"],
         before: Fresh | None,
         *,
@@ -322,7 +322,7 @@ class Drafter(base.Drafter):
     def commit(
         self,
         target: TargetModel,
-        state: State,
+        state: EagleState,
         tokens: Int[Array, "B J"],
         features: Float[Array, "B J FD"],
         positions: Int[Array, "B J"],
@@ -330,7 +330,7 @@ class Drafter(base.Drafter):
         kept: Int[Array, " B"],
         *,
         rows: Int[Array, " B"] | None = None,
-    ) -> State:
+    ) -> EagleState:
         """Commits the pairs that these tokens complete: each with what is known at the position before."""
         fused = self._apply("fuse", features.astype(self.dtype))
         last = state.feature if rows is None else state.feature[rows]
@@ -343,7 +343,7 @@ class Drafter(base.Drafter):
         cache = commit(state.cache, (fresh,), behind, count, path=path, rows=rows)
         end = jnp.take_along_axis(fused, jnp.maximum(kept - 1, 0)[:, None, None], axis=1)[:, 0]
         end = jnp.where((kept > 0)[:, None], end, last)
-        return State(cache, end if rows is None else state.feature.at[rows].set(end))
+        return EagleState(cache, end if rows is None else state.feature.at[rows].set(end))
 
 
 def tensors(config: Eagle3Config, layout: Layout = WHOLE) -> checkpoint.Table:

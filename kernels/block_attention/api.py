@@ -25,7 +25,7 @@ ALONE = IMPLEMENTATIONS | {"tpu": splash}  # of a causal block without a cache; 
 
 
 @runtime_checkable
-class Entry(Protocol):
+class KeysAndValues(Protocol):
     """Committed keys and values of one layer."""
 
     @property
@@ -39,7 +39,7 @@ def attend(
     positions: Int[Array, "B T"],
     k: Float[Array, "B K F H"],
     v: Float[Array, "B K F Hv"],
-    cache: Entry,
+    cache: KeysAndValues,
     lengths: Int[Array, " B"],
     *,
     visible: Literal["causal", "full"] | Visibility,

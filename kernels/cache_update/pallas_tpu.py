@@ -91,11 +91,11 @@ def _kernel(lengths, kept, rows, block, cache, out, *, slots, window, turned, ri
     def _():
         move = moved(1 if turned else 0)
         hit = jnp.sum(move.astype(jnp.float32), axis=0 if turned else 1, keepdims=True) > 0
-        wanted = jax.lax.broadcasted_iota(jnp.int32, (T, 1), 0) < kept[b]
+        valid = jax.lax.broadcasted_iota(jnp.int32, (T, 1), 0) < kept[b]
 
         def one(h, _):
             # What is not kept may be anything, even infinite, and must not meet a zero.
-            rows = jnp.where(wanted, block[h], 0)
+            rows = jnp.where(valid, block[h], 0)
             pair, dims = ((rows, move), ((0,), (0,))) if turned else ((move, rows), ((1,), (0,)))
             a, c = (x.astype(rows.dtype) for x in pair)
             exact = precision(rows)

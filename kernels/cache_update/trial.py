@@ -49,9 +49,9 @@ class Trial(NamedTuple):
             draw = lambda i, *size: jax.random.normal(keys[i], size, self.dtype)
             # One cache row more than the block has; what is not kept is NaN.
             cache_k, cache_v = (draw(i, self.rows + 1, self.K, S, width) for i, width in enumerate((self.H, self.Hv)))
-            wanted = (jnp.arange(T)[None] < kept[:, None])[:, None, :, None]
+            valid = (jnp.arange(T)[None] < kept[:, None])[:, None, :, None]
             k, v = (
-                jnp.where(wanted, draw(2 + i, self.rows, self.K, T, width), jnp.nan)
+                jnp.where(valid, draw(2 + i, self.rows, self.K, T, width), jnp.nan)
                 for i, width in enumerate((self.H, self.Hv))
             )
             return append(

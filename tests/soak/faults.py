@@ -34,7 +34,7 @@ journal.Path.open = opened
 journal.PAUSE = 0.5
 sys.exit(serve.main(sys.argv[3:]))
 """
-LINES = 120
+LINES = 40
 
 
 class Fault:

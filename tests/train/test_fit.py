@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from dflash_jax import SamplingParams, load_drafter, spec_generate
-from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.config import NotFiniteError, TrainConfig
 from dflash_jax.train.data import Example
 from dflash_jax.train.drafters import choose_mask_token, new_drafter, save_drafter
 from dflash_jax.train.evaluate import evaluate
 from dflash_jax.train.features import FeatureCache, write_features
-from dflash_jax.train.fit import NotFiniteError, Run, load_run
+from dflash_jax.train.fit import Run, load_run
 from dflash_jax.train.plot import plot
 from tests import tiny
 

@@ -107,10 +107,10 @@ def build(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    noted, wanted = directory / "recipe.json", json.loads(json.dumps(asdict(recipe)))
-    if noted.exists() and checkpoint.read_json(noted) != wanted:
+    path, fields = directory / "recipe.json", json.loads(json.dumps(asdict(recipe)))
+    if path.exists() and checkpoint.read_json(path) != fields:
         raise ValueError(f"{directory} was made by another recipe; choose another directory")
-    files.write_json(noted, wanted)
+    files.write_json(path, fields)
     target, drafter = directory / "pair" / "target", directory / "pair" / "drafter"
     if not target.exists():
         _make_target(directory, target, recipe, progress)
