@@ -240,12 +240,13 @@ def traced(raws: Pair, sizes: dict[str, int], batch: int, length: int, block_siz
     whole = cost(partial(step, size=block_size or pair[1].config.block_size), *pair)
     kept, alone = cost(partial(step, size=0), *pair), cost(plain, pair[0], pair[2].replace(draft=None))
     moved = (whole.bytes_read[0] + whole.bytes_read[1]) / heads + whole.bytes_read[2] / (heads * rows)
-    logits = 4 * batch // rows * (pair[1].config.block_size + 1) * pair[0].config.vocab_size // heads
+    block = jax.ShapeDtypeStruct((batch, pair[1].config.block_size + 1, pair[0].config.hidden_size), jnp.bfloat16)
+    logits = size_in_bytes(jax.eval_shape(lambda target, hidden: target.unembed(hidden), pair[0], block))
     weight_bytes = sum(weights)
     return {
         "weight_bytes": weight_bytes,
         "cache_bytes": caches,
-        "peak_bytes": weight_bytes + caches + 3 * logits,  # the logits of target and drafter, and noise
+        "peak_bytes": weight_bytes + caches + 3 * logits // (heads * rows),  # the logits of target and drafter, and noise
         "flops": whole.flops / (heads * rows),
         "bytes_accessed": moved,
         "draft_bytes": sum(whole.bytes_read) - sum(kept.bytes_read),

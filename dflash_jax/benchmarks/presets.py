@@ -1,5 +1,6 @@
 """Published pairs by their configurations alone: shapes to plan with and random weights to time, without a download."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -127,6 +128,8 @@ def random_pair(
     """
     target_config = models.target_config(target)
     draft_config = drafters.drafter_config(drafter, target_config.num_hidden_layers)
+    if draft_config.draft_vocab_size != draft_config.vocab_size:
+        draft_config = dataclasses.replace(draft_config, own_head=True)
     draft_config.check_pair(target_config)
     layout, _ = (sharding.check_layout(config, mesh) for config in (target_config, draft_config))
     family = models.family(target_config.model_type)
