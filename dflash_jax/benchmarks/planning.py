@@ -246,7 +246,8 @@ def traced(raws: Pair, sizes: dict[str, int], batch: int, length: int, block_siz
     return {
         "weight_bytes": weight_bytes,
         "cache_bytes": caches,
-        "peak_bytes": weight_bytes + caches + 3 * logits // (heads * rows),  # the logits of target and drafter, and noise
+        # Beside weights and caches, the logits of target and drafter, and noise.
+        "peak_bytes": weight_bytes + caches + 3 * logits // (heads * rows),
         "flops": whole.flops / (heads * rows),
         "bytes_accessed": moved,
         "draft_bytes": sum(whole.bytes_read) - sum(kept.bytes_read),

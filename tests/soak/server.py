@@ -154,7 +154,7 @@ def _counted(count: int) -> Callable[[], bool]:
 
 
 async def _hostile(server: Served, rng: random.Random, count: int) -> dict[str, object]:
-    """No request, however malformed, is answered with 5xx, or not at all where its end was sent."""
+    """No request, however malformed, is answered with 5xx. Those that were hung up on are counted as closed."""
     statuses: Counter[str] = Counter()
     for _ in range(count):
         data = _malformed(rng)
