@@ -34,17 +34,20 @@ class Acceptance:
 
     def observe(self, proposed: int, committed: int) -> None:
         """A step proposed so many tokens and committed `committed`, one of which was the target's own."""
-        for k in range(min(proposed, committed)):
-            self.tried[k] = self.tried[k] * self._keep + 1
-            self.right[k] = self.right[k] * self._keep + (k + 1 < committed)
+        for k in range(proposed):
+            reached = k < committed
+            self.tried[k] = self.tried[k] * self._keep + reached
+            self.right[k] = self.right[k] * self._keep + (reached and k + 1 < committed)
 
     def rates(self, prior: Sequence[float] | float, weight: float) -> list[float]:
-        """Estimates into which `weight` observations of `prior` are mixed. A single number is the prior of the first
+        """Estimates into which `weight` steps of rates `prior` are mixed: as many observations of the first position,
+        and fewer of the later ones, which not all those steps reach. A single number is the prior of the first
         position, whose rate is then the prior of the next, and so on."""
         rates: list[float] = []
         for k, (right, tried) in enumerate(zip(self.right, self.tried, strict=True)):
             expected = prior[k] if isinstance(prior, Sequence) else rates[-1] if rates else prior
             rates.append((right + weight * expected) / (tried + weight))
+            weight *= expected
         return rates
 
 
@@ -164,13 +167,18 @@ class Chooser:
             return min(speed, key=lambda name: self.candidates[name].proposed)
         return max((name for name in speed if name != best), key=lambda name: speed[name], default=best)
 
-    def observe(self, name: int, steps: int, seconds: float, committed: Mapping[Hashable, Sequence[int]]) -> None:
-        """A visit of `steps` steps took so long; tokens that each request committed, step by step."""
+    def observe(
+        self, name: int, steps: int, seconds: float | None, committed: Mapping[Hashable, Sequence[int]]
+    ) -> None:
+        """A visit of `steps` steps took so long, if that is known; tokens that each request committed, step by step."""
         if not steps:
             return
         candidate, best = self.candidates[name], self.candidates[self._best]
         candidate.steps += steps
-        self._time(name, steps, seconds / steps)
+        changed = self._last not in (None, name)
+        self._since, self._last = 0 if changed else self._since + steps, name
+        if seconds is not None:
+            self._time(candidate, changed, steps, seconds / steps)
         taken = [count for counts in committed.values() for count in counts]
         pays = bool(taken) and sum(taken) / len(taken) > candidate.seconds / best.seconds
         if self.trying and not best.proposed and pays:
@@ -178,20 +186,15 @@ class Chooser:
         for row, counts in committed.items():
             self.estimates.observe(row, candidate.proposed, counts)
 
-    def _time(self, name: int, steps: int, seconds: float) -> None:
+    def _time(self, candidate: Candidate, changed: bool, steps: int, seconds: float) -> None:
         """Steps of this candidate took so long each.
 
         What changes while the candidate stays is the machine's pace, and tells nothing of the others; the first visit
         after a change compares the two.
         """
         trust = min(1.0, steps / TRY)  # a short visit is mostly the way there and back
-        candidate = self.candidates[name]
-        if self._last is None or self._last == name:
-            self._since += steps
-        else:
-            self._since = 0
+        if changed:
             old, candidate.compared = candidate.seconds, candidate.compared + 1
             new = min(max(seconds / self._pace, old / HICCUP), old * HICCUP)
             candidate.seconds += max(TIMING, 1 / candidate.compared) * trust * (new - old)
         self._pace += 0.7 * trust * (seconds / candidate.seconds - self._pace)
-        self._last = name

@@ -39,6 +39,7 @@ class Visit(NamedTuple):
         rows: slot and request of each of its rows.
         begin: when it was asked for.
         chooser: who chose the size; None if there was no choice.
+        end: when the device was done, if somebody waited for that.
     """
 
     size: int
@@ -46,6 +47,7 @@ class Visit(NamedTuple):
     rows: list[tuple[int, ActiveRequest | None]]
     begin: float
     chooser: Chooser | None
+    end: float | None = None
 
 
 LANES = 16  # float32 numbers in the widest vector of a processor
@@ -276,8 +278,10 @@ class Engine:
         self.batch.begin(slot)
 
     def wait(self) -> None:
-        """Waits for the device: `step` may return while it still reads a prompt."""
+        """Waits for the device: `step` may return while it still works."""
         self.batch.wait()
+        if self._ahead and self._ahead.end is None:
+            self._ahead = self._ahead._replace(end=time.perf_counter())
 
     def cancel(self, *tickets: int) -> None:
         """Drops requests, waiting or in a slot; nothing happens for one that is finished or unknown."""
@@ -364,17 +368,19 @@ class Engine:
             most = min(TRY, most) if chooser.trying else most
         begin = time.perf_counter()
         trace = self.batch.decode(self._program(size), most, leave_below, slots)
+        end = time.perf_counter() if trace.count.is_ready() else None  # small programs on CPU may run at once
         of_slot = dict(enumerate(self._rows))
-        return Visit(size, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser)
+        return Visit(size, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, end)
 
     def _look(self, visit: Visit) -> list[ActiveRequest]:
         """Waits for a visit and hands its tokens to the rows, which are returned."""
+        timed = visit.end is not None or not visit.trace.count.is_ready()  # or it has been done for who knows how long
         trace = jax.device_get(visit.trace)
-        now = time.perf_counter()
+        now = visit.end or time.perf_counter()
         seconds, self._looked = now - max(visit.begin, self._looked), now
         counts = trace.count
         steps = int(np.sum(counts.any(axis=1)))
-        self._visit_seconds = seconds
+        self._visit_seconds = seconds = seconds if timed else min(seconds, self._visit_seconds)
         self.stats.decode_seconds += seconds
         self.stats.steps += steps
         committed = np.arange(trace.tokens.shape[2]) < counts[:, :, None]
@@ -398,5 +404,5 @@ class Engine:
             if row.completion.finish_reason and row.request.find_stop:
                 self.batch.release(slot)
         if visit.chooser:
-            visit.chooser.observe(visit.size, steps, seconds, seen)
+            visit.chooser.observe(visit.size, steps, seconds if timed else None, seen)
         return advanced

@@ -43,6 +43,14 @@ def test_expected_tokens():
     for committed in (1, 1, 2, 4):
         seen.observe(3, committed)
     assert seen.rates([0.0] * 3, 1e-9) == pytest.approx([0.5, 0.5, 1.0], abs=0.01)
+    # What few steps reach says little of the rest: 12 steps of a prior, all of them right, and 12 own ones, all wrong.
+    seen = Acceptance(3, memory=1e9)
+    for _ in range(12):
+        seen.observe(3, 1)
+    assert expected_tokens(seen.rates([1.0] * 3, 12.0), 3) == pytest.approx(1 + 3 * 0.5)
+    for _ in range(12):
+        seen.observe(3, 4)
+    assert expected_tokens(seen.rates([0.0] * 3, 12.0), 3) == pytest.approx(1 + 3 / 3)
     assert block_sizes(16) == (1, 4, 8, 16)
     assert block_sizes(10) == (1, 4, 8, 10)
     assert block_sizes(3) == (1, 3)
@@ -105,6 +113,16 @@ def test_a_slow_step_is_noticed():
         chooser.observe(size, 16, 16 * (9.0 if size == 16 else COSTS[size]), {0: [size] * 16})
     assert size == 8
     assert sum(chooser.used.values()) == 60 * 16
+
+
+def test_a_visit_of_unknown_duration_counts_for_acceptance_alone():
+    chooser = Chooser(COSTS, proposed)
+    for _ in range(20):
+        size = chooser.choose([0])
+        chooser.observe(size, 16, None, {0: [size] * 16})
+    assert size == 16
+    assert sum(chooser.used.values()) == 20 * 16
+    assert {name: candidate.seconds for name, candidate in chooser.candidates.items()} == COSTS
 
 
 def test_the_choice_never_changes_the_answers(target, drafter):

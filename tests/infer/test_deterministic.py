@@ -26,6 +26,14 @@ def requests():
     return [tiny.ask(p, 18, id=f"r{i}", logprobs=2, **given[i % 4]) for i, p in enumerate(prompts)]
 
 
+@pytest.fixture(scope="module")
+def experts(pair, tmp_path_factory):
+    """The same drafter on a target whose tokens go to experts together with their neighbours'."""
+    raw = tiny.target_config(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
+    folder = tiny.write_target(tmp_path_factory.mktemp("experts"), raw | tiny.FAMILIES["qwen3_moe"])
+    return load_target(folder, dtype="bfloat16"), pair[1]
+
+
 def answers(pair, order, **settings):
     """What each request gets, by its id, if they arrive in this order."""
     settings = {"slots": 3, "max_length": 96, "prefill_chunk": 8, "logprobs": 2, "deterministic": True} | settings
@@ -36,7 +44,9 @@ def answers(pair, order, **settings):
 
 
 @pytest.mark.lossless
-def test_neighbours_arrival_prefixes_and_lengths_change_no_bit(pair):
+@pytest.mark.parametrize("of", ["pair", "experts"])
+def test_neighbours_arrival_prefixes_and_lengths_change_no_bit(of, request):
+    pair = request.getfixturevalue(of)
     everyone = range(len(requests()))
     first = answers(pair, everyone)
     assert len({str(tokens) for tokens, *_ in first.values()}) == len(first)

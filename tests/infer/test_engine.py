@@ -174,6 +174,33 @@ def test_requests_come_and_go(target, drafter):
         assert completion.submitted <= completion.started <= completion.first_token <= completion.finished
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_time_between_steps_is_not_decoding(target, drafter, waits):
+    """Nor does it weigh on the choice of the block size: the next visit is under way while the caller does other things,
+    like the turn of another engine in a benchmark."""
+    engine = Engine(target, drafter, slots=1, max_length=256, block_size="auto", steps_per_visit=2)
+    engine.warm_up()
+    timed = []
+    for chooser in engine.choosers.values():
+        observe = chooser.observe
+        chooser.observe = lambda name, steps, seconds, seen, observe=observe: (
+            timed.append(seconds),
+            observe(name, steps, seconds, seen),
+        )
+    engine.submit(tiny.ask([1, 2, 3], 60, stop_token_ids=()))
+    slept = 0.0
+    while engine.busy or engine.waiting:
+        engine.step()
+        if waits:
+            engine.wait()
+        time.sleep(0.1)
+        slept += 0.1
+    assert len(timed) > 5
+    assert waits == all(timed)
+    assert max(seconds for seconds in timed if seconds) < 0.1
+    assert engine.stats.decode_seconds < slept / 4
+
+
 def test_time_between_requests_is_not_decoding(target, drafter):
     engine = Engine(target, drafter, slots=2, max_length=128, steps_per_visit=2)
     (whole,) = engine.generate([tiny.ask([1, 2, 3], 100, 1.0, stop_token_ids=())])
