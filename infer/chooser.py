@@ -11,8 +11,9 @@ from dataclasses import dataclass
 SIZES = (1, 4, 8, 16)  # block sizes to choose from, as far as the drafter goes, and its own; 1 proposes nothing
 MEMORY = 400.0  # steps of a row after which an observation has lost most of its weight
 BATCH_MEMORY = 128.0  # the same for what new requests are expected to be like
-TRUST = 12.0  # observations of the whole batch that count as much as a new request's own
+TRUST = 4.0  # steps of a request that count as much as what is known of the batch
 MARGIN = 1.03  # by how much a change must promise to pay
+BEGIN = 1.1  # the same to begin to speculate: slots that finish early wait for prompts to be read, and gain less
 CLOSE = 0.8  # a candidate that promises this share of the best is tried at the first pause for ever
 TRY = 4  # steps of a try
 PAUSES = (32, 128, 2048)  # steps between two tries: where speculation pays, at first where it does not, at last
@@ -144,7 +145,8 @@ class Chooser:
         rates = self.estimates.rates(rows)
         speed = {name: sum(map(c.gain, rates)) / c.seconds for name, c in self.candidates.items()}
         best = max(speed, key=lambda name: speed[name])
-        if speed[best] < MARGIN * speed[self._best]:
+        margin = MARGIN if self.candidates[self._best].proposed else BEGIN
+        if speed[best] < margin * speed[self._best]:
             best = self._best
         speculates = self.candidates[best].proposed > 0
         if best != self._best:

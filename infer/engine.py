@@ -51,7 +51,7 @@ class Visit(NamedTuple):
 
 
 LANES = 16  # float32 numbers in the widest vector of a processor
-STALL = 4.0  # times as long as they decoded, rows wait at most while prompts are read; less where few slots fill
+STALL = 4.0  # visits, for which rows wait at most while prompts are read; less where few slots fill
 CHUNK = 128  # of a cache, that attention sums at once (see `kernels.block_attention.reference`)
 
 
@@ -111,10 +111,11 @@ class Engine:
         self._tickets = itertools.count()
         self._waiting: deque[ActiveRequest] = deque()
         self._rows: list[ActiveRequest | None] = [None] * config.slots
-        self._just_filled, self._shortest_first = False, True
+        self._shortest_first = True
+        self._stall: float | None = None  # seconds, or programs, for which prompts may still be read; None if none was
         self._ahead: Visit | None = None  # asked for while the one before it was under way
         self._looked = 0.0  # when tokens last came from the device
-        self._visit_seconds = 0.0  # of the last visit to decode
+        self._step_seconds = 0.0  # of the last visit
 
     def _rows_on_device(self) -> int:
         """The slots, and on CPU with `deterministic` some more that stay idle: there the last few of a block's
@@ -213,7 +214,7 @@ class Engine:
         return ticket
 
     def step(self, *, admit: bool = True) -> list[tuple[int, Completion]]:
-        """One turn of work: prompts are read, or rows decode for some steps; in turns, if there are both, so that
+        """One piece of work: prompts are read, or rows decode for some steps; in turns, if there are both, so that
         neither waits long.
 
         Args:
@@ -227,11 +228,10 @@ class Engine:
         decoding = any(row and row.decoding for row in self._rows)
         if not decoding:
             self._ahead = None  # its rows have all finished
-        if filling and not (decoding and (self._just_filled or self._ahead)):
-            self._just_filled = True
+        if filling and (not decoding or not self._ahead and (self._stall is None or self._stall > 0)):
             events = self._read(filling)
         elif decoding:
-            self._just_filled = False
+            self._stall = None
             events = self._advance(bool(filling), admit and bool(self._waiting))
         else:
             return []
@@ -302,19 +302,24 @@ class Engine:
             )
 
     def _read(self, slots: Sequence[int]) -> list[ActiveRequest]:
-        """Reads some of the prompts of these slots; returns the rows that got a first token."""
+        """Reads some of the prompts of these slots, until one ends; returns the rows that got a first token.
+
+        Rows that decode wait for `STALL` visits at most, as it were, or for as many programs as there are prompts where
+        their times are not known.
+        """
         begin, filling = time.perf_counter(), {slot: row for slot in slots if (row := self._rows[slot])}
-        decoding = any(row is not None and row.decoding for row in self._rows)
-        share = STALL * self._visit_seconds * len(filling) / self.slots if decoding else 0.0
-        least = len(filling) if decoding else 1  # programs, where their times are not known
-        spent, events = 0.0, []
-        while filling:
+        visit_seconds, events = self.config.steps_per_visit * self._step_seconds, []
+        while filling and not events:
             # The oldest and the shortest take turns: neither waits long for a lot of others.
             self._shortest_first = not self._shortest_first
             key = (lambda row: row.left) if self._shortest_first else (lambda row: row.ticket)
             in_order = sorted(filling.items(), key=lambda item: (key(item[1]), item[1].ticket))
             reads, first, seconds = self.batch.read([row.unread(slot) for slot, row in in_order])
             self.stats.prompt_programs += 1
+            if self._stall is None:
+                share = STALL * visit_seconds / self.slots
+                self._stall = len(filling) * (1.0 if seconds is None else share)
+            self._stall -= 1.0 if seconds is None else seconds
             for read in reads:
                 row = filling[read.slot]
                 self.stats.prefix_tokens += read.copied
@@ -326,8 +331,7 @@ class Engine:
                 if row.completion.finish_reason:
                     self.batch.release(read.slot)
                 events.append(row)
-            least, spent = least - 1, spent + (seconds or 0.0)
-            if least <= 0 if seconds is None else spent >= share:
+            if self._stall <= 0:
                 break
         self.stats.prefill_seconds += time.perf_counter() - begin
         return events
@@ -380,7 +384,8 @@ class Engine:
         seconds, self._looked = now - max(visit.begin, self._looked), now
         counts = trace.count
         steps = int(np.sum(counts.any(axis=1)))
-        self._visit_seconds = seconds = seconds if timed else min(seconds, self._visit_seconds)
+        seconds = seconds if timed else min(seconds, steps * self._step_seconds)
+        self._step_seconds = seconds / max(steps, 1)
         self.stats.decode_seconds += seconds
         self.stats.steps += steps
         committed = np.arange(trace.tokens.shape[2]) < counts[:, :, None]

@@ -49,7 +49,7 @@ def test_neighbours_arrival_prefixes_and_lengths_change_no_bit(of, request):
     pair = request.getfixturevalue(of)
     everyone = range(len(requests()))
     first = answers(pair, everyone)
-    assert len({str(tokens) for tokens, *_ in first.values()}) == len(first)
+    assert len({str(outcome) for outcome in first.values()}) == len(first)  # two greedy rows may end in one loop
     backwards = answers(pair, reversed(everyone))
     shuffled = answers(pair, np.random.default_rng(0).permutation(len(first)).tolist(), steps_per_visit=1)
     prefixes = answers(pair, everyone, prefix_chunks=16)
