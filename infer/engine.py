@@ -228,7 +228,7 @@ class Engine:
         decoding = any(row and row.decoding for row in self._rows)
         if not decoding:
             self._ahead = None  # its rows have all finished
-        if filling and (not decoding or not self._ahead and (self._stall is None or self._stall > 0)):
+        if filling and (not decoding or (not self._ahead and (self._stall is None or self._stall > 0))):
             events = self._read(filling)
         elif decoding:
             self._stall = None

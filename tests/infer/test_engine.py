@@ -176,8 +176,8 @@ def test_requests_come_and_go(target, drafter):
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_time_between_steps_is_not_decoding(target, drafter, waits):
-    """Nor does it weigh on the choice of the block size: the next visit is under way while the caller does other things,
-    like the turn of another engine in a benchmark."""
+    """Nor does it weigh on the choice of the block size: the next visit is under way while the caller does other
+    things, like the turn of another engine in a benchmark."""
     engine = Engine(target, drafter, slots=1, max_length=256, block_size="auto", steps_per_visit=2)
     engine.warm_up()
     timed = []
