@@ -372,13 +372,13 @@ class Engine:
             most = min(TRY, most) if chooser.trying else most
         begin = time.perf_counter()
         trace = self.batch.decode(self._program(size), most, leave_below, slots)
-        end = time.perf_counter() if trace.count.is_ready() else None  # small programs on CPU may run at once
+        end = time.perf_counter() if _is_ready(trace) else None  # small programs on CPU may run at once
         of_slot = dict(enumerate(self._rows))
         return Visit(size, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, end)
 
     def _look(self, visit: Visit) -> list[ActiveRequest]:
         """Waits for a visit and hands its tokens to the rows, which are returned."""
-        timed = visit.end is not None or not visit.trace.count.is_ready()  # or it has been done for who knows how long
+        timed = visit.end is not None or not _is_ready(visit.trace)  # or it has been done for who knows how long
         trace = jax.device_get(visit.trace)
         now = visit.end or time.perf_counter()
         seconds, self._looked = now - max(visit.begin, self._looked), now
@@ -411,3 +411,7 @@ class Engine:
         if visit.chooser:
             visit.chooser.observe(visit.size, steps, seconds if timed else None, seen)
         return advanced
+
+
+def _is_ready(trace: Committed) -> bool:
+    return trace.count.is_ready()  # pyright: ignore[reportAttributeAccessIssue] (which its stub lacks)
