@@ -19,8 +19,8 @@ import numpy as np
 
 from dflash_jax.cache import Group
 from dflash_jax.decoding.state import DraftModel
-from dflash_jax.decoding.step import Committed
-from dflash_jax.infer.chooser import TRY, Chooser, Estimates, block_sizes
+from dflash_jax.decoding.step import Committed, sizes_within
+from dflash_jax.infer.chooser import TRY, Chooser, Draft, Estimates, Seen, block_sizes, tree_sizes
 from dflash_jax.infer.engine_config import EngineConfig, check_block_size
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.rows import ActiveRequest
@@ -34,19 +34,19 @@ class Visit(NamedTuple):
     """Steps that the device was asked for.
 
     Attributes:
-        size: block size.
+        draft: what its steps propose.
         trace: tokens of each step; on the device, until it is looked at.
         rows: slot and request of each of its rows.
         begin: when it was asked for.
-        chooser: who chose the size; None if there was no choice.
+        chooser: who chose the draft; None if there was no choice.
         end: when the device was done, if somebody waited for that.
     """
 
-    size: int
+    draft: Draft
     trace: Committed
     rows: list[tuple[int, ActiveRequest | None]]
     begin: float
-    chooser: Chooser | None
+    chooser: Chooser[Draft] | None
     end: float | None = None
 
 
@@ -90,8 +90,9 @@ class Engine:
                 drafter = None
         self.target, self.drafter, self.config = target, drafter, config
         self.max_length, self.slots = config.max_length, config.slots
-        self.choosers: dict[int, Chooser] = {}  # by rows of a program; none without a choice
+        self.choosers: dict[int, Chooser[Draft]] = {}  # by rows of a program; none without a choice
         self._auto = auto and drafter is not None and not config.deterministic
+        self.tree = self._tree_nodes() if drafter else 0
         self.stats = Stats()
         self.batch = Slots(
             target,
@@ -101,7 +102,7 @@ class Engine:
             max(config.max_length, 2 * CHUNK) if config.deterministic else config.max_length,
             short=None if config.short_length is None else Group(self.slots - config.long_slots, config.short_length),
             chunk=config.prefill_chunk,
-            block_sizes=[self._program(size) for size in self._choices()],
+            drafts=[self._program(draft) for draft in self._choices()],
             steps_per_visit=config.steps_per_visit,
             proposals=config.proposals,
             prefix_chunks=config.prefix_chunks,
@@ -126,12 +127,26 @@ class Engine:
         step = math.lcm(LANES // math.gcd(LANES, width), rows_of(self.target.mesh))
         return -(-slots // step) * step
 
-    def _choices(self) -> tuple[int, ...]:
-        return block_sizes(self.block_size) if self._auto else (self.block_size,)
+    def _tree_nodes(self) -> int:
+        """Nodes of the tree to use; 0 where there is none, or where there is a choice."""
+        given = self.config.tree
+        return given if isinstance(given, int) and not self._auto else 0
 
-    def _program(self, size: int) -> int:
-        """The block size of `Slots.decode` for one of the choices: 1 is no speculation where there is a choice."""
-        return 0 if self._auto and size == 1 else size
+    def _choices(self) -> tuple[Draft, ...]:
+        if not self._auto:
+            return (Draft(self.block_size, self.tree),)
+        assert self.drafter is not None
+        chains = tuple(map(Draft, block_sizes(self.block_size)))
+        given, depth = self.config.tree, self.drafter.depth(self.block_size)
+        if isinstance(given, int):
+            sizes = (given,) if given else ()
+        else:
+            sizes = tree_sizes(depth, wide=jax.default_backend() != "cpu")
+        return (*chains, *(Draft(self.block_size, nodes) for nodes in sizes))
+
+    def _program(self, draft: Draft) -> Draft:
+        """What `Slots.decode` is asked for: a block size of 1 is no speculation where there is a choice."""
+        return Draft(0) if self._auto and draft == Draft(1) else draft
 
     @property
     def waiting(self) -> int:
@@ -146,13 +161,18 @@ class Engine:
     @property
     def width(self) -> int:
         """Most tokens a step can commit per row."""
-        return self.drafter.depth(self.block_size) + 1 if self.drafter else 1
+        if not self.drafter:
+            return 1
+        depth = self.drafter.depth(self.block_size)
+        return 1 + (min(depth, self.tree) if self.tree else depth)
 
     @property
-    def steps_by_block_size(self) -> dict[int, int]:
-        """Steps taken at each block size; 1 is no speculation."""
-        used = [chooser.used for chooser in self.choosers.values()] or [{self.block_size: self.stats.steps}]
-        return {size: sum(one[size] for one in used) for size in used[0]}
+    def steps_by_block_size(self) -> dict[str, int]:
+        """Steps taken at each block size, and with each tree; 1 is no speculation."""
+        used = [chooser.used for chooser in self.choosers.values()] or [
+            {Draft(self.block_size, self.tree): self.stats.steps}
+        ]
+        return {draft.label: sum(one[draft] for one in used) for draft in used[0]}
 
     def warm_up(self) -> None:
         """Compiles every program this engine will run; afterwards none is compiled any more.
@@ -167,11 +187,11 @@ class Engine:
         if self._auto:
             assert self.drafter is not None
             measured, depth = self.batch.step_seconds(), self.drafter.depth
-            proposed = lambda size: depth(size) if self._program(size) else 0
+            proposed = lambda draft: depth(draft.block_size) if self._program(draft).block_size else 0
             estimates = Estimates(max(map(proposed, self._choices())))
             for width in self.batch.widths:
-                seconds = {size: measured[self._program(size), width] for size in self._choices()}
-                self.choosers[width] = Chooser(seconds, proposed, estimates)
+                seconds = {draft: measured[self._program(draft), width] for draft in self._choices()}
+                self.choosers[width] = Chooser(seconds, proposed, estimates, lambda draft: draft.nodes)
         self.stats.compile_seconds += time.perf_counter() - begin
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
@@ -364,17 +384,17 @@ class Engine:
 
     def _visit(self, rows: Sequence[ActiveRequest], leave_below: int, most: int) -> Visit:
         """Asks the device for at most so many steps."""
-        size = self.block_size
+        draft = Draft(self.block_size, self.tree)
         slots = self.batch.some([slot for slot, row in enumerate(self._rows) if row in rows])
         chooser = self.choosers.get(len(slots))
         if chooser:
-            size = chooser.choose(row.ticket for row in rows)
+            draft = chooser.choose(row.ticket for row in rows)
             most = min(TRY, most) if chooser.trying else most
         begin = time.perf_counter()
-        trace = self.batch.decode(self._program(size), most, leave_below, slots)
+        trace = self.batch.decode(self._program(draft), most, leave_below, slots)
         end = time.perf_counter() if _is_ready(trace) else None  # small programs on CPU may run at once
         of_slot = dict(enumerate(self._rows))
-        return Visit(size, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, end)
+        return Visit(draft, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, end)
 
     def _look(self, visit: Visit) -> list[ActiveRequest]:
         """Waits for a visit and hands its tokens to the rows, which are returned."""
@@ -404,13 +424,24 @@ class Engine:
             self.stats.row_steps += len(taken)
             if self.drafter:
                 row.completion.acceptance_lengths.extend(taken)
+            chain = None if trace.forecast is None else trace.forecast.chain[:, at].tolist()
             # What cut a row's last step was its end or that of its slot, not a wrong proposal.
-            seen[row.ticket] = taken[:-1] if row.completion.finish_reason or row.outgrown else taken
+            whole = slice(-1 if row.completion.finish_reason or row.outgrown else None)
+            seen[row.ticket] = Seen(taken[whole], chain and chain[: len(taken)][whole])
             if row.completion.finish_reason and row.request.find_stop:
                 self.batch.release(slot)
         if visit.chooser:
-            visit.chooser.observe(visit.size, steps, seconds if timed else None, seen)
+            visit.chooser.observe(visit.draft, steps, seconds if timed else None, seen, _expected(trace, visit.draft))
         return advanced
+
+
+def _expected(trace: Committed, draft: Draft) -> dict[int, float]:
+    """What the best nodes of a tree promised in a step of a row, by their number."""
+    if trace.forecast is None:
+        return {}
+    busy = trace.count > 0
+    sums = np.sum(trace.forecast.nodes[busy], axis=0) / max(1, np.sum(busy))
+    return dict(zip(sizes_within(draft.nodes), sums.tolist(), strict=True))
 
 
 def _is_ready(trace: Committed) -> bool:

@@ -7,6 +7,8 @@ from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.infer.params import check_seed
 
+MOST_NODES = 1024  # of a tree
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -18,6 +20,8 @@ class EngineConfig:
         block_size: draft slots per step, at most the checkpoint's (the default); 1 does not speculate, but for drafters
             whose anchor predicts, too. "auto" chooses a size for every visit, 1 included, by measured step times and
             acceptance.
+        tree: nodes of the tree of likely paths that is verified in a chain's place; 0 verifies a chain. "auto", the
+            default where the block size is "auto", chooses among chains and trees.
         proposals: how the drafter picks tokens; see `Choice.for_drafting`.
         seed: noise of requests without a seed of their own.
         prefill_chunk: prompts are read in chunks of at most this many tokens, of one prompt or of several together.
@@ -30,13 +34,14 @@ class EngineConfig:
             it moves to a long one when it needs more.
         long_slots: how many slots hold `max_length` tokens where there are short ones.
         deterministic: nothing is chosen by the clock and lengths are fixed, so that the bits of an answer follow from
-            its request, the drafter, `block_size`, `proposals`, `slots`, `prefill_chunk`, the dtype and the kind of
-            device alone. "auto" is then the checkpoint's block size.
+            its request, the drafter, `block_size`, `tree`, `proposals`, `slots`, `prefill_chunk`, the dtype and the
+            kind of device alone. "auto" is then the checkpoint's block size, and no tree.
     """
 
     slots: int = 1
     max_length: int = 2048
     block_size: int | Literal["auto"] | None = None
+    tree: int | Literal["auto"] | None = None
     proposals: Proposals = "calibrated"
     seed: int = 0
     prefill_chunk: int = 256
@@ -58,6 +63,10 @@ class EngineConfig:
             if not least <= value < 2**31:
                 raise ValueError(f"{name} must be at least {least} and below 2**31, got {value}")
         check_seed(self.seed)
+        if self.tree == "auto" and self.block_size != "auto":
+            raise ValueError('tree "auto" goes together with block_size "auto"; give both, or a number of nodes')
+        if isinstance(self.tree, int) and not 0 <= self.tree <= MOST_NODES:
+            raise ValueError(f"tree must lie in 0..{MOST_NODES} nodes, got {self.tree}; 0 is a chain")
         if self.short_length is not None:
             if not self.prefill_chunk <= self.short_length < self.max_length:
                 raise ValueError(

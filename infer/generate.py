@@ -42,6 +42,7 @@ def spec_generate(
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
     block_size: int | Literal["auto"] | None = None,
+    tree: int | Literal["auto"] | None = None,
     proposals: Proposals = "calibrated",
     max_length: int | None = None,
     prefill_chunk: int = 256,
@@ -56,6 +57,7 @@ def spec_generate(
         seed: row i draws from this seed and i alone.
         stop_token_ids: tokens that end a row; None takes the checkpoint's, an empty list none.
         block_size: draft slots per step up to the checkpoint's (the default); 1 does not speculate.
+        tree: nodes of the tree of likely paths that is verified instead of a chain; 0, or None, is a chain.
         proposals: "calibrated", "coupled", "argmax" or "independent"; changes speed, never the output.
         max_length: cache slots per row; by default what the longest row needs, rounded up so that
             similar calls share compiled programs.
@@ -78,6 +80,7 @@ def spec_generate(
         slots=-(-max(len(prompts), 1) // parts) * parts,
         max_length=max_length,
         block_size=block_size,
+        tree=tree,
         proposals=proposals,
         seed=seed,
         prefill_chunk=prefill_chunk,

@@ -33,30 +33,31 @@ def decode_call(
     leave_below: int,
     *,
     block_size: int,
+    nodes: int = 0,
     proposals: Proposals = "calibrated",
     capacity: int,
     rows: np.ndarray | None = None,
     logprobs: int | None = None,
     options: Options | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """`run` of a speculative step as a jitted function and its arguments: one program per number of rows and block size
-    (0 proposes nothing). `rows` are the only ones that it advances, and that its trace has. `options` are the
-    compiler's. `state` is donated."""
+    """`run` of a speculative step as a jitted function and its arguments: one program per number of rows, block size (0
+    proposes nothing) and number of nodes (0 proposes a chain). `rows` are the only ones that it advances, and that its
+    trace has. `options` are the compiler's. `state` is donated."""
     steps, leave = np.int32(max_steps), np.int32(leave_below)
-    arguments = target, drafter, state, rows, steps, leave, block_size, proposals, capacity, logprobs
+    arguments = target, drafter, state, rows, steps, leave, block_size, nodes, proposals, capacity, logprobs
     return _decode_program(tuple((options or {}).items())), arguments
 
 
 @cache
 def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Callable:
-    def program(target, drafter, state, rows, max_steps, leave_below, block_size, proposals, capacity, logprobs):
-        parts = make_round(target, drafter, block_size, proposals)
+    def program(target, drafter, state, rows, max_steps, leave_below, block_size, nodes, proposals, capacity, logprobs):
+        parts = make_round(target, drafter, block_size, proposals, nodes)
         step = partial(speculative_step, parts, logprobs=logprobs)
         narrow = state if rows is None else some_rows(state, rows)
         narrow, trace = run(step, narrow, max_steps, leave_below, capacity)
         return pin(narrow if rows is None else all_rows(state, narrow)), trace
 
-    names = ("block_size", "proposals", "capacity", "logprobs")
+    names = ("block_size", "nodes", "proposals", "capacity", "logprobs")
     return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=dict(options) or None)
 
 

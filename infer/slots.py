@@ -13,6 +13,7 @@ from dflash_jax.cache import Group
 from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.state import DraftModel, RowSettings, init_state
 from dflash_jax.decoding.step import Committed
+from dflash_jax.infer.chooser import Draft
 from dflash_jax.infer.compiler_options import Options, fastest_options
 from dflash_jax.infer.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.prefixes import PrefixCache
@@ -50,7 +51,7 @@ class Slots:
         max_length: tokens a row can hold.
         short: of these rows, how many are shorter, and how many tokens those hold; None if all are alike.
         chunk: prompts are read in chunks of at most so many tokens, of one or several rows.
-        block_sizes: what `decode` may be asked for; 0 proposes nothing.
+        drafts: what `decode` may be asked for; a block size of 0 proposes nothing.
         steps_per_visit: at most.
 
     Attributes:
@@ -68,7 +69,7 @@ class Slots:
         *,
         short: Group | None = None,
         chunk: int,
-        block_sizes: Sequence[int],
+        drafts: Sequence[Draft],
         steps_per_visit: int,
         proposals: Proposals,
         prefix_chunks: int,
@@ -86,7 +87,7 @@ class Slots:
         groups = max_length if short is None else (short, Group(slots - short.rows, max_length))
         self._fixed, self._neutral = deterministic, SamplingParams().on_device("", 0, 0, 1)
         self._costs: dict[Shape, Cost] = {}  # in seconds, once measured
-        self._block_sizes, self._steps_per_visit = tuple(block_sizes), steps_per_visit
+        self._drafts, self._steps_per_visit = tuple(drafts), steps_per_visit
         self._proposals: Proposals = proposals
         self._logprobs = logprobs
         few = slots // NARROWER // self._parts * self._parts if slots >= MANY else 0
@@ -100,10 +101,10 @@ class Slots:
 
     @property
     def programs(self) -> int:
-        """How many `warm_up` compiles: for chunks of prompts, block sizes, a row's beginning, move and end, kept
+        """How many `warm_up` compiles: for chunks of prompts, kinds of drafts, a row's beginning, move and end, kept
         prefixes."""
         more = 2 + bool(self._short) + 2 * bool(self._prefixes.entries)
-        return len(self._shapes) + len(self.widths) * len(self._block_sizes) + more
+        return len(self._shapes) + len(self.widths) * len(self._drafts) + more
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         """Of the prompt's chunks, for `read`."""
@@ -112,7 +113,7 @@ class Slots:
     def warm_up(self) -> None:
         """Compiles every program; afterwards none is compiled any more. All rows must be idle."""
         calls = [(prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._shapes]
-        calls += [self._decode_call(size, 0, 0, self.idle(width)) for size, width in self._decoding]
+        calls += [self._decode_call(draft, 0, 0, self.idle(width)) for draft, width in self._decoding]
         with ThreadPoolExecutor() as pool, self._on_mesh():  # the calls below find what is compiled here
             compiling = [pool.submit(program.lower(*arguments).compile) for program, arguments in calls]
         for program in compiling:
@@ -127,8 +128,8 @@ class Slots:
             self._costs = {shape: self._prefill_cost(shape) for shape in self._shapes}
         with self._on_mesh():
             self.state = self._prefixes.warm_up(self.state)
-        for size, width in self._decoding:
-            self.decode(size, 0, 0, self.idle(width))
+        for draft, width in self._decoding:
+            self.decode(draft, 0, 0, self.idle(width))
         self.release(0)
         jax.block_until_ready(self.state)
 
@@ -196,9 +197,9 @@ class Slots:
         return at
 
     @property
-    def _decoding(self) -> list[tuple[int, int]]:
-        """Block size and rows of each program that decodes."""
-        return [(size, width) for width in self.widths for size in self._block_sizes]
+    def _decoding(self) -> list[tuple[Draft, int]]:
+        """Draft and rows of each program that decodes."""
+        return [(draft, width) for width in self.widths for draft in self._drafts]
 
     def some(self, busy: Sequence[int]) -> list[int]:
         """The rows of the narrowest program that advances these, as many of each part of the mesh."""
@@ -216,13 +217,13 @@ class Slots:
         """Rows of a program of that width, whichever."""
         return self.some(range(self._slots)) if width == self._slots else self.some([])
 
-    def decode(self, block_size: int, max_steps: int, leave_below: int, slots: Sequence[int]) -> Committed:
+    def decode(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Committed:
         """One visit to the device (see `decoding.step.run`): the tokens of each step, not waited for.
 
         Args:
             slots: of the rows to advance, see `some`.
         """
-        program, arguments = self._decode_call(block_size, max_steps, leave_below, slots)
+        program, arguments = self._decode_call(draft, max_steps, leave_below, slots)
         with self._on_mesh():
             self.state, trace = program(*arguments)
         return trace
@@ -243,14 +244,14 @@ class Slots:
         """Waits for the device: `read` returns before it has."""
         jax.block_until_ready(self.state.anchor)
 
-    def step_seconds(self) -> dict[tuple[int, int], float]:
-        """Times a step at each block size and number of rows, all of them busy with random tokens and half full: tokens
-        that are alike would visit fewer experts than a real block does."""
+    def step_seconds(self) -> dict[tuple[Draft, int], float]:
+        """Times a step of each kind of draft and number of rows, all of them busy with random tokens and half full:
+        tokens that are alike would visit fewer experts than a real block does."""
         rng, short = np.random.default_rng(0), self._shapes[0]
         endless = SamplingParams().on_device("", 0, 0, np.iinfo(np.int32).max)
-        times: dict[tuple[int, int], list[float]] = {how: [] for how in self._decoding}
+        times: dict[tuple[Draft, int], list[float]] = {how: [] for how in self._decoding}
         for _ in range(3):
-            for size, width in times:
+            for draft, width in times:
                 slots = self.idle(width)
                 for slot in slots:
                     length = max(1, self.lengths[slot] // 2)
@@ -262,8 +263,8 @@ class Slots:
                     self._prefill(selected, selected.counts > 0, (endless,) * len(selected.rows))
                 self.wait()
                 begin = time.perf_counter()
-                trace = jax.device_get(self.decode(size, min(self._steps_per_visit, 4), 0, slots))
-                times[size, width].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
+                trace = jax.device_get(self.decode(draft, min(self._steps_per_visit, 4), 0, slots))
+                times[draft, width].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
                 for slot in slots:
                     self.release(slot)
         return {how: min(measured) for how, measured in times.items()}
@@ -307,27 +308,26 @@ class Slots:
             self.state, first = prefill(*self._prefill_arguments(selected, last, settings))
         return first
 
-    def _decode_call(
-        self, block_size: int, max_steps: int, leave_below: int, slots: Sequence[int]
-    ) -> tuple[Any, tuple]:
+    def _decode_call(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> tuple[Any, tuple]:
         return decode_call(
             self._target,
             self._drafter,
             self.state,
             max_steps,
             leave_below,
-            block_size=block_size,
+            block_size=draft.block_size,
+            nodes=draft.nodes,
             proposals=self._proposals,
             capacity=self._steps_per_visit,
             rows=None if len(slots) == self._slots else np.asarray(slots, np.int32),
             logprobs=self._logprobs,
-            options=self.compiler_options(block_size, len(slots)),
+            options=self.compiler_options(draft, len(slots)),
         )
 
-    def compiler_options(self, block_size: int, rows: int) -> Options | None:
-        """Of the program that proposes so many tokens; None for single tokens."""
-        if self._drafter is None or block_size == 0:
+    def compiler_options(self, draft: Draft, rows: int) -> Options | None:
+        """Of the program with this draft; None for single tokens."""
+        if self._drafter is None or draft.block_size == 0:
             return None
-        config, block = self._target.config, self._drafter.depth(block_size) + 1
+        config, block = self._target.config, (draft.nodes or self._drafter.depth(draft.block_size)) + 1
         inner = max(layer.intermediate_size for layer in config.layers)
         return fastest_options(config.hidden_size, inner, rows * block, clock=not self._fixed)

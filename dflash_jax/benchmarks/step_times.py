@@ -16,6 +16,7 @@ from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.proposal import Accepted, Block, Proposal, make_block
 from dflash_jax.decoding.state import DraftModel, State, init_state
 from dflash_jax.decoding.step import Round, make_round, speculative_step
+from dflash_jax.infer.chooser import Draft
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.params import STOP_WIDTH
 from dflash_jax.mesh import entered
@@ -44,6 +45,7 @@ class StepTimes:
         if drafter is None:
             raise ValueError("the parts of a speculative step need a block size that proposes tokens")
         settings = {"block": speculative.block_size, "proposals": speculative.config.proposals}
+        settings["nodes"] = speculative.tree
         where = length, loops, temperature
         self._parts = {"autoregressive": _Looped(partial(_fused, block=0), target, None, plain, *where)}
         for name, step in {"speculative": _fused, "draft": _draft, "verify": _verify, "commit": _commit}.items():
@@ -79,7 +81,7 @@ class _Looped:
         temperature: float,
     ):
         length, rows = min(length, engine.max_length - engine.width), engine.slots
-        options = engine.batch.compiler_options(engine.block_size, rows) if drafter else None
+        options = engine.batch.compiler_options(Draft(engine.block_size, engine.tree), rows) if drafter else None
 
         def made() -> State:
             state = init_state(target, drafter, rows, engine.max_length, STOP_WIDTH)
@@ -113,28 +115,32 @@ class _Looped:
         return (time.perf_counter() - begin) / self._loops
 
 
-def _fused(
-    target: Target, drafter: DraftModel | None, state: State, *, block: int, proposals: Proposals = "calibrated"
-):
-    return speculative_step(make_round(target, drafter, block, proposals), state)[0]
+def _fused(target: Target, drafter: DraftModel | None, state: State, **how: Any) -> State:
+    return speculative_step(_round(target, drafter, **how), state)[0]
 
 
-def _draft(target: Target, drafter: DraftModel, state: State, *, block: int, proposals: Proposals) -> State:
-    parts = make_round(target, drafter, block, proposals)
+def _round(
+    target: Target, drafter: DraftModel | None, block: int, proposals: Proposals = "calibrated", nodes: int = 0
+) -> Round:
+    return make_round(target, drafter, block, proposals, nodes)
+
+
+def _draft(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
+    parts = _round(target, drafter, **how)
     # The noise is made outside: it is of the step, not of the draft.
     shapes = jax.eval_shape(parts.choosing, state)
     choice = parts.choosing(state).replace(noise=jnp.zeros(shapes.noise.shape))
     return state.replace(anchor=parts.propose(state, choice).tokens[:, -1])  # the next iteration depends on this one
 
 
-def _verify(target: Target, drafter: DraftModel, state: State, *, block: int, proposals: Proposals) -> State:
-    parts = make_round(target, drafter, block, proposals)
+def _verify(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
+    parts = _round(target, drafter, **how)
     logits, _ = parts.verify(state, _some_block(target, parts, state))
     return state.replace(anchor=jnp.max(jnp.argmax(logits, axis=-1), axis=1).astype(jnp.int32))
 
 
-def _commit(target: Target, drafter: DraftModel, state: State, *, block: int, proposals: Proposals) -> State:
-    parts = make_round(target, drafter, block, proposals)
+def _commit(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
+    parts = _round(target, drafter, **how)
     filled = _some_block(target, parts, state)
     # What a verify pass returns, as numbers that change with every iteration.
     _, like = jax.eval_shape(parts.verify, state, filled)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.decoding.calibration import SHARPNESS, Calibration
+from dflash_jax.decoding.calibration import GREEDY, SHARPNESS, Calibration, Lessons
 from dflash_jax.decoding.penalties import History, Penalties, penalise
-from dflash_jax.decoding.proposal import Block
+from dflash_jax.decoding.proposal import Block, Proposal
 from dflash_jax.decoding.sampling import (
     Sampling,
     first_argmax,
@@ -25,6 +25,7 @@ from dflash_jax.decoding.sampling import (
     scaled_scores,
     select,
 )
+from dflash_jax.decoding.tree import Ranked, best_nodes
 
 Proposals = Literal["calibrated", "coupled", "argmax", "independent"]
 
@@ -47,6 +48,11 @@ class Picks(NamedTuple):
         trials = [picks.trials for picks in each if picks.trials is not None]
         return Picks(tokens, jnp.concatenate(trials, axis=1) if trials else None)
 
+    @property
+    def chain(self) -> Proposal:
+        """Proposed one after the other."""
+        return Proposal(self.tokens, lessons=None if self.trials is None else Lessons(self.trials))
+
 
 class Choice(struct.PyTreeNode):
     """Settings, history and noise of one step.
@@ -57,7 +63,9 @@ class Choice(struct.PyTreeNode):
         noise: by depth: of position `known + d`. All nodes of a tree at one depth share it.
         decodable: ids that may be chosen; None is all.
         plain: whether the best penalised score is taken, without temperature, filters and noise.
+        nodes: of the tree that a drafter is to propose; 0 is a chain.
         sharpness: which of `calibration.SHARPNESS` to use at each depth; None does without.
+        greedy: sharpness of each depth for the ranks of greedy rows; None does without.
     """
 
     sampling: Sampling
@@ -67,7 +75,9 @@ class Choice(struct.PyTreeNode):
     noise: Float[Array, "B W V"]
     decodable: Bool[Array, " V"] | None
     plain: bool = struct.field(pytree_node=False, default=False)
+    nodes: int = struct.field(pytree_node=False, default=0)
     sharpness: Int[Array, " D"] | None = None
+    greedy: Float[Array, " D"] | None = None
 
     def for_block(self, logits: Float[Array, "B T V"], block: Block) -> Int[Array, "B T"]:
         """The target's token behind every position of a block, each given its own ancestors."""
@@ -123,7 +133,14 @@ class Choice(struct.PyTreeNode):
         if self.sharpness is None:
             return Picks(select(logits, noise, self.sampling), None)
 
-        def tried() -> Int[Array, "B T C"]:
+        trials = self._trials(logits, noise)
+        best = self.sharpness[depth : depth + logits.shape[1]][None, :, None]
+        return Picks(jnp.take_along_axis(trials, best, axis=2)[..., 0], trials)
+
+    def _trials(self, logits: Float[Array, "B T N"], noise: Float[Array, "#B #T N"]) -> Int[Array, "B T C"]:
+        """Places of the best scores at each sharpness."""
+
+        def sampled() -> Int[Array, "B T C"]:
             scores = scaled_scores(logits, self.sampling)
             trials = [first_argmax(scores if math.isinf(c) else c * scores + noise) for c in SHARPNESS]
             return jnp.stack(trials, axis=-1)
@@ -131,25 +148,106 @@ class Choice(struct.PyTreeNode):
         def greedy() -> Int[Array, "B T C"]:
             return jnp.repeat(first_argmax(logits)[..., None], len(SHARPNESS), axis=-1)
 
-        trials = if_any(self.sampling.temperature > 0, tried, greedy)
-        best = self.sharpness[depth : depth + logits.shape[1]][None, :, None]
-        return Picks(jnp.take_along_axis(trials, best, axis=2)[..., 0], trials)
+        return if_any(self.sampling.temperature > 0, sampled, greedy)
+
+    def propose(self, logits: Float[Array, "B T _"], **given: Any) -> Proposal:
+        """The proposal of a drafter none of whose depths depends on the tokens of those before: a chain, or the tree of
+        the likeliest paths.
+
+        Args:
+            logits: of the depths 0..T-1.
+            given: see `tokens`.
+        """
+        if not self.nodes:
+            return self.picks(logits, **given).chain
+        logits = self.allowed(logits, **given)
+        depth = logits.shape[1]
+        ranked, lessons = self.ranked(logits, self.noise[:, :depth], slice(depth))
+        best = best_nodes(ranked, self.nodes)
+        return Proposal(best.tokens, best.parents, min(depth, self.nodes), best.scores, lessons)
+
+    def ranks(
+        self,
+        logits: Float[Array, "B W _"],
+        candidates: Int[Array, "B W N"] | None = None,
+        *,
+        depth: int,
+        **given: Any,
+    ) -> tuple[Ranked, Lessons]:
+        """The likeliest tokens behind W nodes of one depth, and what there is to learn of them.
+
+        Args:
+            logits: of the tokens behind each node.
+            candidates: ids of these, already allowed (see `among`); None is the whole vocabulary.
+            given: see `allowed`; `before` and `seen` are of each node.
+        """
+        noise = self.noise[:, depth : depth + 1]
+        if candidates is None:
+            return self.ranked(self.allowed(logits, **given), noise, slice(depth, depth + 1))
+        noise = jnp.take_along_axis(noise, candidates.reshape(candidates.shape[0], 1, -1), axis=2)
+        ranked, lessons = self.ranked(logits, noise.reshape(candidates.shape), slice(depth, depth + 1))
+        of = lambda places: None if places is None else jnp.take_along_axis(candidates, places, axis=2)
+        ranked = ranked._replace(tokens=of(ranked.tokens))
+        return ranked, lessons.replace(trials=of(lessons.trials), tokens=of(lessons.tokens))
+
+    def ranked(
+        self, logits: Float[Array, "B T N"], noise: Float[Array, "#B #T N"], depths: slice
+    ) -> tuple[Ranked, Lessons]:
+        """The best places by how likely each is to be what the target will choose.
+
+        With the noise that draft and target share, that is the softmax of the very scores that a chain takes the
+        largest of; without noise, the softmax of c0 times the scores.
+        """
+        c0 = jnp.ones((1, 1, 1)) if self.greedy is None else self.greedy[depths][None, :, None]
+
+        def sampled() -> tuple[Array, Array]:
+            scores = scaled_scores(logits, self.sampling)
+            c = jnp.ones((1, 1, 1))
+            if self.sharpness is not None:
+                c = jnp.asarray(SHARPNESS)[self.sharpness[depths]][None, :, None]
+            with_noise = (self.sampling.temperature[:, None, None] > 0) & jnp.isfinite(c)
+            noisy = jnp.where(jnp.isfinite(c), c, 1.0) * scores + noise
+            return jnp.where(with_noise, noisy, scores), jnp.where(with_noise, 1.0, c0)
+
+        def greedy() -> tuple[Array, Array]:
+            scale = jnp.broadcast_to(c0, jnp.broadcast_shapes((logits.shape[0], 1, 1), c0.shape))
+            return logits, scale
+
+        if self.plain:
+            keys, scale = greedy()
+        else:
+            keys, scale = if_any(self.sampling.temperature > 0, sampled, greedy)
+        best, places = jax.lax.top_k(keys, min(self.nodes, keys.shape[-1]))
+        scores = scale * best - jax.nn.logsumexp(scale * keys, axis=-1, keepdims=True)
+        # What may not be proposed gives way to another of the first one.
+        places = jnp.where(scores > -jnp.inf, places, places[..., :1])
+
+        def likelihood() -> Float[Array, "B T R C0"]:
+            each = [c * best - jax.nn.logsumexp(c * keys, axis=-1, keepdims=True) for c in GREEDY]
+            return jnp.stack(each, axis=-1)
+
+        nothing = lambda: jnp.zeros((*best.shape, len(GREEDY)))
+        learnt = if_any(self.sampling.temperature == 0, likelihood, nothing)
+        trials = None if self.plain or self.sharpness is None else self._trials(logits, noise)
+        return Ranked(scores, places), Lessons(trials, places, learnt)
 
     def allowed(
         self,
         logits: Float[Array, "B T _"],
         *,
         before: Int[Array, "B P"] | None = None,
+        seen: Bool[Array, "#B T P"] | None = None,
         forbidden: tuple[int, ...] = (),
         vocabulary: Int[Array, " Vd"] | None = None,
     ) -> Float[Array, "B T V"]:
         """The logits of all ids under the row's penalties, minus infinity for what must not be chosen; arguments as in
-        `tokens`."""
+        `tokens`. `seen` says which of the tokens before count for which logits; None is all for all."""
         B, T = logits.shape[:2]
         if vocabulary is not None:
             nothing = jnp.full((B, T, self.noise.shape[2]), -jnp.inf, logits.dtype)
             logits = nothing.at[:, :, vocabulary].set(logits)
-        seen = None if before is None else jnp.ones((1, T, before.shape[1]), bool)
+        if before is not None and seen is None:
+            seen = jnp.ones((1, T, before.shape[1]), bool)
         logits = penalise(logits, self.penalties, self.history, self.known, before, seen)
         if forbidden:
             ids = jnp.arange(logits.shape[-1])
@@ -164,15 +262,16 @@ class Choice(struct.PyTreeNode):
         same token at any temperature; "calibrated" sharpens the scores first, by what was learnt; "argmax" adds no
         noise; "independent" adds noise of its own.
         """
+        own = self.replace(greedy=calibration.greedy)
         if proposals == "calibrated":
-            return self.replace(sharpness=calibration.best)
+            return own.replace(sharpness=calibration.best)
         if proposals == "argmax":
-            return self.replace(plain=True)
+            return own.replace(plain=True)
         if proposals == "independent":
-            own = self.sampling.replace(key=jax.vmap(lambda k: jax.random.fold_in(k, 2**31))(self.sampling.key))
+            other = self.sampling.replace(key=jax.vmap(lambda k: jax.random.fold_in(k, 2**31))(self.sampling.key))
             positions = self.known[:, None] + jnp.arange(self.noise.shape[1])[None]
-            return self.replace(noise=gumbel_noise(own, positions, self.noise.shape[2]))
-        return self
+            return own.replace(noise=gumbel_noise(other, positions, self.noise.shape[2]))
+        return own
 
     def _allowed(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
         return logits if self.decodable is None else jnp.where(self.decodable[None, None], logits, -jnp.inf)

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.decoding.calibration import Lessons
 
 
 class Proposal(struct.PyTreeNode):
@@ -18,13 +20,16 @@ class Proposal(struct.PyTreeNode):
         parents: of a tree: the block position of each node's parent, 0 for the anchor and i + 1 for node i. A parent
             stands before its children. None is a chain, which needs no masks and no gathers.
         max_depth: of a tree: the longest path has so many nodes. Not used for a chain.
-        trials: of a chain: what each sharpness would have proposed (see `calibration`); None calibrates nothing.
+        scores: of a tree, the best node first: log-probability of each to be right, as its ancestors are; None if they
+            are not known.
+        lessons: what verification can teach of the drafter (see `calibration`); None is nothing.
     """
 
     tokens: Int[Array, "B P"]
     parents: Int[Array, "B P"] | None = None
     max_depth: int = struct.field(pytree_node=False, default=0)
-    trials: Int[Array, "B P C"] | None = None
+    scores: Float[Array, "B P"] | None = None
+    lessons: Lessons | None = None
 
     @property
     def depth(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -26,11 +27,26 @@ class Committed(struct.PyTreeNode):
 
     Attributes:
         logprobs: of the same positions; None in a program that serves none.
+        forecast: of a tree, see `Forecast`.
     """
 
     tokens: Int[Array, "B J"]
     count: Int[Array, " B"]
     logprobs: Logprobs | None = None
+    forecast: "Forecast | None" = None
+
+
+class Forecast(struct.PyTreeNode):
+    """What a step with a tree says of other block shapes.
+
+    Attributes:
+        chain: of the tokens of a step, how many of the first ones are the drafter's first choices: what a chain of
+            its would have got right.
+        nodes: of the tree's best 1, 2, 4, ... nodes, how many are expected to be right.
+    """
+
+    chain: Int[Array, " B"]
+    nodes: Float[Array, "B G"]
 
 
 class Verified(NamedTuple):
@@ -93,17 +109,38 @@ def speculative_step(parts: Round, state: State, *, logprobs: int | None = None)
         history=remember(view.history, tokens, view.lengths + 1, count),
         calibration=_calibrated(view, block.proposal, accepted),
     )
-    return after, Committed(tokens, count, scores)
+    return after, Committed(tokens, count, scores, _forecast(block.proposal, accepted))
 
 
 def _calibrated(state: State, proposal: Proposal, accepted: Accepted) -> Calibration | None:
     """What the step reveals of the drafter: a token is judged if all proposals before it were right."""
-    if state.calibration is None or proposal.trials is None:
+    if state.calibration is None or proposal.lessons is None:
         return state.calibration
-    depth = proposal.tokens.shape[1]
+    depth = proposal.depth
     judged = jnp.arange(depth)[None] < accepted.count[:, None]
-    sampled = state.sampling.temperature[:, None] > 0
-    return state.calibration.learn(proposal.trials, accepted.tokens[:, :depth], judged & sampled)
+    right, sampled = accepted.tokens[:, :depth], state.sampling.temperature > 0
+    return state.calibration.learn(proposal.lessons, right, accepted.path, judged, sampled)
+
+
+def _forecast(proposal: Proposal, accepted: Accepted) -> Forecast | None:
+    """What a ranked tree says of other block shapes."""
+    lessons, scores = proposal.lessons, proposal.scores
+    if lessons is None or lessons.tokens is None or scores is None:
+        return None
+    along, placed = lessons.along(accepted.path, proposal.depth)
+    assert along.tokens is not None
+    first = along.tokens[:, :, 0] == accepted.tokens[:, : proposal.depth]
+    first &= jnp.arange(proposal.depth)[None] < accepted.count[:, None]
+    first = first if placed is None else first & placed
+    chain = jnp.sum(jnp.cumprod(first.astype(jnp.int32), axis=1), axis=1)
+    expected, nodes = jnp.cumsum(jnp.exp(scores), axis=1), scores.shape[1]
+    ends = [size - 1 for size in sizes_within(nodes)]
+    return Forecast(chain, jnp.where(accepted.count[:, None] > 0, expected[:, np.asarray(ends)], 0.0))
+
+
+def sizes_within(nodes: int) -> tuple[int, ...]:
+    """Numbers of nodes that a tree of so many says something of."""
+    return (*(size for size in (1, 3, 7, 15, 31, 63) if size < nodes), nodes)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -123,13 +160,13 @@ def choosing(target: TargetModel, depth: int) -> Callable[[State], Choice]:
 
 
 def proposing(
-    target: TargetModel, drafter: DraftModel, block_size: int, proposals: Proposals
+    target: TargetModel, drafter: DraftModel, block_size: int, proposals: Proposals, nodes: int = 0
 ) -> Callable[[State, Choice], Proposal]:
     """Proposals of a drafter; see `Choice.for_drafting` for their kinds."""
 
     def propose(state: State, choice: Choice) -> Proposal:
         assert state.calibration is not None
-        own = choice.for_drafting(proposals, state.calibration)
+        own = choice.for_drafting(proposals, state.calibration).replace(nodes=nodes)
         return drafter.propose(target, state.draft, state.anchor, state.lengths, block_size, own, rows=state.rows)
 
     return propose
@@ -178,17 +215,23 @@ def committing(target: TargetModel, drafter: DraftModel | None) -> Callable[[Sta
 
 
 def make_round(
-    target: TargetModel, drafter: DraftModel | None, block_size: int, proposals: Proposals = "calibrated"
+    target: TargetModel,
+    drafter: DraftModel | None,
+    block_size: int,
+    proposals: Proposals = "calibrated",
+    nodes: int = 0,
 ) -> Round:
     """The step of a target and a drafter.
 
     Args:
         drafter: None decodes plainly, one token a step.
         block_size: see `DraftModel.propose`; 0 proposes nothing, but keeps the drafter's state up to date.
+        nodes: of a tree, see `Choice`; 0 proposes a chain.
     """
     depth, propose = 0, nothing
     if drafter is not None and block_size > 0 and drafter.depth(block_size) > 0:
-        depth, propose = drafter.depth(block_size), proposing(target, drafter, block_size, proposals)
+        depth = drafter.depth(block_size)
+        propose = proposing(target, drafter, block_size, proposals, nodes)
     return Round(choosing(target, depth), propose, verifying(target, drafter), committing(target, drafter))
 
 

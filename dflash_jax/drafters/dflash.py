@@ -184,8 +184,7 @@ class Drafter(base.Drafter):
     ) -> Proposal:
         """Tokens for the positions behind the anchor, every one chosen from its own slot of one pass."""
         logits = self.logits(target, anchor, state, lengths, block_size, rows=rows)
-        picks = choice.picks(logits, **self.choosable)
-        return Proposal(picks.tokens, trials=picks.trials)
+        return choice.propose(logits, **self.choosable)
 
     @property
     def choosable(self) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax import checkpoint
 from dflash_jax.cache import Cache
 from dflash_jax.config import Raw, require
-from dflash_jax.decoding.choice import Choice, Picks
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
@@ -149,22 +150,22 @@ class Drafter(dflash.Drafter):
     ) -> Proposal:
         """One pass, then slot after slot one of its best tokens."""
         hidden = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
-        picks = self.chosen(target, anchor, hidden, choice)
-        return Proposal(picks.tokens, trials=picks.trials)
+        return self.chosen(target, anchor, hidden, choice)
 
     def chosen(
         self, target: TargetModel, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice
-    ) -> Picks:
-        """A token for every slot, given the one chosen for the slot before."""
-        logits, previous = choice.allowed(self.unembed(target, hidden), **self.choosable), anchor
+    ) -> Proposal:
+        """A token for every slot, or a tree of them, given the one chosen for the slot before."""
+        logits = choice.allowed(self.unembed(target, hidden), **self.choosable)
         unary, candidates = jax.lax.top_k(logits, self.config.selector_top_k)
         gates = self.gates(hidden)
-        picks = list[Picks]()
-        for slot in range(hidden.shape[1]):
-            scores = unary[:, slot] + self.pairs(gates[:, slot], previous, candidates[:, slot])
-            picks.append(choice.among(scores, candidates[:, slot], depth=slot))
-            previous = picks[-1].tokens[:, 0]
-        return Picks.joined(picks)
+
+        def expand(slot: int, tips: Tips, _: None) -> tuple[Options, None]:
+            pairs = self.pairs(gates[:, slot], tips.tokens, candidates[:, slot])
+            among = jnp.broadcast_to(candidates[:, slot, None], pairs.shape)
+            return Options(unary[:, slot, None] + pairs, among), None
+
+        return grow(choice, anchor, hidden.shape[1], expand)
 
     def teacher_forced(
         self,
@@ -206,14 +207,14 @@ class Drafter(dflash.Drafter):
             return matmul(hidden, self.params["candidate_selector"]["hidden_projection"]["weight"])
 
     def pairs(
-        self, gate: Float[Array, "M R"], previous: Int[Array, " M"], candidates: Int[Array, "M C"]
-    ) -> Float[Array, "M C"]:
-        """What is added to the logits of candidates behind a token, in float32."""
+        self, gate: Float[Array, "B R"], previous: Int[Array, "B W"], candidates: Int[Array, "B C"]
+    ) -> Float[Array, "B W C"]:
+        """What is added to the logits of candidates behind each of some tokens, in float32."""
         selector = self.params["candidate_selector"]
         with entered(self.mesh):
-            before = (selector["predecessor_codebook"][previous] * gate).astype(jnp.float32)
+            before = (selector["predecessor_codebook"][previous] * gate[:, None]).astype(jnp.float32)
             after = selector["successor_codebook"][candidates].astype(jnp.float32)
-            return jnp.sum(before[:, None] * after, axis=-1)
+            return jnp.sum(before[:, :, None] * after[:, None], axis=-1)
 
 
 def canonical_name(name: str) -> str:

@@ -17,15 +17,18 @@ from jaxtyping import Array, Float, Int
 from dflash_jax import checkpoint, sharding
 from dflash_jax.cache import Cache
 from dflash_jax.config import Raw, require
-from dflash_jax.decoding.choice import Choice, Picks
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, Lookup, dflash_fields
+from dflash_jax.kernels.products import product
 from dflash_jax.mesh import WHOLE, Layout, entered
 from dflash_jax.models.layers import project
 
 FIELDS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+TREE_CANDIDATES = 64  # tokens of a slot that the head of a tree looks at
 canonical_name = base.canonical_name
 Head = Literal["vanilla", "gated", "rnn"]
 
@@ -104,24 +107,41 @@ class Drafter(dflash.Drafter):
     ) -> Proposal:
         """One pass, then slot after slot a token."""
         hidden = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
-        picks = self.chosen(target, anchor, hidden, choice)
-        return Proposal(picks.tokens, trials=picks.trials)
+        return self.chosen(target, anchor, hidden, choice)
 
     def chosen(
         self, target: TargetModel, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice
-    ) -> Picks:
-        """A token for every slot, given the one chosen for the slot before."""
+    ) -> Proposal:
+        """A token for every slot, or a tree of them, given the one chosen for the slot before.
+
+        In a tree, the head corrects a slot's `TREE_CANDIDATES` best tokens alone: logits of the whole vocabulary for
+        every node would cost more than they bring.
+        """
+        logits = self.unembed(target, hidden)
         if not self.config.markov_rank:
-            return choice.picks(self.unembed(target, hidden), **self.choosable)
-        logits, picks = self.unembed(target, hidden), list[Picks]()
-        previous, carried = anchor, self.initial(anchor.shape)
-        for slot in range(hidden.shape[1]):
-            carried, latent = self.latent(carried, previous, hidden[:, slot])
-            before = Picks.joined(picks).tokens if picks else None
-            scores = logits[:, slot : slot + 1] + self.bias(latent[:, None])
-            picks.append(choice.picks(scores, depth=slot, before=before, **self.choosable))
-            previous = picks[-1].tokens[:, 0]
-        return Picks.joined(picks)
+            return choice.propose(logits, **self.choosable)
+        best, ids = self.best(choice, logits) if choice.nodes else (logits, None)
+
+        def expand(slot: int, tips: Tips, carried: Float[Array, "B W R"]) -> tuple[Options, Float[Array, "B W R"]]:
+            B, W = tips.tokens.shape
+            carried = jnp.take_along_axis(carried, tips.parents[:, :, None], axis=1).reshape(B * W, -1)
+            state = jnp.repeat(hidden[:, slot], W, axis=0)
+            carried, latent = (x.reshape(B, W, -1) for x in self.latent(carried, tips.tokens.reshape(-1), state))
+            if ids is None:
+                return Options(best[:, slot, None] + self.bias(latent)), carried
+            among = ids[:, slot]
+            tokens = among if self.vocabulary is None else self.vocabulary[among]
+            scores = best[:, slot, None] + self.bias_of(latent, among)
+            return Options(scores, jnp.broadcast_to(tokens[:, None], scores.shape)), carried
+
+        return grow(choice, anchor, hidden.shape[1], expand, self.initial((anchor.shape[0], 1)), **self.choosable)
+
+    def best(self, choice: Choice, logits: Float[Array, "B P V"]) -> tuple[Float[Array, "B P C"], Int[Array, "B P C"]]:
+        """The best allowed tokens of every slot, as the drafter numbers them."""
+        allowed, vocabulary = choice.allowed(logits, **self.choosable), self.vocabulary
+        allowed = allowed if vocabulary is None else allowed[:, :, vocabulary]
+        best, ids = jax.lax.top_k(allowed, min(TREE_CANDIDATES, allowed.shape[-1]))
+        return best, ids
 
     def teacher_forced(
         self,
@@ -179,6 +199,12 @@ class Drafter(dflash.Drafter):
         """What is added to logits, in float32."""
         with entered(self.mesh):
             return project(latent, sharding.gathered(self.params["markov_head"]["markov_w2"], "markov_w2"))
+
+    def bias_of(self, latent: Float[Array, "B W R"], ids: Int[Array, "B C"]) -> Float[Array, "B W C"]:
+        """The same for some tokens."""
+        with entered(self.mesh):
+            rows = self.params["markov_head"]["markov_w2"][ids]
+            return product("bwr,bcr->bwc", latent, rows)
 
 
 def tensors(config: DSparkConfig, layout: Layout = WHOLE) -> checkpoint.Table:

@@ -7,6 +7,7 @@ the anchor. Shapes: B rows, R rows of the state, J committed positions, T pairs 
 side by side, V vocabulary of the drafter.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import checkpoint
 from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
@@ -31,7 +32,8 @@ from dflash_jax.config import (
     layer_types,
     require,
 )
-from dflash_jax.decoding.choice import Choice, Picks
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base
@@ -42,6 +44,7 @@ from dflash_jax.models.layers import MLP, Linear, RMSNorm, unfuse
 from dflash_jax.models.llama import completed
 from dflash_jax.models.rope import rotate
 
+TREE_WIDTH = 10  # nodes of a depth that a tree goes on from (reference `eagle/model/cnets.py`, `top_k`)
 canonical_name = base.canonical_name
 _FIELDS = """
     block_size proposal_sharpness target_layer_ids num_target_layers target_hidden_size draft_vocab_size eagle_config
@@ -227,6 +230,14 @@ class Model(nn.Module):
         return Fresh(k.swapaxes(1, 2), v.swapaxes(1, 2))
 
 
+def ancestors(lineage: Int[Array, "B W d"], widths: Sequence[int]) -> Bool[Array, "B W F"]:
+    """Which nodes of all passes lead to each node of the last one, itself included; see `growth.Tips`."""
+    seen = [jnp.ones((*lineage.shape[:2], 1), bool)]
+    for depth, width in enumerate(widths[1:]):
+        seen.append(lineage[:, :, depth, None] == jnp.arange(width)[None, None])
+    return jnp.concatenate(seen, axis=2)
+
+
 class Drafter(base.Drafter):
     """A loaded EAGLE-3 drafter. A pytree of its parameters; its state between rounds is a `EagleState`."""
 
@@ -253,39 +264,48 @@ class Drafter(base.Drafter):
         *,
         rows: Int[Array, " B"] | None = None,
     ) -> Proposal:
-        """Token after token, one pass each."""
+        """Token after token, one pass each; of a tree, one pass for the best nodes of each depth."""
         feature = state.feature if rows is None else state.feature[rows]
-        at, known, fresh, token = jnp.maximum(lengths - 1, 0), feature[:, None], None, anchor[:, None]
-        picks = list[Picks]()
-        for i in range(self.depth(block_size)):
-            hidden, known, fresh = self.forward(target, known, token, state, at, fresh, rows=rows)
-            before = Picks.joined(picks).tokens if picks else None
-            scores = self.unembed(target, hidden)
-            picks.append(choice.picks(scores, depth=i, before=before, vocabulary=self.vocabulary))
-            token = picks[-1].tokens
-        all = Picks.joined(picks)
-        return Proposal(all.tokens, trials=all.trials)
+        at = jnp.maximum(lengths - 1, 0)
+
+        def expand(depth: int, tips: Tips, carried: Any) -> tuple[Options, Any]:
+            known, fresh, widths = carried
+            known = jnp.take_along_axis(known, tips.parents[:, :, None], axis=1)
+            widths = (*widths, tips.tokens.shape[1])
+            visible = None if tips.seen is None else ancestors(tips.lineage, widths)
+            shape = {"widths": widths, "visible": visible, "rows": rows}
+            hidden, known, fresh = self.forward(target, known, tips.tokens, state, at, fresh, **shape)
+            return Options(self.unembed(target, hidden)), (known, fresh, widths)
+
+        begin, depth = (feature[:, None], None, ()), self.depth(block_size)
+        return grow(choice, anchor, depth, expand, begin, width=TREE_WIDTH, vocabulary=self.vocabulary)
 
     def forward(
         self,
         target: TargetModel,
-        known: Float[Array, "B 1 D"],
-        tokens: Int[Array, "B 1"],
+        known: Float[Array, "B W D"],
+        tokens: Int[Array, "B W"],
         state: EagleState,
         lengths: Int[Array, " B"],
         before: Fresh | None,
         *,
+        widths: Sequence[int] | None = None,
+        visible: Bool[Array, "B W F"] | None = None,
         rows: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B 1 D"], Float[Array, "B 1 D"], Fresh]:
-        """One pass over a pair of each row; see `Model.forward`.
+    ) -> tuple[Float[Array, "B W D"], Float[Array, "B W D"], Fresh]:
+        """One pass over a pair of each row, or over several of one depth; see `Model.forward`.
 
         Args:
-            known, tokens: the pair; its position is `lengths` and one more for every earlier pass.
+            known, tokens: the pairs; their position is `lengths` and one more for every earlier pass.
             lengths: pairs of each row in the state.
+            widths: pairs of each earlier pass and of this one; None is one each.
+            visible: which pairs of these passes each pair sees; None is all.
         """
-        passes = 0 if before is None else before.k.shape[2]
-        positions = lengths[:, None] + jnp.arange(passes + 1)[None]
-        at = Pass(positions[:, -1:], None, lengths, rows, key_positions=positions)
+        if widths is None:
+            widths = (1,) * (1 if before is None else before.k.shape[2] + 1)
+        depths = np.repeat(np.arange(len(widths)), widths)
+        positions = lengths[:, None] + jnp.asarray(depths)[None]
+        at = Pass(positions[:, -widths[-1] :], visible, lengths, rows, key_positions=positions)
         cache = state.cache
         return self._apply("forward", known, self.embed(target, tokens), at, cache.entries[cache.of_layer[0]], before)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine
-from dflash_jax.infer.chooser import TRY, Acceptance, Chooser, block_sizes, expected_tokens
+from dflash_jax.infer.chooser import TRY, Acceptance, Chooser, Seen, block_sizes, expected_tokens
 from tests import tiny
 
 COSTS = {1: 1.0, 4: 1.7, 8: 2.0, 16: 2.5}
@@ -32,7 +32,7 @@ def simulate(rate_of, visits, seed=0, costs=COSTS, rows=1, pace=lambda visit: 1.
             tokens += sum(seen[row])
         took = steps * costs[size] * pace(visit) * rng.uniform(0.97, 1.03)
         seconds += took
-        chooser.observe(size, steps, took, seen)
+        chooser.observe(size, steps, took, {row: Seen(counts) for row, counts in seen.items()})
     return tokens / rows / seconds, sizes
 
 
@@ -110,7 +110,7 @@ def test_a_slow_step_is_noticed():
     chooser = Chooser(COSTS, proposed)
     for _ in range(60):
         size = chooser.choose([0])
-        chooser.observe(size, 16, 16 * (9.0 if size == 16 else COSTS[size]), {0: [size] * 16})
+        chooser.observe(size, 16, 16 * (9.0 if size == 16 else COSTS[size]), {0: Seen([size] * 16)})
     assert size == 8
     assert sum(chooser.used.values()) == 60 * 16
 
@@ -119,7 +119,7 @@ def test_a_visit_of_unknown_duration_counts_for_acceptance_alone():
     chooser = Chooser(COSTS, proposed)
     for _ in range(20):
         size = chooser.choose([0])
-        chooser.observe(size, 16, None, {0: [size] * 16})
+        chooser.observe(size, 16, None, {0: Seen([size] * 16)})
     assert size == 16
     assert sum(chooser.used.values()) == 20 * 16
     assert {name: candidate.seconds for name, candidate in chooser.candidates.items()} == COSTS

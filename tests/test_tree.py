@@ -1,0 +1,296 @@
+"""Trees of proposals: which nodes they have, and that they change nothing but the speed."""
+
+import heapq
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import Engine, load_drafter, load_target, spec_generate
+from dflash_jax.decoding.calibration import GREEDY, SHARPNESS, init_calibration
+from dflash_jax.decoding.growth import Options, grow
+from dflash_jax.decoding.proposal import Proposal, accept, make_block
+from dflash_jax.decoding.tree import Ranked, best_nodes, levels_of, pruned
+from tests import tiny
+
+B = 40  # cases at once
+
+
+KINDS = tiny.kinds()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("trees")
+    tiny.write_target(directory / "target", tiny.target_config())
+    for name, raw in KINDS.items():
+        tiny.write_drafter(directory / name, raw)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def target(directory):
+    return load_target(directory / "target")
+
+
+def ranked_cases(depth, ranks, seed=0, ties=False):
+    """Random log-probabilities of every depth, the best first; with `ties`, many of them equal."""
+    rng = np.random.default_rng(seed)
+    scores = rng.standard_normal((B, depth, 3 * ranks)) * rng.uniform(0.2, 4, (B, 1, 1))
+    scores = np.log(np.exp(scores) / np.exp(scores).sum(-1, keepdims=True))
+    scores = np.round(scores) if ties else scores
+    scores = -np.sort(-scores, axis=-1)[..., :ranks].astype(np.float32)
+    tokens = rng.permuted(np.tile(np.arange(99), (B, depth, 1)), axis=-1)[..., :ranks]
+    return Ranked(jnp.asarray(scores), jnp.asarray(tokens))
+
+
+def by_heap(scores, nodes):
+    """Rank paths of the best nodes, by a heap (method 9.1), with their scores in float32 like those of the tree."""
+    depth, ranks = scores.shape
+    total = lambda path: np.sum([scores[d, r] for d, r in enumerate(path)], dtype=np.float32)
+    frontier, found = [(-total((0,)), 1, (0,))], []
+    while frontier and len(found) < nodes:
+        score, _, path = heapq.heappop(frontier)
+        found.append((path, -score))
+        for other in ((*path[:-1], path[-1] + 1), (*path, 0)):
+            if other[-1] < ranks and len(other) <= depth:
+                heapq.heappush(frontier, (-total(other), len(other), other))
+    return found
+
+
+def paths_of(best, row):
+    """The tokens that lead to each node, itself included."""
+    tokens, parents = best.tokens[row].tolist(), best.parents[row].tolist()
+    paths = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        assert parent < len(paths)  # a parent stands before its children
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+@pytest.mark.parametrize("nodes", [1, 7, 15, 16, 31, 32, 63, 64])
+@pytest.mark.parametrize("depth", [1, 7, 15])
+def test_selection_equals_a_heap(nodes, depth):
+    ranked = ranked_cases(depth, nodes, seed=nodes)
+    best = jax.jit(best_nodes, static_argnums=1)(ranked, nodes)
+    tokens, scores = np.asarray(ranked.tokens), np.asarray(ranked.scores)
+    for row in range(B):
+        expected = by_heap(scores[row], nodes)
+        np.testing.assert_allclose(best.scores[row], [score for _, score in expected], rtol=1e-5)
+        paths = {tuple(tokens[row, d, r] for d, r in enumerate(path)) for path, _ in expected}
+        assert set(paths_of(best, row)) == paths
+        # The best path of every depth that the tree reaches is in it.
+        deepest = max(map(len, paths))
+        assert all(tuple(tokens[row, :d, 0]) in paths for d in range(1, deepest + 1))
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 16, 32])
+@pytest.mark.parametrize("ties", [False, True])
+def test_level_by_level_finds_the_same_nodes(nodes, ties):
+    ranked = ranked_cases(6, nodes, ties=ties)
+    one, other = best_nodes(ranked, nodes), pruned(levels_of(ranked, nodes), nodes)
+    np.testing.assert_array_equal(one.scores, other.scores)
+    for row in range(B):
+        paths_of(one, row)
+        paths_of(other, row)
+        if not ties:
+            assert paths_of(one, row) == paths_of(other, row)
+
+
+def test_ranks_of_one_are_the_chain():
+    ranked = ranked_cases(7, 7)
+    best = best_nodes(Ranked(ranked.scores[..., :1], ranked.tokens[..., :1]), 7)
+    np.testing.assert_array_equal(best.tokens, ranked.tokens[..., 0])
+    np.testing.assert_array_equal(best.parents, np.tile(np.arange(7), (B, 1)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("nodes", [1, 7, 40])
+def test_growth_finds_the_best_paths_where_tokens_depend_on_those_before(nodes, temperature):
+    rows, depth, V = 5, 4, 12
+    table = jax.random.normal(jax.random.key(1), (rows, depth, V, V)) * 2
+    choice = tiny.choice_of(rows, depth, V, temperature).replace(nodes=nodes)
+
+    def expand(d, tips, carried):
+        # What is carried must be that of the parents: the sum of the tokens so far.
+        carried = jnp.take_along_axis(carried, tips.parents, axis=1) + tips.tokens
+        return Options(jax.vmap(lambda of, tokens: of[tokens])(table[:, d], carried % V)), carried
+
+    anchor = jnp.arange(rows)
+    grown = grow(choice, anchor, depth, expand, jnp.zeros((rows, 1), jnp.int32))
+    noise = np.asarray(choice.noise)
+    for row in range(rows):
+        frontier, found = [(0.0, (), row)], []
+        while len(found) <= nodes and frontier:
+            cost, path, total = heapq.heappop(frontier)
+            found.append((path, -cost))
+            if len(path) < depth:
+                scores = np.asarray(table[row, len(path), total % V])
+                scores = scores / temperature + noise[row, len(path)] if temperature else scores
+                scores = scores - np.logaddexp.reduce(scores)
+                for token in range(V):
+                    heapq.heappush(frontier, (cost - scores[token], (*path, token), total + token))
+        expected = dict(found[1 : nodes + 1])
+        assert set(paths_of(grown, row)) == set(expected)
+        for path, score in zip(paths_of(grown, row), grown.scores[row].tolist(), strict=True):
+            assert score == pytest.approx(expected[path], abs=1e-4)
+
+
+def test_a_chain_is_grown_from_the_same_options():
+    rows, depth, V = 3, 5, 12
+    table = jax.random.normal(jax.random.key(1), (rows, depth, V, V))
+
+    def expand(d, tips, carried):
+        return Options(jax.vmap(lambda of, tokens: of[tokens])(table[:, d], tips.tokens)), carried
+
+    choice = tiny.choice_of(rows, depth, V, 1.0)
+    chain = grow(choice, jnp.zeros(rows, jnp.int32), depth, expand)
+    assert chain.parents is None
+    token = np.zeros(rows, int)
+    for d in range(depth):
+        token = np.argmax(table[np.arange(rows), d, token] + choice.noise[:, d], axis=1)
+        np.testing.assert_array_equal(chain.tokens[:, d], token)
+
+
+def test_acceptance_equals_a_walk():
+    rng, nodes, rows = np.random.default_rng(0), 20, 300
+    parents = np.stack([[rng.integers(max(0, i - 3), i + 1) for i in range(nodes)] for _ in range(rows)])
+    tokens = rng.integers(0, 3, (rows, nodes))
+    for i in range(nodes):  # children of one parent differ
+        for row in range(rows):
+            taken = {tokens[row, j] for j in range(i) if parents[row, j] == parents[row, i]}
+            tokens[row, i] = next(t for t in (tokens[row, i] + np.arange(40)) if t not in taken)
+    chosen = rng.integers(0, 3, (rows, nodes + 1))
+    proposal = Proposal(jnp.asarray(tokens), jnp.asarray(parents, jnp.int32), nodes)
+    stops = jnp.full((rows, 1), -1)
+    accepted, _ = accept(
+        jnp.asarray(chosen), make_block(jnp.zeros(rows, jnp.int32), proposal), jnp.full(rows, 99), stops
+    )
+    for row in range(rows):
+        at, walked = 0, [0]
+        while True:
+            child = [i + 1 for i in range(nodes) if parents[row, i] == at and tokens[row, i] == chosen[row, at]]
+            if not child:
+                break
+            (at,) = child
+            walked.append(at)
+        assert accepted.count[row] == len(walked)
+        assert accepted.path[row, : len(walked)].tolist() == walked
+        assert accepted.tokens[row, : len(walked)].tolist() == chosen[row, walked].tolist()
+    assert max(accepted.count) > 4
+
+
+def test_scores_are_those_of_the_choice_that_draft_and_target_share():
+    """P(the target takes v), if its scores differ from the draft's by Gumbel noise, given the noise that they share."""
+    rows, depth, V = 4, 3, 30
+    logits = jax.random.normal(jax.random.key(2), (rows, depth, V)) * 2
+    for temperature in (0.0, 0.7):
+        choice = tiny.choice_of(rows, depth, V, temperature).replace(nodes=V)
+        for best, c in enumerate(SHARPNESS):
+            own = choice.replace(sharpness=jnp.full(depth, best), greedy=jnp.full(depth, 1.4))
+            ranked, _ = own.ranked(logits, own.noise[:, :depth], slice(depth))
+            if temperature and np.isfinite(c):
+                expected = jax.nn.log_softmax(c * logits / temperature + own.noise[:, :depth])
+            else:
+                expected = jax.nn.log_softmax(1.4 * logits / (temperature or 1))
+            np.testing.assert_allclose(ranked.scores, -jnp.sort(-expected), atol=1e-5)
+            np.testing.assert_array_equal(ranked.tokens[..., 0], own.picks(logits).tokens)
+
+
+def test_greedy_sharpness_is_learnt_by_likelihood():
+    """The target takes the tokens of softmax(2 x); draft scores are x."""
+    rows, depth, V = 200, 2, 20
+    x = jax.random.normal(jax.random.key(3), (rows, depth, V))
+    right = jax.random.categorical(jax.random.key(4), 2 * x)
+    calibration = init_calibration(depth)
+    assert calibration.greedy.tolist() == [1.0, 1.0]
+    choice = tiny.choice_of(rows, depth, V).replace(nodes=6)
+    _, lessons = choice.ranked(x, choice.noise[:, :depth], slice(depth))
+    judged, nobody = jnp.ones((rows, depth), bool).at[:, 1].set(False), jnp.zeros(rows, bool)
+    after = calibration.learn(lessons, right, None, judged, nobody)
+    assert after.greedy.tolist() == [2.0, 1.0]
+    each = [jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(c * x[:, 0]), right[:, :1], axis=1)) for c in GREEDY]
+    among = jnp.any(lessons.tokens[:, 0] == right[:, :1], axis=1)
+    assert 0 < jnp.mean(~among) < 0.5
+    assert after.likelihood[0, 3] >= each[3]  # all other tokens count as one
+    np.testing.assert_array_equal(calibration.learn(lessons, right, None, judged, ~nobody).likelihood, 0)
+
+
+# ------------------------------------------------------------------------------------------------
+# In an engine
+
+PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2, 19, 50]]
+SETTINGS = {"max_new_tokens": 20, "seed": 3, "stop_token_ids": []}
+ASKED = {
+    "greedy": {},
+    "penalised": {"repetition_penalty": 1.3, "presence_penalty": 0.4},
+    "sampled": {"temperature": 3.0},
+    "filtered": {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "frequency_penalty": 0.2},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    return {name: spec_generate(target, None, PROMPTS, **SETTINGS, **asked).tokens for name, asked in ASKED.items()}
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_output_never_depends_on_the_tree(kind, asked, directory, target, plain):
+    drafter = load_drafter(directory / kind, num_target_layers=4)
+    for proposals in ("calibrated", "argmax") if asked == "sampled" else ("calibrated",):
+        given = SETTINGS | ASKED[asked] | {"tree": 12, "proposals": proposals}
+        got = spec_generate(target, drafter, PROMPTS, **given)
+        assert got.tokens == plain[asked]
+        accepted = [length for row in got.acceptance_lengths for length in row]
+        assert max(accepted) > 1 or asked != "sampled"  # the noise that both share decides most of these tokens
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("asked", ["filtered", pytest.param("greedy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nodes", [1, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 16, 31, 32, 63, 64))])
+def test_nor_on_its_size(nodes, asked, directory, target, plain):
+    drafter = load_drafter(directory / "dflash")
+    got = spec_generate(target, drafter, PROMPTS, tree=nodes, **SETTINGS, **ASKED[asked])
+    assert got.tokens == plain[asked]
+
+
+def test_rows_that_share_a_program_have_trees_of_their_own(directory, target):
+    """Slots that are used again, prompts that begin alike, log-probabilities and several samples."""
+    drafter = load_drafter(directory / "dflash2")
+    head = [i % 50 + 1 for i in range(16)]
+    settings = {"slots": 3, "max_length": 64, "prefill_chunk": 8, "logprobs": 2}
+    requests = [
+        tiny.ask([*head, i], 14, 1.5 * (i % 2), sample=i % 3, id=str(i // 3), logprobs=2, repetition_penalty=1.1)
+        for i in range(9)
+    ]
+    outcome = lambda done: [(one.token_ids, one.finish_reason) for one in done]
+    expected = Engine(target, None, **settings).generate(requests)
+    got = Engine(target, drafter, tree=9, prefix_chunks=4, **settings).generate(requests)
+    assert outcome(got) == outcome(expected)
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+
+def test_a_choice_among_chains_and_trees(directory, target):
+    drafter = load_drafter(directory / "dflash")
+    requests = [tiny.ask([i + 1, 5, 9], 30, 2.0 * (i % 2), id=str(i)) for i in range(5)]
+    expected = [done.token_ids for done in Engine(target, None, max_length=64).generate(requests)]
+    engine = Engine(target, drafter, slots=2, max_length=64, block_size="auto", tree="auto", steps_per_visit=2)
+    assert [done.token_ids for done in engine.generate(requests)] == expected
+    assert list(engine.steps_by_block_size) == ["1", "4", "5", "5, tree 4", "5, tree 9"]
+    chooser, rng = engine.choosers[2], np.random.default_rng(0)
+    chooser.choose = lambda rows: list(rows) and list(chooser.candidates)[rng.integers(len(chooser.candidates))]
+    assert [done.token_ids for done in engine.generate(requests)] == expected
+    assert min(engine.steps_by_block_size.values()) > 0
+    assert chooser.estimates.trees.ratio(9) > 0
+
+
+def test_settings_that_do_not_go_together(directory, target):
+    drafter = load_drafter(directory / "dflash")
+    with pytest.raises(ValueError, match="tree must lie in 0..1024 nodes, got -1"):
+        Engine(target, drafter, tree=-1)
+    with pytest.raises(ValueError, match='"auto" goes together with block_size "auto"'):
+        Engine(target, drafter, tree="auto")
