@@ -122,7 +122,7 @@ class Drafter(dflash.Drafter):
             return choice.propose(logits, **self.choosable)
         best, ids = self.best(choice, logits) if choice.nodes else (logits, None)
 
-        def expand(slot: int, tips: Tips, carried: Float[Array, "B W R"]) -> tuple[Options, Float[Array, "B W R"]]:
+        def expand(slot: int, tips: Tips, carried: Float[Array, "B _ R"]) -> tuple[Options, Float[Array, "B W R"]]:
             B, W = tips.tokens.shape
             carried = jnp.take_along_axis(carried, tips.parents[:, :, None], axis=1).reshape(B * W, -1)
             state = jnp.repeat(hidden[:, slot], W, axis=0)
