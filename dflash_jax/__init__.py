@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from dflash_jax.bundled import bundled_pair as bundled_pair
     from dflash_jax.decoding.proposal import Proposal as Proposal
     from dflash_jax.decoding.state import init_state as init_state
+    from dflash_jax.decoding.step import Round as Round
+    from dflash_jax.decoding.step import choosing as choosing
     from dflash_jax.decoding.step import make_round as make_round
     from dflash_jax.decoding.step import run as run
     from dflash_jax.decoding.step import speculative_step as speculative_step
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from dflash_jax.drafters.loading import load_drafter as load_drafter
     from dflash_jax.infer.engine import Engine as Engine
     from dflash_jax.infer.engine_config import EngineConfig as EngineConfig
+    from dflash_jax.infer.generate import begin_decoding as begin_decoding
     from dflash_jax.infer.generate import generate as generate
     from dflash_jax.infer.generate import spec_generate as spec_generate
     from dflash_jax.infer.params import SamplingParams as SamplingParams
@@ -32,7 +35,10 @@ _PUBLIC = {
     "Request": "infer.requests",
     "SamplingParams": "infer.params",
     "Target": "target",
+    "Round": "decoding.step",
+    "begin_decoding": "infer.generate",
     "bundled_pair": "bundled",
+    "choosing": "decoding.step",
     "generate": "infer.generate",
     "Proposal": "decoding.proposal",
     "init_state": "decoding.state",

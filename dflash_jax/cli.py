@@ -4,12 +4,14 @@ Options are frozen dataclasses, which `parse` turns into a command line; the tex
 here imports jax before there is work for it, so that `--help` answers at once.
 """
 
+import dataclasses
+import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints, overload
 
 import tyro
 from tyro.conf import arg
@@ -41,6 +43,32 @@ def parse(options: Any, argv: Sequence[str] | None, *, prog: str, description: s
     except BrokenPipeError:  # the reader of the help has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+    except SystemExit as wrong:
+        if wrong.code:
+            for line in _misspelt(options, sys.argv[1:] if argv is None else argv):
+                print(line, file=sys.stderr)
+        raise
+
+
+def _misspelt(options: Any, argv: Sequence[str]) -> Iterator[str]:
+    """The nearest flag for every unknown one. The library says so itself only where nothing else is wrong."""
+    known = _flags(options)
+    given = dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--"))
+    for flag in given:
+        if flag not in known and (near := difflib.get_close_matches(flag, known, 1)):
+            yield f"{flag} is unknown; the nearest is {near[0]}"
+
+
+def _flags(options: Any) -> set[str]:
+    """All flags of a dataclass, of those inside it, or of a union of them."""
+    if not dataclasses.is_dataclass(options):
+        return {"--help"}.union(*(_flags(part) for part in get_args(options)))
+    kind = options if isinstance(options, type) else type(options)
+    hints, found = get_type_hints(kind), {"--help"}
+    for own in dataclasses.fields(options):
+        made = own.default_factory() if own.default_factory is not dataclasses.MISSING else hints[own.name]
+        found |= {f"--{own.name.replace('_', '-')}"} | _flags(made)
+    return found
 
 
 def optional(kind: type, metavar: str, default: str = "") -> Any:
@@ -75,6 +103,11 @@ def _template_arguments(given: Sequence[str]) -> dict[str, Any]:
     return template_arguments(value)
 
 
+Tree = Annotated[
+    int | Literal["auto"] | None,
+    parsed(_block_size, "N|auto"),
+    arg(help_behavior_hint="(default: auto with --block-size auto, else 0)"),
+]
 BlockSize = Annotated[
     int | Literal["auto"] | None,
     parsed(_block_size, "N|auto"),
@@ -135,6 +168,8 @@ class GenerationOptions:
             included (default of serve --input and --http). In bfloat16 block sizes round differently and auto follows
             the clock, so answers may differ in their last bits from run to run; --deterministic of serve fixes
             everything
+        tree: nodes of the tree of likely paths that is verified instead of a chain; 0 is a chain; auto, together with
+            --block-size auto, chooses among chains and trees
         batch_size: rows decoded together
         proposals: how the drafter picks tokens at temperature > 0; never changes the answers
         chat_template_kwargs: arguments of the chat template, a JSON object like {"enable_thinking": false}
@@ -146,6 +181,7 @@ class GenerationOptions:
     top_k: int = 0
     min_p: float = 0.0
     block_size: BlockSize = None
+    tree: Tree = None
     batch_size: int = 1
     proposals: Literal["calibrated", "coupled", "argmax", "independent"] = "calibrated"
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
@@ -186,8 +222,8 @@ class EngineOptions:
     stream_interval: Annotated[int, arg(metavar="N")] = 16
     """decoding steps between two looks at the tokens: fewer show them sooner, more cost less"""
     deterministic: bool = False
-    """the bits of an answer are the same in every run: nothing is chosen by the clock or by the other prompts, and
-    --block-size auto is the checkpoint's own"""
+    """the bits of an answer are the same in every run: nothing is chosen by the clock or by the other prompts.
+    --block-size auto is the checkpoint's own, and --max-length is 2048 unless it is given"""
 
     def fixed(self, generation: GenerationOptions, drafter: str | None) -> dict[str, Any] | None:
         """What the last bits of an answer follow from besides its request, if they are to be the same in every run.
@@ -202,5 +238,5 @@ class EngineOptions:
         from dflash_jax.checkpoint.fingerprint import fingerprint
 
         which = None if drafter is None else fingerprint(str(resolve(drafter, "drafter")))
-        sizes = {"block_size": generation.block_size, "batch_size": generation.batch_size}
+        sizes = {"block_size": generation.block_size, "tree": generation.tree, "batch_size": generation.batch_size}
         return sizes | {"proposals": generation.proposals, "drafter": which}

@@ -106,17 +106,26 @@ class AttentionConfig:
     softcap: float | None = None
     shares: int | None = None
 
+    @property
+    def rotary(self) -> tuple[RopeConfig, int] | None:
+        """See `cache.Mixer`."""
+        return None if self.rope is None else (self.rope, self.head_dim)
+
     def entry(self, rows: int, slots: int, dtype: Any, layout: Layout, widest: int) -> KV:
         """An empty cache entry."""
         heads = self.num_kv_heads * layout.copies(self.num_kv_heads)
         return KV.allocate(rows, heads, slots, self.head_dim, dtype, window=self.window, widest=widest)
 
-    def indivisible(self, shards: int) -> str | None:
-        """Why its heads cannot be split in so many parts, or None."""
+    def indivisible(self, layout: Layout, block: int = 1) -> str | None:
+        """See `cache.Mixer`."""
+        shards = layout.shards
         if self.num_heads % shards:
             return f"{self.num_heads} query heads"
         if self.num_kv_heads % shards and shards % self.num_kv_heads:
             return f"{self.num_kv_heads} key-value heads"
+        for heads in (self.num_heads, self.num_kv_heads * layout.copies(self.num_kv_heads)):
+            if shards > 1 and heads * self.head_dim % (shards * block):
+                return f"{heads * self.head_dim} outputs in FP8 blocks of {block}"
         return None
 
 
@@ -163,22 +172,30 @@ class LayerConfig:
         experts: what it has instead of an MLP; None if it has one.
     """
 
-    mixer: AttentionConfig
+    mixer: Mixer
     intermediate_size: int
     experts: ExpertsConfig | None = None
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """Its mixer, where that is known to be attention."""
+        assert isinstance(self.mixer, AttentionConfig)
+        return self.mixer
 
     @property
     def inner(self) -> int:
         """Inner width of its MLP, or of each of its experts."""
         return self.experts.intermediate_size if self.experts else self.intermediate_size
 
-    def indivisible(self, layout: Layout) -> str | None:
-        """Why it cannot be split so, or None."""
-        if why := self.mixer.indivisible(layout.shards):
+    def indivisible(self, layout: Layout, block: int = 1) -> str | None:
+        """Why it cannot be split so, or None; see `cache.Mixer`."""
+        if why := self.mixer.indivisible(layout, block):
             return why
         if self.experts and self.experts.num_experts % layout.experts:
             return f"{self.experts.num_experts} experts"
-        return f"an inner width of {self.inner}" if self.inner % self.parts(layout) else None
+        if self.inner % (parts := self.parts(layout)):
+            return f"an inner width of {self.inner}"
+        return f"{self.inner} outputs in FP8 blocks of {block}" if parts > 1 and self.inner % (parts * block) else None
 
     def parts(self, layout: Layout) -> int:
         """In how many parts the inner width is split."""
@@ -203,11 +220,16 @@ class DecoderConfig:
         """What each layer mixes positions with."""
         return tuple(layer.mixer for layer in self.layers)
 
+    @property
+    def block(self) -> int:
+        """Outputs of a layer's weight that cannot be parted."""
+        return 1
+
     def indivisible(self, layout: Layout) -> str | None:
         """Why the model cannot be split so, or None."""
         if self.vocab_size % layout.shards:
             return f"a vocabulary of {self.vocab_size}"
-        return next((why for layer in self.layers if (why := layer.indivisible(layout))), None)
+        return next((why for layer in self.layers if (why := layer.indivisible(layout, self.block))), None)
 
 
 @dataclass(frozen=True)
@@ -231,17 +253,10 @@ class TargetConfig(DecoderConfig):
     max_position_embeddings: int = 0
     fp8: bool = False
 
-    def indivisible(self, layout: Layout) -> str | None:
-        """Why the model cannot be split so, or None; FP8 blocks are not cut."""
-        for layer in self.layers if self.fp8 else ():
-            mixer = layer.mixer
-            queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-            copied = keys * layout.copies(mixer.num_kv_heads)
-            parts = layout.shards, layout.shards, layer.parts(layout)
-            for size, count in zip((queries, copied, layer.inner), parts, strict=True):
-                if count > 1 and size % (count * BLOCK):
-                    return f"{size} outputs in FP8 blocks of {BLOCK}"
-        return super().indivisible(layout)
+    @property
+    def block(self) -> int:
+        """FP8 blocks are not cut."""
+        return BLOCK if self.fp8 else 1
 
 
 def require(raw: Raw, name: str, kind: type = int) -> Any:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from dflash_jax.target import Target
 
 
+DETERMINISTIC_LENGTH = 2048  # tokens of a row, if none is given
+
+
 class Loaded(NamedTuple):
     """What a command line names.
 
@@ -186,6 +189,8 @@ def engine_config(
     fit = [r for r in requests if r.prompt_token_ids and all(token in known for token in r.prompt_token_ids)]
     prompt = max((len(r.prompt_token_ids) for r in fit), default=1)
     max_length, kept = options.max_length, options.prefix_chunks
+    if max_length is None and options.deterministic:  # nor may the length of the rows follow from other requests
+        max_length = min(DETERMINISTIC_LENGTH, most or DETERMINISTIC_LENGTH)
     if max_length is None:
         needed = max((len(r.prompt_token_ids) + max(r.params.max_new_tokens, 1) for r in fit), default=1)
         max_length = min(-(-needed // 256) * 256, most or needed)
@@ -215,6 +220,7 @@ def engine_config(
         slots=slots,
         max_length=max_length,
         block_size=generation.block_size,
+        tree=generation.tree,
         proposals=generation.proposals,
         seed=options.seed,
         prefill_chunk=chunk,

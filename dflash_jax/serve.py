@@ -248,7 +248,7 @@ def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
     else:
         yield from ((name, "--input") for name in server)
     if options.no_speculation:
-        speculating = given(options.generation, GenerationOptions(), ("block_size", "proposals"))
+        speculating = given(options.generation, GenerationOptions(), ("block_size", "tree", "proposals"))
         yield from ((name, "--no-speculation") for name in speculating)
 
 
@@ -333,6 +333,7 @@ def _notes(options: ServeOptions) -> dict[str, Any]:
     """What else the summary tells."""
     return {
         "block_size": options.generation.block_size,
+        "tree": options.generation.tree,
         "deterministic": options.engine.deterministic,
         "chat_template_kwargs": options.generation.chat_template_kwargs,
     }

@@ -1,7 +1,7 @@
 """How parameters and decoding states lie on a mesh: one table of rules for targets and drafters alike."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ class Rule(NamedTuple):
 
 # A layer inside a pass does not know which one it is, so rules are of endings. Weights are [out, in]: the output
 # dimension is split where the input is complete on every device, the input dimension where a device holds some of it.
-RULES: tuple[Rule, ...] = (
+RULES: list[Rule] = [
     Rule(r"(embed_tokens|lm_head)", 2, P(HEADS, "fsdp")),
     Rule(r"(qkv_proj|q_proj|kv_proj|gate_up_proj)/weight", 2, P(HEADS, "fsdp")),
     Rule(r"(qkv_proj|q_proj|kv_proj|gate_up_proj)/bias", 1, P(HEADS)),
@@ -47,7 +47,12 @@ RULES: tuple[Rule, ...] = (
     Rule(r"(joint_proj|gate_proj|confidence_head/proj)/bias", 1, P()),
     Rule(r"(\w+_codebook|markov_w1)", 2, P()),  # rows of them are looked up
     Rule(r"markov_w2", 2, P(HEADS, "fsdp")),
-)
+]
+
+
+def add_rules(rules: Iterable[Rule]) -> None:
+    """Rules for the parameters of a family or drafter that has some of its own."""
+    RULES.extend(rule for rule in rules if rule not in RULES)
 
 
 def spec(path: str, rank: int) -> P:

@@ -81,7 +81,7 @@ class Backend(Working, Protocol):
     @property
     def width(self) -> int: ...
     @property
-    def steps_by_block_size(self) -> dict[int, int]: ...
+    def steps_by_block_size(self) -> dict[str, int]: ...
 
     def begin(self, left: Sequence[Line]) -> None:
         """Gets ready for these lines, once the output is known to be usable."""
@@ -118,7 +118,7 @@ class LocalEngine:
         return self.engine.width
 
     @property
-    def steps_by_block_size(self) -> dict[int, int]:
+    def steps_by_block_size(self) -> dict[str, int]:
         return self.engine.steps_by_block_size
 
     def begin(self, left: Sequence[Line]) -> None:

@@ -51,7 +51,7 @@ class Report(NamedTuple):
     busy: int
     waiting: int
     stats: Stats
-    steps_by_block_size: dict[int, int]
+    steps_by_block_size: dict[str, int]
     memory_mib: float
 
 
@@ -148,7 +148,7 @@ class RayWorkers:
         self._needed = dict(resources) or self._default_resources()
         self._options, self._raw = options, ray.put(list(raw))
         self._workers: list[Remote] = []
-        self._lost_stats, self._lost_used = [], list[dict[int, int]]()
+        self._lost_stats, self._lost_used = [], list[dict[str, int]]()
         self._looked, self._deaths, self._began, self._width = 0.0, 0, time.perf_counter(), 1
 
     # ----------------------------------------------------------------------------------------------
@@ -165,9 +165,9 @@ class RayWorkers:
         return self._width
 
     @property
-    def steps_by_block_size(self) -> dict[int, int]:
+    def steps_by_block_size(self) -> dict[str, int]:
         known = [*self._lost_used, *(w.report.steps_by_block_size for w in self._workers if w.report)]
-        return {size: sum(used.get(size, 0) for used in known) for size in sorted({s for used in known for s in used})}
+        return {draft: sum(used.get(draft, 0) for used in known) for used in known for draft in used}
 
     def dtype(self) -> str:
         """Of the target, as the first worker that is ready says.

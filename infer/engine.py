@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dflash_jax.cache import Group
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.decoding.step import Committed, sizes_within
 from dflash_jax.infer.chooser import TRY, Chooser, Draft, Estimates, Seen, block_sizes, tree_sizes
@@ -97,17 +96,11 @@ class Engine:
         self.batch = Slots(
             target,
             drafter,
+            config,
             self._rows_on_device(),
             # A cache of a single chunk would be another program than a longer one, and might round differently.
             max(config.max_length, 2 * CHUNK) if config.deterministic else config.max_length,
-            short=None if config.short_length is None else Group(self.slots - config.long_slots, config.short_length),
-            chunk=config.prefill_chunk,
-            drafts=[self._program(draft) for draft in self._choices()],
-            steps_per_visit=config.steps_per_visit,
-            proposals=config.proposals,
-            prefix_chunks=config.prefix_chunks,
-            logprobs=config.logprobs,
-            deterministic=config.deterministic,
+            [self._program(draft) for draft in self._choices()],
         )
         self._tickets = itertools.count()
         self._waiting: deque[ActiveRequest] = deque()
@@ -121,7 +114,7 @@ class Engine:
     def _rows_on_device(self) -> int:
         """The slots, and on CPU with `deterministic` some more that stay idle: there the last few of a block's
         positions may be computed by other instructions than the rest, if they do not fill the processor's vectors."""
-        slots, width = self.config.slots, self.width
+        slots, width = self.config.slots, max(self.width, self.tree + 1)
         if not self.config.deterministic or slots == 1 or jax.default_backend() != "cpu":
             return slots
         step = math.lcm(LANES // math.gcd(LANES, width), rows_of(self.target.mesh))

@@ -34,8 +34,9 @@ class EngineConfig:
             it moves to a long one when it needs more.
         long_slots: how many slots hold `max_length` tokens where there are short ones.
         deterministic: nothing is chosen by the clock and lengths are fixed, so that the bits of an answer follow from
-            its request, the drafter, `block_size`, `tree`, `proposals`, `slots`, `prefill_chunk`, the dtype and the
-            kind of device alone. "auto" is then the checkpoint's block size, and no tree.
+            its request, the drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`, `prefill_chunk`, the
+            dtype and the kind of device alone. On CPU they do not follow from `max_length` either. "auto" is then the
+            checkpoint's block size, and no tree.
     """
 
     slots: int = 1

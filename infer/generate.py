@@ -7,12 +7,14 @@ import jax
 import numpy as np
 
 from dflash_jax.decoding.choice import Proposals
-from dflash_jax.decoding.state import DraftModel
+from dflash_jax.decoding.state import DraftModel, State, init_state
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.engine_config import EngineConfig
-from dflash_jax.infer.params import SamplingParams
+from dflash_jax.infer.params import STOP_WIDTH, SamplingParams
+from dflash_jax.infer.programs import prefill
 from dflash_jax.infer.requests import Request
-from dflash_jax.mesh import rows_of
+from dflash_jax.mesh import entered, rows_of
+from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
 Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
@@ -97,6 +99,49 @@ def spec_generate(
 def generate(target: Target, input_ids: Prompts, *, max_new_tokens: int, **settings: Any) -> Generation:
     """The autoregressive baseline: `spec_generate` without a drafter; same arguments, same tokens."""
     return spec_generate(target, None, input_ids, max_new_tokens=max_new_tokens, **settings)
+
+
+def begin_decoding(
+    target: Target,
+    drafter: DraftModel | None,
+    input_ids: Prompts,
+    params: SamplingParams | None = None,
+    *,
+    seed: int = 0,
+    max_length: int = 2048,
+) -> tuple[State, list[int]]:
+    """A decoding state behind these prompts, one for each row, for a loop of one's own over `speculative_step`.
+
+    Args:
+        input_ids: see `spec_generate`; all are read in one pass.
+        params: settings of every row.
+        seed: row i draws from this seed and i alone, as in `spec_generate`.
+        max_length: tokens that a row can hold.
+
+    Returns:
+        The state, and the first new token of each row, which is its anchor and belongs to no step.
+
+    Raises:
+        ValueError: no prompts, an empty one, one that a row cannot hold, or a setting out of range.
+    """
+    prompts, params = _prompts(input_ids), params or SamplingParams()
+    params.check()
+    longest, rows = max(map(len, prompts), default=0), len(prompts)
+    if not all(prompts) or not prompts or longest >= max_length:
+        raise ValueError(f"every prompt must have 1 to {max_length - 1} tokens, got {sorted(map(len, prompts))}")
+    settings = [
+        params.on_device(str(row), 0, seed, min(params.max_new_tokens, max_length - len(prompt)))
+        for row, prompt in enumerate(prompts)
+    ]
+    tokens = np.zeros((rows, longest), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    counts = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    with entered(target.mesh):
+        state = pin(init_state(target, drafter, rows, max_length, STOP_WIDTH, longest))
+        read = np.arange(rows, dtype=np.int32), tokens, counts, np.ones(rows, np.bool_), tuple(settings)
+        state, first = prefill(target, drafter, state, *read)
+    return state, first.tokens[:, 0].tolist()
 
 
 def _prompts(input_ids: Prompts) -> list[list[int]]:

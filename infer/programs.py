@@ -133,8 +133,10 @@ def prefill(
     final = jnp.maximum(counts - 1, 0)
     logits = target.unembed(jnp.take_along_axis(hidden, final[:, None, None], axis=1))
     noise = gumbel_noise(given.sampling, end[:, None], target.config.vocab_size)
-    token = Choice(given.sampling, given.penalties, own, end, noise, target.decodable).tokens(logits)
-    scores = None if logprobs is None else log_probabilities(logits, token, given.scored, logprobs)
+    choice = Choice(given.sampling, given.penalties, own, end, noise, target.decodable)
+    token, scores = choice.tokens(logits), None
+    if logprobs is not None:
+        scores = log_probabilities(choice.masked(logits), token, given.scored, logprobs)
     goes_on = last & ~jnp.any(token == given.stop_tokens, axis=1)
     budgets = jnp.where(goes_on, given.max_new_tokens - 1, 0)
     own = own.replace(tokens=remember(own, token, end, jnp.ones_like(end)).tokens)

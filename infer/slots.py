@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from dflash_jax.cache import Group
-from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.state import DraftModel, RowSettings, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.chooser import Draft
 from dflash_jax.infer.compiler_options import Options, fastest_options
+from dflash_jax.infer.engine_config import EngineConfig
 from dflash_jax.infer.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.prefixes import PrefixCache
 from dflash_jax.infer.programs import begin, decode_call, move, prefill, release
@@ -46,13 +46,11 @@ class Slots:
     """Rows that decode together. Which requests they belong to is the engine's business.
 
     Args:
-        target, drafter, proposals, prefix_chunks, logprobs, deterministic: see `EngineConfig`.
+        target, drafter: the models; without a drafter, one token a step.
+        config: of the engine. Rows and their length are those given here.
         slots: rows.
         max_length: tokens a row can hold.
-        short: of these rows, how many are shorter, and how many tokens those hold; None if all are alike.
-        chunk: prompts are read in chunks of at most so many tokens, of one or several rows.
         drafts: what `decode` may be asked for; a block size of 0 proposes nothing.
-        steps_per_visit: at most.
 
     Attributes:
         state: consumed and replaced by every call.
@@ -64,40 +62,34 @@ class Slots:
         self,
         target: Target,
         drafter: DraftModel | None,
+        config: EngineConfig,
         slots: int,
         max_length: int,
-        *,
-        short: Group | None = None,
-        chunk: int,
         drafts: Sequence[Draft],
-        steps_per_visit: int,
-        proposals: Proposals,
-        prefix_chunks: int,
-        logprobs: int | None,
-        deterministic: bool,
     ):
-        self._target, self._drafter, self._slots = target, drafter, slots
-        self._parts, self._chunk = rows_of(target.mesh), chunk
-        self._shapes = shapes(chunk, slots // self._parts)
+        self._target, self._drafter, self._slots, self._config = target, drafter, slots, config
+        self._parts, self._chunk = rows_of(target.mesh), config.prefill_chunk
+        self._shapes = shapes(self._chunk, slots // self._parts)
+        short = None
+        if config.short_length is not None:
+            short = Group(slots - config.long_slots, config.short_length)
         self.lengths = [max_length] * slots
         if short is not None:  # of each part of the mesh, the first rows
             of_part, count = slots // self._parts, short.rows // self._parts
             self.lengths = [short.slots if i % of_part < count else max_length for i in range(slots)]
         self._short = short
         groups = max_length if short is None else (short, Group(slots - short.rows, max_length))
-        self._fixed, self._neutral = deterministic, SamplingParams().on_device("", 0, 0, 1)
+        self._fixed, self._neutral = config.deterministic, SamplingParams().on_device("", 0, 0, 1)
         self._costs: dict[Shape, Cost] = {}  # in seconds, once measured
-        self._drafts, self._steps_per_visit = tuple(drafts), steps_per_visit
-        self._proposals: Proposals = proposals
-        self._logprobs = logprobs
+        self._drafts = tuple(drafts)
         few = slots // NARROWER // self._parts * self._parts if slots >= MANY else 0
-        self.widths = (few, slots) if few and not deterministic else (slots,)
+        self.widths = (few, slots) if few and not self._fixed else (slots,)
         with self._on_mesh():
-            made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, chunk)))()
-            if deterministic and made.calibration is not None:
+            made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, self._chunk)))()
+            if self._fixed and made.calibration is not None:
                 made = made.replace(calibration=made.calibration.replace(frozen=True))
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
-            self._prefixes = PrefixCache(self.state, prefix_chunks, chunk)
+            self._prefixes = PrefixCache(self.state, config.prefix_chunks, self._chunk)
 
     @property
     def programs(self) -> int:
@@ -263,7 +255,7 @@ class Slots:
                     self._prefill(selected, selected.counts > 0, (endless,) * len(selected.rows))
                 self.wait()
                 begin = time.perf_counter()
-                trace = jax.device_get(self.decode(draft, min(self._steps_per_visit, 4), 0, slots))
+                trace = jax.device_get(self.decode(draft, min(self._config.steps_per_visit, 4), 0, slots))
                 times[draft, width].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
                 for slot in slots:
                     self.release(slot)
@@ -301,7 +293,7 @@ class Slots:
         return Cost(seconds[0], max(0.0, seconds[1] - seconds[0]) / max(halves.values()))
 
     def _prefill_arguments(self, selected: Selected, last: np.ndarray, settings: tuple[RowSettings, ...]) -> tuple:
-        return self._target, self._drafter, self.state, *selected, last, settings, self._logprobs
+        return self._target, self._drafter, self.state, *selected, last, settings, self._config.logprobs
 
     def _prefill(self, selected: Selected, last: np.ndarray, settings: tuple[RowSettings, ...]) -> Committed:
         with self._on_mesh():
@@ -317,10 +309,10 @@ class Slots:
             leave_below,
             block_size=draft.block_size,
             nodes=draft.nodes,
-            proposals=self._proposals,
-            capacity=self._steps_per_visit,
+            proposals=self._config.proposals,
+            capacity=self._config.steps_per_visit,
             rows=None if len(slots) == self._slots else np.asarray(slots, np.int32),
-            logprobs=self._logprobs,
+            logprobs=self._config.logprobs,
             options=self.compiler_options(draft, len(slots)),
         )
 

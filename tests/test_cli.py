@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from dflash_jax import benchmark, load_target, serve
+from dflash_jax import benchmark, load_target, plan, serve
 from dflash_jax.benchmarks import kernels
 from dflash_jax.cli import EngineOptions, GenerationOptions
 from dflash_jax.loading import engine_config
+from dflash_jax.train.arguments import parse_stage
 from tests import tiny
 
 # Every flag a user may have in a script, by command.
@@ -17,12 +18,12 @@ SERVE = """
     api-key batch-size block-size drafter dtype force http input max-length max-new-tokens max-request-bytes
     allow-unauthenticated max-waiting client-timeout shutdown-timeout
     mesh min-p no-speculation ordered output prefix-chunks processes prompt proposals seed stats-interval
-    long-slots short-length stream-interval summary target temperature top-k top-p
+    long-slots short-length stream-interval summary target temperature top-k top-p tree
     chat-template-kwargs deterministic kernels ray ray-workers ray-resources
 """
 BENCHMARK = """
     batch-size block-size dataset drafter dtype jobs json max-new-tokens max-samples mesh min-p official
-    plot proposals seed sweep target tasks temperature top-k top-p untrained drafters
+    plot proposals seed sweep target tasks temperature top-k top-p tree untrained drafters
     chat-template-kwargs kernels
 """
 KERNELS = "bandwidth batch context dtype json loops only pair"
@@ -91,6 +92,22 @@ def test_wrong_usage_exits_2_and_says_what_to_do(capsys):
 
 
 @pytest.mark.parametrize(
+    ("command", "arguments", "near"),
+    [
+        (serve.main, "--promt a", "--prompt"),
+        (plan.main, "--topologi v5e:2x2", "--topology"),
+        (parse_stage, "fit --lerning-rate 1 --taget x", "--learning-rate"),
+        (parse_stage, "fit --lerning-rate 1 --taget x", "--target"),
+    ],
+)
+def test_the_nearest_flag_is_named_where_others_are_missing(command, arguments, near, capsys):
+    with pytest.raises(SystemExit) as error:
+        command(arguments.split())
+    assert error.value.code == 2
+    assert f"is unknown; the nearest is {near}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "noted"),
     [
         ("--prompt a --ordered --force --stats-interval nan", ["--force", "--stats-interval", "--ordered"]),
@@ -121,6 +138,7 @@ def test_engines_of_deterministic_jobs_read_prompts_in_chunks_of_one_size(pair):
             config = engine_config(target, [tiny.ask(prompt, 5)], generation, options)
             assert config.prefill_chunk == (256 if deterministic else chunk)
             assert config.deterministic == deterministic
+            assert (config.max_length == 1024) == deterministic  # what the target was trained for, whoever else asks
     for shared, chunk in (30, 64), (40, 32):  # what many begin with is copied, if it is the larger part
         requests = [tiny.ask([*range(shared), *[50 + i] * 15], 5) for i in range(8)]
         assert engine_config(target, requests, generation, EngineOptions()).prefill_chunk == chunk

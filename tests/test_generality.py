@@ -28,7 +28,7 @@ PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7,
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    models.FAMILIES["toy"] = family
+    models.register("toy", family)
     yield
     del models.FAMILIES["toy"]
 
@@ -164,11 +164,11 @@ def test_a_checkpoint_comes_back(directory, toy, tmp_path):
     small, scale = (stored.read(f"model.layers.1.mix.in.{x}", (slice(None), slice(None))) for x in ("weight", "scale"))
     matrix = small.astype(np.float32) * np.repeat(np.repeat(scale, 8, axis=0), 16, axis=1)
     in_order = np.concatenate([matrix[:, 1::2].T, matrix[:, ::2].T])
-    np.testing.assert_allclose(toy.params["layers_1"]["self_attn"]["q_proj"]["weight"], in_order)
+    np.testing.assert_allclose(toy.params["layers_1"]["mix"]["in_proj"]["weight"], in_order)
     split = load_target(directory / "target", mesh=make_mesh(parse_mesh("model=2,fsdp=4"))).params["layers_1"]
-    for name in ("q_proj", "o_proj"):
-        whole = toy.params["layers_1"]["self_attn"][name]["weight"]
-        jax.tree.map(np.testing.assert_array_equal, whole, split["self_attn"][name]["weight"])
+    for name in ("in_proj", "out_proj"):
+        whole = toy.params["layers_1"]["mix"][name]["weight"]
+        jax.tree.map(np.testing.assert_array_equal, whole, split["mix"][name]["weight"])
 
 
 def test_a_slice_that_cannot_be_honoured_raises(directory):

@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dflash_jax import checkpoint
 from dflash_jax.checkpoint import leaves, nested
-from dflash_jax.config import RopeConfig, token_ids
+from dflash_jax.config import AttentionConfig, RopeConfig, token_ids
 from dflash_jax.drafters import KINDS, drafter_config, kind_of
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import DFlashConfig, default_target_layer_ids
@@ -39,6 +39,7 @@ def new_drafter(
         ValueError: taps the target does not have, or a mask token outside the vocabulary.
     """
     c, layer, kind = target.config, target.config.layers[-1], KINDS[config.drafter]
+    attention = next(each.attention for each in reversed(c.layers) if isinstance(each.mixer, AttentionConfig))
     taps = config.target_layer_ids or default_target_layer_ids(c.num_hidden_layers, config.num_layers)
     common: dict[str, Any] = {
         "model_type": "qwen3",
@@ -46,9 +47,9 @@ def new_drafter(
         "hidden_size": c.hidden_size,
         "intermediate_size": layer.intermediate_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": layer.mixer.num_heads,
-        "num_key_value_heads": layer.mixer.num_kv_heads,
-        "head_dim": layer.mixer.head_dim,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": c.rms_norm_eps,
         "attention_bias": False,
@@ -61,7 +62,7 @@ def new_drafter(
         "block_size": config.block_size,
         "num_target_layers": c.num_hidden_layers,
         "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(taps)},
-        **(_rope_fields(layer.mixer.rope) if layer.mixer.rope else {}),
+        **(_rope_fields(attention.rope) if attention.rope else {}),
     }
     if vocabulary is not None:
         common["draft_vocab_size"] = len(vocabulary)

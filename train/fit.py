@@ -99,7 +99,7 @@ class Run:
         self.state = init_state(drafter, config, self.steps)
         if self.mesh is not None:
             # Its parameters stay as in the checkpoint, so that a run continues on any mesh.
-            heads, parts = drafter.config.layers[0].mixer.num_kv_heads, parts_of(self.mesh, HEADS)
+            heads, parts = drafter.config.layers[0].attention.num_kv_heads, parts_of(self.mesh, HEADS)
             if drafter.layout.shards != 1 or heads % parts:
                 raise ValueError(
                     f"the drafter's {heads} key-value heads must be a multiple of the "

@@ -158,8 +158,10 @@ def train_step(
     (gradient, sums), _ = jax.lax.scan(accumulate, zeros, jax.tree.map(split, (batch, keys)))
     gradient = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-9), gradient)
     loss, norm = sums.loss / jnp.maximum(sums.weight, 1e-9), optax.tree.norm(gradient)
-    # optax relies on implicit promotion, which a strict program may have turned off.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    # optax relies on implicit promotion, which a strict program may have turned off, and leaves the precision of Muon's
+    # products to the platform.
+    exact = jax.default_matmul_precision("highest")
+    with exact, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         updates, optimizer = make_optimizer(config, steps).update(gradient, state.optimizer, state.params)
         learning_rate = make_schedule(config, steps)(state.step)
     new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer)

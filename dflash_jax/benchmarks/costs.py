@@ -6,13 +6,12 @@ a cost is that of full rows.
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from dflash_jax.kernels.block_attention import reference
+from dflash_jax.kernels.block_attention.reference import whole_caches
 from dflash_jax.kernels.dispatch import using
 
 # Operations that leave the numbers of their first operand as they are, wherever these are then read.
@@ -38,10 +37,8 @@ class Cost(NamedTuple):
 
 def cost(function: Callable[..., Any], *arguments: Any) -> Cost:
     """The cost of `function(*arguments)`; arguments are pytrees of arrays or their shapes."""
-    with using("xla"), mock.patch.object(reference, "CHUNK", 1 << 30), jax.disable_jit(False):
-        jax.clear_caches()  # what was traced with another chunk
+    with using("xla"), whole_caches(), jax.disable_jit(False):
         closed = jax.make_jaxpr(function)(*arguments)
-    jax.clear_caches()
     origins: list[int | None] = []
     for i, argument in enumerate(arguments):
         origins += [i] * len(jax.tree.leaves(argument))

@@ -93,7 +93,13 @@ def measure_drafters(options: Any, questions: Callable[[str, int], Any]) -> dict
     for cell in cells[: len(names)]:
         raw = read_json(sources[cell["drafter"]] / "config.json")
         rounds[cell["drafter"]] = bytes_per_round(raw, cell["proposals"])
-    settings = {"max_new_tokens": options.generation.max_new_tokens, "batch_size": options.generation.batch_size}
+    settings = {
+        "tasks": {name: len(samples) for name, samples in asked.items()},
+        "seed": options.seed,
+        "max_new_tokens": options.generation.max_new_tokens,
+        "batch_size": options.generation.batch_size,
+        "chat_template_kwargs": text.template_arguments,
+    }
     return settings | {"cells": cells, "qwen3_8b": rounds}
 
 

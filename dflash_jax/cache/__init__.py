@@ -59,10 +59,22 @@ class Mixer(Protocol):
     """The description of a layer, as far as its cache and the mesh are concerned. See `config.AttentionConfig`."""
 
     @property
-    def shares(self) -> int | None: ...
+    def shares(self) -> int | None:
+        """An earlier layer whose entry it reads, or None."""
+        ...
+
+    @property
+    def rotary(self) -> tuple[Any, int] | None:
+        """The rotary embedding of its heads (see `config.RopeConfig`) and their dimensions; None rotates nothing."""
+        ...
+
     def entry(self, rows: int, slots: int, dtype: Any, layout: Layout, widest: int) -> Entry: ...
-    def indivisible(self, shards: int) -> str | None:
-        """Why it cannot be split in so many parts, or None."""
+    def indivisible(self, layout: Layout, block: int = 1) -> str | None:
+        """Why it cannot be split so, or None.
+
+        Args:
+            block: outputs of a weight that cannot be parted (of FP8 blocks).
+        """
         ...
 
 

@@ -86,12 +86,12 @@ class Choice(struct.PyTreeNode):
         else:
             seen = block.tree.ancestors[:, :, 1:]
             noise = jnp.take_along_axis(self.noise, block.tree.depth[:, :, None], axis=1)
-        logits = self._allowed(penalise(logits, self.penalties, self.history, self.known, block.proposal.tokens, seen))
+        logits = self.masked(penalise(logits, self.penalties, self.history, self.known, block.proposal.tokens, seen))
         return select(logits, noise, self.sampling)
 
     def chain_scores(self, logits: Float[Array, "B T V"], following: Int[Array, "B P"]) -> Float[Array, "B T V"]:
         """What the target's tokens behind a chain are the largest of, given the tokens between its positions."""
-        logits = self._allowed(penalise(logits, self.penalties, self.history, self.known, following))
+        logits = self.masked(penalise(logits, self.penalties, self.history, self.known, following))
         return perturbed_scores(logits, self.noise, self.sampling)
 
     def tokens(self, logits: Float[Array, "B T _"], *, depth: int = 0, **given: Any) -> Int[Array, "B T"]:
@@ -253,7 +253,7 @@ class Choice(struct.PyTreeNode):
             ids = jnp.arange(logits.shape[-1])
             taken = jnp.any(ids[:, None] == jnp.asarray(forbidden)[None], axis=1)
             logits = jnp.where(taken[None, None], -jnp.inf, logits)
-        return self._allowed(logits)
+        return self.masked(logits)
 
     def for_drafting(self, proposals: Proposals, calibration: Calibration) -> "Choice":
         """The same for a drafter.
@@ -273,5 +273,6 @@ class Choice(struct.PyTreeNode):
             return own.replace(noise=gumbel_noise(other, positions, self.noise.shape[2]))
         return own
 
-    def _allowed(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+    def masked(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+        """Minus infinity for ids that nobody can decode."""
         return logits if self.decodable is None else jnp.where(self.decodable[None, None], logits, -jnp.inf)

@@ -125,6 +125,7 @@ def accept(
     else:
         path, count = _accepted_path(chosen, block)
         tokens = jnp.take_along_axis(chosen, path, axis=1)
+        count = jnp.minimum(count, tokens.shape[1])  # of a path that is longer than the tree was said to be
     count = jnp.minimum(count, remaining)
     stops = jnp.any(tokens[:, :, None] == stop_tokens[:, None, :], axis=-1)
     until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, tokens.shape[1] + 1)

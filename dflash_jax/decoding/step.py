@@ -90,10 +90,16 @@ def speculative_step(parts: Round, state: State, *, logprobs: int | None = None)
         parts: the models, as functions.
         state: consumed.
         logprobs: alternatives to return the log-probabilities of; None returns none.
+
+    Raises:
+        ValueError: a proposal is deeper than its drafter said.
     """
     view = without_idle_rows(state)
     choice = parts.choosing(view)
     block = make_block(view.anchor, parts.propose(view, choice))
+    if block.proposal.depth + 1 > choice.noise.shape[1]:
+        deep, most = block.proposal.depth, choice.noise.shape[1] - 1
+        raise ValueError(f"a proposal may be {most} nodes deep, as its drafter's `depth` says; this one is {deep}")
     logits, verified = parts.verify(view, block)
     accepted, remaining = accept(choice.for_block(logits, block), block, view.remaining, view.stop_tokens)
     tokens, path, count = accepted
@@ -101,7 +107,7 @@ def speculative_step(parts: Round, state: State, *, logprobs: int | None = None)
     scores = None
     if logprobs is not None:
         along = logits if path is None else jnp.take_along_axis(logits, path[:, :, None], axis=1)
-        scores = log_probabilities(along, tokens, view.scored, logprobs)
+        scores = log_probabilities(choice.masked(along), tokens, view.scored, logprobs)
     after = parts.commit(view, verified, accepted).replace(
         anchor=jnp.where(count > 0, last, view.anchor),
         lengths=state.lengths + count,

@@ -65,7 +65,7 @@ class Layer(nn.Module):
         self, x: Float[Array, "B T D"], at: Pass, entry: Any, kv_projection: Any
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, layer, D, eps = self.config, self.layer, self.config.hidden_size, self.config.rms_norm_eps
-        attention = Attention(D, layer.mixer, self.layout, c.attention_bias, eps, name="self_attn")
+        attention = Attention(D, layer.attention, self.layout, c.attention_bias, eps, name="self_attn")
         mlp = MLP(D, layer.intermediate_size, self.layout, name="mlp")
         h = RMSNorm(D, eps, name="input_layernorm")(x)
         h, fresh = self.around("attention", h, lambda h: attention(h, at, entry, project=kv_projection))
@@ -105,7 +105,7 @@ class Model(nn.Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def _heads_and_size(self) -> tuple[int, int]:
-        mixer = self.config.layers[0].mixer
+        mixer = self.config.layers[0].attention
         return mixer.num_kv_heads * self.layout.copies(mixer.num_kv_heads), mixer.head_dim
 
     def forward(
@@ -115,7 +115,7 @@ class Model(nn.Module):
 
         With `remat`, a backward pass computes each layer again instead of keeping its insides.
         """
-        at = at.replace(rope=at.tables(self.config.layers[0].mixer, x.dtype))
+        at = at.replace(rope=at.tables(self.config.layers[0].attention, x.dtype))
         blocks, kv_proj = [], sharding.gathered(self.kv_proj, "kv_proj")
         for i in range(len(self.layers)):
 
@@ -139,7 +139,7 @@ class Model(nn.Module):
     def context(self, features: Float[Array, "B T FD"], at: Pass) -> tuple[Fresh, ...]:
         """KV injection: keys and values of every layer for committed positions (method 2.5)."""
         fused, kv_proj = self.fuse(features), sharding.gathered(self.kv_proj, "kv_proj")
-        rope = at.tables(self.config.layers[0].mixer, fused.dtype)
+        rope = at.tables(self.config.layers[0].attention, fused.dtype)
         if self.layout.shards == 1:
             kv = matmul(fused, kv_proj.reshape(-1, fused.shape[-1]))
             layers = jnp.split(kv, len(self.layers), axis=-1)
@@ -327,7 +327,7 @@ class Drafter(base.Drafter):
 
 def tensors(config: DFlashConfig, layout: Layout = WHOLE) -> checkpoint.Table:
     """Checkpoint tensors of every parameter (method 7.3)."""
-    D, depth, mixer = config.hidden_size, config.num_hidden_layers, config.layers[0].mixer
+    D, depth, mixer = config.hidden_size, config.num_hidden_layers, config.layers[0].attention
     H, keys, copies = mixer.head_dim, mixer.num_kv_heads * mixer.head_dim, layout.copies(mixer.num_kv_heads)
     features = len(config.target_layer_ids) * config.target_hidden_size
 

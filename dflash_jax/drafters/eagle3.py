@@ -162,7 +162,7 @@ class Model(nn.Module):
     layout: Layout
 
     def setup(self):
-        c, mixer = self.config, self.config.layers[0].mixer
+        c, mixer = self.config, self.config.layers[0].attention
         D, eps, taps = c.hidden_size, c.rms_norm_eps, len(c.target_layer_ids)
         heads = 2 * mixer.num_kv_heads * self.layout.copies(mixer.num_kv_heads) * mixer.head_dim
         self.fc = Linear((taps * c.target_hidden_size, D))
@@ -205,7 +205,7 @@ class Model(nn.Module):
             The final-normed state, what the next pass knows, and `before` with this pass's keys and values.
         """
         c, x = self.config, self._joined(known, embedded)
-        at = at.replace(rope=at.tables(c.layers[0].mixer, x.dtype))
+        at = at.replace(rope=at.tables(c.layers[0].attention, x.dtype))
         fresh = self._fresh(x, at)
         if before is not None:
             join = lambda old, new: jnp.concatenate([old, new], axis=2)
@@ -221,7 +221,7 @@ class Model(nn.Module):
         return jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(known)], axis=-1)
 
     def _fresh(self, x: Float[Array, "B T E"], at: Pass) -> Fresh:
-        mixer, (B, T) = self.config.layers[0].mixer, x.shape[:2]
+        mixer, (B, T) = self.config.layers[0].attention, x.shape[:2]
         K, H = mixer.num_kv_heads * self.layout.copies(mixer.num_kv_heads), mixer.head_dim
         k, v = (y.reshape(B, T, K, H) for y in unfuse(self.kv_proj(x), (K * H, K * H), self.layout.shards))
         if self.config.qk_norm:
@@ -369,7 +369,7 @@ class Drafter(base.Drafter):
 def tensors(config: Eagle3Config, layout: Layout = WHOLE) -> checkpoint.Table:
     """Checkpoint tensors of every parameter (drafting 3.1)."""
     c, layer, (D, copied) = config, config.layers[0], (config.hidden_size, checkpoint.copied)
-    mixer, taps = layer.mixer, len(c.target_layer_ids)
+    mixer, taps = layer.attention, len(c.target_layer_ids)
     queries, keys, copies = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim, 0
     copies = layout.copies(mixer.num_kv_heads)
     attention, mlp = "layers.0.self_attn", "layers.0.mlp"

@@ -2,13 +2,15 @@
 
 A family is a module with `config(raw) -> TargetConfig`; a Linen class `Model(config, layout)` with the methods `table`,
 `embed`, `forward`, `head` and `unembed`; `tensors(config, layout)`, which says what every parameter is made of; and
-`ignored(config)`, endings of tensors that a checkpoint may carry without use.
+`ignored(config)`, endings of tensors that a checkpoint may carry without use. Where it has parameters of its own kind,
+`RULES` says how these are split (see `sharding`).
 """
 
 from types import ModuleType
 
 from dflash_jax.config import Raw, TargetConfig
 from dflash_jax.models import gpt_oss, llama, minimax_m2, qwen3, qwen3_moe
+from dflash_jax.sharding import add_rules
 
 FAMILIES: dict[str, ModuleType] = {
     "gpt_oss": gpt_oss,
@@ -18,6 +20,16 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
 }
+
+
+for module in FAMILIES.values():
+    add_rules(getattr(module, "RULES", ()))
+
+
+def register(model_type: str, module: ModuleType) -> None:
+    """Adds a family."""
+    FAMILIES[model_type] = module
+    add_rules(getattr(module, "RULES", ()))
 
 
 def family(model_type: object) -> ModuleType:

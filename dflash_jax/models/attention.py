@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.cache import Cache, Fresh
+from dflash_jax.cache import Cache, Fresh, Mixer
 from dflash_jax.config import AttentionConfig, LayerConfig
 from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, Layout
@@ -47,12 +47,12 @@ class Pass(struct.PyTreeNode):
     key_positions: Int[Array, "B F"] | None = None
     per_row: int | None = struct.field(pytree_node=False, default=None)
 
-    def tables(self, config: AttentionConfig, dtype: Any) -> Rope | None:
+    def tables(self, mixer: Mixer, dtype: Any) -> Rope | None:
         """Rotary tables for a layer."""
-        if config.rope is None:
+        if mixer.rotary is None:
             return None
         within = self.positions if self.starts is None else self.positions - self.starts
-        return rope_tables(config.rope, config.head_dim, within, dtype)
+        return rope_tables(*mixer.rotary, within, dtype)
 
 
 class Attention(nn.Module):
@@ -171,13 +171,9 @@ def run_layers(
     outputs, tables = {-1: x}, dict[Any, Rope | None]()
     for i, (layer, config) in enumerate(zip(layers, configs, strict=True)):
         mixer, entry = config.mixer, cache.of_layer[i]
-        if isinstance(mixer, AttentionConfig):
-            kind = (mixer.rope, mixer.head_dim)
-            if kind not in tables:
-                tables[kind] = at.tables(mixer, x.dtype)
-            at = at.replace(rope=tables[kind])
-        else:
-            at = at.replace(rope=None)
+        if mixer.rotary not in tables:
+            tables[mixer.rotary] = at.tables(mixer, x.dtype)
+        at = at.replace(rope=tables[mixer.rotary])
         x, fresh[entry] = _apply_once_traced(layer, x, at, cache.entries[entry], fresh[entry])
         if i in taps:
             outputs[i] = x

@@ -92,7 +92,7 @@ class Layer(decoder.Layer):
     norm_class = Norm
 
     def attention(self) -> Attention:
-        D, mixer = self.config.hidden_size, self.layer.mixer
+        D, mixer = self.config.hidden_size, self.layer.attention
         return Attention(D, mixer, self.layout, bias=True, sinks=True, name="self_attn")
 
 
@@ -114,7 +114,7 @@ def tensors(config: GptOssConfig, layout: Layout = WHOLE) -> Table:
         mlp, ours = f"{prefix}.mlp", f"{path}/experts"
         gate_up, down = (E, 2 * inner, D), (E, D, inner)
         return table | {
-            f"{path}/self_attn/sinks": copied(f"{prefix}.self_attn.sinks", each.mixer.num_heads),
+            f"{path}/self_attn/sinks": copied(f"{prefix}.self_attn.sinks", each.attention.num_heads),
             f"{ours}/router": copied(f"{mlp}.router.weight", E, D),
             f"{ours}/router_bias": copied(f"{mlp}.router.bias", E),
             f"{ours}/gate_up_bias": tables.alternating(

@@ -61,7 +61,7 @@ class Layer(decoder.Layer):
 
     def attention(self) -> Attention:
         c = self.config
-        return Attention(c.hidden_size, self.layer.mixer, self.layout, c.attention_bias, name="self_attn")
+        return Attention(c.hidden_size, self.layer.attention, self.layout, c.attention_bias, name="self_attn")
 
 
 class Model(decoder.Decoder):

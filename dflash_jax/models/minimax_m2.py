@@ -80,7 +80,7 @@ class Layer(decoder.Layer):
     """With one norm of all query heads, and one of all key heads."""
 
     def attention(self) -> Attention:
-        c, mixer = self.config, self.layer.mixer
+        c, mixer = self.config, self.layer.attention
         norm = {"qk_norm": c.rms_norm_eps, "qk_norm_per_head": False}
         return Attention(c.hidden_size, mixer, self.layout, name="self_attn", **norm)
 
@@ -95,7 +95,7 @@ def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        D, fp8, mixer = config.hidden_size, config.fp8, each.mixer
+        D, fp8, mixer = config.hidden_size, config.fp8, each.attention
         assert each.experts is not None
         table = tables.decoder_layer(path, prefix, D, each, layout, bias=False, qk_norm=False, fp8=fp8)
         names = "w1", "w3", "w2"

@@ -58,7 +58,7 @@ class Layer(decoder.Layer):
     def attention(self) -> Attention:
         c = self.config
         bias, norm = c.attention_bias, c.rms_norm_eps
-        return Attention(c.hidden_size, self.layer.mixer, self.layout, bias, norm, name="self_attn")
+        return Attention(c.hidden_size, self.layer.attention, self.layout, bias, norm, name="self_attn")
 
 
 class Model(decoder.Decoder):

@@ -58,7 +58,7 @@ def decoder_layer(
         fuse_qkv: whether keys, values and their norm belong to the layer; else they live elsewhere.
         fp8: whether the weights are stored in FP8 with block scales, and stay so.
     """
-    c, inner = layer.mixer, layer.intermediate_size
+    c, inner = layer.attention, layer.intermediate_size
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     heads = [("q_proj", queries, 1)]

@@ -1,5 +1,8 @@
 """XLA implementation: every platform, and the oracle of the other implementations."""
 
+import contextlib
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -13,6 +16,7 @@ CHUNK = 128
 # there an iteration reads so many bytes at least, which take about as long.
 GPU_BYTES, GPU_CHUNK = 32 << 20, 8192
 MOST_SCORES = 1 << 27  # held at once
+_whole = jax.make_user_context(False)  # a part of every jit cache key
 MASKED = -1e30  # finite: infinities would turn into NaN where a query sees nothing of a chunk
 
 
@@ -108,6 +112,13 @@ def attend(
     return out.reshape(B, K, N // K, T, Hv).transpose(0, 3, 1, 2, 4).reshape(B, T, N, Hv)
 
 
+@contextlib.contextmanager
+def whole_caches() -> Iterator[None]:
+    """What is traced inside reads a cache in one piece, however long it is; for counting what that costs."""
+    with _whole(True):
+        yield
+
+
 def slots_at_once(slot_bytes: int, queries: int) -> int:
     """How many slots of the cache an iteration reads.
 
@@ -115,6 +126,8 @@ def slots_at_once(slot_bytes: int, queries: int) -> int:
         slot_bytes: of a slot of all rows, keys and values.
         queries: of all rows and heads, each of which has a score for every slot.
     """
+    if _whole.value:
+        return 1 << 30
     if platform() != "gpu":
         return CHUNK
     most = min(GPU_BYTES // slot_bytes, MOST_SCORES // (4 * queries), GPU_CHUNK)

@@ -25,9 +25,14 @@ from dflash_jax.mesh import HEADS, ROWS, WHOLE, on_every_device
 from dflash_jax.models.attention import Attention, run_layers
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, project
 from dflash_jax.models.tables import decoder_layer
-from dflash_jax.sharding import gathered, lookup
+from dflash_jax.sharding import Rule, gathered, lookup
 
 CAP = 20.0  # of the logits
+RULES = (
+    Rule(r"mix/in_proj/weight", 2, P(HEADS, "fsdp")),
+    Rule(r"mix/out_proj/weight", 2, P("fsdp", HEADS)),
+    Rule(r"mix/decay", 1, P()),
+)
 SMALL = AttentionConfig(4, 2, 16, RopeConfig(1e4), window=6)
 LARGE = AttentionConfig(2, 1, 32, RopeConfig(1e6), softcap=30.0)
 
@@ -81,12 +86,13 @@ class Recurrent(struct.PyTreeNode):
 class RecurrentConfig:
     width: int
     shares: int | None = None
+    rotary: None = None
 
     def entry(self, rows, slots, dtype, layout, widest):
         return Recurrent(jnp.zeros((rows, self.width), jnp.float32))
 
-    def indivisible(self, shards):
-        return f"a state of {self.width}" if self.width % shards else None
+    def indivisible(self, layout, block=1):
+        return f"a state of {self.width}" if self.width % layout.shards else None
 
 
 def config(raw):
@@ -103,14 +109,6 @@ def config(raw):
     )
 
 
-class Decay(nn.Module):
-    width: int
-
-    @nn.compact
-    def __call__(self):
-        return self.param("weight", nn.initializers.ones, (self.width,))
-
-
 class Mix(nn.Module):
     """The recurrent layer's mixing of positions; a position sees the committed state and its own ancestors."""
 
@@ -118,9 +116,9 @@ class Mix(nn.Module):
 
     @nn.compact
     def __call__(self, x, at, entry):
-        first, second = jnp.split(Linear((self.width, 2 * self.width), name="q_proj")(x), 2, axis=-1)
+        first, second = jnp.split(Linear((self.width, 2 * self.width), name="in_proj")(x), 2, axis=-1)
         u = (first - second).astype(jnp.float32)
-        gate = Decay(self.width, name="decay_norm")()
+        gate = self.param("decay", nn.initializers.ones, (self.width,))
         decay = jnp.broadcast_to(jax.nn.sigmoid(gate.astype(jnp.float32))[None], (x.shape[0], self.width))
         T = x.shape[1]
         seen = jnp.tril(jnp.ones((1, T, T), bool)) if at.visible is None else at.visible
@@ -129,7 +127,7 @@ class Mix(nn.Module):
         weight = jnp.where(seen[..., None], decay[:, None, None] ** jnp.maximum(age, 0)[..., None], 0.0)
         old = entry.s if at.rows is None else entry.s[at.rows]
         s = jnp.einsum("btjd,bjd->btd", weight, u) + decay[:, None] ** (depth + 1)[..., None] * old[:, None]
-        return Linear((self.width, self.width), name="o_proj")(s.astype(x.dtype)), Fresh(u, decay)
+        return Linear((self.width, self.width), name="out_proj")(s.astype(x.dtype)), Fresh(u, decay)
 
 
 class Layer(nn.Module):
@@ -142,7 +140,7 @@ class Layer(nn.Module):
         D, eps, mixer = self.config.hidden_size, self.config.rms_norm_eps, self.layer.mixer
         h = RMSNorm(D, eps, name="input_layernorm")(x)
         if isinstance(mixer, RecurrentConfig):
-            h, fresh = Mix(mixer.width, name="self_attn")(h, at, entry)
+            h, fresh = Mix(mixer.width, name="mix")(h, at, entry)
         else:
             h, fresh = Attention(D, mixer, self.layout, name="self_attn")(h, at, entry, shared)
         x = on_every_device(x + h)
@@ -189,19 +187,19 @@ def tensors(config, layout=WHOLE):
             continue
         plain = decoder_layer(*names, D, replace(layer, mixer=LARGE), layout, bias=False, qk_norm=False)
         table |= {path: leaf for path, leaf in plain.items() if "self_attn" not in path}
-        mix, prefix = f"{names[0]}/self_attn", f"{names[1]}.mix"
+        mix, prefix = f"{names[0]}/mix", f"{names[1]}.mix"
         # The odd columns, then the even ones, of a matrix that is stored [in, out], in small numbers with block scales.
         stored = BlockScaled(f"{prefix}.in.weight", f"{prefix}.in.scale", (D, 2 * D), block=(8, 16), dtype="I8")
         everything = slice(0, D), slice(0, D)
         odd = Part(stored, everything, (slice(None), slice(1, None, 2)), (1, 0))
         even = Part(stored, (slice(D, 2 * D), slice(0, D)), (slice(None), slice(0, None, 2)), (1, 0))
-        table[f"{mix}/q_proj/weight"] = Leaf((2 * D, D), (odd, even))
+        table[f"{mix}/in_proj/weight"] = Leaf((2 * D, D), (odd, even))
         # The rows of halves, which are stored one after the other, in turns; and it stays in small numbers.
         rows = tuple(range(0, D, 2)) + tuple(range(1, D, 2))
         values = Leaf((D, D), (Part(Stored(f"{prefix}.out.weight", (D, D), ("I8",)), everything, (rows,)),), "int8")
         scale = Leaf((D,), (Part(Stored(f"{prefix}.out.scale", (D,)), everything[:1], (rows,)),), "float32")
-        table[f"{mix}/o_proj/weight"] = QuantisedLeaf(values, scale)
-        table[f"{mix}/decay_norm/weight"] = copied(f"{prefix}.decay", D)
+        table[f"{mix}/out_proj/weight"] = QuantisedLeaf(values, scale)
+        table[f"{mix}/decay"] = copied(f"{prefix}.decay", D)
     return table
 
 
