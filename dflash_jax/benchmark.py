@@ -253,7 +253,7 @@ def _jobs(
 ) -> dict[str, Any]:
     """The figures of `--jobs`."""
     from dflash_jax.benchmarks.compare import compare_jobs
-    from dflash_jax.infer.chooser import Chooser, block_sizes
+    from dflash_jax.infer.chooser import Chooser, Draft, block_sizes
 
     assert loaded.drafter is not None
     most, one = loaded.drafter.config.block_size, generation.block_size
@@ -271,7 +271,7 @@ def _jobs(
     if one == "auto":  # what `auto` pays for being able to speculate, where speculation does not pay
         kept = engines["draft state kept, unused"] = engine("auto")
         kept.warm_up()
-        kept.choosers = {width: Chooser({1: 1.0}, lambda size: 0) for width in kept.choosers}
+        kept.choosers = {width: Chooser({Draft(1): 1.0}, lambda draft: 0) for width in kept.choosers}
     return {"rounds": rounds, "engines": compare_jobs(engines, requests, rounds, official, most)}
 
 

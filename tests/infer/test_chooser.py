@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine
-from dflash_jax.infer.chooser import TRY, Acceptance, Chooser, Seen, block_sizes, expected_tokens
+from dflash_jax.infer.chooser import (
+    TRY,
+    Acceptance,
+    Chooser,
+    Draft,
+    Seen,
+    Trees,
+    block_sizes,
+    expected_tokens,
+    tree_sizes,
+)
 from tests import tiny
 
 COSTS = {1: 1.0, 4: 1.7, 8: 2.0, 16: 2.5}
@@ -54,6 +64,50 @@ def test_expected_tokens():
     assert block_sizes(16) == (1, 4, 8, 16)
     assert block_sizes(10) == (1, 4, 8, 10)
     assert block_sizes(3) == (1, 3)
+    assert tree_sizes(15, wide=False) == (15, 31)
+    assert tree_sizes(7, wide=True) == (7, 15, 31)
+
+
+def test_trees_are_known_by_what_was_seen_of_one():
+    trees = Trees()
+    assert trees.ratio(0) == 1
+    assert trees.ratio(31) > trees.ratio(15) > 1.1  # untried ones promise enough to be tried
+    for _ in range(30):
+        trees.observe(31, 16 * 5.2, 16 * 4.0, 16, {15: 3.2, 31: 4.2})
+    assert trees.ratio(31) == pytest.approx(1.3)
+    assert trees.ratio(15) == pytest.approx(1.3 * 4.2 / 5.2)  # as its best nodes promised
+    for _ in range(30):  # and now another one runs, and gains nothing
+        trees.observe(15, 16 * 4.0, 16 * 4.0, 16, {7: 2.0, 15: 3.2})
+    assert trees.ratio(15) == pytest.approx(1.0, abs=0.02)
+    assert trees.ratio(31) < 1.1
+
+
+@pytest.mark.parametrize("gain", [0.9, 1.0, 1.15, 1.3])
+def test_a_tree_is_chosen_where_it_pays(gain):
+    """Trees of 15 and 31 nodes beside chains; a tree of 31 commits once more as much again."""
+    rng, rate = np.random.default_rng(0), 0.8
+    drafts = {Draft(size): cost for size, cost in COSTS.items()} | {Draft(16, 15): 2.55, Draft(16, 31): 3.4}
+    chooser = Chooser(drafts, lambda draft: draft.block_size - 1, nodes=lambda draft: draft.nodes)
+    tokens = seconds = 0.0
+    for visit in range(300):
+        draft = chooser.choose([visit // LIFE])
+        right = rng.random((16, draft.block_size - 1)) < rate
+        chain = np.cumprod(right, axis=1).sum(axis=1)
+        more = {0: 1.0, 15: gain, 31: gain**1.5}[draft.nodes]
+        committed = np.floor((1 + chain) * more + rng.random(16)).astype(int)
+        committed = np.maximum(committed, 1)
+        mean = committed.mean() - 1
+        expected = {15: mean, 31: mean * gain**0.5} if draft.nodes == 31 else {15: mean}
+        seen = Seen(committed.tolist(), np.minimum(chain, committed).tolist() if draft.nodes else None)
+        took = 16 * drafts[draft] * rng.uniform(0.97, 1.03)
+        chooser.observe(draft, 16, took, {visit // LIFE: seen}, expected if draft.nodes else None)
+        if visit >= 60:
+            tokens, seconds = tokens + committed.sum(), seconds + took
+    each = lambda draft: (
+        expected_tokens([rate] * 15, draft.block_size - 1) * {0: 1.0, 15: gain, 31: gain**1.5}[draft.nodes]
+    )
+    best = max(each(draft) / cost for draft, cost in drafts.items())
+    assert tokens / seconds > 0.9 * best
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.8, 0.95])
@@ -128,13 +182,13 @@ def test_a_visit_of_unknown_duration_counts_for_acceptance_alone():
 def test_the_choice_never_changes_the_answers(target, drafter):
     requests = [tiny.ask([i + 1, 5, 9], 40, temperature=0.4 * (i % 2), id=str(i)) for i in range(5)]
     expected = [done.token_ids for done in Engine(target, None, max_length=64).generate(requests)]
-    engine = Engine(target, drafter, slots=2, max_length=64, block_size="auto", steps_per_visit=2)
+    engine = Engine(target, drafter, slots=2, max_length=64, block_size="auto", tree=0, steps_per_visit=2)
     assert [done.token_ids for done in engine.generate(requests)] == expected
     chooser = engine.choosers[2]
-    assert set(chooser.used) == {1, 4, 8}
+    assert set(chooser.used) == {Draft(1), Draft(4), Draft(8)}
     rng = np.random.default_rng(0)
     for sizes in ((1,), (4,), (8,), (1, 4, 8)):  # each of them and any order, whatever pays
-        chooser.choose = lambda rows, sizes=sizes: list(rows) and int(rng.choice(sizes))
+        chooser.choose = lambda rows, sizes=sizes: list(rows) and Draft(int(rng.choice(sizes)))
         assert [done.token_ids for done in engine.generate(requests)] == expected
     assert min(chooser.used.values()) > 0
 
@@ -147,7 +201,7 @@ def test_speculation_goes_on_where_it_was_left_out(target, drafter):
     engine = Engine(target, drafter, max_length=64, block_size="auto", steps_per_visit=1)
     engine.warm_up()
     turn = iter([1] * 6)
-    engine.choosers[1].choose = lambda rows: list(rows) and next(turn, 8)
+    engine.choosers[1].choose = lambda rows: list(rows) and Draft(next(turn, 8))
     mixed = engine.generate([request])[0]
     assert mixed.token_ids == plain.token_ids
     assert mixed.acceptance_lengths[:6] == [1] * 6
