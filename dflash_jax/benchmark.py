@@ -215,13 +215,12 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
         "autoregressive": _engine(loaded, generation, options.seed, requests, speculative=False),
         "speculative": _engine(loaded, generation, options.seed, requests),
     }
-    for kind in ("argmax", "coupled") if generation.temperature > 0 else ():
-        if kind != generation.proposals:
-            changed = replace(generation, proposals=kind)
-            engines[f"{kind}_proposals"] = _engine(loaded, changed, options.seed, requests)
+    for name, changed in _variants(generation).items():
+        engines[name] = _engine(loaded, changed, options.seed, requests)
     if engines["speculative"].drafter is None:
         raise ValueError(f"--block-size {generation.block_size} proposes nothing; choose a larger one to compare")
     from dflash_jax.benchmarks.compare import compare
+    from dflash_jax.infer.chooser import Draft
 
     length = sum(map(len, prompts)) // len(prompts) + generation.max_new_tokens // 2
     figures, answers = compare(engines, requests, official, length)
@@ -233,7 +232,21 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
     categories = [sample.category for sample in samples]
     if any(categories):
         figures["acceptance_by_category"] = by_category(categories, answers["speculative"])
-    return {**settings, "block_size": engines["speculative"].block_size, **figures}
+    ours = engines["speculative"]
+    draft = Draft(ours.block_size, ours.tree)
+    return {**settings, "block_size": draft.block_size, "tree": draft.nodes, "draft": draft.label, **figures}
+
+
+def _variants(generation: GenerationOptions) -> dict[str, GenerationOptions]:
+    """Other ways to propose, whose tau is compared with what was asked for."""
+    kinds = ("argmax", "coupled") if generation.temperature > 0 else ()
+    changed = {f"{kind}_proposals": replace(generation, proposals=kind) for kind in kinds}
+    if generation.tree:
+        chain = replace(generation, tree=0)
+        changed["chain"] = chain
+        changed |= {f"chain_{kind}_proposals": replace(chain, proposals=kind) for kind in kinds}
+    asked = (generation.proposals, generation.tree)
+    return {name: each for name, each in changed.items() if (each.proposals, each.tree) != asked}
 
 
 def _engine(
@@ -349,7 +362,7 @@ def table(figures: dict[str, Any]) -> str:
     histogram = " ".join(f"{k}:{n}" for k, n in enumerate(figures["acceptance_histogram"]) if n)
     lines += [
         "",
-        f"speedup {figures['speedup']:.2f}   tau {figures['tau']:.3f}   block size {figures['block_size']}   "
+        f"speedup {figures['speedup']:.2f}   tau {figures['tau']:.3f}   block {figures['draft']}   "
         f"equal outputs {figures['equal_outputs']}/{figures['samples']}",
         f"acceptance lengths   {histogram}",
         "acceptance per position   " + " ".join(f"{rate:.2f}" for rate in figures["acceptance_per_position"]),
@@ -369,10 +382,10 @@ def table(figures: dict[str, Any]) -> str:
     if "correct" in figures:
         correct = "   ".join(f"{name} {count}" for name, count in figures["correct"].items())
         lines.append(f"correct answers of {figures['samples']}   {correct}")
-    for kind in ("argmax", "coupled"):
-        if side := figures.get(f"{kind}_proposals"):
+    for name, side in figures.items():
+        if isinstance(side, dict) and "tau_ratio" in side:
             ratio = f"this run's is {side['tau_ratio']:.3f} of it (at least {side['tau_ratio_at_least']:.3f})"
-            lines.append(f"tau with {kind} proposals {side['tau']:.3f}   {ratio}")
+            lines.append(f"tau with {name.replace('_', ' ')} {side['tau']:.3f}   {ratio}")
     if "official" in figures:
         lines.append(
             f"speculative / official {figures['official']['speedup_over']:.2f}   autoregressive / transformers "

@@ -24,6 +24,7 @@ class PlanOptions:
         batch: rows; of training, packed rows of a step
         max_length: tokens of a row
         block_size: draft slots
+        tree: nodes of a tree that is verified instead of a chain; also says which trees cost no time
         tau: tokens a step commits
         training: the training step of the drafter instead
         anchors: of a row, for --training
@@ -37,6 +38,7 @@ class PlanOptions:
     batch: int = 8
     max_length: int = 8192
     block_size: Annotated[int | None, optional(int, "N", "the drafter's")] = None
+    tree: int = 0
     tau: float = 6.49
     training: bool = False
     anchors: int = 512

@@ -179,7 +179,7 @@ def test_slot_conventions():
         ({"dflash_config": {"selector_rank": 256}}, "conv_kernel_size"),
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256, "markov_head_type": "x"}, "markov_head_type"),
         ({"architectures": ["DCOCODraftModel"]}, "DCOCO"),
-        ({"architectures": ["TreeFlashDraftModel"]}, "TreeFlash"),
+        ({"treeflash_config": {"ar_approximation": "gru"}}, "swiglu"),
         ({"speculators_model_type": "peagle", "transformer_layer_config": {}}, "speculators_model_type"),
         ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
         ({"architectures": ["MiMoDFlash"]}, "MiMo"),

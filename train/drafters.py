@@ -108,7 +108,7 @@ def converted(
     found = kind_of(raw)
     if found == config.drafter:
         return started, raw
-    if found != "dflash" or config.drafter not in ("dflash2", "dspark"):
+    if found != "dflash" or config.drafter not in ("dflash2", "dspark", "treeflash"):
         raise ValueError(f"--init-from: a {found} drafter cannot become a {config.drafter} one")
     own = started.config
     assert isinstance(own, DFlashConfig)

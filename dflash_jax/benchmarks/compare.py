@@ -58,7 +58,7 @@ def compare(
         a.token_ids == b.token_ids for a, b in zip(answers["speculative"], answers["autoregressive"], strict=True)
     )
     for name in answers:
-        if name.endswith("_proposals"):
+        if name not in ("speculative", "autoregressive"):
             figures[name]["tau_ratio"], figures[name]["tau_ratio_at_least"] = tau_ratio(
                 answers["speculative"], answers[name]
             )

@@ -68,7 +68,7 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
         raise ValueError(f"--batch {options.batch} must be a multiple of the {parts} parts the mesh splits rows in")
     figures: dict[str, Any] = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
     figures |= {"batch": options.batch, "max_length": options.max_length, "chip_bytes": CHIPS[chip].memory}
-    shape = options.batch, options.max_length, options.block_size
+    shape = options.batch, options.max_length, options.block_size, options.tree
     if options.training and not compiling:
         raise ValueError("--training is planned by a compiler; install .[cuda-compiler], or name a TPU topology")
     if not compiling:
@@ -79,7 +79,7 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
             if options.training:
                 compiled = compile_training(raws, mesh, options.batch, options.max_length, options.anchors)
             else:
-                compiled = compile_step(raws, mesh, *shape, dtype_for(chip))
+                compiled = compile_step(raws, mesh, *shape, dtype=dtype_for(chip))
         figures |= measured(compiled)
         if not options.training:
             figures |= {"parts": traced(raws, sizes, *shape)}
@@ -124,7 +124,14 @@ def shapes(
 
 
 def compile_step(
-    raws: Pair, mesh: Mesh, batch: int, max_length: int, block_size: int | None = None, dtype: str = "bfloat16"
+    raws: Pair,
+    mesh: Mesh,
+    batch: int,
+    max_length: int,
+    block_size: int | None = None,
+    nodes: int = 0,
+    *,
+    dtype: str = "bfloat16",
 ) -> Any:
     """The speculative step as compiled for the mesh's devices, its state donated; nothing is allocated."""
     target, drafter, state = shapes(raws, mesh, batch, max_length, dtype)
@@ -132,7 +139,7 @@ def compile_step(
     state = _placed(state, sharding.state_shardings(state, mesh))
 
     def step(target: Target, drafter: Drafter, state: State) -> Any:
-        parts = make_round(target, drafter, block_size or drafter.config.block_size)
+        parts = make_round(target, drafter, block_size or drafter.config.block_size, nodes=nodes)
         state, committed = speculative_step(parts, state)
         return sharding.pin(state), committed
 
@@ -216,12 +223,14 @@ def collectives(text: str) -> list[dict[str, Any]]:
 # From the trace
 
 
-def traced(raws: Pair, sizes: dict[str, int], batch: int, length: int, block_size: int | None) -> dict[str, Any]:
+def traced(
+    raws: Pair, sizes: dict[str, int], batch: int, length: int, block_size: int | None, nodes: int = 0
+) -> dict[str, Any]:
     """Per device and step, at 16 bits a number: bytes of weights, of caches, what products read of them; operations.
 
     `draft_bytes` is what drafting reads, over all devices.
     `draft_upkeep` is what a step without speculation reads more because it keeps the drafter's state up to date, as a
-    share of what it reads without a drafter.
+    share of what it reads without a drafter. `node_flops` is what one more node of a tree costs.
     """
     types = (AxisType.Auto,) * len(AXES)
     mesh = AbstractMesh(tuple(sizes.get(name, 1) for name in AXES), AXES, axis_types=types)
@@ -231,16 +240,19 @@ def traced(raws: Pair, sizes: dict[str, int], batch: int, length: int, block_siz
     caches = _bytes_on_device(held, sharding.state_shardings(held, mesh))
     pair, (heads, rows) = shapes(raws, None, batch, length), (parts_of(mesh, HEADS), parts_of(mesh, ROWS))
 
-    def step(target: Target, drafter: Drafter, state: State, size: int) -> Any:
-        return speculative_step(make_round(target, drafter, size), state)
+    def step(target: Target, drafter: Drafter, state: State, size: int, nodes: int = 0) -> Any:
+        return speculative_step(make_round(target, drafter, size, nodes=nodes), state)
 
     def plain(target: Target, state: State) -> Any:
         return speculative_step(make_round(target, None, 0), state)
 
-    whole = cost(partial(step, size=block_size or pair[1].config.block_size), *pair)
+    block_size = block_size or pair[1].config.block_size
+    whole = cost(partial(step, size=block_size, nodes=nodes), *pair)
+    wider = cost(partial(step, size=block_size, nodes=2 * nodes), *pair) if nodes else whole
     kept, alone = cost(partial(step, size=0), *pair), cost(plain, pair[0], pair[2].replace(draft=None))
     moved = (whole.bytes_read[0] + whole.bytes_read[1]) / heads + whole.bytes_read[2] / (heads * rows)
-    block = jax.ShapeDtypeStruct((batch, pair[1].config.block_size + 1, pair[0].config.hidden_size), jnp.bfloat16)
+    width = 1 + (nodes or pair[1].depth(block_size))
+    block = jax.ShapeDtypeStruct((batch, width, pair[0].config.hidden_size), jnp.bfloat16)
     logits = size_in_bytes(jax.eval_shape(lambda target, hidden: target.unembed(hidden), pair[0], block))
     weight_bytes = sum(weights)
     return {
@@ -249,6 +261,8 @@ def traced(raws: Pair, sizes: dict[str, int], batch: int, length: int, block_siz
         # Beside weights and caches, the logits of target and drafter, and noise.
         "peak_bytes": weight_bytes + caches + 3 * logits // (heads * rows),
         "flops": whole.flops / (heads * rows),
+        "nodes": nodes,
+        "node_flops": (wider.flops - whole.flops) / (heads * rows) / max(nodes, 1),
         "bytes_accessed": moved,
         "draft_bytes": sum(whole.bytes_read) - sum(kept.bytes_read),
         "draft_upkeep": sum(kept.bytes_read) / sum(alone.bytes_read) - 1,
@@ -270,7 +284,10 @@ def least_time(chip: Chip, figures: dict[str, Any], tau: float | None, batch: in
     if "flops" not in source:
         return {"collective_bytes": moved}
     seconds = max(source["bytes_accessed"] / chip.bandwidth, source["flops"] / chip.flops) + 2 * moved / chip.link
-    out = {"collective_bytes": moved, "least_step_seconds": seconds}
+    out: dict[str, Any] = {"collective_bytes": moved, "least_step_seconds": seconds}
+    if source["nodes"]:
+        spare = source["bytes_accessed"] / chip.bandwidth * chip.flops - source["flops"]
+        out["free_nodes"] = max(0, source["nodes"] + math.floor(spare / source["node_flops"]))
     return out | ({"tau": tau, "most_tokens_per_second": tau * batch / seconds} if tau else {})
 
 
@@ -300,6 +317,8 @@ def table(figures: dict[str, Any]) -> str:
     if "least_step_seconds" in figures:
         milliseconds = 1e3 * figures["least_step_seconds"]
         lines += ["", f"least time of a step {milliseconds:.2f} ms (published bandwidth and FLOP rates)"]
+    if "free_nodes" in figures:
+        lines.append(f"trees of up to {figures['free_nodes']} nodes take no more: memory is what a step waits for")
     if "tau" in figures:
         lines.append(f"at tau {figures['tau']}: at most {figures['most_tokens_per_second']:.0f} tokens/s, all rows")
     return "\n".join(lines)

@@ -219,6 +219,7 @@ class Choice(struct.PyTreeNode):
             keys, scale = if_any(self.sampling.temperature > 0, sampled, greedy)
         best, places = jax.lax.top_k(keys, min(self.nodes, keys.shape[-1]))
         scores = scale * best - jax.nn.logsumexp(scale * keys, axis=-1, keepdims=True)
+        scores = jnp.where(best > -jnp.inf, scores, -jnp.inf)  # nothing may follow a place without options
         # What may not be proposed gives way to another of the first one.
         places = jnp.where(scores > -jnp.inf, places, places[..., :1])
 

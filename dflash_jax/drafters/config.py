@@ -135,7 +135,6 @@ _REFUSED_FIELDS = {
 _REFUSED_CLASSES = {
     "Domino": "a Domino head",
     "DCOCO": "DCOCO",
-    "TreeFlash": "TreeFlash",
     "MiMo": "MiMo",
     "Laguna": "Laguna",
     "Nemotron": "Nemotron",

@@ -110,8 +110,8 @@ class Model(nn.Module):
 
     def forward(
         self, x: Float[Array, "B T D"], at: Pass, cache: Cache, remat: bool
-    ) -> tuple[Float[Array, "B T D"], tuple[Fresh, ...]]:
-        """Final-normed hidden states of the block; its keys and values are never committed.
+    ) -> tuple[Float[Array, "B T _"], tuple[Fresh, ...]]:
+        """Hidden states of the block (see `final`); its keys and values are never committed.
 
         With `remat`, a backward pass computes each layer again instead of keeping its insides.
         """
@@ -130,7 +130,11 @@ class Model(nn.Module):
 
             x, block = (nn.remat(layer) if remat else layer)(self, x)
             blocks.append(block)
-        return self.norm(x), tuple(blocks)
+        return self.final(x), tuple(blocks)
+
+    def final(self, x: Float[Array, "B T D"]) -> Float[Array, "B T _"]:
+        """What the pass makes of its last states."""
+        return self.norm(x)
 
     def fuse(self, features: Float[Array, "B T FD"]) -> Float[Array, "B T D"]:
         """One context vector per position."""
@@ -218,7 +222,7 @@ class Drafter(base.Drafter):
         starts: Int[Array, "B T"] | None = None,
         per_row: int | None = None,
         remat: bool = False,
-    ) -> tuple[Float[Array, "B T D"], tuple[Fresh, ...]]:
+    ) -> tuple[Float[Array, "B T _"], tuple[Fresh, ...]]:
         """Denoises embedded block slots against the committed context; reads the cache only.
 
         Args:
@@ -305,7 +309,7 @@ class Drafter(base.Drafter):
         starts: Int[Array, " B"] | None = None,
         per_row: int | None = None,
         remat: bool = False,
-    ) -> Float[Array, "B P D"]:
+    ) -> Float[Array, "B P _"]:
         """Hidden states of the slots that predict; arguments as in `logits` and `forward`."""
         c = self.config
         tokens = jnp.full((anchor.shape[0], block_size), c.mask_token_id, jnp.int32).at[:, 0].set(anchor)

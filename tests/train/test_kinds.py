@@ -16,7 +16,7 @@ from dflash_jax.train.drafters import converted, frequent_tokens, new_drafter, s
 from dflash_jax.train.step import Batch, init_state, train_step
 from tests import tiny
 
-KINDS = ["dflash", "dflash2", "dspark", "eagle3"]
+KINDS = ["dflash", "dflash2", "dspark", "eagle3", "treeflash"]
 LENGTH = 24
 SMALL = {"block_size": 5, "num_layers": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
 SMALL |= {"markov_rank": 6, "length": LENGTH, "anchors": 12, "row_anchors": 12, "batch_size": 2, "remat": False}
@@ -68,6 +68,8 @@ def alone(target, drafter, kind, text, features, anchor, start, labels):
         return jnp.stack(out)
     size = len(labels) + (0 if drafter.config.anchor_predicts else 1)
     hidden = drafter.denoise(target, text[anchor][None], state, lengths, size)
+    if kind == "treeflash":
+        return drafter.behind(target, hidden, previous[None, :, None])[0, :, 0]
     logits = drafter.unembed(target, hidden)[0]
     if kind == "dspark":
         carried = drafter.initial((1,))
@@ -150,7 +152,7 @@ def test_every_kind_learns_and_is_saved(kind, vocabulary, target, batch, tmp_pat
     assert spec_generate(target, loaded, prompts, **settings).tokens == generate(target, prompts, **settings).tokens
 
 
-@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash2", "dspark", "treeflash"])
 def test_a_dflash_drafter_becomes_another_kind(kind, target, tmp_path):
     _, started, raw = made(target, "dflash")
     config = TrainConfig(drafter=kind, **SMALL)

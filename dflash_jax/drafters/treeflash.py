@@ -1,0 +1,206 @@
+"""TreeFlash: a DFlash drafter whose slots are corrected for each likely token before them, all at once (arXiv
+2606.03819; reference `tree_flash.py`).
+
+A slot's state h becomes h + D (silu(g) u), where [u, g] = W [norm(embedding of the token before), final norm of h]. A
+chain takes the slot before's best uncorrected token; a tree has a table of what follows each of its `TOP` best ones. A
+node whose token is not among those of its slot has no children.
+Shapes: B rows, T block slots, P proposals, M tokens before, W nodes of one depth, C candidates, D width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from dflash_jax import checkpoint
+from dflash_jax.cache import Cache
+from dflash_jax.config import Raw
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.growth import Options, Tips, grow
+from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.state import TargetModel
+from dflash_jax.drafters import base, dflash
+from dflash_jax.drafters.config import DFlashConfig, dflash_fields
+from dflash_jax.mesh import WHOLE, Layout
+from dflash_jax.models.layers import Linear, RMSNorm
+from dflash_jax.sharding import Rule
+
+FIELDS = ("treeflash_config",)
+TOP = 16  # tokens of a slot that the next one is corrected for (reference `top_m`)
+CANDIDATES = 64  # tokens behind each of them that a tree looks at
+EPSILON = 1e-6  # of the norm of embeddings (reference `SwiGLUApproximation`)
+RULES = (
+    Rule(r"ar_approximation/ug/weight", 2, PartitionSpec()),
+    Rule(r"ar_approximation/ug/bias", 1, PartitionSpec()),
+    Rule(r"ar_approximation/d/weight", 2, PartitionSpec()),
+)
+canonical_name = base.canonical_name
+
+
+@dataclass(frozen=True)
+class TreeFlashConfig(DFlashConfig):
+    """A TreeFlash drafter.
+
+    Attributes:
+        corrected: whether it has the correction; without it, it is a DFlash drafter.
+    """
+
+    corrected: bool = True
+
+    @property
+    def inner(self) -> int:
+        """Inner width of the correction."""
+        return self.layers[0].intermediate_size
+
+
+def config(raw: Raw) -> TreeFlashConfig:
+    """Reads `config.json`.
+
+    Raises:
+        ValueError: as for DFlash, or another correction than "swiglu".
+    """
+    own = raw.get("treeflash_config") or {}
+    kind = own.get("ar_approximation")
+    if kind not in ("swiglu", None):
+        raise ValueError(f"treeflash_config: ar_approximation must be 'swiglu' or null, got {kind!r:.80}")
+    return TreeFlashConfig(**dflash_fields(raw, FIELDS), corrected=kind is not None)
+
+
+def fresh(common: Raw, settings: Any) -> Raw:
+    """`config.json` of a new drafter; see `dflash.fresh`."""
+    own = {"candidate_tokens": 64, "ar_approximation": "swiglu"}
+    return {**common, "architectures": ["TreeFlashDraftModel"], "treeflash_config": own}
+
+
+def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    """A new drafter begins as DFlash: the correction adds nothing."""
+    return np.zeros(shape, np.float32) if path.endswith("ar_approximation/d/weight") else None
+
+
+class Correction(nn.Module):
+    """What is added to the state of a slot, given the token before it."""
+
+    width: int
+    inner: int
+
+    @nn.compact
+    def __call__(self, embedded: Float[Array, "B M D"], normed: Float[Array, "B M D"]) -> Float[Array, "B M D"]:
+        before = RMSNorm(self.width, EPSILON, name="norm")(embedded)
+        both = Linear((2 * self.width, 2 * self.inner), True, name="ug")(jnp.concatenate([before, normed], axis=-1))
+        u, g = jnp.split(both, 2, axis=-1)
+        return Linear((self.inner, self.width), name="d")(nn.silu(g) * u)
+
+
+class Model(dflash.Model):
+    """A DFlash model that also returns states before the final norm."""
+
+    def setup(self):
+        super().setup()
+        assert isinstance(self.config, TreeFlashConfig)
+        if self.config.corrected:
+            self.ar_approximation = Correction(self.config.hidden_size, self.config.inner)
+
+    def final(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
+        """The states, and their final norm behind them."""
+        return jnp.concatenate([x, self.norm(x)], axis=-1)
+
+    def corrected(self, both: Float[Array, "B M E"], embedded: Float[Array, "B M D"]) -> Float[Array, "B M D"]:
+        """Final-normed states, given the embeddings of the tokens before."""
+        x, normed = jnp.split(both, 2, axis=-1)
+        return self.norm(x + self.ar_approximation(embedded, normed))
+
+
+class Drafter(dflash.Drafter):
+    """A loaded TreeFlash drafter."""
+
+    config: TreeFlashConfig = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: ClassVar[type[nn.Module]] = Model
+
+    def propose(
+        self,
+        target: TargetModel,
+        state: Cache,
+        anchor: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        block_size: int,
+        choice: Choice,
+        *,
+        rows: Int[Array, " B"] | None = None,
+    ) -> Proposal:
+        """One pass; then all slots once more, corrected for the tokens before them."""
+        both = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
+        D = self.config.hidden_size
+        plain = self.unembed(target, both[..., D:])
+        if not self.config.corrected:
+            return choice.propose(plain, **self.choosable)
+        count = min(TOP, plain.shape[-1]) if choice.nodes else 1
+        _, best = jax.lax.top_k(plain[:, :-1], count)
+        best = best if self.vocabulary is None else self.vocabulary[best]
+        first = jnp.broadcast_to(anchor[:, None, None], (anchor.shape[0], 1, count))
+        before = jnp.concatenate([first, best], axis=1)
+        logits = self.behind(target, both, before)
+        if not choice.nodes:
+            return choice.propose(logits[:, :, 0], **self.choosable)
+        return self.tree(choice, anchor, logits, before)
+
+    def tree(
+        self, choice: Choice, anchor: Int[Array, " B"], logits: Float[Array, "B P M V"], before: Int[Array, "B P M"]
+    ) -> Proposal:
+        """The best paths through the table of what follows each token of the slot before."""
+        B, P, M, _ = logits.shape
+        allowed = choice.allowed(logits.reshape(B, P * M, -1), **self.choosable)
+        scores, ids = jax.lax.top_k(allowed, min(CANDIDATES, allowed.shape[-1]))
+        scores, ids = (x.reshape(B, P, M, -1) for x in (scores, ids))
+
+        def expand(slot: int, tips: Tips, _: None) -> tuple[Options, None]:
+            same = before[:, slot, None] == tips.tokens[:, :, None]
+            place = jnp.argmax(same, axis=2)[:, :, None]
+            found = jnp.take_along_axis(scores[:, slot], place, axis=1)
+            known = jnp.any(same, axis=2, keepdims=True)
+            return Options(jnp.where(known, found, -jnp.inf), jnp.take_along_axis(ids[:, slot], place, axis=1)), None
+
+        return grow(choice, anchor, P, expand)
+
+    def behind(
+        self, target: TargetModel, both: Float[Array, "B P E"], before: Int[Array, "B P M"]
+    ) -> Float[Array, "B P M V"]:
+        """Logits of every slot behind each of some tokens before it."""
+        B, P, M = before.shape
+        embedded = self.embed(target, before.reshape(B, P * M)).astype(self.dtype)
+        hidden = self._apply("corrected", jnp.repeat(both, M, axis=1), embedded)
+        return self.unembed(target, hidden).reshape(B, P, M, -1)
+
+    def teacher_forced(
+        self,
+        target: TargetModel,
+        features: Float[Array, "B S FD"],
+        starts: Int[Array, "B S"],
+        blocks: base.Blocks,
+        *,
+        remat: bool = False,
+    ) -> Any:
+        """Hidden states of every prediction, corrected for the data token before it."""
+        both = super().teacher_forced(target, features, starts, blocks, remat=remat)
+        if not self.config.corrected:
+            return both[..., self.config.hidden_size :]
+        B, A, P, E = both.shape
+        embedded = self.embed(target, blocks.previous.reshape(B, A * P)).astype(self.dtype)
+        return self._apply("corrected", both.reshape(B, A * P, E), embedded).reshape(B, A, P, -1)
+
+
+def tensors(config: TreeFlashConfig, layout: Layout = WHOLE) -> checkpoint.Table:
+    """Checkpoint tensors of every parameter."""
+    table, D, inner = dflash.tensors(config, layout), config.hidden_size, config.inner
+    if config.corrected:
+        name = "ar_approximation"
+        table[f"{name}/norm/weight"] = checkpoint.copied(f"{name}.norm.weight", D)
+        table[f"{name}/ug/weight"] = checkpoint.copied(f"{name}.ug.weight", 2 * inner, 2 * D)
+        table[f"{name}/ug/bias"] = checkpoint.copied(f"{name}.ug.bias", 2 * inner)
+        table[f"{name}/d/weight"] = checkpoint.copied(f"{name}.d.weight", D, inner)
+    return table
