@@ -197,12 +197,28 @@ def test_a_slice_that_cannot_be_honoured_raises(directory):
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("prefix_chunks", [0, 8])
-def test_a_drafter_whose_state_is_no_cache(toy, plain, prefix_chunks):
-    bigrams = BigramDrafter(toy.config.vocab_size)
-    got, engine = answers(toy, bigrams, slots=2, prefill_chunk=4, prefix_chunks=prefix_chunks)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"slots": 2, "prefill_chunk": 4},
+        {"slots": 2, "prefill_chunk": 4, "prefix_chunks": 8},
+        {"slots": 3, "prefill_chunk": 4, "short_length": 16, "forked": True},
+        {"slots": 2, "prefix_chunks": 8, "block_size": "auto", "forked": True},
+    ],
+    ids=str,
+)
+def test_a_drafter_whose_state_is_no_cache(toy, plain, settings):
+    bigrams = BigramDrafter(toy.config.vocab_size, forked=settings.pop("forked", False))
+    got, engine = answers(toy, bigrams, **settings)
     assert got == plain
     assert engine.stats.tau > 1  # and at times it is right
+
+
+@pytest.mark.lossless
+def test_a_foreign_drafter_on_a_mesh(directory, plain):
+    mesh = make_mesh(parse_mesh("data=2,model=2", jax.devices()[:4]), jax.devices()[:4])
+    target = load_target(directory / "target", mesh=mesh)
+    assert answers(target, BigramDrafter(64, forked=True), slots=2)[0] == plain
 
 
 def test_its_state_follows_what_was_accepted(toy):
@@ -286,6 +302,29 @@ def test_a_tree_of_rank_one_equals_the_chain_bit_for_bit(target, toy, drafter, w
     bits = lambda s: jax.tree.leaves((s.target_cache, s.draft, s.lengths, s.anchor, s.history))
     for a, b in zip(bits(state), bits(tree_state), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_proposal_that_is_deeper_than_its_drafter_said_is_refused(target, drafter):
+    parts, state = make_round(target, drafter, 4), started(target, drafter)
+    deep = make_round(target, drafter, 6)
+    with pytest.raises(ValueError, match="may be 3 nodes deep, .* this one is 5"):
+        jax.eval_shape(partial(speculative_step, parts._replace(propose=deep.propose)), state)
+
+
+@pytest.mark.lossless
+def test_a_path_that_is_longer_than_the_tree_was_said_to_be_is_cut(target, drafter):
+    chain = make_round(target, drafter, 6, "coupled")
+
+    def propose(state, choice):
+        tokens = chain.propose(state, choice).tokens
+        parents = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+        return Proposal(tokens, parents, 2)
+
+    state = lambda: started(target, drafter, 3.0)
+    expected, _, _ = rollout(target, None, make_round(target, None, 0), started(target, None, 3.0), 30)
+    got, counts, _ = rollout(target, drafter, chain._replace(propose=propose), state(), 12)
+    assert counts.max() == 3
+    assert [row[: len(ours)] for row, ours in zip(expected, got, strict=True)] == got
 
 
 def test_relations_of_a_tree():

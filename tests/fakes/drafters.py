@@ -52,6 +52,7 @@ class BigramDrafter(struct.PyTreeNode):
     """Proposes what followed each token the last time, one token after the other."""
 
     vocab_size: int = struct.field(pytree_node=False)
+    forked: bool = struct.field(pytree_node=False, default=False)  # whether it proposes a tree
     config = Config()
     taps = ()
 
@@ -71,7 +72,12 @@ class BigramDrafter(struct.PyTreeNode):
             before = jnp.stack(tokens, axis=1) if tokens else None
             token = choice.tokens(scores, depth=depth, before=before)[:, 0]
             tokens.append(token)
-        return Proposal(jnp.stack(tokens, axis=1))
+        if not self.forked:
+            return Proposal(jnp.stack(tokens, axis=1))
+        # Beside every node another one, of the next token.
+        pairs = jnp.stack([x for token in tokens for x in (token, (token + 1) % self.vocab_size)], axis=1)
+        parents = jnp.asarray([0, 0, *(2 * d - 1 for d in range(1, block_size - 1) for _ in range(2))], jnp.int32)
+        return Proposal(pairs, jnp.broadcast_to(parents[None], pairs.shape), block_size - 1)
 
     def commit(self, target, state, tokens, features, positions, lengths, kept, *, rows=None):
         rows = jnp.arange(tokens.shape[0]) if rows is None else rows
