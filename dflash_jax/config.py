@@ -5,7 +5,7 @@ A field that would change the arithmetic and is not implemented raises; none is 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -368,6 +368,31 @@ def rope_config(raw: Raw) -> RopeConfig:
     return RopeConfig(theta=theta, kind=kind, **fields)
 
 
+def partly_rotated(raw: Raw, default: float = 1.0) -> AttentionConfig:
+    """`attention_config` of a family that rotates the first dimensions of a head: `rotary_dim` of them, or the share
+    `partial_rotary_factor`, which may stand in two places.
+
+    Args:
+        default: share where the config gives none.
+    """
+    inside = raw.get("rope_parameters")
+    parameters = dict(inside) if isinstance(inside, Mapping) else {}
+    head_dim, given = require(raw, "head_dim"), [parameters.pop("partial_rotary_factor", None)]
+    given = [value for value in (*given, raw.get("partial_rotary_factor")) if value is not None]
+    shares = [require({"partial_rotary_factor": value}, "partial_rotary_factor", float) for value in given]
+    sizes = {round(head_dim * share) for share in shares}
+    if raw.get("rotary_dim") is not None:
+        sizes.add(require(raw, "rotary_dim"))
+    rotated = sizes.pop() if sizes else round(head_dim * default)
+    if sizes or rotated % 2 or not 0 < rotated <= head_dim:
+        raise ValueError(
+            f"config.json must say once how much of a head of {head_dim} is rotated, got {rotated}, {sizes}"
+        )
+    attention = attention_config({**raw, "rope_parameters": parameters or None} if parameters or not inside else raw)
+    assert attention.rope is not None
+    return replace(attention, rope=replace(attention.rope, rotated=rotated))
+
+
 def attention_config(raw: Raw, *, window: int | None = None) -> AttentionConfig:
     """The attention of a config whose layers are all alike but for window and causality; refine it by `replace`."""
     heads, kv_heads = require(raw, "num_attention_heads"), require(raw, "num_key_value_heads")
@@ -407,14 +432,14 @@ DECODER_FIELDS = """
 WINDOW_FIELDS = "layer_types", "sliding_window", "use_sliding_window"
 
 
-def layer_types(raw: Raw, layers: int) -> list[str]:
+def layer_types(raw: Raw, layers: int, known: tuple[str, ...] = ("full_attention", "sliding_attention")) -> list[str]:
     """Returns `layer_types`, all full attention if absent; raises ValueError for a wrong length or name."""
     types = raw.get("layer_types")
     if types is None:
         return ["full_attention"] * layers
     if not isinstance(types, list) or len(types) != layers:
         raise ValueError(f"layer_types must name {layers} layers, got {types!r}")
-    if bad := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
+    if bad := [kind for kind in types if kind not in known]:
         raise ValueError(f"layer_types {bad} are not supported")
     return types
 

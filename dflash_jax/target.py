@@ -1,6 +1,7 @@
 """A target language model: parameters and pure functions."""
 
 import dataclasses
+import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,12 @@ def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | No
     ):
         config = dataclasses.replace(config, eos_token_ids=ends)
     layout, family = sharding.check_layout(config, mesh), models.family(config.model_type)
-    endings = family.ignored(config)
+    unread = family.ignored(config)
     params = checkpoint.load(
         checkpoint.Reader(directory),
         family.tensors(config, layout),
         array_type,
-        ignored=lambda name: name.endswith(endings),
+        ignored=lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in unread),
         place=sharding.placement(mesh),
         dequantise=dtype not in (None, "auto"),
     )

@@ -2,14 +2,14 @@
 
 A family is a module with `config(raw) -> TargetConfig`; a Linen class `Model(config, layout)` with the methods `table`,
 `embed`, `forward`, `head` and `unembed`; `tensors(config, layout)`, which says what every parameter is made of; and
-`ignored(config)`, endings of tensors that a checkpoint may carry without use. Where it has parameters of its own kind,
-`RULES` says how these are split (see `sharding`).
+`ignored(config)`, patterns of names of tensors that a checkpoint may carry without use. Where it has parameters of its
+own kind, `RULES` says how these are split (see `sharding`).
 """
 
 from types import ModuleType
 
 from dflash_jax.config import Raw, TargetConfig
-from dflash_jax.models import gpt_oss, llama, minimax_m2, qwen3, qwen3_moe
+from dflash_jax.models import gpt_oss, llama, minimax_m2, qwen3, qwen3_moe, qwen3_next
 from dflash_jax.sharding import add_rules
 
 FAMILIES: dict[str, ModuleType] = {
@@ -18,7 +18,12 @@ FAMILIES: dict[str, ModuleType] = {
     "minimax_m2": minimax_m2,
     "mistral": llama,
     "qwen3": qwen3,
+    "qwen3_5": qwen3_next,
+    "qwen3_5_moe": qwen3_next,
+    "qwen3_5_moe_text": qwen3_next,
+    "qwen3_5_text": qwen3_next,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
 }
 
 

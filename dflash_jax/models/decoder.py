@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.cache import Cache, Fresh
+from dflash_jax.cache import Cache
 from dflash_jax.config import LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout, on_every_device
 from dflash_jax.models.attention import Pass, run_layers
@@ -47,8 +47,8 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Fresh | None
-    ) -> tuple[Float[Array, "B T D"], Fresh]:
+        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
         D, eps = self.config.hidden_size, self.config.rms_norm_eps
         attention: Any = self.attention()
         h, fresh = attention(self.norm_class(D, eps, name="input_layernorm")(x), at, entry, shared)

@@ -3,8 +3,6 @@
 Reference: transformers `models/minimax_m2/modeling_minimax_m2.py`.
 """
 
-from dataclasses import replace
-
 from dflash_jax.checkpoint import Section, Stored, Table, copied, fused
 from dflash_jax.config import (
     DECODER_FIELDS,
@@ -12,9 +10,9 @@ from dflash_jax.config import (
     LayerConfig,
     Raw,
     TargetConfig,
-    attention_config,
     check_fields,
     has_fp8,
+    partly_rotated,
     require,
     target_fields,
 )
@@ -46,20 +44,7 @@ def config(raw: Raw) -> TargetConfig:
     depth = require(raw, "num_hidden_layers")
     full = {"attn_type_list": [1] * depth}  # no layer has linear attention
     check_fields(raw, [*DECODER_FIELDS, *_FIELDS, "partial_rotary_factor"], {**_FIXED, **full})
-    parameters = dict(raw.get("rope_parameters") or {})
-    factors = [parameters.pop("partial_rotary_factor", None), raw.get("partial_rotary_factor")]
-    head_dim = require(raw, "head_dim")
-    sizes = {round(head_dim * factor) for factor in factors if factor is not None}
-    if raw.get("rotary_dim") is not None:
-        sizes.add(require(raw, "rotary_dim"))
-    rotated = sizes.pop() if sizes else head_dim
-    if sizes or rotated % 2 or not 0 < rotated <= head_dim:
-        raise ValueError(
-            f"config.json must say once how much of a head of {head_dim} is rotated, got {rotated}, {sizes}"
-        )
-    attention = attention_config({**raw, "rope_parameters": parameters or None})
-    assert attention.rope is not None
-    attention = replace(attention, rope=replace(attention.rope, rotated=rotated))
+    attention = partly_rotated(raw)
     experts = ExpertsConfig(
         require(raw, "num_local_experts"),
         require(raw, "num_experts_per_tok"),

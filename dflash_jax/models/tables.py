@@ -10,12 +10,15 @@ from dflash_jax.mesh import Layout
 from dflash_jax.quantised import BLOCK, FP8
 
 
-def decoder(config: TargetConfig, layer: Callable[[str, str, LayerConfig], Table], prefix: str = "model") -> Table:
+def decoder(
+    config: TargetConfig, layer: Callable[[str, str, LayerConfig], Table], prefix: str = "model", head: str = "lm_head"
+) -> Table:
     """Embedding, layers, final norm and head under Hugging Face's names.
 
     Args:
         layer: the table of a layer, given the paths of its parameters and of its tensors.
         prefix: of all tensors but the head's.
+        head: name of that.
     """
     D = config.hidden_size
     table: Table = {
@@ -23,15 +26,15 @@ def decoder(config: TargetConfig, layer: Callable[[str, str, LayerConfig], Table
         "norm/weight": copied(f"{prefix}.norm.weight", D),
     }
     if not config.tie_word_embeddings:
-        table["lm_head"] = copied("lm_head.weight", config.vocab_size, D)
+        table["lm_head"] = copied(f"{head}.weight", config.vocab_size, D)
     for i, each in enumerate(config.layers):
         table |= layer(f"layers_{i}", f"{prefix}.layers.{i}", each)
     return table
 
 
 def ignored(config: TargetConfig) -> tuple[str, ...]:
-    """Endings of tensors that published checkpoints carry and nobody reads."""
-    return ("rotary_emb.inv_freq", *(("lm_head.weight",) if config.tie_word_embeddings else ()))
+    """Patterns of the names of tensors that published checkpoints carry and nobody reads."""
+    return ("*rotary_emb.inv_freq", *(("*lm_head.weight",) if config.tie_word_embeddings else ()))
 
 
 def decoder_layer(
@@ -58,9 +61,9 @@ def decoder_layer(
         fuse_qkv: whether keys, values and their norm belong to the layer; else they live elsewhere.
         fp8: whether the weights are stored in FP8 with block scales, and stay so.
     """
-    c, inner = layer.attention, layer.intermediate_size
+    c = layer.attention
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    attention = f"{prefix}.self_attn"
     heads = [("q_proj", queries, 1)]
     if fuse_qkv:
         heads += [(name, keys, layout.copies(c.num_kv_heads)) for name in ("k_proj", "v_proj")]
@@ -72,7 +75,6 @@ def decoder_layer(
     def weight(names: Sequence[tuple[str, int, int]], width: int) -> Leaf | QuantisedLeaf:
         return linear(names, width, layout.shards, fp8=fp8)
 
-    gate_up = [(f"{mlp}.{name}_proj", inner, 1) for name in ("gate", "up")]
     table: Table = {
         "input_layernorm/weight": copied(f"{prefix}.input_layernorm.weight", width),
         "post_attention_layernorm/weight": copied(f"{prefix}.post_attention_layernorm.weight", width),
@@ -80,19 +82,35 @@ def decoder_layer(
         "self_attn/o_proj/weight": linear([(f"{attention}.o_proj", width, 1)], queries, fp8=fp8),
     }
     if layer.experts is None:
-        table["mlp/gate_up_proj/weight"] = weight(gate_up, width)
-        table["mlp/down_proj/weight"] = linear([(f"{mlp}.down_proj", width, 1)], inner, fp8=fp8)
+        table |= swiglu("mlp", f"{prefix}.mlp", width, layer.intermediate_size, layout, bias=mlp_bias, fp8=fp8)
     for name in ("q_norm", "k_norm") if fuse_qkv else ("q_norm",):
         if qk_norm:
             table[f"self_attn/{name}/weight"] = copied(f"{attention}.{name}.weight", c.head_dim)
     if bias:
         table[f"self_attn/{projection}/bias"] = fused(each("bias"), layout.shards)
         table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", width)
-    if mlp_bias:
-        biases = [Section(Stored(f"{name}.bias", (size,))) for name, size, _ in gate_up]
-        table["mlp/gate_up_proj/bias"] = fused(biases, layout.shards)
-        table["mlp/down_proj/bias"] = copied(f"{mlp}.down_proj.bias", width)
     return {f"{path}/{name}": leaf for name, leaf in table.items()}
+
+
+def swiglu(
+    path: str, prefix: str, width: int, inner: int, layout: Layout, *, bias: bool = False, fp8: bool = False
+) -> Table:
+    """An MLP of gate, up and down under Hugging Face's names.
+
+    Args:
+        path, prefix: of the parameters, and of the checkpoint tensors.
+        bias, fp8: see `decoder_layer`.
+    """
+    both = [(f"{prefix}.{name}_proj", inner, 1) for name in ("gate", "up")]
+    table: Table = {
+        f"{path}/gate_up_proj/weight": linear(both, width, layout.shards, fp8=fp8),
+        f"{path}/down_proj/weight": linear([(f"{prefix}.down_proj", width, 1)], inner, fp8=fp8),
+    }
+    if bias:
+        biases = [Section(Stored(f"{name}.bias", (size,))) for name, size, _ in both]
+        table[f"{path}/gate_up_proj/bias"] = fused(biases, layout.shards)
+        table[f"{path}/down_proj/bias"] = copied(f"{prefix}.down_proj.bias", width)
+    return table
 
 
 def linear(
@@ -153,6 +171,22 @@ def experts(
         name = f"{prefix}.e_score_correction_bias"
         table[f"{path}/correction_bias"] = copied(name, config.num_experts, dtype="float32")
     return table
+
+
+def stored_together(prefix: str, width: int, config: ExpertsConfig, layout: Layout) -> Table:
+    """Gate and up, and down, of all experts, each one tensor; without the experts' path.
+
+    Args:
+        prefix: of the tensors.
+    """
+    E, inner, parts, pieces = config.num_experts, config.intermediate_size, layout.inner, []
+    source, count = Stored(f"{prefix}.gate_up_proj", (E, 2 * inner, width)), inner // layout.inner
+    for place in range(2 * parts):  # gate and up of the first part, then of the next
+        first = place % 2 * inner + place // 2 * count
+        index = slice(0, E), slice(place * count, (place + 1) * count), slice(0, width)
+        pieces.append(Part(source, index, (slice(None), slice(first, first + count))))
+    down = copied(f"{prefix}.down_proj", E, width, inner)
+    return {"gate_up_proj": Leaf(source.shape, tuple(pieces)), "down_proj": down}
 
 
 def _stacked(leaves: Sequence[Leaf | QuantisedLeaf]) -> Leaf | QuantisedLeaf:

@@ -1,0 +1,314 @@
+"""Qwen3-Next and Qwen3.5 targets, dense or with experts (`qwen3_next`, `qwen3_5`, `qwen3_5_moe`): three of four layers
+have linear attention.
+
+Reference: transformers `models/qwen3_next/modeling_qwen3_next.py`, `models/qwen3_5/modeling_qwen3_5.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from dflash_jax.cache import Fresh
+from dflash_jax.checkpoint import Leaf, Part, Section, Stored, Table, copied, fused
+from dflash_jax.config import (
+    DECODER_FIELDS,
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    Raw,
+    TargetConfig,
+    check_fields,
+    layer_types,
+    partly_rotated,
+    require,
+    target_fields,
+    token_ids,
+)
+from dflash_jax.mesh import HEADS, WHOLE, Layout
+from dflash_jax.models import decoder, tables
+from dflash_jax.models.attention import Pass, attend_pass
+from dflash_jax.models.experts import Experts
+from dflash_jax.models.layers import MLP, Linear, project, rms_norm, unfuse
+from dflash_jax.models.linear_attention import LinearAttention, LinearAttentionConfig
+from dflash_jax.models.rope import rotate
+from dflash_jax.sharding import Rule
+
+_FIELDS = """
+    layer_types full_attention_interval partial_rotary_factor linear_num_key_heads linear_num_value_heads
+    linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim
+    num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size norm_topk_prob
+    decoder_sparse_step mlp_only_layers router_aux_loss_coef
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings
+""".split()
+# What published configs say that the family has anyway; another value is another model.
+_FIXED: Raw = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "mamba_ssm_dtype": "float32",
+}
+# Of a config whose text model is one part of several; the others are not read.
+_OUTSIDE = """
+    text_config vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
+    language_model_only tie_word_embeddings
+""".split()
+RULES = (
+    Rule(r"linear_attn/in_proj/weight", 2, P(HEADS, "fsdp")),
+    Rule(r"linear_attn/out_proj/weight", 2, P("fsdp", HEADS)),
+    Rule(r"linear_attn/conv", 2, P(HEADS)),
+    Rule(r"linear_attn/(A_log|dt_bias)", 1, P(HEADS)),
+    Rule(r"linear_attn/norm", 1, P()),
+    Rule(r"shared_gate", 2, P()),
+)
+
+
+@dataclass(frozen=True)
+class Qwen3NextConfig(TargetConfig):
+    """A Qwen3-Next or Qwen3.5.
+
+    Attributes:
+        shared_inner: inner width of the expert that every token goes through; 0 where there are no experts.
+        grouped: whether linear attention's projections are stored by key head, as in Qwen3-Next.
+        nested: whether the text model's tensors stand inside another model's.
+    """
+
+    shared_inner: int = 0
+    grouped: bool = False
+    nested: bool = False
+
+
+def config(raw: Raw) -> Qwen3NextConfig:
+    """Reads `config.json`, of the text model or of one that it is part of."""
+    model_type, nested = raw["model_type"], isinstance(raw.get("text_config"), Mapping)
+    if nested:
+        check_fields(raw, _OUTSIDE, {})
+        outside = {name: raw[name] for name in ("eos_token_id", "tie_word_embeddings") if raw.get(name) is not None}
+        raw = {**outside, **raw["text_config"]}
+    check_fields(raw, [*DECODER_FIELDS, *_FIELDS], _FIXED)
+    depth, attention = require(raw, "num_hidden_layers"), partly_rotated(raw, 0.25)
+    linear = LinearAttentionConfig(
+        require(raw, "linear_num_key_heads"),
+        require(raw, "linear_num_value_heads"),
+        require(raw, "linear_key_head_dim"),
+        require(raw, "linear_value_head_dim"),
+        require(raw, "linear_conv_kernel_dim"),
+    )
+    if linear.num_value_heads % linear.num_key_heads:
+        raise ValueError(
+            f"linear_num_value_heads {linear.num_value_heads} must be a multiple of linear_num_key_heads "
+            f"{linear.num_key_heads}"
+        )
+    every = require({"full_attention_interval": raw.get("full_attention_interval", 4)}, "full_attention_interval")
+    kinds = "linear_attention", "full_attention"
+    types = [kinds[(i + 1) % every == 0] for i in range(depth)]
+    if raw.get("layer_types") is not None:
+        types = layer_types(raw, depth, kinds)
+    experts, step = _experts(raw, model_type), raw.get("decoder_sparse_step") or 1
+    plain = token_ids(raw.get("mlp_only_layers"))
+    inner = require(raw, "intermediate_size") if raw.get("intermediate_size") or not experts else 0
+
+    def layer(i: int, kind: str) -> LayerConfig:
+        has = experts is not None and i not in plain and (i + 1) % step == 0
+        return LayerConfig(attention if kind == "full_attention" else linear, inner, experts if has else None)
+
+    return Qwen3NextConfig(
+        **target_fields(raw),
+        layers=tuple(layer(i, kind) for i, kind in enumerate(types)),
+        model_type=model_type,
+        shared_inner=require(raw, "shared_expert_intermediate_size") if experts else 0,
+        grouped=model_type == "qwen3_next",
+        nested=nested,
+    )
+
+
+def _experts(raw: Raw, model_type: str) -> ExpertsConfig | None:
+    if model_type in ("qwen3_5", "qwen3_5_text"):
+        return None
+    always = model_type != "qwen3_next"  # Qwen3.5 always divides by the sum
+    if not always and not isinstance(raw.get("norm_topk_prob"), bool):
+        raise ValueError(f"config.json must give norm_topk_prob, true or false, got {raw.get('norm_topk_prob')!r:.80}")
+    return ExpertsConfig(
+        require(raw, "num_experts"),
+        require(raw, "num_experts_per_tok"),
+        require(raw, "moe_intermediate_size"),
+        norm_topk_prob=always or raw["norm_topk_prob"],
+    )
+
+
+class Norm(nn.Module):
+    """A root-mean-square norm that multiplies by one plus its weight, and is rounded behind that."""
+
+    size: int
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        weight = self.param("weight", nn.initializers.zeros, (self.size,)).astype(jnp.float32)
+        return rms_norm(x.astype(jnp.float32), 1 + weight, self.eps).astype(x.dtype)
+
+
+class GatedAttention(nn.Module):
+    """Grouped-query attention with a norm of every head, whose output passes a gate of the layer's input."""
+
+    width: int
+    config: AttentionConfig
+    eps: float
+    layout: Layout = WHOLE
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: None = None
+    ) -> tuple[Float[Array, "B T D"], Fresh]:
+        c, (B, T, D) = self.config, x.shape
+        N, K, H = c.num_heads, c.num_kv_heads * self.layout.copies(c.num_kv_heads), c.head_dim
+        both = Linear((D, 2 * (N + K) * H), name="qkv_proj")(x)
+        q, gate, k, v = unfuse(both, (N * H, N * H, K * H, K * H), self.layout.shards)
+        q = rotate(Norm(H, self.eps, name="q_norm")(q.reshape(B, T, N, H)), at.rope)
+        k = rotate(Norm(H, self.eps, name="k_norm")(k.reshape(B, T, K, H)), at.rope)
+        fresh = Fresh(k.swapaxes(1, 2), v.reshape(B, T, K, H).swapaxes(1, 2))
+        out = attend_pass(q, fresh, at, entry, c).reshape(B, T, N * H)
+        return Linear((N * H, self.width), name="o_proj")(out * nn.sigmoid(gate)), fresh
+
+
+class Layer(decoder.Layer):
+    """With linear attention or gated attention; experts have one beside them that every token goes through."""
+
+    norm_class = Norm
+
+    def attention(self) -> nn.Module:
+        c, mixer = self.config, self.layer.mixer
+        if isinstance(mixer, LinearAttentionConfig):
+            return LinearAttention(c.hidden_size, mixer, c.rms_norm_eps, self.layout, name="linear_attn")
+        return GatedAttention(c.hidden_size, self.layer.attention, c.rms_norm_eps, self.layout, name="self_attn")
+
+    def mlp(self, at: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+        c, D = self.config, self.config.hidden_size
+        assert isinstance(c, Qwen3NextConfig)
+        if self.layer.experts is None:
+            return super().mlp(at)
+        experts = Experts(D, self.layer.experts, self.layout, name="experts")
+        shared = MLP(D, c.shared_inner, self.layout, name="shared_expert")
+        gate = self.param("shared_gate", nn.initializers.normal(0.02), (1, D))
+
+        def both(h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+            passes = jax.nn.sigmoid(project(h, gate).astype(h.dtype))
+            return experts(h, counts=at.counts) + passes * shared(h)
+
+        return both
+
+
+class Model(decoder.Decoder):
+    """See `decoder.Decoder`."""
+
+    layer = Layer
+
+
+def tensors(config: Qwen3NextConfig, layout: Layout = WHOLE) -> Table:
+    """Checkpoint tensors of every parameter."""
+
+    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
+        D = config.hidden_size
+        table: Table = {
+            f"{path}/{name}/weight": copied(f"{prefix}.{name}.weight", D)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
+        if isinstance(each.mixer, LinearAttentionConfig):
+            own = _linear_attention(f"{prefix}.linear_attn", D, each.mixer, layout, grouped=config.grouped)
+            table |= {f"{path}/linear_attn/{name}": leaf for name, leaf in own.items()}
+        else:
+            own = _attention(f"{prefix}.self_attn", D, each.attention, layout)
+            table |= {f"{path}/self_attn/{name}": leaf for name, leaf in own.items()}
+        mlp = f"{prefix}.mlp"
+        if each.experts is None:
+            return table | tables.swiglu(f"{path}/mlp", mlp, D, each.intermediate_size, layout)
+        if config.grouped:
+            table |= tables.experts(f"{path}/experts", mlp, D, each.experts, layout)
+        else:
+            table[f"{path}/experts/router"] = copied(f"{mlp}.gate.weight", each.experts.num_experts, D)
+            stored = tables.stored_together(f"{mlp}.experts", D, each.experts, layout)
+            table |= {f"{path}/experts/{name}": leaf for name, leaf in stored.items()}
+        table[f"{path}/shared_gate"] = copied(f"{mlp}.shared_expert_gate.weight", 1, D)
+        return table | tables.swiglu(f"{path}/shared_expert", f"{mlp}.shared_expert", D, config.shared_inner, layout)
+
+    return tables.decoder(config, layer, "model.language_model" if config.nested else "model")
+
+
+def _attention(prefix: str, width: int, c: AttentionConfig, layout: Layout) -> Table:
+    """The rows of a query head and of its gate are stored one after the other."""
+    N, H, keys = c.num_heads, c.head_dim, c.num_kv_heads * c.head_dim
+    q = Stored(f"{prefix}.q_proj.weight", (2 * N * H, width))
+    halves = [[2 * H * head + H * half + i for head in range(N) for i in range(H)] for half in (0, 1)]
+    sections = [Section(q, rows) for rows in halves]
+    for name in ("k_proj", "v_proj"):
+        sections.append(Section(Stored(f"{prefix}.{name}.weight", (keys, width)), copies=layout.copies(c.num_kv_heads)))
+    return {
+        "qkv_proj/weight": fused(sections, layout.shards),
+        "o_proj/weight": copied(f"{prefix}.o_proj.weight", width, N * H),
+        "q_norm/weight": copied(f"{prefix}.q_norm.weight", H),
+        "k_norm/weight": copied(f"{prefix}.k_norm.weight", H),
+    }
+
+
+def _linear_attention(prefix: str, width: int, c: LinearAttentionConfig, layout: Layout, *, grouped: bool) -> Table:
+    """Queries, keys, values, gates, betas and decays as one weight.
+
+    Args:
+        grouped: whether they are stored by key head, in two tensors.
+    """
+    sizes = {"q": c.key_size, "k": c.key_size, "v": c.value_size, "z": c.value_size}
+    small = {"b": c.num_value_heads, "a": c.num_value_heads}
+    if grouped:
+        sections = [
+            *_by_key_head(f"{prefix}.in_proj_qkvz.weight", width, c.num_key_heads, list(sizes.values())),
+            *_by_key_head(f"{prefix}.in_proj_ba.weight", width, c.num_key_heads, list(small.values())),
+        ]
+    else:
+        qkv, start, sections = Stored(f"{prefix}.in_proj_qkv.weight", (c.channels, width)), 0, []
+        for size in (c.key_size, c.key_size, c.value_size):
+            sections.append(Section(qkv, range(start, start + size)))
+            start += size
+        for name, size in (("z", c.value_size), *small.items()):
+            sections.append(Section(Stored(f"{prefix}.in_proj_{name}.weight", (size, width))))
+    # The convolution's channels are always all queries, all keys, all values.
+    taps, start, parts = Stored(f"{prefix}.conv1d.weight", (c.channels, 1, c.conv_kernel_dim)), 0, []
+    channels = [range(c.key_size), range(c.key_size, 2 * c.key_size), range(2 * c.key_size, c.channels)]
+    for shard in range(layout.shards):
+        for section in channels:
+            count = len(section) // layout.shards
+            rows = section[shard * count : (shard + 1) * count]
+            index = slice(start, start + count), slice(0, c.conv_kernel_dim)
+            parts.append(Part(taps, index, (slice(rows.start, rows.stop), 0)))
+            start += count
+    heads = c.num_value_heads
+    return {
+        "in_proj/weight": fused(sections, layout.shards),
+        "conv": Leaf((c.channels, c.conv_kernel_dim), tuple(parts)),
+        "A_log": copied(f"{prefix}.A_log", heads, dtype="float32"),
+        "dt_bias": copied(f"{prefix}.dt_bias", heads, dtype="float32"),
+        "norm": copied(f"{prefix}.norm.weight", c.value_head_dim),
+        "out_proj/weight": copied(f"{prefix}.out_proj.weight", width, c.value_size),
+    }
+
+
+def _by_key_head(name: str, width: int, heads: int, sizes: list[int]) -> list[Section]:
+    """Sections of a tensor that has the rows of every section for a key head, then for the next."""
+    each, source, start = sum(sizes) // heads, Stored(name, (sum(sizes), width)), 0
+    sections = []
+    for size in sizes:
+        count = size // heads
+        rows = [each * head + start + i for head in range(heads) for i in range(count)]
+        sections.append(Section(source, rows))
+        start += count
+    return sections
+
+
+def ignored(config: Qwen3NextConfig) -> tuple[str, ...]:
+    """Vision and multi-token prediction are not read."""
+    return (*tables.ignored(config), "model.visual.*", "mtp.*")

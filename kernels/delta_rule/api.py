@@ -1,0 +1,89 @@
+"""The gated delta rule (arXiv 2412.06464): a state per head that fades, and is corrected by every position.
+
+    u_t = beta_t (v_t - exp(g_t) S_{t-1}' k_t)      S_t = exp(g_t) S_{t-1} + k_t u_t'      o_t = S_t' q_t
+
+A correction u depends on a position's ancestors alone, so what is accepted of a block is committed from the block's
+keys and corrections, with nothing to undo. Everything is float32: errors of a state stay in it.
+Shapes: B rows, T block positions, J committed positions, K key heads, G value heads that share one, H key dim, Hv value
+dim.
+"""
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.mesh import HEADS, on_each_device, split_rows
+
+from . import reference
+
+
+def read_block(
+    q: Float[Array, "B T K H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K G Hv"],
+    g: Float[Array, "B T K G"],
+    beta: Float[Array, "B T K G"],
+    state: Float[Array, "B K G H Hv"],
+    visible: Bool[Array, "#B T T"] | None,
+) -> tuple[Float[Array, "B T K G Hv"], Float[Array, "B T K G Hv"], Float[Array, "B T K G"]]:
+    """A block behind a state that it only reads.
+
+    Args:
+        q, k: of unit length, q scaled.
+        g: logarithm of what is kept of the state, not positive.
+        beta: how far a position corrects the state.
+        visible: which positions a position sees: its ancestors and itself, which stand in order; None is causal.
+
+    Returns:
+        Outputs; and, for `advance`, the corrections, and the logarithm of what is left of the state at each position.
+    """
+    rows = P(split_rows(q.shape[0]))
+    if visible is None:
+        visible = jnp.tril(jnp.ones((1, q.shape[1], q.shape[1]), bool))
+    heads, states = P(*rows, None, HEADS), P(*rows, HEADS)
+    specs = (heads, heads, heads, heads, heads, states, rows if visible.shape[0] > 1 else P())
+    return on_each_device(reference.read_block, specs, (heads, heads, heads))(q, k, v, g, beta, state, visible)
+
+
+def advance(
+    state: Float[Array, "B K G H Hv"],
+    k: Float[Array, "B J K H"],
+    u: Float[Array, "B J K G Hv"],
+    gamma: Float[Array, "B J K G"],
+    kept: Int[Array, " B"],
+) -> Float[Array, "B K G H Hv"]:
+    """The state behind the first `kept` of these positions, which follow one another; what is not kept is arbitrary."""
+    rows = P(split_rows(k.shape[0]))
+    heads, states = P(*rows, None, HEADS), P(*rows, HEADS)
+    specs = (states, heads, heads, heads, rows)
+    return on_each_device(reference.advance, specs, states)(state, k, u, gamma, kept)
+
+
+def read_prompt(
+    q: Float[Array, "B T K H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K G Hv"],
+    g: Float[Array, "B T K G"],
+    beta: Float[Array, "B T K G"],
+    state: Float[Array, "B K G H Hv"],
+    documents: Int[Array, "B T"] | None = None,
+    before: Int[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B T K G Hv"], Float[Array, "B K G H Hv"]]:
+    """Positions one after the other, all of which are kept; those with `g` and `beta` 0 change nothing.
+
+    Args:
+        documents: which document of a packed row each position belongs to: a new one begins with an empty state. None
+            is one.
+        before: the document that the state is of.
+
+    Returns:
+        Outputs, and the state behind the last position.
+    """
+    B, T = q.shape[:2]
+    documents = jnp.zeros((B, T), jnp.int32) if documents is None else documents
+    before = jnp.zeros(B, jnp.int32) if before is None else before
+    rows = P(split_rows(B))
+    heads, states = P(*rows, None, HEADS), P(*rows, HEADS)
+    specs = (heads, heads, heads, heads, heads, states, rows, rows)
+    run = on_each_device(reference.read_prompt, specs, (heads, states))
+    return run(q, k, v, g, beta, state, documents, before)
