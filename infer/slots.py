@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -95,7 +96,7 @@ class Slots:
     def programs(self) -> int:
         """How many `warm_up` compiles: for chunks of prompts, kinds of drafts, a row's beginning, move and end, kept
         prefixes."""
-        more = 2 + bool(self._short) + 2 * bool(self._prefixes.entries)
+        more = 2 + bool(self._short) + self._prefixes.programs
         return len(self._shapes) + len(self.widths) * len(self._drafts) + more
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
@@ -146,6 +147,7 @@ class Slots:
         ends = {u.slot: min(len(u.prompt), (starts[u.slot] // self._chunk + 1) * self._chunk) for u in prompts}
         # A chunk that one of them reads is copied by the others when it is there.
         begun: dict[bytes, int] = {}
+        shared = Counter(self._key(u, starts[u.slot]) for u in prompts)
         for u in prompts:
             begun.setdefault(self._key(u, starts[u.slot]), u.slot)
         alone = [u for u in prompts if begun[self._key(u, starts[u.slot])] == u.slot]
@@ -171,7 +173,8 @@ class Slots:
         tokens = self._prefill(selected, last, tuple(settings))
         for read in found:
             with self._on_mesh():
-                self._prefixes.offer(self.state, read.slot, read.filled, of_slot[read.slot].keys)
+                keys, awaited = of_slot[read.slot].keys, shared[self._key(of_slot[read.slot], starts[read.slot])] > 1
+                self._prefixes.offer(self.state, read.slot, read.filled, keys, awaited=awaited)
         read = {one.slot for one in found}
         found += [Read(slot, at, at - of_slot[slot].start, None) for slot, at in starts.items() if slot not in read]
         return found, tokens, seconds

@@ -43,12 +43,24 @@ def target_config(**changes) -> dict:
 
 
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_HYBRID = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 # What makes `target_config()` one of each family, with every kind of parameter that it can have.
 FAMILIES = {
     "qwen3": {"attention_bias": True},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},
     "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen3_next": {**_LINEAR, **_HYBRID, "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen3_5": _LINEAR,
+    "qwen3_5_moe": {**_LINEAR, **_HYBRID, "num_experts": 4},
     "gpt_oss": {
         **_EXPERTS,
         "attention_bias": True,

@@ -42,7 +42,8 @@ class Entry(Protocol):
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Any:
         """What a row needs to continue behind its committed positions `start..start+count-1`, given all before them;
-        a pytree of arrays [1, ...] with a method `partition` of its own. The row must end there."""
+        a pytree of arrays [1, ...] with a method `partition` of its own. The row must end there. One that has an
+        attribute `whole` that is true needs none of those before, however many they are."""
         ...
 
     def restore(self, snapshot: Any, row: Int[Array, ""], end: Int[Array, ""]) -> Self:
@@ -98,9 +99,9 @@ class Cache(struct.PyTreeNode):
         return tuple(entry.snapshot(row, start, count) for entry in self.entries)
 
     def restore(self, snapshot: tuple[Any, ...], row: Int[Array, ""], end: Int[Array, ""]) -> "Cache":
-        """See `Entry.restore`."""
+        """See `Entry.restore`; an entry whose snapshot is None stays as it is."""
         pairs = zip(self.entries, snapshot, strict=True)
-        return self.replace(entries=tuple(entry.restore(one, row, end) for entry, one in pairs))
+        return self.replace(entries=tuple(e if one is None else e.restore(one, row, end) for e, one in pairs))
 
     def partition(self) -> "Cache":
         """See `Entry.partition`."""

@@ -6,7 +6,7 @@ Shapes: R cache rows, B block rows, T block positions, J committed positions, K 
 H key dim, Hv value dim, W taps of the convolution but its own, C channels.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class State(struct.PyTreeNode):
 
     s: Float[Array, "B K G H Hv"]
     inputs: Float[Array, "B W C"]
+    whole: ClassVar[bool] = True
 
     def partition(self) -> "State":
         """The mesh axes of a snapshot's arrays."""

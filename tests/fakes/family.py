@@ -2,7 +2,7 @@
 reads another's cache entry, a recurrent layer, a scaled embedding, capped logits, and weights that are stored oddly."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -41,6 +41,7 @@ class State(struct.PyTreeNode):
     """The recurrent state of some rows, [R, D]."""
 
     s: Any
+    whole: ClassVar[bool] = True
 
     def partition(self):
         return State(P(None, HEADS))

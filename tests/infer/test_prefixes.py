@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, load_drafter
-from dflash_jax.infer.prefixes import PrefixCache, chain, shared_chunks
+from dflash_jax import Engine, load_drafter, load_target
+from dflash_jax.infer.prefixes import PrefixCache, chain, shared_chunks, within
 from tests import tiny
 
 HEAD = [(5 * i + 3) % 60 for i in range(24)]
@@ -89,7 +89,14 @@ def test_the_chunk_unused_for_longest_makes_room(target):
     a, b, c = (chain([token] * 4, 4) for token in (1, 2, 3))
     for keys in (a, b, a, c):
         cache.offer(state, 0, 4, keys)
-    assert [cache._find(keys[0]) is not None for keys in (a, b, c)] == [True, False, True]
+    assert [cache._chunks.find(keys[0]) is not None for keys in (a, b, c)] == [True, False, True]
+
+
+def test_states_take_no_more_memory_than_the_chunks_would():
+    assert within(100, 16, 0, 256) == (100, 0)
+    chunks, states = within(256, 16, 144, 256)
+    assert (chunks, states) == (120, 15)
+    assert within(3, 16, 144, 256) == (0, 0)  # not even one
 
 
 def test_keys_are_of_a_chunk_and_all_before_it():
@@ -97,3 +104,38 @@ def test_keys_are_of_a_chunk_and_all_before_it():
     assert chain([0, *HEAD[1:]], 8)[2] != chain(HEAD, 8)[2]
     assert shared_chunks([HEAD, HEAD, [50] * 17], 8) == 2
     assert shared_chunks([[*HEAD, 1], [*HEAD, 2], HEAD[:9]], 8) == 3
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A target of which half of the layers have recurrent states, and a drafter."""
+    directory, raw = tmp_path_factory.mktemp("hybrid"), tiny.target_config(model_type="qwen3_5")
+    target = load_target(tiny.write_target(directory / "target", raw | tiny.FAMILIES["qwen3_5"]))
+    return target, load_drafter(tiny.write_drafter(directory / "drafter", tiny.drafter_config()))
+
+
+@pytest.mark.lossless
+def test_prompts_of_a_recurrent_target_that_begin_alike(hybrid):
+    plain = Engine(*hybrid, slots=1, max_length=96, prefill_chunk=8)
+    expected = outcome(plain.generate(requests()))
+    engine = Engine(*hybrid, slots=3, max_length=96, prefill_chunk=8, prefix_chunks=64)
+    for _ in range(2):
+        assert outcome(engine.generate(requests())) == expected
+    assert engine.stats.prefix_tokens > engine.stats.prompt_tokens / 3
+
+
+def test_states_are_kept_where_prompts_end_and_part(hybrid):
+    engine = Engine(*hybrid, slots=1, max_length=96, prefill_chunk=8, prefix_chunks=64)
+
+    def copied(prompt):
+        before = engine.stats.prefix_tokens
+        engine.generate([tiny.ask(prompt, 1)])
+        return engine.stats.prefix_tokens - before
+
+    assert copied([*HEAD, 1]) == 0
+    assert copied([*HEAD, 1]) == 24  # where that prompt's whole chunks end
+    assert copied([*HEAD[:16], *range(9), 1]) == 0  # parts from it where no state was kept,
+    assert copied([*HEAD[:16], *range(30, 39)]) == 16  # and now one is
+    together = Engine(*hybrid, slots=3, max_length=96, prefill_chunk=8, prefix_chunks=64)
+    together.generate([tiny.ask([*HEAD[:8], *[token] * 20], 1) for token in range(3)])
+    assert together.stats.prefix_tokens == 16  # two wait for what the third reads
