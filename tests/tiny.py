@@ -60,7 +60,9 @@ FAMILIES = {
     "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "qwen3_next": {**_LINEAR, **_HYBRID, "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "qwen3_5": _LINEAR,
+    "qwen3_5_text": _LINEAR,
     "qwen3_5_moe": {**_LINEAR, **_HYBRID, "num_experts": 4},
+    "qwen3_5_moe_text": {**_LINEAR, **_HYBRID, "num_experts": 4},
     "gpt_oss": {
         **_EXPERTS,
         "attention_bias": True,
