@@ -321,7 +321,7 @@ def test_a_path_that_is_longer_than_the_tree_was_said_to_be_is_cut(target, draft
         return Proposal(tokens, parents, 2)
 
     state = lambda: started(target, drafter, 3.0)
-    expected, _, _ = rollout(target, None, make_round(target, None, 0), started(target, None, 3.0), 30)
+    expected, _, _ = rollout(target, None, make_round(target, None, 0), started(target, None, 3.0), 40)
     got, counts, _ = rollout(target, drafter, chain._replace(propose=propose), state(), 12)
     assert counts.max() == 3
     assert [row[: len(ours)] for row, ours in zip(expected, got, strict=True)] == got
