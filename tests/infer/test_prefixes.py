@@ -65,7 +65,7 @@ def test_penalties_see_a_copied_prompt(target):
 
 @pytest.mark.parametrize(("kept", "short"), [(4, 48), pytest.param(0, None, marks=pytest.mark.slow)])
 def test_nothing_is_compiled_after_the_start(target, drafter, kept, short):
-    given = {"prefill_chunk": 8, "prefix_chunks": kept, "block_size": "auto", "short_length": short}
+    given = {"prefill_chunk": 8, "prefix_chunks": kept, "block_size": "auto", "tree": 0, "short_length": short}
     engine = Engine(target, drafter, slots=2, max_length=96, **given)
     compiled = []
     listen = lambda event, _, fun_name="", **__: compiled.append(fun_name) if "backend_compile" in event else None
