@@ -25,6 +25,7 @@ class PlanOptions:
         max_length: tokens of a row
         block_size: draft slots
         tree: nodes of a tree that is verified instead of a chain; also says which trees cost no time
+        parts: also compile draft, verify, the verify pass of one token, and commit, each alone, for the bytes they move
         tau: tokens a step commits
         training: the training step of the drafter instead
         anchors: of a row, for --training
@@ -39,6 +40,7 @@ class PlanOptions:
     max_length: int = 8192
     block_size: Annotated[int | None, optional(int, "N", "the drafter's")] = None
     tree: int = 0
+    parts: bool = False
     tau: float = 6.49
     training: bool = False
     anchors: int = 512

@@ -7,6 +7,7 @@ what is published of the chip; they say what a step cannot beat.
 
 import math
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from dflash_jax import models, sharding
+from dflash_jax.benchmarks import step_times
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.benchmarks.presets import PAIRS, random_pair
 from dflash_jax.benchmarks.topologies import (
@@ -69,8 +71,10 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
     figures: dict[str, Any] = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
     figures |= {"batch": options.batch, "max_length": options.max_length, "chip_bytes": CHIPS[chip].memory}
     shape = options.batch, options.max_length, options.block_size, options.tree
-    if options.training and not compiling:
-        raise ValueError("--training is planned by a compiler; install .[cuda-compiler], or name a TPU topology")
+    if options.training and options.parts:
+        raise ValueError("--parts are those of a decoding step; leave --training out")
+    for name in [name for name in ("training", "parts") if getattr(options, name) and not compiling]:
+        raise ValueError(f"--{name} is planned by a compiler; install .[cuda-compiler], or name a TPU topology")
     if not compiling:
         figures |= traced(raws, sizes, *shape)
     else:
@@ -81,6 +85,8 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
             else:
                 compiled = compile_step(raws, mesh, *shape, dtype=dtype_for(chip))
         figures |= measured(compiled)
+        if options.parts:
+            figures["part_bytes"] = part_bytes(raws, mesh, *shape, dtype=dtype_for(chip))
         if not options.training:
             figures |= {"parts": traced(raws, sizes, *shape)}
     figures["fits"] = figures["peak_bytes"] < CHIPS[chip].memory
@@ -134,15 +140,44 @@ def compile_step(
     dtype: str = "bfloat16",
 ) -> Any:
     """The speculative step as compiled for the mesh's devices, its state donated; nothing is allocated."""
-    target, drafter, state = shapes(raws, mesh, batch, max_length, dtype)
-    target, drafter = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter))
-    state = _placed(state, sharding.state_shardings(state, mesh))
 
     def step(target: Target, drafter: Drafter, state: State) -> Any:
         parts = make_round(target, drafter, block_size or drafter.config.block_size, nodes=nodes)
         state, committed = speculative_step(parts, state)
         return sharding.pin(state), committed
 
+    return _compiled(step, raws, mesh, batch, max_length, dtype)
+
+
+def part_bytes(
+    raws: Pair, mesh: Mesh, batch: int, max_length: int, block_size: int | None, nodes: int, *, dtype: str
+) -> dict[str, float]:
+    """Bytes that each part of a step moves per device, by the compiler's own count, each compiled alone.
+
+    It counts a weight again where it moves from memory into a core before it is used, so compare the parts.
+    """
+    how = {"block": block_size or _parsed(raws)[1].block_size, "nodes": nodes}
+    parts = {
+        "step": partial(step_times.fused, **how),
+        "draft": partial(step_times.draft, **how),
+        "verify": partial(step_times.verify, **how),
+        "verify of one token": lambda target, drafter, state: step_times.verify(target, None, state, block=0),
+        "commit": partial(step_times.commit, **how),
+    }
+    found = {}
+    for name, part in parts.items():
+        pinned = lambda *pair, part=part: sharding.pin(part(*pair))
+        cost = _compiled(pinned, raws, mesh, batch, max_length, dtype).cost_analysis()
+        if not cost or "bytes accessed" not in cost:
+            raise ValueError("the compiler of this chip does not count bytes; --parts needs a TPU topology")
+        found[name] = cost["bytes accessed"]
+    return found
+
+
+def _compiled(step: Callable, raws: Pair, mesh: Mesh, batch: int, max_length: int, dtype: str) -> Any:
+    target, drafter, state = shapes(raws, mesh, batch, max_length, dtype)
+    target, drafter = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter))
+    state = _placed(state, sharding.state_shardings(state, mesh))
     with jax.set_mesh(mesh):
         lowered = jax.jit(step, donate_argnums=2).lower(target, drafter, state)
         return lowered.compile(compiler_options=BLOCK_OPTIONS.get(platform()))
@@ -309,6 +344,9 @@ def table(figures: dict[str, Any]) -> str:
     if "draft_upkeep" in shown:
         share = 100 * shown["draft_upkeep"]
         lines.append(f"  {'upkeep of the draft':20} {share:.1f}% more bytes read by a step that does not speculate")
+    for name, moved in figures.get("part_bytes", {}).items():
+        share = moved / figures["part_bytes"]["verify of one token"]
+        lines.append(f"  {'moved by ' + name:32} {size(moved):>12}, {share:.2f} times one token's")
     lines.append("")
     none = "   none" if figures["collectives"] is not None else "   not known without a compiler that writes them down"
     lines.append("collectives a step" + ("" if figures["collectives"] else none))

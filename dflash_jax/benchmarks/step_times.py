@@ -47,11 +47,11 @@ class StepTimes:
         settings = {"block": speculative.block_size, "proposals": speculative.config.proposals}
         settings["nodes"] = speculative.tree
         where = length, loops, temperature
-        self._parts = {"autoregressive": _Looped(partial(_fused, block=0), target, None, plain, *where)}
-        for name, step in {"speculative": _fused, "draft": _draft, "verify": _verify, "commit": _commit}.items():
+        self._parts = {"autoregressive": _Looped(partial(fused, block=0), target, None, plain, *where)}
+        for name, step in {"speculative": fused, "draft": draft, "verify": verify, "commit": commit}.items():
             self._parts[name] = _Looped(partial(step, **settings), target, drafter, speculative, *where)
         for width in widths:
-            narrow = partial(_verify, **settings | {"block": width})
+            narrow = partial(verify, **settings | {"block": width})
             self._parts[f"verify {width}"] = _Looped(narrow, target, drafter, speculative, *where)
         self._times: dict[str, list[float]] = {name: [] for name in self._parts}
         self.samples = 0
@@ -115,7 +115,8 @@ class _Looped:
         return (time.perf_counter() - begin) / self._loops
 
 
-def _fused(target: Target, drafter: DraftModel | None, state: State, **how: Any) -> State:
+def fused(target: Target, drafter: DraftModel | None, state: State, **how: Any) -> State:
+    """A whole step; with a block of 0 an autoregressive one. `how`: block, proposals, nodes."""
     return speculative_step(_round(target, drafter, **how), state)[0]
 
 
@@ -125,7 +126,8 @@ def _round(
     return make_round(target, drafter, block, proposals, nodes)
 
 
-def _draft(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
+def draft(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
+    """What a step does before it verifies, but for the noise."""
     parts = _round(target, drafter, **how)
     # The noise is made outside: it is of the step, not of the draft.
     shapes = jax.eval_shape(parts.choosing, state)
@@ -133,13 +135,15 @@ def _draft(target: Target, drafter: DraftModel, state: State, **how: Any) -> Sta
     return state.replace(anchor=parts.propose(state, choice).tokens[:, -1])  # the next iteration depends on this one
 
 
-def _verify(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
+def verify(target: Target, drafter: DraftModel | None, state: State, **how: Any) -> State:
+    """The target's pass over a block, with the choice of tokens of largest logit."""
     parts = _round(target, drafter, **how)
     logits, _ = parts.verify(state, _some_block(target, parts, state))
     return state.replace(anchor=jnp.max(jnp.argmax(logits, axis=-1), axis=1).astype(jnp.int32))
 
 
-def _commit(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
+def commit(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
+    """What a step does with the tokens that are accepted: between one and all, by row."""
     parts = _round(target, drafter, **how)
     filled = _some_block(target, parts, state)
     # What a verify pass returns, as numbers that change with every iteration.

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from ..products import precision
+from ..tpu_memory import in_hbm
 
 HEAD_DIMS = (64, 128, 256)
 LANES = 128
@@ -125,8 +126,8 @@ def attend(
         sink,
         k,
         v,
-        cache_k.swapaxes(2, 3) if turned_k else cache_k,
-        cache_v.swapaxes(2, 3) if turned_v else cache_v,
+        in_hbm(cache_k.swapaxes(2, 3) if turned_k else cache_k),
+        in_hbm(cache_v.swapaxes(2, 3) if turned_v else cache_v),
     )
     out = out.reshape(B, tiles, N, tile, Hv).swapaxes(2, 3).reshape(B, tiles * tile, N, Hv)
     return out[:, :T]

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..products import precision
+from ..tpu_memory import in_hbm
 
 LANES = 128
 SUBLANES = 16  # rows of a bfloat16 tile
@@ -55,7 +56,7 @@ def _append(cache: Array, block: Array, scalars: tuple[Array, ...], ring: bool) 
         return (rows[b], 0, 0, at) if turned else (rows[b], 0, at, 0)
 
     spec = pl.BlockSpec((None, K, H, window) if turned else (None, K, window, H), of_cache)
-    view = cache.swapaxes(2, 3) if turned else cache
+    view = in_hbm(cache.swapaxes(2, 3) if turned else cache)
     out = pl.pallas_call(
         partial(_kernel, slots=S, window=window, turned=turned, ring=ring),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -64,7 +65,7 @@ def _append(cache: Array, block: Array, scalars: tuple[Array, ...], ring: bool) 
             in_specs=[pl.BlockSpec((None, K, T, H), lambda b, j, *_: (b, 0, 0, 0)), spec],
             out_specs=spec,
         ),
-        out_shape=jax.ShapeDtypeStruct(view.shape, view.dtype),
+        out_shape=pltpu.HBM(view.shape, view.dtype),
         input_output_aliases={4: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         name="cache_update",

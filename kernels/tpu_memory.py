@@ -1,0 +1,13 @@
+"""Where the arrays of a TPU kernel lie."""
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Shaped
+
+
+def in_hbm(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """An argument of a kernel that stays in the device's memory.
+
+    Left alone, the compiler may carry a small cache into the memory of a core and, if it is updated, all of it back.
+    """
+    return pltpu.with_memory_space_constraint(x, pltpu.HBM) if isinstance(x, jax.core.Tracer) else x
