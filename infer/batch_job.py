@@ -177,7 +177,14 @@ class Job:
                 parts.check_settings(files.output, self.settings)
         with (
             stop_signals() as stopping,
-            Journal(written, self.settings, self._key, force=files.force, stopping=lambda: stopping) as journal,
+            Journal(
+                written,
+                self.settings,
+                self._key,
+                force=files.force,
+                stopping=lambda: stopping,
+                merged=self._in_parts,
+            ) as journal,
         ):
             left, done, failed = self._left(journal)
             backend.begin(left)
