@@ -104,8 +104,9 @@ class HttpOptions:
         api_key: bearer key that requests must carry (or DFLASH_API_KEY)
         allow_unauthenticated: serve other machines without a key
         max_request_bytes: size of a request body, at most
-        max_waiting: requests that wait for a slot, at most; further ones get status 429
-        client_timeout: seconds in which a request must have arrived whole
+        max_waiting: requests that wait for a slot, or for the client to take the answer, at most; further ones get
+            status 429
+        client_timeout: seconds in which a request must have arrived whole, and each part of an answer be taken
         shutdown_timeout: seconds that requests in progress have to finish when the server is asked to end
     """
 
