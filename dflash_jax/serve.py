@@ -21,7 +21,7 @@ from dflash_jax.cli import (
     parse,
     parsed,
 )
-from dflash_jax.infer.interrupt import exit_quietly
+from dflash_jax.infer.interrupt import INTERRUPTED, exit_quietly
 from dflash_jax.infer.progress import LOG_PAUSE, engine_rates, warm_up
 from dflash_jax.loading import (
     describe,
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "interrupted; the answers finished so far are in the output, and the same command continues",
             file=sys.stderr,
         )
-        return 130
+        return INTERRUPTED
 
 
 def _with_default_models(options: ServeOptions) -> ServeOptions:

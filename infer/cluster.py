@@ -181,7 +181,7 @@ class RayWorkers:
             self._receive(deque())
         return ready[0].dtype
 
-    def begin(self, left: Sequence[Line]) -> None:
+    def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
         """Nothing: workers begin when there is work for them."""
 
     def rates(self) -> str:

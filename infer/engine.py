@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -154,8 +154,11 @@ class Engine:
         used = [chooser.used for chooser in self.choosers.values()] or [{self.block_size: self.stats.steps}]
         return {size: sum(one[size] for one in used) for size in used[0]}
 
-    def warm_up(self) -> None:
+    def warm_up(self, look: Callable[[], object] = lambda: None) -> None:
         """Compiles every program this engine will run; afterwards none is compiled any more.
+
+        Args:
+            look: called between programs; what it raises ends the work.
 
         Raises:
             ValueError: requests are in its slots.
@@ -163,10 +166,10 @@ class Engine:
         if self.busy:
             raise ValueError(f"warm_up runs every program on idle slots, but {self.busy} are busy; call it first")
         begin = time.perf_counter()
-        self.batch.warm_up()
+        self.batch.warm_up(look)
         if self._auto:
             assert self.drafter is not None
-            measured, depth = self.batch.step_seconds(), self.drafter.depth
+            measured, depth = self.batch.step_seconds(look), self.drafter.depth
             proposed = lambda size: depth(size) if self._program(size) else 0
             estimates = Estimates(max(map(proposed, self._choices())))
             for width in self.batch.widths:

@@ -2,8 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.state import DraftModel, RowSettings, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.compiler_options import Options, fastest_options
+from dflash_jax.infer.compiling import compile_all
 from dflash_jax.infer.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.prefixes import PrefixCache
 from dflash_jax.infer.programs import begin, decode_call, move, prefill, release
@@ -109,25 +109,29 @@ class Slots:
         """Of the prompt's chunks, for `read`."""
         return self._prefixes.keys(prompt)
 
-    def warm_up(self) -> None:
-        """Compiles every program; afterwards none is compiled any more. All rows must be idle."""
-        calls = [(prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._shapes]
-        calls += [self._decode_call(size, 0, 0, self.idle(width)) for size, width in self._decoding]
-        with ThreadPoolExecutor() as pool, self._on_mesh():  # the calls below find what is compiled here
-            compiling = [pool.submit(program.lower(*arguments).compile) for program, arguments in calls]
-        for program in compiling:
-            program.result()
+    def warm_up(self, look: Callable[[], object] = lambda: None) -> None:
+        """Compiles every program; afterwards none is compiled any more. All rows must be idle.
+
+        Args:
+            look: called between programs; what it raises ends the work.
+        """
+        reading = ((prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._shapes)
+        decoding = (self._decode_call(size, 0, 0, self.idle(width)) for size, width in self._decoding)
+        with self._on_mesh():
+            compile_all(itertools.chain(reading, decoding), look)
         self.begin(0)
         if self._short:
             self.move(0, self._slots - 1, self._neutral)
             self.release(self._slots - 1)
         for shape in self._shapes:
+            look()
             self._prefill(*self._nothing(shape))
-        if not self._fixed:
-            self._costs = {shape: self._prefill_cost(shape) for shape in self._shapes}
+            if not self._fixed:
+                self._costs[shape] = self._prefill_cost(shape)
         with self._on_mesh():
             self.state = self._prefixes.warm_up(self.state)
         for size, width in self._decoding:
+            look()
             self.decode(size, 0, 0, self.idle(width))
         self.release(0)
         jax.block_until_ready(self.state)
@@ -243,14 +247,15 @@ class Slots:
         """Waits for the device: `read` returns before it has."""
         jax.block_until_ready(self.state.anchor)
 
-    def step_seconds(self) -> dict[tuple[int, int], float]:
+    def step_seconds(self, look: Callable[[], object] = lambda: None) -> dict[tuple[int, int], float]:
         """Times a step at each block size and number of rows, all of them busy with random tokens and half full: tokens
-        that are alike would visit fewer experts than a real block does."""
+        that are alike would visit fewer experts than a real block does. `look` is as in `warm_up`."""
         rng, short = np.random.default_rng(0), self._shapes[0]
         endless = SamplingParams().on_device("", 0, 0, np.iinfo(np.int32).max)
         times: dict[tuple[int, int], list[float]] = {how: [] for how in self._decoding}
         for _ in range(3):
             for size, width in times:
+                look()
                 slots = self.idle(width)
                 for slot in slots:
                     length = max(1, self.lengths[slot] // 2)

@@ -10,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import jax
 import pytest
 
 from dflash_jax import serve
@@ -158,6 +160,31 @@ def test_a_second_interrupt_stops_at_once(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Journal, "append", append)
     assert serve.main(command(pair, source, output)) == 0
     assert records(output) == records(tmp_path / "whole.jsonl")
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_an_interrupt_while_programs_are_compiled(pair, tmp_path, monkeypatch, capsys, signals):
+    """It is obeyed before the next program; what is being compiled is not waited for."""
+    source, output = write(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "out.jsonl"
+    compiled, stopped = [], threading.Event()
+    compile_one = jax.stages.Lowered.compile
+
+    def slow(self, *options):
+        compiled.append(self)
+        if len(compiled) == 2:
+            for _ in range(signals):
+                os.kill(os.getpid(), signal.SIGINT)
+            stopped.wait(60)
+        return compile_one(self, *options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", slow)
+    assert serve.main(command(pair, source, output)) == 130
+    assert not output.read_text()
+    assert "the same command continues" in capsys.readouterr().err
+    stopped.set()
+    monkeypatch.undo()
+    assert serve.main(command(pair, source, output)) == 0
+    assert len(records(output)) == 2
 
 
 @pytest.mark.slow
@@ -363,6 +390,18 @@ def test_figures_while_a_job_runs(pair, tmp_path, capsys):
     latency = json.loads(summary.read_text())["latency_seconds"]
     assert set(latency) == {"queue", "first_token", "per_token", "end_to_end"}
     assert latency["end_to_end"]["p50"] >= latency["first_token"]["p50"] >= latency["queue"]["p50"] >= 0
+
+
+def test_an_interrupted_command_waits_for_no_thread():
+    code = (
+        "import threading, time\n"
+        "from dflash_jax.infer.interrupt import INTERRUPTED, exit_quietly\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print('said')\n"
+        "exit_quietly(INTERRUPTED)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "said\n", "")
 
 
 def test_a_signal_while_python_ends_prints_nothing():
