@@ -386,8 +386,8 @@ def _http(options: ServeOptions, address: str) -> int:
     if options.output or options.summary:
         raise ValueError("--http answers over the network; --output and --summary need --input")
     try:
-        from dflash_jax.infer.lines import MOST_ALTERNATIVES
         from dflash_jax.infer.listening import listen, make_server
+        from dflash_jax.infer.params import MOST_ALTERNATIVES
         from dflash_jax.infer.server import Worker, make_app
     except ImportError as error:
         raise ValueError(f"{error}; the server needs more packages: pip install '.[server]' in the checkout") from error

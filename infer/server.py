@@ -151,7 +151,7 @@ class Service:
         except OverflowError as error:
             return _error(413, "request_too_large", str(error))
         except RequestError as error:
-            return _error(400, error.code, str(openai.in_their_words(error)))
+            return _error(400, error.code, str(error))
         except OverloadedError as error:
             return _error(429, "overloaded", str(error), {"Retry-After": str(self._limits.retry_seconds)})
         with contextlib.ExitStack() as present:

@@ -54,7 +54,7 @@ class Text:
         if self._tokenizer is None:
             raise RequestError(
                 "no_tokenizer",
-                f"{self._directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); use 'prompt_token_ids' "
+                f"{self._directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); give the prompt as token ids, "
                 "without stop strings, or add the files",
             )
         return self._tokenizer
@@ -81,7 +81,7 @@ class Text:
         """
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
-            raise RequestError("no_chat_template", "the target's tokenizer has no chat template; use 'prompt' instead")
+            raise RequestError("no_chat_template", "the target's tokenizer has no chat template; give a plain prompt")
         for message in messages:
             for value in message.values():
                 self._checked(value)
