@@ -236,6 +236,15 @@ class TargetConfig(DecoderConfig):
     max_position_embeddings: int = 0
     fp8: bool = False
 
+    @property
+    def most_positions(self) -> int:
+        """The trained context, or what a scaled rotary embedding makes of it; 0 if the config does not say."""
+        ropes = {getattr(mixer, "rope", None) for mixer in self.mixers} - {None}
+        scaled = [
+            rope.factor * (rope.original_max_position_embeddings or self.max_position_embeddings) for rope in ropes
+        ]
+        return int(max([self.max_position_embeddings, *scaled])) if self.max_position_embeddings else 0
+
     def indivisible(self, layout: Layout) -> str | None:
         """Why the model cannot be split so, or None; FP8 blocks are not cut."""
         for layer in self.layers if self.fp8 else ():

@@ -78,12 +78,17 @@ class Described(NamedTuple):
 
 
 def describe(models: ModelOptions, generation: GenerationOptions, *, max_length: int | None = None) -> Described:
-    """What `load` says of a target, without its weights."""
+    """What `load` says of a target, without its weights.
+
+    Args:
+        max_length: tokens of a row that were asked for.
+    """
     from dflash_jax import checkpoint
     from dflash_jax.models import target_config
 
     directory = checkpoint.resolve(pair_sources(models)[0], "target")
     config = target_config(checkpoint.read_json(directory / "config.json"))
+    check_length(config, max_length)
     return Described(str(directory), *_text(str(directory), config, generation, max_length))
 
 
@@ -157,6 +162,12 @@ def target_config(source: str) -> "TargetConfig":
     return models.target_config(checkpoint.read_json(checkpoint.resolve(source, "target") / "config.json"))
 
 
+def check_length(config: "TargetConfig", max_length: int | None) -> None:
+    """Raises ValueError for a `--max-length` that the target was not made for."""
+    if max_length is not None and (most := config.most_positions) and max_length > most:
+        raise ValueError(f"--max-length must be at most {most}, the positions of the target, got {max_length}")
+
+
 def engine_config(
     target: "Target",
     requests: "Sequence[Request]",
@@ -181,6 +192,7 @@ def engine_config(
         raise ValueError(f"--stream-interval must be at least 1, got {options.stream_interval}")
     if generation.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {generation.batch_size}")
+    check_length(target.config, options.max_length)
     parts, most = rows_of(target.mesh), target.config.max_position_embeddings
     known = range(target.config.vocab_size)
     fit = [r for r in requests if r.prompt_token_ids and all(token in known for token in r.prompt_token_ids)]

@@ -98,6 +98,20 @@ def test_large_models_are_read(scaling):
     assert (config.hidden_size, config.vocab_size) == (65536, 2**21)
 
 
+@pytest.mark.parametrize(
+    ("change", "positions"),
+    [
+        ({}, 1024),
+        ({"max_position_embeddings": None}, 0),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 4096),
+        ({"rope_scaling": YARN | {"factor": 4.0}}, 2048),
+        ({"rope_scaling": LLAMA3}, 1024),
+    ],
+)
+def test_positions_of_a_target(change, positions):
+    assert target_config(tiny.target_config(**change)).most_positions == positions
+
+
 def test_inert_and_switched_off_fields_pass():
     plain = target_config(tiny.target_config())
     inert = {"use_cache": True, "initializer_range": 0.02, "pretraining_tp": 1, "attention_dropout": 0.0}

@@ -212,6 +212,10 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
     source, output = tmp_path / "in.jsonl", str(tmp_path / "out.jsonl")
     source.write_text('{"prompt": "a"}\n')
     models = ["--target", target, "--drafter", drafter]
+    endless = [
+        "--target",
+        str(tiny.write_target(tmp_path / "endless", tiny.target_config(max_position_embeddings=None))),
+    ]
     job = ["--input", str(source), "--output", output]
     cases = {
         "No such file": [*models, "--input", str(tmp_path / "gone"), "--output", output],
@@ -225,7 +229,16 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         "max-new-tokens": [*models, *job, "--max-new-tokens", "0"],
         "--batch-size must be": [*models, *job, "--batch-size", "0"],
         "max_length must be": [*models, *job, "--max-length", "0"],
-        "no memory for": [*models, *job, "--max-length", "2000000000", "--batch-size", "1000"],
+        "--max-length must be at most 1024, the positions of the target, got 10000000": [
+            *models,
+            *job,
+            *("--max-length", "10000000"),
+        ],
+        "no memory for": [
+            *endless,
+            *job,
+            *("--no-speculation", "--max-length", "2000000000", "--batch-size", "1000"),
+        ],
         "--long-slots needs": [*models, *job, "--long-slots", "1"],
         "short_length must be": [*models, *job, "--batch-size", "2", "--short-length", "1"],
         "top_k must lie in": [*models, *job, "--top-k", "3000000000"],
