@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_jax import files
-from dflash_jax.infer.progress import engine_rates, progress_bar
+from dflash_jax.infer.progress import engine_rates, progress_bar, warm_up
 from dflash_jax.train.arguments import (
     AblateOptions,
     CacheFeaturesOptions,
@@ -73,7 +73,11 @@ def _regenerate(options: RegenerateOptions) -> int:
     fixed = engine_options.fixed(generation, options.models.drafter)
     seed, max_length = engine_options.seed, engine_options.max_length
     settings = job_settings(target.directory, target.dtype.name, text, defaults, lines, seed, max_length, fixed)
-    with journal(Path(options.output), settings, lines) as output, stop_signals() as stopping:
+    with (
+        stop_signals() as stopping,
+        journal(Path(options.output), settings, lines, lambda: stopping) as output,
+    ):
+        admit = lambda: not stopping
         lines = [line for line in lines if line.index not in output.done]
         if output.done:
             print(f"{len(output.done)} lines are done, {len(lines)} left", file=sys.stderr)
@@ -81,11 +85,11 @@ def _regenerate(options: RegenerateOptions) -> int:
             return 1 if output.failed else 0
         requests = [line.request for line in lines if line.request]
         engine = make_engine(target, drafter, engine_config(target, requests, generation, engine_options))
-        engine.warm_up()
+        warm_up(engine, admit)
         failed = cut = 0
         with (
             progress_bar(len(lines), "answer") as bar,
-            contextlib.closing(run_job(engine, lines, answer_record, admit=lambda: not stopping)) as records,
+            contextlib.closing(run_job(engine, lines, answer_record, admit=admit)) as records,
         ):
             for record, _ in records:
                 if record is not None:
