@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dflash_jax.drafters.base import Drafter
     from dflash_jax.infer.engine import Engine
     from dflash_jax.infer.engine_config import EngineConfig
+    from dflash_jax.infer.lengths import Lengths
     from dflash_jax.infer.params import SamplingParams
     from dflash_jax.infer.requests import Request
     from dflash_jax.infer.text import Text
@@ -184,14 +185,11 @@ def engine_config(
         growing: whether such requests may begin as others did, like the turns of a conversation.
     """
     from dflash_jax.infer.engine_config import EngineConfig
-    from dflash_jax.infer.lengths import Lengths, two_lengths
+    from dflash_jax.infer.lengths import two_lengths
     from dflash_jax.infer.prefixes import shared_chunks, shared_tokens
     from dflash_jax.mesh import rows_of
 
-    if options.stream_interval < 1:
-        raise ValueError(f"--stream-interval must be at least 1, got {options.stream_interval}")
-    if generation.batch_size < 1:
-        raise ValueError(f"--batch-size must be at least 1, got {generation.batch_size}")
+    _check_options(generation, options)
     check_length(target.config, options.max_length)
     parts, most = rows_of(target.mesh), target.config.max_position_embeddings
     known = range(target.config.vocab_size)
@@ -202,8 +200,6 @@ def engine_config(
         needed = max((len(r.prompt_token_ids) + max(r.params.max_new_tokens, 1) for r in fit), default=1)
         max_length = min(-(-needed // 256) * 256, most or needed)
     slots = -(-generation.batch_size // parts) * parts
-    if options.long_slots is not None and options.short_length is None:
-        raise ValueError("--long-slots needs --short-length")
     chunk, prompts = 256, [r.prompt_token_ids for r in fit]
     if requests and not options.deterministic:
         chunk = min(chunk, max(32, 1 << (prompt - 1).bit_length()))  # no prompt needs more
@@ -212,8 +208,7 @@ def engine_config(
             chunk = 32
     lengths = None
     if options.short_length is not None:
-        long = -(-slots // 8) if options.long_slots is None else options.long_slots
-        lengths = Lengths(options.short_length, -(-long // parts) * parts)
+        lengths = _given_lengths(options, options.short_length, slots, max_length, chunk, parts)
     elif requests and not growing and not options.deterministic:
         sizes = [(len(r.prompt_token_ids), max(r.params.max_new_tokens, 1)) for r in fit]
         lengths = two_lengths(sizes, slots, max_length, least=chunk, parts=parts)
@@ -237,6 +232,46 @@ def engine_config(
         long_slots=lengths.long_slots if lengths else 1,
         deterministic=options.deterministic,
     )
+
+
+def _check_options(generation: GenerationOptions, options: EngineOptions) -> None:
+    """Raises ValueError for an option that is out of range, or excludes another."""
+    for flag, value, least in (
+        ("--batch-size", generation.batch_size, 1),
+        ("--max-length", options.max_length, 1),
+        ("--short-length", options.short_length, 1),
+        ("--long-slots", options.long_slots, 1),
+        ("--prefix-chunks", options.prefix_chunks, 0),
+        ("--stream-interval", options.stream_interval, 1),
+    ):
+        if value is not None and not least <= value < 2**31:
+            raise ValueError(f"{flag} must be at least {least} and below 2**31, got {value}")
+    if options.long_slots is not None and options.short_length is None:
+        raise ValueError("--long-slots needs --short-length")
+    if options.short_length is not None and options.deterministic:
+        raise ValueError("--short-length and --deterministic exclude each other: where a row stands decides bits")
+
+
+def _given_lengths(
+    options: EngineOptions, short: int, slots: int, max_length: int, chunk: int, parts: int
+) -> "Lengths":
+    """The lengths that `--short-length` and `--long-slots` name.
+
+    Raises:
+        ValueError: rows cannot have them.
+    """
+    from dflash_jax.infer.lengths import Lengths
+
+    long = -(-slots // 8) if options.long_slots is None else options.long_slots
+    long = -(-long // parts) * parts
+    if not chunk <= short < max_length:
+        raise ValueError(
+            f"--short-length must be at least {chunk}, a piece of a prompt, and below --max-length, {max_length}; "
+            f"got {short}"
+        )
+    if long >= slots:
+        raise ValueError(f"--short-length needs a --batch-size above the {long} long rows, got {slots}")
+    return Lengths(short, long)
 
 
 def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConfig") -> "Engine":

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -203,8 +204,8 @@ def parse_options(argv: Sequence[str] | None = None) -> ServeOptions:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _with_default_models(parse_options(argv))
-    for name, mode in _without_effect(options):
-        print(f"note: {name} has no effect with {mode}", file=sys.stderr)
+    for name, why in _without_effect(options):
+        print(f"note: {name} has no effect {why}", file=sys.stderr)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it regrets the absence of torch, which nobody needs here
     try:
         if options.prompt is not None:
@@ -234,7 +235,7 @@ def _with_default_models(options: ServeOptions) -> ServeOptions:
 
 
 def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
-    """Flags that were given and change nothing, each with the flag that is the reason."""
+    """Flags that were given and change nothing, each with the reason."""
 
     def given(options: Any, default: Any, names: Iterable[str]) -> Iterator[str]:
         return (f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(default, n))
@@ -243,20 +244,24 @@ def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
     server = given(options.server, HttpOptions(), HttpOptions.__dataclass_fields__)
     cluster = given(options.cluster, RayOptions(), RayOptions.__dataclass_fields__)
     if options.prompt is not None:
-        yield from ((name, "--prompt") for name in (*job, *server, *cluster))
+        yield from ((name, "with --prompt") for name in (*job, *server, *cluster))
     elif options.http is not None:
-        yield from ((name, "--http") for name in (*job, *cluster))
+        yield from ((name, "with --http") for name in (*job, *cluster))
     else:
-        yield from ((name, "--input") for name in server)
+        yield from ((name, "with --input") for name in server)
+        if options.cluster.ray is None:
+            yield from ((name, "without --ray") for name in cluster)
     if options.no_speculation:
         speculating = given(options.generation, GenerationOptions(), ("block_size", "proposals"))
-        yield from ((name, "--no-speculation") for name in speculating)
+        yield from ((name, "with --no-speculation") for name in speculating)
 
 
 def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     begin = time.perf_counter()
     if not options.output:
         raise ValueError("--input needs --output FILE.jsonl")
+    if (interval := options.stats_interval) is not None and not 0 <= interval < math.inf:
+        raise ValueError(f"--stats-interval must be at least 0 and finite, got {interval}")
     from dflash_jax.infer.batch_job import Job, JobFiles, LocalEngine
     from dflash_jax.infer.lines import input_lines, read_lines, requests_of
 

@@ -98,6 +98,8 @@ def test_wrong_usage_exits_2_and_says_what_to_do(capsys):
         ("--http h:1 --ordered --ray", ["--ordered", "--ray"]),
         ("--prompt a --no-speculation --block-size 16", ["--block-size"]),
         ("--input a --ordered --block-size 16", []),
+        ('--input a --ray-workers 2 --ray-resources {"GPU":1}', ["--ray-workers", "--ray-resources"]),
+        ("--input a --ray --ray-workers 2", []),
     ],
 )
 def test_flags_without_effect_are_noted(arguments, noted):

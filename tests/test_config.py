@@ -291,3 +291,4 @@ def test_wrong_pairs_are_refused_with_both_numbers(change, numbers):
 def test_a_mask_that_ends_the_targets_texts_is_refused():
     with pytest.raises(ValueError, match="one of its end tokens"):
         drafter().check_pair(target_config(tiny.target_config(eos_token_id=tiny.MASK)))
+    drafter().check_pair(target_config(tiny.target_config(pad_token_id=tiny.MASK)))  # as docs/serving.md says
