@@ -348,9 +348,11 @@ class Engine:
         leave = len(rows) if filling or waiting or any(row.room < row.budget for row in rows) else 0
         visit, self._ahead = self._ahead, None
         twice = not filling and self._go_on(rows)
-        # Two visits under way hold up a new request no longer than one does, if they are half as long.
+        # Two visits under way hold up a new request hardly longer than one does, if they are half as long: so where one
+        # may come, or a slot may become free without the device knowing.
+        soon = self.busy < self.slots or any(row.request.find_stop for row in rows)
         most = self.config.steps_per_visit
-        most = -(-most // 2) if twice and self.busy < self.slots else most
+        most = -(-most // 2) if twice and soon else most
         if visit is None:
             begin = time.perf_counter()
             self.wait()
@@ -361,9 +363,10 @@ class Engine:
         return self._look(visit)
 
     def _go_on(self, rows: Sequence[ActiveRequest]) -> bool:
-        """Whether these rows will need more visits than one, and the device finds their ends by itself."""
-        least = max(row.room - len(row.completion.token_ids) for row in rows)
-        return least > self.config.steps_per_visit and not any(row.request.find_stop for row in rows)
+        """Whether rows whose ends the device finds by itself will need more visits than one. Further steps of rows that
+        end on the host, at a stop string, are for nothing."""
+        left = (row.room - len(row.completion.token_ids) for row in rows if not row.request.find_stop)
+        return max(left, default=0) > self.config.steps_per_visit
 
     def _visit(self, rows: Sequence[ActiveRequest], leave_below: int, most: int) -> Visit:
         """Asks the device for at most so many steps."""

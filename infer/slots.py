@@ -22,8 +22,8 @@ from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
-NARROWER = 4  # few busy rows run programs of a fourth of the rows,
-MANY = 16  # where there are so many: fewer are not worth compiling twice as many programs
+NARROWER = (4, 2)  # few busy rows run programs of a fourth or half of the rows,
+MANY = 16  # where there are so many: fewer are not worth compiling several times as many programs
 
 
 class Read(NamedTuple):
@@ -89,8 +89,8 @@ class Slots:
         self._block_sizes, self._steps_per_visit = tuple(block_sizes), steps_per_visit
         self._proposals: Proposals = proposals
         self._logprobs = logprobs
-        few = slots // NARROWER // self._parts * self._parts if slots >= MANY else 0
-        self.widths = (few, slots) if few and not deterministic else (slots,)
+        fewer = [slots // n // self._parts * self._parts for n in NARROWER if slots >= MANY and not deterministic]
+        self.widths = tuple(sorted({slots, *filter(None, fewer)}))
         with self._on_mesh():
             made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, chunk)))()
             if deterministic and made.calibration is not None:
@@ -209,16 +209,19 @@ class Slots:
         of_part = self._slots // self._parts
         busy_of = [[slot for slot in busy if slot // of_part == part] for part in range(self._parts)]
         most = max(map(len, busy_of)) * self._parts
-        width = next(width for width in self.widths if width >= most) // self._parts
-        chosen: list[int] = []
+        return self._filled(busy_of, next(width for width in self.widths if width >= most))
+
+    def _filled(self, busy_of: Sequence[Sequence[int]], width: int) -> list[int]:
+        """The busy rows of each part, and others, so that there are as many of each part."""
+        of_part, chosen = self._slots // self._parts, list[int]()
         for part, taken in enumerate(busy_of):
             others = (slot for slot in range(part * of_part, (part + 1) * of_part) if slot not in taken)
-            chosen += sorted([*taken, *itertools.islice(others, width - len(taken))])
+            chosen += sorted([*taken, *itertools.islice(others, width // self._parts - len(taken))])
         return chosen
 
     def idle(self, width: int) -> list[int]:
         """Rows of a program of that width, whichever."""
-        return self.some(range(self._slots)) if width == self._slots else self.some([])
+        return self._filled([[]] * self._parts, width)
 
     def decode(self, block_size: int, max_steps: int, leave_below: int, slots: Sequence[int]) -> Committed:
         """One visit to the device (see `decoding.step.run`): the tokens of each step, not waited for.
