@@ -32,15 +32,15 @@ class Text:
     def __init__(
         self, directory: str, template_arguments: Mapping[str, Any] | None = None, most_tokens: int | None = None
     ):
-        from transformers import AutoTokenizer
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
         self.template_arguments = dict(template_arguments or {})
         self._directory, self._tokenizer = directory, None
         self._most_tokens, self._most_bytes = most_tokens, math.inf
         if not any((Path(directory) / name).is_file() for name in TOKENIZER_FILES):
             return
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         except Exception as error:  # tokenizer files are read by several libraries, which raise what they like

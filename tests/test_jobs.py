@@ -37,7 +37,7 @@ def test_a_job_continues_where_its_output_ends(pair, tmp_path, capsys):
     assert "temperature 0.0, now 0.5" in capsys.readouterr().err
     assert serve.main(command(pair, source, output, "--temperature", "0.5", "--force")) == 1
     assert serve.main(command(pair, source, output, "--force")) == 1
-    output.write_text("rubbish\n" + "".join(text))
+    output.write_text("no record\n" + "".join(text))
     assert serve.main(command(pair, source, output)) == 2
     assert "damaged in line 1" in capsys.readouterr().err
     output.write_text("".join(text) + text[0])

@@ -94,7 +94,7 @@ def test_regenerating_continues(place, capsys):
     assert regenerate(place, "torn.jsonl", "--temperature", "0.7") == 2
     assert "other settings: input 6 lines" in capsys.readouterr().err
     (place / "prompts.jsonl").write_text(prompts)
-    (place / "torn.jsonl").write_text("rubbish\n" + whole)
+    (place / "torn.jsonl").write_text("no record\n" + whole)
     assert regenerate(place, "torn.jsonl", "--temperature", "0.7") == 2
     assert "damaged" in capsys.readouterr().err
 
