@@ -239,10 +239,10 @@ class TargetConfig(DecoderConfig):
     @property
     def most_positions(self) -> int:
         """The trained context, or what a scaled rotary embedding makes of it; 0 if the config does not say."""
-        ropes = {getattr(mixer, "rope", None) for mixer in self.mixers} - {None}
-        scaled = [
-            rope.factor * (rope.original_max_position_embeddings or self.max_position_embeddings) for rope in ropes
-        ]
+        ropes = [rope for mixer in self.mixers if (rope := getattr(mixer, "rope", None))]
+        scaled = {
+            each.factor * (each.original_max_position_embeddings or self.max_position_embeddings) for each in ropes
+        }
         return int(max([self.max_position_embeddings, *scaled])) if self.max_position_embeddings else 0
 
     def indivisible(self, layout: Layout) -> str | None:

@@ -1,23 +1,18 @@
-"""From options to what they name: models, meshes and engines.
+"""From options to what they name: models and meshes.
 
 Like `cli`, nothing here imports jax before there is work for it.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions
+from dflash_jax.cli import GenerationOptions, ModelOptions
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from dflash_jax.config import TargetConfig
     from dflash_jax.drafters.base import Drafter
-    from dflash_jax.infer.engine import Engine
-    from dflash_jax.infer.engine_config import EngineConfig
-    from dflash_jax.infer.lengths import Lengths
     from dflash_jax.infer.params import SamplingParams
-    from dflash_jax.infer.requests import Request
     from dflash_jax.infer.text import Text
     from dflash_jax.target import Target
 
@@ -74,6 +69,7 @@ class Described(NamedTuple):
     """
 
     directory: str
+    config: "TargetConfig"
     text: "Text"
     defaults: "SamplingParams"
 
@@ -89,8 +85,7 @@ def describe(models: ModelOptions, generation: GenerationOptions, *, max_length:
 
     directory = checkpoint.resolve(pair_sources(models)[0], "target")
     config = target_config(checkpoint.read_json(directory / "config.json"))
-    check_length(config, max_length)
-    return Described(str(directory), *_text(str(directory), config, generation, max_length))
+    return Described(str(directory), config, *_text(str(directory), config, generation, max_length))
 
 
 def _text(
@@ -161,130 +156,6 @@ def target_config(source: str) -> "TargetConfig":
     from dflash_jax import checkpoint, models
 
     return models.target_config(checkpoint.read_json(checkpoint.resolve(source, "target") / "config.json"))
-
-
-def check_length(config: "TargetConfig", max_length: int | None) -> None:
-    """Raises ValueError for a `--max-length` that the target was not made for."""
-    if max_length is not None and (most := config.most_positions) and max_length > most:
-        raise ValueError(f"--max-length must be at most {most}, the positions of the target, got {max_length}")
-
-
-def engine_config(
-    target: "Target",
-    requests: "Sequence[Request]",
-    generation: GenerationOptions,
-    options: EngineOptions,
-    *,
-    logprobs: int | None = None,
-    growing: bool = False,
-) -> "EngineConfig":
-    """A configuration with room for the longest request.
-
-    Args:
-        logprobs: alternatives that requests still unknown may ask for.
-        growing: whether such requests may begin as others did, like the turns of a conversation.
-    """
-    from dflash_jax.infer.engine_config import EngineConfig
-    from dflash_jax.infer.lengths import two_lengths
-    from dflash_jax.infer.prefixes import shared_chunks, shared_tokens
-    from dflash_jax.mesh import rows_of
-
-    _check_options(generation, options)
-    check_length(target.config, options.max_length)
-    parts, most = rows_of(target.mesh), target.config.max_position_embeddings
-    known = range(target.config.vocab_size)
-    fit = [r for r in requests if r.prompt_token_ids and all(token in known for token in r.prompt_token_ids)]
-    prompt = max((len(r.prompt_token_ids) for r in fit), default=1)
-    max_length, kept = options.max_length, options.prefix_chunks
-    if max_length is None:
-        needed = max((len(r.prompt_token_ids) + max(r.params.max_new_tokens, 1) for r in fit), default=1)
-        max_length = min(-(-needed // 256) * 256, most or needed)
-    slots = -(-generation.batch_size // parts) * parts
-    chunk, prompts = 256, [r.prompt_token_ids for r in fit]
-    if requests and not options.deterministic:
-        chunk = min(chunk, max(32, 1 << (prompt - 1).bit_length()))  # no prompt needs more
-        # Short pieces in common are found in short chunks only; they must be worth reading the others piece by piece.
-        if chunk <= 128 and 2 * shared_tokens(prompts, 32) > sum(map(len, prompts)):
-            chunk = 32
-    lengths = None
-    if options.short_length is not None:
-        lengths = _given_lengths(options, options.short_length, slots, max_length, chunk, parts)
-    elif requests and not growing and not options.deterministic:
-        sizes = [(len(r.prompt_token_ids), max(r.params.max_new_tokens, 1)) for r in fit]
-        lengths = two_lengths(sizes, slots, max_length, least=chunk, parts=parts)
-    if kept is None:  # what is of use, and no more memory than the slots take
-        room = slots * max_length
-        if lengths is not None:
-            room -= (slots - lengths.long_slots) * (max_length - lengths.short_length)
-        kept = room // chunk
-        kept = kept if growing else min(kept, shared_chunks(prompts, chunk))
-    return EngineConfig(
-        slots=slots,
-        max_length=max_length,
-        block_size=generation.block_size,
-        proposals=generation.proposals,
-        seed=options.seed,
-        prefill_chunk=chunk,
-        steps_per_visit=options.stream_interval,
-        prefix_chunks=kept,
-        logprobs=max((n for r in requests if (n := r.params.logprobs) is not None), default=logprobs),
-        short_length=lengths and lengths.short_length,
-        long_slots=lengths.long_slots if lengths else 1,
-        deterministic=options.deterministic,
-    )
-
-
-def _check_options(generation: GenerationOptions, options: EngineOptions) -> None:
-    """Raises ValueError for an option that is out of range, or excludes another."""
-    for flag, value, least in (
-        ("--batch-size", generation.batch_size, 1),
-        ("--max-length", options.max_length, 1),
-        ("--short-length", options.short_length, 1),
-        ("--long-slots", options.long_slots, 1),
-        ("--prefix-chunks", options.prefix_chunks, 0),
-        ("--stream-interval", options.stream_interval, 1),
-    ):
-        if value is not None and not least <= value < 2**31:
-            raise ValueError(f"{flag} must be at least {least} and below 2**31, got {value}")
-    if options.long_slots is not None and options.short_length is None:
-        raise ValueError("--long-slots needs --short-length")
-    if options.short_length is not None and options.deterministic:
-        raise ValueError("--short-length and --deterministic exclude each other: where a row stands decides bits")
-
-
-def _given_lengths(
-    options: EngineOptions, short: int, slots: int, max_length: int, chunk: int, parts: int
-) -> "Lengths":
-    """The lengths that `--short-length` and `--long-slots` name.
-
-    Raises:
-        ValueError: rows cannot have them.
-    """
-    from dflash_jax.infer.lengths import Lengths
-
-    long = -(-slots // 8) if options.long_slots is None else options.long_slots
-    long = -(-long // parts) * parts
-    if not chunk <= short < max_length:
-        raise ValueError(
-            f"--short-length must be at least {chunk}, a piece of a prompt, and below --max-length, {max_length}; "
-            f"got {short}"
-        )
-    if long >= slots:
-        raise ValueError(f"--short-length needs a --batch-size above the {long} long rows, got {slots}")
-    return Lengths(short, long)
-
-
-def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConfig") -> "Engine":
-    """The engine; says what to do where there is no memory for it."""
-    from dflash_jax.infer.engine import Engine
-
-    try:
-        return Engine(target, drafter, config)
-    except (RuntimeError, OverflowError, MemoryError) as error:
-        raise ValueError(
-            f"no memory for {config.slots} rows of {config.max_length} tokens; lower --max-length or --batch-size "
-            f"({str(error).splitlines()[0]:.120})"
-        ) from error
 
 
 def enable_compilation_cache() -> None:

@@ -101,6 +101,16 @@ def read_lines(stream: Iterable[bytes], text: Text, defaults: SamplingParams) ->
     return lines
 
 
+def detached(line: Line) -> Line:
+    """The line without what cannot leave this process; see `attached`."""
+    return replace(line, request=line.request and replace(line.request, find_stop=None))
+
+
+def attached(line: Line, text: Text) -> Line:
+    """A line that came from another process, as it was there."""
+    return replace(line, request=line.request and replace(line.request, find_stop=text.find_stop(line.stop)))
+
+
 def requests_of(lines: Iterable[Line]) -> list[Request]:
     """What an engine for these lines must have room for."""
     return [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
