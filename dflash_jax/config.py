@@ -239,11 +239,10 @@ class TargetConfig(DecoderConfig):
     @property
     def most_positions(self) -> int:
         """The trained context, or what a scaled rotary embedding makes of it; 0 if the config does not say."""
+        trained = self.max_position_embeddings
         ropes = [rope for mixer in self.mixers if (rope := getattr(mixer, "rope", None))]
-        scaled = {
-            each.factor * (each.original_max_position_embeddings or self.max_position_embeddings) for each in ropes
-        }
-        return int(max([self.max_position_embeddings, *scaled])) if self.max_position_embeddings else 0
+        scaled = {rope.factor * (rope.original_max_position_embeddings or trained) for rope in ropes}
+        return int(max([trained, *scaled])) if trained else 0
 
     def indivisible(self, layout: Layout) -> str | None:
         """Why the model cannot be split so, or None; FP8 blocks are not cut."""
