@@ -26,6 +26,7 @@ from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.rows import ActiveRequest
 from dflash_jax.infer.slots import Slots
 from dflash_jax.infer.stats import Stats
+from dflash_jax.kernels.block_attention.reference import CHUNK
 from dflash_jax.mesh import rows_of
 from dflash_jax.target import Target
 
@@ -52,7 +53,6 @@ class Visit(NamedTuple):
 
 LANES = 16  # float32 numbers in the widest vector of a processor
 STALL = 4.0  # visits, for which rows wait at most while prompts are read; less where few slots fill
-CHUNK = 128  # of a cache, that attention sums at once (see `kernels.block_attention.reference`)
 
 
 class Engine:
@@ -112,7 +112,7 @@ class Engine:
         self._waiting: deque[ActiveRequest] = deque()
         self._rows: list[ActiveRequest | None] = [None] * config.slots
         self._shortest_first = True
-        self._stall: float | None = None  # seconds, or programs, for which prompts may still be read; None if none was
+        self._turn = 1.0  # share that is left of the time in which prompts are read before rows decode again
         self._ahead: Visit | None = None  # asked for while the one before it was under way
         self._looked = 0.0  # when tokens last came from the device
         self._step_seconds = 0.0  # of the last visit
@@ -231,10 +231,10 @@ class Engine:
         decoding = any(row and row.decoding for row in self._rows)
         if not decoding:
             self._ahead = None  # its rows have all finished
-        if filling and (not decoding or (not self._ahead and (self._stall is None or self._stall > 0))):
+        if filling and (not decoding or (not self._ahead and self._turn > 0)):
             events = self._read(filling)
         elif decoding:
-            self._stall = None
+            self._turn = 1.0
             events = self._advance(bool(filling), admit and bool(self._waiting))
         else:
             return []
@@ -307,8 +307,8 @@ class Engine:
     def _read(self, slots: Sequence[int]) -> list[ActiveRequest]:
         """Reads some of the prompts of these slots, until one ends; returns the rows that got a first token.
 
-        Rows that decode wait for `STALL` visits at most, as it were, or for as many programs as there are prompts where
-        their times are not known.
+        Rows that decode wait for `STALL` visits, where all slots fill, and in proportion where few do; or for as many
+        programs as there are prompts where their times are not known.
         """
         begin, filling = time.perf_counter(), {slot: row for slot in slots if (row := self._rows[slot])}
         visit_seconds, events = self.config.steps_per_visit * self._step_seconds, []
@@ -319,10 +319,8 @@ class Engine:
             in_order = sorted(filling.items(), key=lambda item: (key(item[1]), item[1].ticket))
             reads, first, seconds = self.batch.read([row.unread(slot) for slot, row in in_order])
             self.stats.prompt_programs += 1
-            if self._stall is None:
-                share = STALL * visit_seconds / self.slots
-                self._stall = len(filling) * (1.0 if seconds is None else share)
-            self._stall -= 1.0 if seconds is None else seconds
+            programs = len(slots) * (1.0 if seconds is None else STALL * visit_seconds / self.slots / seconds)
+            self._turn -= 1 / programs if programs else 1.0
             for read in reads:
                 row = filling[read.slot]
                 self.stats.prefix_tokens += read.copied
@@ -334,7 +332,7 @@ class Engine:
                 if row.completion.finish_reason:
                     self.batch.release(read.slot)
                 events.append(row)
-            if self._stall <= 0:
+            if self._turn <= 0:
                 break
         self.stats.prefill_seconds += time.perf_counter() - begin
         return events
