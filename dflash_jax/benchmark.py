@@ -19,13 +19,8 @@ from dflash_jax.cli import (
     parse,
     parsed,
 )
-from dflash_jax.loading import (
-    Loaded,
-    engine_config,
-    load,
-    make_engine,
-    pair_sources,
-)
+from dflash_jax.engines import engine_for, needs_of
+from dflash_jax.loading import Loaded, load, pair_sources
 
 if TYPE_CHECKING:
     from dflash_jax.benchmarks.datasets import Sample
@@ -252,8 +247,8 @@ def _variants(generation: GenerationOptions) -> dict[str, GenerationOptions]:
 def _engine(
     loaded: Loaded, generation: GenerationOptions, seed: int, requests: "Sequence[Request]", *, speculative: bool = True
 ) -> "Engine":
-    config = engine_config(loaded.target, requests, generation, EngineOptions(seed=seed))
-    return make_engine(loaded.target, loaded.drafter if speculative else None, config)
+    options, loaded = EngineOptions(seed=seed), loaded if speculative else loaded._replace(drafter=None)
+    return engine_for(loaded, needs_of(loaded.target.config, requests, options), generation, options)
 
 
 def _jobs(
@@ -301,12 +296,13 @@ def _sweep(
     assert loaded.drafter is not None
     size = loaded.drafter.config.block_size if generation.block_size in (None, "auto") else generation.block_size
     options = EngineOptions(seed=seed, prefix_chunks=0)
+    needs = needs_of(loaded.target.config, requests, options)
 
     def engines(concurrency: int) -> "dict[str, Engine]":
         def engine(block_size: BlockSize) -> "Engine":
             changed = replace(generation, block_size=block_size, batch_size=concurrency)
-            config = engine_config(loaded.target, requests, changed, options)
-            return make_engine(loaded.target, None if block_size == 1 else loaded.drafter, config)
+            pair = loaded._replace(drafter=None) if block_size == 1 else loaded
+            return engine_for(pair, needs, changed, options)
 
         return {"autoregressive": engine(1), f"block {size}": engine(size), "auto": engine("auto")}
 

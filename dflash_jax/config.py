@@ -17,10 +17,15 @@ from dflash_jax.quantised import BLOCK
 
 Raw = Mapping[str, Any]
 
-# What no real model exceeds: a larger number is a mistake, found before memory is asked for.
-_MOST = {"num_hidden_layers": 4096, "num_target_layers": 4096, "num_attention_heads": 2**16, "head_dim": 2**16}
-_MOST |= {"rms_norm_eps": 0.1, "factor": 1e6}
+# What no real model exceeds: another number is a mistake, found before memory is asked for.
+_MOST = {"num_hidden_layers": 2**12, "num_target_layers": 2**12, "block_size": 2**10, "ttt_length": 2**10}
+_MOST |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok"), 2**16)
+_MOST |= dict.fromkeys(("num_experts", "num_local_experts", "markov_rank", "selector_rank", "selector_top_k"), 2**16)
+_MOST |= dict.fromkeys(("conv_kernel_size", "conv_group_size"), 2**16)
+_MOST |= {"hidden_size": 2**18, "intermediate_size": 2**20, "moe_intermediate_size": 2**20}
+_MOST |= {"vocab_size": 2**24, "draft_vocab_size": 2**24, "rms_norm_eps": 0.1, "rope_theta": 1e12, "factor": 1e6}
 _MOST_ANYWHERE = 2**31 - 1
+_LEAST = {"rms_norm_eps": 1e-20, "rope_theta": 1.0, "factor": 1.0}
 
 # Fields that are true or false wherever they stand.
 _FLAGS = frozenset("tie_word_embeddings attention_bias mlp_bias use_sliding_window".split())
@@ -258,6 +263,14 @@ class TargetConfig(DecoderConfig):
         """FP8 blocks are not cut."""
         return BLOCK if self.fp8 else 1
 
+    @property
+    def most_positions(self) -> int:
+        """The trained context, or what a scaled rotary embedding makes of it; 0 if the config does not say."""
+        trained = self.max_position_embeddings
+        ropes = [mixer.rotary[0] for mixer in self.mixers if mixer.rotary]
+        scaled = {rope.factor * (rope.original_max_position_embeddings or trained) for rope in ropes}
+        return int(max([trained, *scaled])) if trained else 0
+
 
 def require(raw: Raw, name: str, kind: type = int) -> Any:
     """Returns `raw[name]`, a positive int or a float; raises ValueError if it is missing or misshapen."""
@@ -267,6 +280,8 @@ def require(raw: Raw, name: str, kind: type = int) -> Any:
         raise ValueError(f"config.json must have a positive {kind.__name__} {name!r}, got {value!r:.80}")
     if value > (most := _MOST.get(name, _MOST_ANYWHERE)):
         raise ValueError(f"config.json: {name} must be at most {most}, got {value!r:.80}")
+    if value < (least := _LEAST.get(name, 0)):
+        raise ValueError(f"config.json: {name} must be at least {least}, got {value!r:.80}")
     return kind(value)
 
 
@@ -354,8 +369,6 @@ def rope_config(raw: Raw) -> RopeConfig:
     if missing := [name for name in needed if name not in fields]:
         raise ValueError(f"config.json: rope_type {kind!r} must give {', '.join(missing)}")
     theta = require(fields, "rope_theta", float)
-    if theta < 1:
-        raise ValueError(f"config.json: rope_theta must be at least 1, got {theta!r}")
     for name, value in fields.items():
         if not isinstance(value, int | float) or not abs(value) < float("inf"):
             raise ValueError(f"config.json: rope parameter {name} must be a number, got {value!r:.80}")
@@ -365,7 +378,24 @@ def rope_config(raw: Raw) -> RopeConfig:
     del fields["rope_theta"]
     if unknown := set(fields) - (set(RopeConfig.__dataclass_fields__) - {"theta", "kind", "rotated"}):
         raise ValueError(f"config.json: rope parameters {sorted(unknown)} are not supported")
-    return RopeConfig(theta=theta, kind=kind, **fields)
+    return _checked(RopeConfig(theta=theta, kind=kind, **fields))
+
+
+def _checked(rope: RopeConfig) -> RopeConfig:
+    """Returns it; raises ValueError for bands of frequencies that cannot be."""
+    if rope.kind not in ("llama3", "yarn"):
+        return rope
+    require(vars(rope), "original_max_position_embeddings")
+    low, high = ("low_freq_factor", "high_freq_factor") if rope.kind == "llama3" else ("beta_slow", "beta_fast")
+    least, most = getattr(rope, low), getattr(rope, high)
+    if not 0 < least < most:
+        raise ValueError(f"config.json: {low} must be positive and below {high}, got {least} and {most}")
+    if rope.kind == "yarn" and (rope.theta == 1 or not (rope.attention_factor is None or rope.attention_factor > 0)):
+        theta, factor = rope.theta, rope.attention_factor
+        raise ValueError(
+            f"config.json: yarn needs a rope_theta above 1 and a positive attention_factor, got {theta} and {factor}"
+        )
+    return rope
 
 
 def partly_rotated(raw: Raw, default: float = 1.0) -> AttentionConfig:

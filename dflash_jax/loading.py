@@ -1,27 +1,20 @@
-"""From options to what they name: models, meshes and engines.
+"""From options to what they name: models and meshes.
 
 Like `cli`, nothing here imports jax before there is work for it.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions
+from dflash_jax.cli import GenerationOptions, ModelOptions
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from dflash_jax.config import TargetConfig
     from dflash_jax.drafters.base import Drafter
-    from dflash_jax.infer.engine import Engine
-    from dflash_jax.infer.engine_config import EngineConfig
     from dflash_jax.infer.params import SamplingParams
-    from dflash_jax.infer.requests import Request
     from dflash_jax.infer.text import Text
     from dflash_jax.target import Target
-
-
-DETERMINISTIC_LENGTH = 2048  # tokens of a row, if none is given
 
 
 class Loaded(NamedTuple):
@@ -76,18 +69,23 @@ class Described(NamedTuple):
     """
 
     directory: str
+    config: "TargetConfig"
     text: "Text"
     defaults: "SamplingParams"
 
 
 def describe(models: ModelOptions, generation: GenerationOptions, *, max_length: int | None = None) -> Described:
-    """What `load` says of a target, without its weights."""
+    """What `load` says of a target, without its weights.
+
+    Args:
+        max_length: tokens of a row that were asked for.
+    """
     from dflash_jax import checkpoint
     from dflash_jax.models import target_config
 
     directory = checkpoint.resolve(pair_sources(models)[0], "target")
     config = target_config(checkpoint.read_json(directory / "config.json"))
-    return Described(str(directory), *_text(str(directory), config, generation, max_length))
+    return Described(str(directory), config, *_text(str(directory), config, generation, max_length))
 
 
 def _text(
@@ -158,92 +156,6 @@ def target_config(source: str) -> "TargetConfig":
     from dflash_jax import checkpoint, models
 
     return models.target_config(checkpoint.read_json(checkpoint.resolve(source, "target") / "config.json"))
-
-
-def engine_config(
-    target: "Target",
-    requests: "Sequence[Request]",
-    generation: GenerationOptions,
-    options: EngineOptions,
-    *,
-    logprobs: int | None = None,
-    growing: bool = False,
-) -> "EngineConfig":
-    """A configuration with room for the longest request.
-
-    Args:
-        logprobs: alternatives that requests still unknown may ask for.
-        growing: whether such requests may begin as others did, like the turns of a conversation.
-    """
-    from dflash_jax.infer.engine_config import EngineConfig
-    from dflash_jax.infer.lengths import Lengths, two_lengths
-    from dflash_jax.infer.prefixes import shared_chunks, shared_tokens
-    from dflash_jax.mesh import rows_of
-
-    if options.stream_interval < 1:
-        raise ValueError(f"--stream-interval must be at least 1, got {options.stream_interval}")
-    if generation.batch_size < 1:
-        raise ValueError(f"--batch-size must be at least 1, got {generation.batch_size}")
-    parts, most = rows_of(target.mesh), target.config.max_position_embeddings
-    known = range(target.config.vocab_size)
-    fit = [r for r in requests if r.prompt_token_ids and all(token in known for token in r.prompt_token_ids)]
-    prompt = max((len(r.prompt_token_ids) for r in fit), default=1)
-    max_length, kept = options.max_length, options.prefix_chunks
-    if max_length is None and options.deterministic:  # nor may the length of the rows follow from other requests
-        max_length = min(DETERMINISTIC_LENGTH, most or DETERMINISTIC_LENGTH)
-    if max_length is None:
-        needed = max((len(r.prompt_token_ids) + max(r.params.max_new_tokens, 1) for r in fit), default=1)
-        max_length = min(-(-needed // 256) * 256, most or needed)
-    slots = -(-generation.batch_size // parts) * parts
-    if options.long_slots is not None and options.short_length is None:
-        raise ValueError("--long-slots needs --short-length")
-    chunk, prompts = 256, [r.prompt_token_ids for r in fit]
-    if requests and not options.deterministic:
-        chunk = min(chunk, max(32, 1 << (prompt - 1).bit_length()))  # no prompt needs more
-        # Short pieces in common are found in short chunks only; they must be worth reading the others piece by piece.
-        if chunk <= 128 and 2 * shared_tokens(prompts, 32) > sum(map(len, prompts)):
-            chunk = 32
-    lengths = None
-    if options.short_length is not None:
-        long = -(-slots // 8) if options.long_slots is None else options.long_slots
-        lengths = Lengths(options.short_length, -(-long // parts) * parts)
-    elif requests and not growing and not options.deterministic:
-        sizes = [(len(r.prompt_token_ids), max(r.params.max_new_tokens, 1)) for r in fit]
-        lengths = two_lengths(sizes, slots, max_length, least=chunk, parts=parts)
-    if kept is None:  # what is of use, and no more memory than the slots take
-        room = slots * max_length
-        if lengths is not None:
-            room -= (slots - lengths.long_slots) * (max_length - lengths.short_length)
-        kept = room // chunk
-        kept = kept if growing else min(kept, shared_chunks(prompts, chunk))
-    return EngineConfig(
-        slots=slots,
-        max_length=max_length,
-        block_size=generation.block_size,
-        tree=generation.tree,
-        proposals=generation.proposals,
-        seed=options.seed,
-        prefill_chunk=chunk,
-        steps_per_visit=options.stream_interval,
-        prefix_chunks=kept,
-        logprobs=max((n for r in requests if (n := r.params.logprobs) is not None), default=logprobs),
-        short_length=lengths and lengths.short_length,
-        long_slots=lengths.long_slots if lengths else 1,
-        deterministic=options.deterministic,
-    )
-
-
-def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConfig") -> "Engine":
-    """The engine; says what to do where there is no memory for it."""
-    from dflash_jax.infer.engine import Engine
-
-    try:
-        return Engine(target, drafter, config)
-    except (RuntimeError, OverflowError, MemoryError) as error:
-        raise ValueError(
-            f"no memory for {config.slots} rows of {config.max_length} tokens; lower --max-length or --batch-size "
-            f"({str(error).splitlines()[0]:.120})"
-        ) from error
 
 
 def enable_compilation_cache() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -21,22 +22,17 @@ from dflash_jax.cli import (
     parse,
     parsed,
 )
-from dflash_jax.infer.interrupt import exit_quietly
-from dflash_jax.infer.progress import LOG_PAUSE, engine_rates, warm_up
-from dflash_jax.loading import (
-    describe,
-    engine_config,
-    load,
-    make_engine,
-    pair_sources,
-)
+from dflash_jax.engines import check_length, engine_for, needs_of, needs_of_lines
+from dflash_jax.infer.interrupt import INTERRUPTED, exit_quietly
+from dflash_jax.infer.progress import LOG_PAUSE, engine_rates
+from dflash_jax.loading import describe, load, pair_sources
+from dflash_jax.serve_http import HttpOptions, serve_http
 
 if TYPE_CHECKING:
     from dflash_jax.infer.batch_job import JobFiles
     from dflash_jax.infer.engine import Engine
     from dflash_jax.infer.lines import Line
     from dflash_jax.infer.params import SamplingParams
-    from dflash_jax.infer.server import Limits
     from dflash_jax.infer.text import Text
 
 DESCRIPTION = """\
@@ -61,7 +57,6 @@ Lossless speculative generation for a file of prompts, or for one prompt to the 
                 arguments or files, 130 interrupted
 """
 
-HTTP_LENGTH = 4096  # tokens of a row where --max-length does not say
 PAUSE = f"{LOG_PAUSE:.0f} where there is no terminal"
 WHAT = tyro.conf.create_mutex_group(required=True, title="what to answer")
 
@@ -94,50 +89,6 @@ Files = Annotated[
     parsed(_files, "FILE.jsonl [FILE.jsonl ...]", "*"),
     arg(help_behavior_hint=""),
 ]
-
-
-@dataclass(frozen=True)
-class HttpOptions:
-    """With --http.
-
-    Attributes:
-        api_key: bearer key that requests must carry (or DFLASH_API_KEY)
-        allow_unauthenticated: serve other machines without a key
-        max_request_bytes: size of a request body, at most
-        max_waiting: requests that wait for a slot, at most; further ones get status 429
-        client_timeout: seconds in which a request must have arrived whole
-        shutdown_timeout: seconds that requests in progress have to finish when the server is asked to end
-    """
-
-    api_key: Annotated[str | None, optional(str, "KEY")] = None
-    allow_unauthenticated: bool = False
-    max_request_bytes: int = 2**20
-    max_waiting: int = 1024
-    client_timeout: float = 30.0
-    shutdown_timeout: float = 60.0
-
-    def check(self, host: str, api_key: str | None) -> "Limits":
-        """The limits for clients.
-
-        Raises:
-            ValueError: a value out of range, an empty key, or no key where other machines can connect.
-        """
-        from dflash_jax.infer.listening import is_local
-        from dflash_jax.infer.server import Limits
-
-        least = {"max_request_bytes": 1, "max_waiting": 0, "client_timeout": 1, "shutdown_timeout": 0}
-        for name, smallest in least.items():
-            if not smallest <= (value := getattr(self, name)) < 2**31:
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} must be at least {smallest} and below 2**31, got {value}")
-        if api_key is not None and not api_key.strip():
-            raise ValueError("the key is empty (--api-key or DFLASH_API_KEY); give one, or leave it out")
-        if api_key is None and not is_local(host) and not self.allow_unauthenticated:
-            raise ValueError(
-                f"{host} can be reached from other machines, and no key is asked for; give --api-key, or "
-                "--allow-unauthenticated if everybody may use the server"
-            )
-        return Limits(self.max_request_bytes, self.client_timeout)
 
 
 @dataclass(frozen=True)
@@ -202,9 +153,9 @@ def parse_options(argv: Sequence[str] | None = None) -> ServeOptions:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _with_default_models(parse_options(argv))
-    for name, mode in _without_effect(options):
-        print(f"note: {name} has no effect with {mode}", file=sys.stderr)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it regrets the absence of torch, which nobody needs here
+    for name, why in _without_effect(options):
+        print(f"note: {name} has no effect {why}", file=sys.stderr)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # without torch it warns, but needs none here
     try:
         if options.prompt is not None:
             return _answer(options, options.prompt)
@@ -219,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "interrupted; the answers finished so far are in the output, and the same command continues",
             file=sys.stderr,
         )
-        return 130
+        return INTERRUPTED
 
 
 def _with_default_models(options: ServeOptions) -> ServeOptions:
@@ -233,7 +184,7 @@ def _with_default_models(options: ServeOptions) -> ServeOptions:
 
 
 def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
-    """Flags that were given and change nothing, each with the flag that is the reason."""
+    """Flags that were given and change nothing, each with the reason."""
 
     def given(options: Any, default: Any, names: Iterable[str]) -> Iterator[str]:
         return (f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(default, n))
@@ -242,22 +193,26 @@ def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
     server = given(options.server, HttpOptions(), HttpOptions.__dataclass_fields__)
     cluster = given(options.cluster, RayOptions(), RayOptions.__dataclass_fields__)
     if options.prompt is not None:
-        yield from ((name, "--prompt") for name in (*job, *server, *cluster))
+        yield from ((name, "with --prompt") for name in (*job, *server, *cluster))
     elif options.http is not None:
-        yield from ((name, "--http") for name in (*job, *cluster))
+        yield from ((name, "with --http") for name in (*job, *cluster))
     else:
-        yield from ((name, "--input") for name in server)
+        yield from ((name, "with --input") for name in server)
+        if options.cluster.ray is None:
+            yield from ((name, "without --ray") for name in cluster)
     if options.no_speculation:
         speculating = given(options.generation, GenerationOptions(), ("block_size", "tree", "proposals"))
-        yield from ((name, "--no-speculation") for name in speculating)
+        yield from ((name, "with --no-speculation") for name in speculating)
 
 
 def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     begin = time.perf_counter()
     if not options.output:
         raise ValueError("--input needs --output FILE.jsonl")
+    if (interval := options.stats_interval) is not None and not 0 <= interval < math.inf:
+        raise ValueError(f"--stats-interval must be at least 0 and finite, got {interval}")
     from dflash_jax.infer.batch_job import Job, JobFiles, LocalEngine
-    from dflash_jax.infer.lines import input_lines, read_lines, requests_of
+    from dflash_jax.infer.lines import input_lines, read_lines
 
     process, processes = _share(options.processes)
     files = JobFiles(
@@ -274,16 +229,16 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     if options.cluster.ray is not None:
         return _serve_with_ray(options, sources, files, begin)
     generation = options.generation
-    target, drafter, text, defaults = load(
+    loaded = load(
         options.models, generation, speculative=not options.no_speculation, max_length=options.engine.max_length
     )
-    lines = read_lines(input_lines(sources, files.own), text, defaults)
-    settings = _settings(options, target.directory, target.dtype.name, text, defaults, lines)
+    target, text = loaded.target, loaded.text
+    lines = read_lines(input_lines(sources, files.own), text, loaded.defaults)
+    settings = _settings(options, target.directory, target.dtype.name, text, loaded.defaults, lines)
 
     def engine() -> "Engine":
-        growing = any(line.later for line in lines)
-        config = engine_config(target, requests_of(lines), generation, options.engine, growing=growing)
-        return make_engine(target, drafter, config)
+        needs = needs_of_lines(target.config, lines, options.engine)
+        return engine_for(loaded, needs, generation, options.engine)
 
     job = Job(files, lines, settings, _notes(options), begin)
     return job.run(LocalEngine(engine, text), options.stats_interval)
@@ -297,16 +252,15 @@ def _serve_with_ray(options: ServeOptions, sources: Sequence[str], files: "JobFi
         raise ValueError("--ray and --processes are two ways to share a job; give one of them")
     if (most := options.cluster.ray_workers) is not None and most < 1:
         raise ValueError(f"--ray-workers must be at least 1, got {most}")
-    try:
-        from dflash_jax.infer.cluster import RayWorkers
-    except ImportError as error:
-        raise ValueError(f"{error}; --ray needs another package: pip install '.[ray]' in the checkout") from error
-    directory, text, defaults = describe(options.models, options.generation, max_length=options.engine.max_length)
-    raw = [line for line in input_lines(sources, files.own) if line.strip()]
-    lines = read_lines(raw, text, defaults)
-    cluster = options.cluster
+    from dflash_jax.infer.cluster import RayWorkers
+
+    length = options.engine.max_length
+    directory, config, text, defaults = describe(options.models, options.generation, max_length=length)
+    check_length(config, length)
+    lines = read_lines(input_lines(sources, files.own), text, defaults)
+    needs, cluster = needs_of_lines(config, lines, options.engine), options.cluster
     with contextlib.closing(
-        RayWorkers(cluster.ray or None, options, raw, cluster.ray_resources, cluster.ray_workers)
+        RayWorkers(cluster.ray or None, options, needs, cluster.ray_resources, cluster.ray_workers)
     ) as workers:
         settings = _settings(options, directory, workers.dtype(), text, defaults, lines)
         return Job(files, lines, settings, _notes(options), begin).run(workers, options.stats_interval)
@@ -352,11 +306,19 @@ def _share(text: str | None) -> tuple[int, int]:
     return int(process), int(processes)
 
 
+def _http(options: ServeOptions, address: str) -> int:
+    if options.output or options.summary:
+        raise ValueError("--http answers over the network; --output and --summary need --input")
+    generation, speculative = _measured(options.generation), not options.no_speculation
+    return serve_http(address, options.models, generation, options.engine, options.server, speculative=speculative)
+
+
 def _answer(options: ServeOptions, prompt: str) -> int:
     if options.output or options.summary:
         raise ValueError("--prompt answers on the terminal; --output and --summary need --input")
     generation = options.generation
-    target, drafter, text, defaults = load(options.models, generation, speculative=not options.no_speculation)
+    loaded = load(options.models, generation, speculative=not options.no_speculation)
+    text = loaded.text
     from dflash_jax.infer.requests import Request
     from dflash_jax.infer.text import GrowingText
 
@@ -364,8 +326,9 @@ def _answer(options: ServeOptions, prompt: str) -> int:
         tokens = text.encode_chat([{"role": "user", "content": prompt}])
     else:
         tokens = text.encode(prompt)
-    request = Request(tokens, defaults, id="0")
-    engine = make_engine(target, drafter, engine_config(target, [request], generation, options.engine))
+    request = Request(tokens, loaded.defaults, id="0")
+    needs = needs_of(loaded.target.config, [request], options.engine)
+    engine = engine_for(loaded, needs, generation, options.engine)
     engine.check(request)
     engine.warm_up()
     shown, seen, completion = GrowingText(text), 0, None
@@ -376,46 +339,6 @@ def _answer(options: ServeOptions, prompt: str) -> int:
     print(shown.end(completion.token_ids) if completion else "")
     if completion is not None and completion.tau is not None:
         print(f"[{len(completion.token_ids)} tokens, {engine_rates(engine)}]", file=sys.stderr)
-    return 0
-
-
-def _http(options: ServeOptions, address: str) -> int:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"--http must be HOST:PORT, got {address!r}")
-    if options.output or options.summary:
-        raise ValueError("--http answers over the network; --output and --summary need --input")
-    try:
-        from dflash_jax.infer.lines import MOST_ALTERNATIVES
-        from dflash_jax.infer.listening import listen, make_server
-        from dflash_jax.infer.server import Worker, make_app
-    except ImportError as error:
-        raise ValueError(f"{error}; the server needs more packages: pip install '.[server]' in the checkout") from error
-    given = options.server
-    api_key = given.api_key if given.api_key is not None else os.environ.get("DFLASH_API_KEY")
-    limits = given.check(host.strip("[]"), api_key)
-    with listen(host.strip("[]"), int(port)) as listener:
-        generation = _measured(options.generation)
-        length = HTTP_LENGTH if options.engine.max_length is None else options.engine.max_length
-        target, drafter, text, defaults = load(
-            options.models, generation, speculative=not options.no_speculation, max_length=length
-        )
-        engine_options = options.engine
-        if engine_options.max_length is None:
-            length = min(target.config.max_position_embeddings or length, length)
-            engine_options = replace(engine_options, max_length=length)
-        config = engine_config(target, [], generation, engine_options, logprobs=MOST_ALTERNATIVES, growing=True)
-        engine = make_engine(target, drafter, config)
-        warm_up(engine)
-        worker = Worker(engine, given.max_waiting)
-        name = Path(target.directory).name or "target"
-        app = make_app(worker, text, defaults, model=name, api_key=api_key, limits=limits)
-        worker.start()
-        print(f"answering at http://{host}:{listener.getsockname()[1]}/v1", file=sys.stderr)
-        try:
-            make_server(app, limits.client_seconds, given.shutdown_timeout).run(sockets=[listener])
-        finally:
-            worker.stop()
     return 0
 
 

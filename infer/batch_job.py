@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from dflash_jax import files
 from dflash_jax.infer import parts
 from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.interrupt import stop_signals
+from dflash_jax.infer.interrupt import INTERRUPTED, stop_signals
 from dflash_jax.infer.jobs import Event, Tally, answer_record, record_id, rewrite_in_order, run_job, summarise
 from dflash_jax.infer.journal import Journal, settings_path
 from dflash_jax.infer.lines import Line, input_paths
@@ -83,8 +83,12 @@ class Backend(Working, Protocol):
     @property
     def steps_by_block_size(self) -> dict[str, int]: ...
 
-    def begin(self, left: Sequence[Line]) -> None:
-        """Gets ready for these lines, once the output is known to be usable."""
+    def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
+        """Gets ready for these lines, once the output is known to be usable.
+
+        Raises:
+            KeyboardInterrupt: `admit` is false, which is asked meanwhile.
+        """
         ...
 
     def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
@@ -121,10 +125,10 @@ class LocalEngine:
     def steps_by_block_size(self) -> dict[str, int]:
         return self.engine.steps_by_block_size
 
-    def begin(self, left: Sequence[Line]) -> None:
+    def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
         self._engine = self._make()
         if left:
-            warm_up(self._engine)
+            warm_up(self._engine, admit)
 
     def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
         return run_job(self.engine, left, partial(answer_record, text=self._text), self._text, admit=admit)
@@ -177,12 +181,20 @@ class Job:
                 parts.check_settings(files.output, self.settings)
         with (
             stop_signals() as stopping,
-            Journal(written, self.settings, self._key, force=files.force, stopping=lambda: stopping) as journal,
+            Journal(
+                written,
+                self.settings,
+                self._key,
+                force=files.force,
+                stopping=lambda: stopping,
+                merged=self._in_parts,
+            ) as journal,
         ):
             left, done, failed = self._left(journal)
-            backend.begin(left)
+            admit = lambda: not stopping
+            backend.begin(left, admit)
             report = Reporter(backend, len(left), interval)
-            failed += self._answer(backend, left, journal, report, lambda: not stopping)
+            failed += self._answer(backend, left, journal, report, admit)
         unfinished = len(left) - report.finished
         if not unfinished:
             self._finish()
@@ -190,7 +202,7 @@ class Job:
             self._summarise(files.summary, backend, done, failed, unfinished)
         if unfinished:
             print(f"stopped; {unfinished} lines are left, which the same command continues with", file=sys.stderr)
-            return 130
+            return INTERRUPTED
         return 1 if failed else 0
 
     def _key(self, record: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 A worker is a Ray actor on the devices that it asks for: a TPU host, some GPUs, or CPU cores. Workers may die, and new
 ones may come, at any time; what a lost worker had not finished is given to others. One process, the driver, reads the
-input and writes the output.
+input, turns prompts into tokens, and writes the output; a worker gets the lines that it is to answer.
 """
 
 import contextlib
@@ -15,12 +15,13 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dflash_jax.infer.jobs import Answering, Event, answer_record, record_id
-from dflash_jax.infer.lines import Line, read_lines, requests_of
+from dflash_jax.infer.jobs import Answering, Event, answer_record, error_record, record_id
+from dflash_jax.infer.lines import Line, attached, detached
 from dflash_jax.infer.progress import memory_mib
 from dflash_jax.infer.stats import Stats
 
 if TYPE_CHECKING:
+    from dflash_jax.engines import Needs
     from dflash_jax.serve import ServeOptions
 
 TURN = 1.0  # seconds after which a worker reports, even if no line is finished
@@ -60,35 +61,32 @@ class EngineWorker:
 
     Args:
         options: of the job.
-        raw: the lines of the whole input, without blank ones.
+        needs: of all its lines.
     """
 
-    def __init__(self, options: "ServeOptions", raw: Sequence[bytes]):
-        from dflash_jax.loading import engine_config, load, make_engine
+    def __init__(self, options: "ServeOptions", needs: "Needs"):
+        from dflash_jax.engines import engine_for
+        from dflash_jax.loading import load
 
         speculative, length = not options.no_speculation, options.engine.max_length
-        target, drafter, text, defaults = load(
-            options.models, options.generation, speculative=speculative, max_length=length
-        )
-        self._lines = read_lines(raw, text, defaults)
-        growing = any(line.later for line in self._lines)
-        config = engine_config(target, requests_of(self._lines), options.generation, options.engine, growing=growing)
-        self._engine = make_engine(target, drafter, config)
+        loaded = load(options.models, options.generation, speculative=speculative, max_length=length)
+        self._engine = engine_for(loaded, needs, options.generation, options.engine)
         self._engine.warm_up()
-        self._answering = Answering(self._engine, partial(answer_record, text=text), text)
-        self._dtype = target.dtype.name
+        self._text = loaded.text
+        self._answering = Answering(self._engine, partial(answer_record, text=self._text), self._text)
+        self._dtype = loaded.target.dtype.name
 
     def ready(self) -> Ready:
         return Ready(self._engine.slots, self._engine.width, self._dtype)
 
-    def turn(self, places: Sequence[int], admit: bool) -> Report:
-        """Takes these lines of the input, and works until some line is finished, or for a while.
+    def turn(self, lines: Sequence[Line], admit: bool) -> Report:
+        """Takes these lines, which are `detached`, and works until some line is finished, or for a while.
 
         Args:
             admit: whether waiting requests may begin.
         """
         end = time.perf_counter() + TURN
-        finished = [event for place in places for event in self._answering.add(self._lines[place])]
+        finished = [event for line in lines for event in self._answering.add(attached(line, self._text))]
         engine = self._engine
         while not finished and (engine.busy or (admit and engine.waiting)) and time.perf_counter() < end:
             finished = [event for event in self._answering.turn(admit) if event[0] is not None]
@@ -104,14 +102,14 @@ class Remote:
         actor: its handle.
         call: the call it works on; None if it is idle.
         ready: once it is.
-        lines: places of the lines that it has, by id.
+        lines: what it has, by id.
         report: its last one.
     """
 
     actor: Any
     call: Any
     ready: Ready | None = None
-    lines: dict[str, int] = field(default_factory=dict)
+    lines: dict[str, Line] = field(default_factory=dict)
     report: Report | None = None
 
 
@@ -121,24 +119,26 @@ class RayWorkers:
     Args:
         address: of the cluster; None is the one that the environment names or that runs here, or a new one of this
             machine alone.
-        options: of the job.
-        raw: see `EngineWorker`.
+        options, needs: see `EngineWorker`.
         resources: of each worker, by Ray's names; empty is all accelerators of a node, or one CPU where there are none.
         most: workers at a time; None is as many as the nodes have resources for.
 
     Raises:
-        ValueError: no cluster at the address.
+        ValueError: no cluster at the address, or Ray is not installed.
     """
 
     def __init__(
         self,
         address: str | None,
         options: "ServeOptions",
-        raw: Sequence[bytes],
+        needs: "Needs",
         resources: Mapping[str, float],
         most: int | None = None,
     ):
-        import ray
+        try:
+            import ray
+        except ImportError as error:
+            raise ValueError(f"{error}; --ray needs another package: pip install '.[ray]' in the checkout") from error
 
         self._ray, self._most = ray, most
         try:
@@ -146,7 +146,7 @@ class RayWorkers:
         except (ConnectionError, RuntimeError) as error:
             raise ValueError(f"no Ray cluster at {address or 'this machine'}: {str(error).splitlines()[0]}") from error
         self._needed = dict(resources) or self._default_resources()
-        self._options, self._raw = options, ray.put(list(raw))
+        self._options, self._needs = options, ray.put(needs)
         self._workers: list[Remote] = []
         self._lost_stats, self._lost_used = [], list[dict[str, int]]()
         self._looked, self._deaths, self._began, self._width = 0.0, 0, time.perf_counter(), 1
@@ -181,7 +181,7 @@ class RayWorkers:
             self._receive(deque())
         return ready[0].dtype
 
-    def begin(self, left: Sequence[Line]) -> None:
+    def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
         """Nothing: workers begin when there is work for them."""
 
     def rates(self) -> str:
@@ -204,7 +204,10 @@ class RayWorkers:
         Raises:
             ValueError: workers cannot begin, or die one after the other.
         """
-        waiting = deque((line.index, str(line.id)) for line in left)
+        waiting = deque(line for line in left if line.error is None)
+        for line in left:
+            if line.error is not None:
+                yield error_record(line), []
         try:
             while waiting or any(w.lines for w in self._workers):
                 if going := admit():
@@ -250,10 +253,10 @@ class RayWorkers:
         needed = dict(self._needed)
         how = {"num_cpus": needed.pop("CPU", 0), "num_gpus": needed.pop("GPU", 0), "resources": needed}
         for _ in range(min(most - len(self._workers), lines)):
-            actor = self._ray.remote(EngineWorker).options(**how).remote(self._options, self._raw)
+            actor = self._ray.remote(EngineWorker).options(**how).remote(self._options, self._needs)
             self._workers.append(Remote(actor, actor.ready.remote()))
 
-    def _receive(self, waiting: deque[tuple[int, str]]) -> list[Event]:
+    def _receive(self, waiting: deque[Line]) -> list[Event]:
         """Records that came; lines of lost workers go back to the front of those that wait."""
         calls = {w.call: w for w in self._workers if w.call is not None}
         done, _ = self._ray.wait(list(calls), num_returns=1, timeout=LOOK) if calls else ([], [])
@@ -277,26 +280,25 @@ class RayWorkers:
                     self._deaths = 0
         return events
 
-    def _send(self, waiting: deque[tuple[int, str]], going: bool) -> None:
+    def _send(self, waiting: deque[Line], going: bool) -> None:
         """Gives idle workers lines, and time to work on them."""
         for worker in self._workers:
             if worker.call is not None or worker.ready is None:
                 continue
-            new: list[int] = []
+            new: list[Line] = []
             while going and waiting and len(worker.lines) < AHEAD * worker.ready.slots:
-                place, name = waiting.popleft()
-                worker.lines[name] = place
-                new.append(place)
+                new.append(detached(line := waiting.popleft()))
+                worker.lines[str(line.id)] = line
             if worker.lines and (going or worker.report is None or worker.report.busy):
                 worker.call = worker.actor.turn.remote(new, going)
 
-    def _lose(self, worker: Remote, waiting: deque[tuple[int, str]], error: Exception) -> None:
+    def _lose(self, worker: Remote, waiting: deque[Line], error: Exception) -> None:
         """Gives up a worker that died, or whose call failed: its device may be out of memory, its node out of disk."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.kill(worker.actor)
         self._workers.remove(worker)
         self._keep_figures(worker)
-        waiting.extendleft((place, name) for name, place in reversed(worker.lines.items()))
+        waiting.extendleft(reversed(worker.lines.values()))
         self._looked, self._deaths = 0.0, self._deaths + 1
         cause = getattr(error, "cause", None)  # of what a call raised
         said = str(error) if cause is None else repr(cause)

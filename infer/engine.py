@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.rows import ActiveRequest
 from dflash_jax.infer.slots import Slots
 from dflash_jax.infer.stats import Stats
+from dflash_jax.kernels.block_attention.reference import CHUNK
 from dflash_jax.mesh import rows_of
 from dflash_jax.target import Target
 
@@ -51,7 +52,6 @@ class Visit(NamedTuple):
 
 LANES = 16  # float32 numbers in the widest vector of a processor
 STALL = 4.0  # visits, for which rows wait at most while prompts are read; less where few slots fill
-CHUNK = 128  # of a cache, that attention sums at once (see `kernels.block_attention.reference`)
 
 
 class Engine:
@@ -106,7 +106,7 @@ class Engine:
         self._waiting: deque[ActiveRequest] = deque()
         self._rows: list[ActiveRequest | None] = [None] * config.slots
         self._shortest_first = True
-        self._stall: float | None = None  # seconds, or programs, for which prompts may still be read; None if none was
+        self._turn = 1.0  # share that is left of the time in which prompts are read before rows decode again
         self._ahead: Visit | None = None  # asked for while the one before it was under way
         self._looked = 0.0  # when tokens last came from the device
         self._step_seconds = 0.0  # of the last visit
@@ -167,8 +167,11 @@ class Engine:
         ]
         return {draft.label: sum(one[draft] for one in used) for draft in used[0]}
 
-    def warm_up(self) -> None:
+    def warm_up(self, look: Callable[[], object] = lambda: None) -> None:
         """Compiles every program this engine will run; afterwards none is compiled any more.
+
+        Args:
+            look: called between programs; what it raises ends the work.
 
         Raises:
             ValueError: requests are in its slots.
@@ -176,10 +179,10 @@ class Engine:
         if self.busy:
             raise ValueError(f"warm_up runs every program on idle slots, but {self.busy} are busy; call it first")
         begin = time.perf_counter()
-        self.batch.warm_up()
+        self.batch.warm_up(look)
         if self._auto:
             assert self.drafter is not None
-            measured, depth = self.batch.step_seconds(), self.drafter.depth
+            measured, depth = self.batch.step_seconds(look), self.drafter.depth
             proposed = lambda draft: depth(draft.block_size) if self._program(draft).block_size else 0
             estimates = Estimates(max(map(proposed, self._choices())))
             for width in self.batch.widths:
@@ -241,10 +244,10 @@ class Engine:
         decoding = any(row and row.decoding for row in self._rows)
         if not decoding:
             self._ahead = None  # its rows have all finished
-        if filling and (not decoding or (not self._ahead and (self._stall is None or self._stall > 0))):
+        if filling and (not decoding or (not self._ahead and self._turn > 0)):
             events = self._read(filling)
         elif decoding:
-            self._stall = None
+            self._turn = 1.0
             events = self._advance(bool(filling), admit and bool(self._waiting))
         else:
             return []
@@ -317,8 +320,8 @@ class Engine:
     def _read(self, slots: Sequence[int]) -> list[ActiveRequest]:
         """Reads some of the prompts of these slots, until one ends; returns the rows that got a first token.
 
-        Rows that decode wait for `STALL` visits at most, as it were, or for as many programs as there are prompts where
-        their times are not known.
+        Rows that decode wait for `STALL` visits, where all slots fill, and in proportion where few do; or for as many
+        programs as there are prompts where their times are not known.
         """
         begin, filling = time.perf_counter(), {slot: row for slot in slots if (row := self._rows[slot])}
         visit_seconds, events = self.config.steps_per_visit * self._step_seconds, []
@@ -329,10 +332,8 @@ class Engine:
             in_order = sorted(filling.items(), key=lambda item: (key(item[1]), item[1].ticket))
             reads, first, seconds = self.batch.read([row.unread(slot) for slot, row in in_order])
             self.stats.prompt_programs += 1
-            if self._stall is None:
-                share = STALL * visit_seconds / self.slots
-                self._stall = len(filling) * (1.0 if seconds is None else share)
-            self._stall -= 1.0 if seconds is None else seconds
+            programs = len(slots) * (1.0 if seconds is None else STALL * visit_seconds / self.slots / seconds)
+            self._turn -= 1 / programs if programs else 1.0
             for read in reads:
                 row = filling[read.slot]
                 self.stats.prefix_tokens += read.copied
@@ -344,7 +345,7 @@ class Engine:
                 if row.completion.finish_reason:
                     self.batch.release(read.slot)
                 events.append(row)
-            if self._stall <= 0:
+            if self._turn <= 0:
                 break
         self.stats.prefill_seconds += time.perf_counter() - begin
         return events
@@ -358,9 +359,11 @@ class Engine:
         leave = len(rows) if filling or waiting or any(row.room < row.budget for row in rows) else 0
         visit, self._ahead = self._ahead, None
         twice = not filling and self._go_on(rows)
-        # Two visits under way hold up a new request no longer than one does, if they are half as long.
+        # Two visits under way hold up a new request hardly longer than one does, if they are half as long: so where one
+        # may come, or a slot may become free without the device knowing.
+        soon = self.busy < self.slots or any(row.request.find_stop for row in rows)
         most = self.config.steps_per_visit
-        most = -(-most // 2) if twice and self.busy < self.slots else most
+        most = -(-most // 2) if twice and soon else most
         if visit is None:
             begin = time.perf_counter()
             self.wait()
@@ -371,9 +374,10 @@ class Engine:
         return self._look(visit)
 
     def _go_on(self, rows: Sequence[ActiveRequest]) -> bool:
-        """Whether these rows will need more visits than one, and the device finds their ends by itself."""
-        least = max(row.room - len(row.completion.token_ids) for row in rows)
-        return least > self.config.steps_per_visit and not any(row.request.find_stop for row in rows)
+        """Whether rows whose ends the device finds by itself will need more visits than one. Further steps of rows that
+        end on the host, at a stop string, are for nothing."""
+        left = (row.room - len(row.completion.token_ids) for row in rows if not row.request.find_stop)
+        return max(left, default=0) > self.config.steps_per_visit
 
     def _visit(self, rows: Sequence[ActiveRequest], leave_below: int, most: int) -> Visit:
         """Asks the device for at most so many steps."""

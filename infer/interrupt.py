@@ -1,11 +1,14 @@
 """Stopping work in good order: the first signal asks, the second insists."""
 
 import contextlib
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from typing import NoReturn
+
+INTERRUPTED = 130  # status of a command that a signal ended
 
 
 @contextlib.contextmanager
@@ -32,7 +35,15 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def exit_quietly(status: int) -> NoReturn:
-    """Ends the command. A further signal, while Python takes itself apart, changes nothing any more."""
+    """Ends the command. A further signal, while Python takes itself apart, changes nothing any more.
+
+    An interrupted command ends at once: Python would wait for its threads, and nothing can stop one that compiles.
+    """
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
+    if status == INTERRUPTED:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Hashable
 from io import FileIO
@@ -90,6 +91,7 @@ class Journal:
         force: continue even if the settings differ or cannot be read.
         remedy: what to do about other settings, for the error's end.
         stopping: asked while the disk is full; once it is true, KeyboardInterrupt is raised instead of waiting on.
+        merged: whether others may take the finished file away before it is closed, as they do with parts.
 
     Attributes:
         done: keys of the records found.
@@ -98,6 +100,7 @@ class Journal:
     Raises:
         ValueError: the file is no such output, is damaged other than at its end, was made with other settings, or
             another process is writing it.
+        OSError: at the end of a `with`, see `append`.
     """
 
     def __init__(
@@ -109,10 +112,12 @@ class Journal:
         force: bool = False,
         remedy: str = REMEDY,
         stopping: Callable[[], object] = lambda: False,
+        merged: bool = False,
     ):
-        self.path, self._stopping = Path(path), stopping
+        self.path, self._stopping, self._merged = Path(path), stopping, merged
         self.done: set[Hashable] = set()
         self.failed = 0
+        self._size = 0  # bytes of the records found and written
         try:
             self._file = open_locked(self.path, wait=False)
         except BlockingIOError as error:
@@ -129,7 +134,6 @@ class Journal:
             raise
 
     def _read(self, key: Callable[[dict[str, Any]], Hashable]) -> None:
-        end = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
@@ -143,22 +147,24 @@ class Journal:
                     raise ValueError(f"{self.path} is damaged in line {number}: {name!r:.60} is there twice")
                 self.done.add(name)
                 self.failed += bool(record.get("error"))
-                end += len(line)
+                self._size += len(line)
         with self.path.open("rb+") as file:
-            file.truncate(end)
+            file.truncate(self._size)
 
     def append(self, record: dict[str, Any]) -> None:
         """Writes a record before it returns; while the disk is full, it says so and waits.
 
         Raises:
-            OSError: it cannot be written, or the file was deleted or replaced since it was opened.
+            OSError: it cannot be written, or another program deleted, replaced, emptied or changed the file since it
+                was opened.
         """
-        self._check_place()
+        self._check_file()
         data = memoryview(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         said = False
         while data:
             try:
-                data = data[self._file.write(data) :]
+                written = self._file.write(data)
+                data, self._size = data[written:], self._size + written
             except OSError as error:
                 if error.errno not in FULL:
                     raise
@@ -170,9 +176,18 @@ class Journal:
                         raise KeyboardInterrupt from error
                     time.sleep(LOOK)
 
-    def _check_place(self) -> None:
+    def _check_file(self, *, ended: bool = False) -> None:
+        """Raises OSError unless the file has its place and its bytes."""
+        found = os.fstat(self._file.fileno())
+        if stat.S_ISREG(found.st_mode) and found.st_size != self._size:
+            raise OSError(
+                f"{self.path} has {found.st_size} bytes, but {self._size} were written: another program emptied or "
+                "changed it meanwhile. The same command continues with the answers that are left in it"
+            )
+        if ended and self._merged and not found.st_nlink:
+            return
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
+            if os.path.samestat(found, self.path.stat()):
                 return
         raise FileNotFoundError(errno.ENOENT, "the output was deleted or replaced while it was written", str(self.path))
 
@@ -182,5 +197,9 @@ class Journal:
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._check_file(ended=True)
+        finally:
+            self.close()

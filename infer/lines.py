@@ -19,13 +19,12 @@ else:
     from backports import zstd
 
 from dflash_jax.infer import openai
-from dflash_jax.infer.params import SamplingParams
+from dflash_jax.infer.params import MOST_ALTERNATIVES, SamplingParams
 from dflash_jax.infer.requests import Request, RequestError
 from dflash_jax.infer.text import Text, template_arguments, valid_text
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "turns")
 MOST_SAMPLES = 128  # answers to one prompt
-MOST_ALTERNATIVES = 20  # log-probabilities per token
 MOST_STOPS = 4  # stop strings of a request
 LONGEST_STOP = 1024  # bytes of a stop string
 SETTINGS: dict[str, tuple[type, ...]] = {
@@ -100,6 +99,16 @@ def read_lines(stream: Iterable[bytes], text: Text, defaults: SamplingParams) ->
     if repeated := [name for name, count in given.items() if count > 1]:
         raise ValueError(f"ids must be unique, but these appear more than once: {', '.join(repeated[:5])}")
     return lines
+
+
+def detached(line: Line) -> Line:
+    """The line without what cannot leave this process; see `attached`."""
+    return replace(line, request=line.request and replace(line.request, find_stop=None))
+
+
+def attached(line: Line, text: Text) -> Line:
+    """A line that came from another process, as it was there."""
+    return replace(line, request=line.request and replace(line.request, find_stop=text.find_stop(line.stop)))
 
 
 def requests_of(lines: Iterable[Line]) -> list[Request]:
@@ -265,7 +274,9 @@ def _prompt(row: Mapping[str, Any], text: Text) -> tuple[list[int], tuple[dict[s
     kind, value = given[0], row[given[0]]
     arguments = template_arguments(row.get("chat_template_kwargs"))
     if arguments and kind not in ("messages", "turns"):
-        raise RequestError("invalid_parameter", f"chat_template_kwargs needs messages or turns; {kind} has no template")
+        raise RequestError(
+            "invalid_parameter", "chat_template_kwargs needs messages or turns; another prompt has no template"
+        )
     if kind == "prompt" and isinstance(value, str):
         return text.encode(value), (), ()
     if kind == "prompt_token_ids" and isinstance(value, list):

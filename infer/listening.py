@@ -1,4 +1,4 @@
-"""The socket of the HTTP server, and the time that a client has to send the head of a request."""
+"""The socket of the HTTP server, and the time that a client has to send the head of a request and to take an answer."""
 
 import ipaddress
 import socket
@@ -35,15 +35,17 @@ def make_server(app: Any, client_seconds: float, shutdown_seconds: float) -> uvi
     """A server to `run(sockets=[...])` until SIGINT or SIGTERM.
 
     Args:
-        client_seconds: in which the head of a request must arrive.
+        client_seconds: in which the head of a request must arrive, and each part of an answer be taken.
         shutdown_seconds: that requests in progress have to finish in the end.
     """
 
     class Protocol(H11Protocol):
-        """A connection that is closed unless the head of a request arrives in time."""
+        """A connection that is closed unless the head of a request arrives in time, and what was sent is taken in time.
+        What the client has not taken by then is dropped."""
 
         def connection_made(self, transport: Any) -> None:  # asyncio's, or uvloop's, which is none by its type
             super().connection_made(transport)
+            transport.set_write_buffer_limits(0)  # writing pauses until the client has taken everything
             self._expect_head()
 
         def data_received(self, data: bytes) -> None:
@@ -57,8 +59,18 @@ def make_server(app: Any, client_seconds: float, shutdown_seconds: float) -> uvi
             super().on_response_complete()
             self._expect_head()
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._untaken = self.loop.call_later(client_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._untaken.cancel()
+            super().resume_writing()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._late.cancel()
+            if self.flow.write_paused:
+                self._untaken.cancel()
             super().connection_lost(exc)
 
         def _expect_head(self) -> None:
@@ -66,7 +78,7 @@ def make_server(app: Any, client_seconds: float, shutdown_seconds: float) -> uvi
 
         def _hang_up(self) -> None:
             if self.cycle is None or self.cycle.response_complete:
-                self.transport.close()
+                self.transport.abort()  # `close` would wait until everything is taken
 
     config = uvicorn.Config(
         app, http=Protocol, log_level="info", timeout_graceful_shutdown=max(1, round(shutdown_seconds))

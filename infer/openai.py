@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dflash_jax.infer.params import MOST_ALTERNATIVES
 from dflash_jax.infer.requests import RequestError
 from dflash_jax.infer.text import valid_text
 
@@ -56,12 +57,6 @@ def model_name(body: Mapping[str, Any], default: str = "dflash-jax") -> str:
     return valid_text(name)
 
 
-def in_their_words(error: RequestError) -> RequestError:
-    """The error with the names that parameters have in OpenAI's requests."""
-    message = str(error).replace("max_new_tokens", "max_tokens").replace("prompt_token_ids", "prompt")
-    return RequestError(error.code, message)
-
-
 def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
     """The plain form of a request body; raises RequestError for a parameter that would be ignored."""
     for name, value in body.items():
@@ -73,10 +68,8 @@ def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
     plain = {name: body[name] for name in COMMON if name in body}
     if (alternatives := _alternatives(body, endpoint)) is not None:
         plain["logprobs"] = alternatives
-    for name in ("max_completion_tokens", "max_tokens"):  # null is as good as absent
-        if body.get(name) is not None:
-            plain["max_new_tokens"] = body[name]
-            break
+    if (budget := _budget(body)) is not None:
+        plain["max_new_tokens"] = budget
     if endpoint == CHAT:
         if "prompt" in body or "messages" not in body:
             raise RequestError("invalid_request", f"{CHAT} needs messages, and no prompt")
@@ -84,10 +77,24 @@ def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
     if "messages" in body or "prompt" not in body:
         raise RequestError("invalid_request", f"{TEXT} needs a prompt, and no messages")
     prompt = body["prompt"]
-    return plain | ({"prompt_token_ids": prompt} if isinstance(prompt, list) else {"prompt": prompt})
+    if isinstance(prompt, str):
+        return plain | {"prompt": prompt}
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return plain | {"prompt_token_ids": prompt}
+    raise RequestError("invalid_request", f"prompt must be a string or a list of token ids, got {prompt!r:.80}")
 
 
-def _alternatives(body: Mapping[str, Any], endpoint: str) -> Any:
+def _budget(body: Mapping[str, Any]) -> int | None:
+    """How many tokens are asked for at most; null is as good as absent."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        if (value := body.get(name)) is not None:
+            if type(value) is not int or not 1 <= value < 2**63:
+                raise RequestError("invalid_parameter", f"{name} must be a positive integer, got {value!r:.60}")
+            return value
+    return None
+
+
+def _alternatives(body: Mapping[str, Any], endpoint: str) -> int | None:
     """How many log-probabilities per token are asked for besides the chosen one's; None is none at all."""
     given, most = body.get("logprobs"), body.get("top_logprobs")
     if endpoint == CHAT:
@@ -95,10 +102,16 @@ def _alternatives(body: Mapping[str, Any], endpoint: str) -> Any:
             raise RequestError("invalid_parameter", f"logprobs must be true or false, got {given!r:.60}")
         if most and not given:
             raise RequestError("invalid_parameter", "top_logprobs needs logprobs true")
-        given = (most or 0) if given else None
+        name, count = "top_logprobs", (most or 0) if given else None
     elif most is not None:
         raise RequestError("invalid_parameter", f"top_logprobs is of {CHAT}; {TEXT} takes a number as logprobs")
-    return given
+    else:
+        name, count = "logprobs", given
+    if count is not None and (type(count) is not int or not 0 <= count <= MOST_ALTERNATIVES):
+        raise RequestError(
+            "invalid_parameter", f"{name} must be an integer in 0..{MOST_ALTERNATIVES}, got {count!r:.60}"
+        )
+    return count
 
 
 def logprobs(endpoint: str, entries: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
@@ -203,5 +216,5 @@ def batch_error(custom_id: str, error: RequestError) -> dict[str, Any]:
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": custom_id,
         "response": None,
-        "error": {"code": error.code, "message": str(in_their_words(error))},
+        "error": {"code": error.code, "message": str(error)},
     }

@@ -10,6 +10,7 @@ from dflash_jax.decoding.sampling import Sampling, check_sampling, request_key
 from dflash_jax.decoding.state import RowSettings
 
 STOP_WIDTH = 8  # stop tokens a row can hold
+MOST_ALTERNATIVES = 20  # log-probabilities per token, that a line or an HTTP request may ask for
 
 
 def check_seed(seed: int) -> None:

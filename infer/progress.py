@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,10 +16,19 @@ if TYPE_CHECKING:
 LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
 
 
-def warm_up(engine: "Engine") -> None:
-    """Compiles, and says so."""
+def warm_up(engine: "Engine", going: Callable[[], bool] = lambda: True) -> None:
+    """Compiles, and says so.
+
+    Raises:
+        KeyboardInterrupt: `going` is false, which is looked at between programs.
+    """
+
+    def look() -> None:
+        if not going():
+            raise KeyboardInterrupt
+
     print(f"compiling {engine.batch.programs} programs ...", file=sys.stderr)
-    engine.warm_up()
+    engine.warm_up(look)
     print(f"ready after {engine.stats.compile_seconds:.1f} s", file=sys.stderr)
 
 

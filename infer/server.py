@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from dflash_jax.infer import openai
 from dflash_jax.infer.jobs import answer, speculation, token_logprobs, usage
@@ -31,6 +31,7 @@ from dflash_jax.infer.text import GrowingText, Text
 from dflash_jax.infer.worker import OverloadedError, Progress, Worker
 
 READERS = 4  # prompts that are turned into tokens at a time
+PART = 2**16  # bytes of an answer, that a client must take within the time limit
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Limits:
 
     Attributes:
         request_bytes: of a body, at most.
-        client_seconds: for the head of a request, for its body, and for each part of an answer to be taken.
+        client_seconds: for the body of a request to arrive; see also `listening.make_server`.
         retry_seconds: after which a client may try again when the queue was full.
     """
 
@@ -150,22 +151,22 @@ class Service:
         except OverflowError as error:
             return _error(413, "request_too_large", str(error))
         except RequestError as error:
-            return _error(400, error.code, str(openai.in_their_words(error)))
+            return _error(400, error.code, str(error))
         except OverloadedError as error:
             return _error(429, "overloaded", str(error), {"Retry-After": str(self._limits.retry_seconds)})
-        if asked.streamed:
-            ended = lambda: worker.leave(len(asked.samples))
-            return EventStream(self._chunks(asked), ended, self._limits.client_seconds)
-        try:
-            work = asyncio.gather(*(_last(worker, sample) for sample in asked.samples))
-            done = await _until_disconnected(request, work)
-            if done is None:
-                return Response(status_code=499)
-            return JSONResponse(await loop.run_in_executor(self._writing, self._whole, asked, done))
-        except Exception as error:
-            return _error(500, "engine_failed", str(error))
-        finally:
-            worker.leave(len(asked.samples))
+        with contextlib.ExitStack() as present:
+            present.callback(worker.leave, len(asked.samples))
+            if asked.streamed:
+                return EventStream(self._chunks(asked), present.pop_all().close)
+            try:
+                work = asyncio.gather(*(_last(worker, sample) for sample in asked.samples))
+                done = await _until_disconnected(request, work)
+                if done is None:
+                    return Response(status_code=499)
+                body = await loop.run_in_executor(self._writing, self._whole, asked, done)
+            except Exception as error:
+                return _error(500, "engine_failed", str(error))
+            return WholeAnswer(body, present.pop_all().close)
 
     async def _admitted(self, raw: bytes, endpoint: str) -> Asked:
         """What a body asks for, whose samples the worker has counted in. It counts as one while it is read, so that the
@@ -201,30 +202,41 @@ class Service:
         samples = [replace(request, sample=i) for i in range(sample_count(plain))]
         return Asked(endpoint, openai.model_name(body, self._model), samples, stop, streamed, with_usage)
 
-    def _whole(self, asked: Asked, done: Sequence[Completion]) -> dict[str, Any]:
+    def _whole(self, asked: Asked, done: Sequence[Completion]) -> bytes:
         answers = [answer(completion, asked.stop, self._text) for completion in done]
-        return openai.body(asked.endpoint, asked.model, answers)
+        body = openai.body(asked.endpoint, asked.model, answers)
+        # One by one: while Python encodes a value, none of its threads runs, the event loop's neither.
+        choices = b",".join(map(_json, body.pop("choices")))
+        return b'%s,"choices":[%s]}' % (_json(body)[:-1], choices)
 
-    async def _chunks(self, asked: Asked) -> AsyncGenerator[str, None]:
+    async def _chunks(self, asked: Asked) -> AsyncGenerator[bytes, None]:
         """Server-sent events of answers as they grow; text is sent once nothing can change it any more."""
         loop, worker, text = asyncio.get_running_loop(), self._worker, self._text
         kind = "chat.completion.chunk" if asked.endpoint == openai.CHAT else "text_completion"
         head = openai.envelope(asked.endpoint, kind, asked.model)
-        event = lambda **fields: f"data: {json.dumps(head | fields, ensure_ascii=False)}\n\n"
+        event = lambda **fields: b"data: %s\n\n" % _json(head | fields)
         streams = [AnswerStream(text, asked) for _ in asked.samples]
+
+        def chunk(index: int, progress: Progress) -> bytes | None:
+            if (choice := streams[index].add(progress)) is None:
+                return None
+            last = {"speculation": speculation(progress.completion)} if progress.finished else {}
+            return event(choices=[choice | {"index": index}], **last)
+
         try:
             async with contextlib.aclosing(_merged(worker, asked.samples)) as completions:
                 async for index, progress in completions:
-                    choice = await loop.run_in_executor(self._writing, streams[index].add, progress)
-                    if choice is None:
-                        continue
-                    last = {"speculation": speculation(progress.completion)} if progress.finished else {}
-                    yield event(choices=[choice | {"index": index}], **last)
+                    if written := await loop.run_in_executor(self._writing, chunk, index, progress):
+                        yield written
             if asked.with_usage:
                 yield event(choices=[], usage=openai.usage([stream.usage for stream in streams]))
-            yield "data: [DONE]\n\n"
+            yield b"data: [DONE]\n\n"
         except Exception as error:  # the status line is long gone
-            yield f"data: {json.dumps({'error': {'message': str(error), 'code': 'engine_failed'}})}\n\n"
+            yield b"data: %s\n\n" % _json({"error": {"message": str(error), "code": "engine_failed"}})
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _error(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -306,26 +318,44 @@ async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class WholeAnswer(Response):
+    """A body of JSON that is sent in parts, each when the client has taken the one before it.
+
+    Args:
+        ended: called when the client has taken all of it, or is gone.
+    """
+
+    def __init__(self, body: bytes, ended: Callable[[], None]):
+        super().__init__(body, media_type="application/json")
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for at in range(0, len(self.body), PART):
+                part = self.body[at : at + PART]
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)  # or a client that reads fast would hold up all others
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._ended()
+
+
 class EventStream(StreamingResponse):
     """Server-sent events.
 
     Args:
         ended: called however they end, also if the client leaves before the first.
-        seconds: for the client to take a part; one that does not is treated as one that left.
     """
 
-    def __init__(self, events: AsyncGenerator[str, None], ended: Callable[[], None], seconds: float):
+    def __init__(self, events: AsyncGenerator[bytes, None], ended: Callable[[], None]):
         super().__init__(events, media_type="text/event-stream")
-        self._events, self._ended, self._seconds = events, ended, seconds
+        self._events, self._ended = events, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(self._seconds):
-                await send(message)
-
         try:
-            with contextlib.suppress(ClientDisconnect, TimeoutError):
-                await super().__call__(scope, receive, send_in_time)
+            with contextlib.suppress(ClientDisconnect):
+                await super().__call__(scope, receive, send)
         finally:
             self._ended()
             await self._events.aclose()

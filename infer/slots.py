@@ -3,8 +3,7 @@
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ from dflash_jax.decoding.state import DraftModel, RowSettings, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.chooser import Draft
 from dflash_jax.infer.compiler_options import Options, fastest_options
+from dflash_jax.infer.compiling import compile_all
 from dflash_jax.infer.engine_config import EngineConfig
 from dflash_jax.infer.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.prefixes import PrefixCache
@@ -24,8 +24,8 @@ from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
-NARROWER = 4  # few busy rows run programs of a fourth of the rows,
-MANY = 16  # where there are so many: fewer are not worth compiling twice as many programs
+NARROWER = (4, 2)  # few busy rows run programs of a fourth or half of the rows,
+MANY = 16  # where there are so many: fewer are not worth compiling several times as many programs
 
 
 class Read(NamedTuple):
@@ -83,8 +83,8 @@ class Slots:
         self._fixed, self._neutral = config.deterministic, SamplingParams().on_device("", 0, 0, 1)
         self._costs: dict[Shape, Cost] = {}  # in seconds, once measured
         self._drafts = tuple(drafts)
-        few = slots // NARROWER // self._parts * self._parts if slots >= MANY else 0
-        self.widths = (few, slots) if few and not self._fixed else (slots,)
+        fewer = [slots // n // self._parts * self._parts for n in NARROWER if slots >= MANY and not self._fixed]
+        self.widths = tuple(sorted({slots, *filter(None, fewer)}))
         with self._on_mesh():
             made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, self._chunk)))()
             if self._fixed and made.calibration is not None:
@@ -103,25 +103,29 @@ class Slots:
         """Of the prompt's chunks, for `read`."""
         return self._prefixes.keys(prompt)
 
-    def warm_up(self) -> None:
-        """Compiles every program; afterwards none is compiled any more. All rows must be idle."""
-        calls = [(prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._shapes]
-        calls += [self._decode_call(draft, 0, 0, self.idle(width)) for draft, width in self._decoding]
-        with ThreadPoolExecutor() as pool, self._on_mesh():  # the calls below find what is compiled here
-            compiling = [pool.submit(program.lower(*arguments).compile) for program, arguments in calls]
-        for program in compiling:
-            program.result()
+    def warm_up(self, look: Callable[[], object] = lambda: None) -> None:
+        """Compiles every program; afterwards none is compiled any more. All rows must be idle.
+
+        Args:
+            look: called between programs; what it raises ends the work.
+        """
+        reading = ((prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._shapes)
+        decoding = (self._decode_call(draft, 0, 0, self.idle(width)) for draft, width in self._decoding)
+        with self._on_mesh():
+            compile_all(itertools.chain(reading, decoding), look)
         self.begin(0)
         if self._short:
             self.move(0, self._slots - 1, self._neutral)
             self.release(self._slots - 1)
         for shape in self._shapes:
+            look()
             self._prefill(*self._nothing(shape))
-        if not self._fixed:
-            self._costs = {shape: self._prefill_cost(shape) for shape in self._shapes}
+            if not self._fixed:
+                self._costs[shape] = self._prefill_cost(shape)
         with self._on_mesh():
             self.state = self._prefixes.warm_up(self.state)
         for draft, width in self._decoding:
+            look()
             self.decode(draft, 0, 0, self.idle(width))
         self.release(0)
         jax.block_until_ready(self.state)
@@ -201,16 +205,19 @@ class Slots:
         of_part = self._slots // self._parts
         busy_of = [[slot for slot in busy if slot // of_part == part] for part in range(self._parts)]
         most = max(map(len, busy_of)) * self._parts
-        width = next(width for width in self.widths if width >= most) // self._parts
-        chosen: list[int] = []
+        return self._filled(busy_of, next(width for width in self.widths if width >= most))
+
+    def _filled(self, busy_of: Sequence[Sequence[int]], width: int) -> list[int]:
+        """The busy rows of each part, and others, so that there are as many of each part."""
+        of_part, chosen = self._slots // self._parts, list[int]()
         for part, taken in enumerate(busy_of):
             others = (slot for slot in range(part * of_part, (part + 1) * of_part) if slot not in taken)
-            chosen += sorted([*taken, *itertools.islice(others, width - len(taken))])
+            chosen += sorted([*taken, *itertools.islice(others, width // self._parts - len(taken))])
         return chosen
 
     def idle(self, width: int) -> list[int]:
         """Rows of a program of that width, whichever."""
-        return self.some(range(self._slots)) if width == self._slots else self.some([])
+        return self._filled([[]] * self._parts, width)
 
     def decode(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Committed:
         """One visit to the device (see `decoding.step.run`): the tokens of each step, not waited for.
@@ -239,14 +246,15 @@ class Slots:
         """Waits for the device: `read` returns before it has."""
         jax.block_until_ready(self.state.anchor)
 
-    def step_seconds(self) -> dict[tuple[Draft, int], float]:
+    def step_seconds(self, look: Callable[[], object] = lambda: None) -> dict[tuple[Draft, int], float]:
         """Times a step of each kind of draft and number of rows, all of them busy with random tokens and half full:
-        tokens that are alike would visit fewer experts than a real block does."""
+        tokens that are alike would visit fewer experts than a real block does. `look` is as in `warm_up`."""
         rng, short = np.random.default_rng(0), self._shapes[0]
         endless = SamplingParams().on_device("", 0, 0, np.iinfo(np.int32).max)
         times: dict[tuple[Draft, int], list[float]] = {how: [] for how in self._decoding}
         for _ in range(3):
             for draft, width in times:
+                look()
                 slots = self.idle(width)
                 for slot in slots:
                     length = max(1, self.lengths[slot] // 2)

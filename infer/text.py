@@ -32,15 +32,15 @@ class Text:
     def __init__(
         self, directory: str, template_arguments: Mapping[str, Any] | None = None, most_tokens: int | None = None
     ):
-        from transformers import AutoTokenizer
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
         self.template_arguments = dict(template_arguments or {})
         self._directory, self._tokenizer = directory, None
         self._most_tokens, self._most_bytes = most_tokens, math.inf
         if not any((Path(directory) / name).is_file() for name in TOKENIZER_FILES):
             return
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         except Exception as error:  # tokenizer files are read by several libraries, which raise what they like
@@ -54,7 +54,7 @@ class Text:
         if self._tokenizer is None:
             raise RequestError(
                 "no_tokenizer",
-                f"{self._directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); use 'prompt_token_ids' "
+                f"{self._directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); give the prompt as token ids, "
                 "without stop strings, or add the files",
             )
         return self._tokenizer
@@ -81,7 +81,7 @@ class Text:
         """
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
-            raise RequestError("no_chat_template", "the target's tokenizer has no chat template; use 'prompt' instead")
+            raise RequestError("no_chat_template", "the target's tokenizer has no chat template; give a plain prompt")
         for message in messages:
             for value in message.values():
                 self._checked(value)

@@ -1,6 +1,6 @@
 """Where the arrays of a TPU kernel lie."""
 
-import jax
+from jax.core import Tracer
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Shaped
 
@@ -10,4 +10,4 @@ def in_hbm(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
     Left alone, the compiler may carry a small cache into the memory of a core and, if it is updated, all of it back.
     """
-    return pltpu.with_memory_space_constraint(x, pltpu.HBM) if isinstance(x, jax.core.Tracer) else x
+    return pltpu.with_memory_space_constraint(x, pltpu.HBM) if isinstance(x, Tracer) else x

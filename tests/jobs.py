@@ -5,9 +5,16 @@ import json
 COMPARED = ("id", "token_ids", "text", "finish_reason", "usage", "turns")
 
 
+def models_of(pair):
+    return ["--target", str(pair / "target"), "--drafter", str(pair / "drafter"), "--block-size", "4"]
+
+
+def options_of(source, output):
+    return ["--input", *source, "--output", str(output), "--max-new-tokens", "12"]
+
+
 def command(pair, source, output, *more):
-    models = ["--target", str(pair / "target"), "--drafter", str(pair / "drafter")]
-    return [*models, "--input", *source, "--output", str(output), "--max-new-tokens", "12", "--block-size", "4", *more]
+    return [*models_of(pair), *options_of(source, output), *more]
 
 
 def records(path):

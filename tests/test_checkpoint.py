@@ -218,6 +218,17 @@ def test_nothing_is_held_twice(tmp_path):
     assert peak < sum(sizes) + 2 * max(sizes) + 300_000
 
 
+def test_a_table_of_large_tensors_is_small():
+    large = {"hidden_size": 2**18, "vocab_size": 2**24, "intermediate_size": 2**20, "tie_word_embeddings": False}
+    config = target_config(tiny.target_config(**large))
+    tracemalloc.start()
+    table = qwen3.tensors(config)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert table["embed_tokens"].shape == (2**24, 2**18)
+    assert most < 2**20
+
+
 def test_every_table_covers_every_parameter_once():
     for table in (
         qwen3.tensors(target_config(tiny.target_config(tie_word_embeddings=False))),

@@ -9,7 +9,7 @@ import pytest
 from dflash_jax import benchmark, load_target, plan, serve
 from dflash_jax.benchmarks import kernels
 from dflash_jax.cli import EngineOptions, GenerationOptions
-from dflash_jax.loading import engine_config
+from dflash_jax.engines import engine_config, needs_of
 from dflash_jax.train.arguments import parse_stage
 from tests import tiny
 
@@ -115,6 +115,8 @@ def test_the_nearest_flag_is_named_where_others_are_missing(command, arguments, 
         ("--http h:1 --ordered --ray", ["--ordered", "--ray"]),
         ("--prompt a --no-speculation --block-size 16", ["--block-size"]),
         ("--input a --ordered --block-size 16", []),
+        ('--input a --ray-workers 2 --ray-resources {"GPU":1}', ["--ray-workers", "--ray-resources"]),
+        ("--input a --ray --ray-workers 2", []),
     ],
 )
 def test_flags_without_effect_are_noted(arguments, noted):
@@ -130,24 +132,28 @@ def test_help_needs_no_jax():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+def config_for(target, requests, generation, options):
+    return engine_config(target, needs_of(target.config, requests, options), generation, options)
+
+
 def test_engines_of_deterministic_jobs_read_prompts_in_chunks_of_one_size(pair):
     target, generation = load_target(pair / "target"), GenerationOptions(block_size="auto")
     for prompt, chunk in ([1] * 5, 32), ([1] * 100, 128), ([1] * 200, 256):
         for deterministic in (False, True):
             options = EngineOptions(deterministic=deterministic)
-            config = engine_config(target, [tiny.ask(prompt, 5)], generation, options)
+            config = config_for(target, [tiny.ask(prompt, 5)], generation, options)
             assert config.prefill_chunk == (256 if deterministic else chunk)
             assert config.deterministic == deterministic
             assert (config.max_length == 1024) == deterministic  # what the target was trained for, whoever else asks
     for shared, chunk in (30, 64), (40, 32):  # what many begin with is copied, if it is the larger part
         requests = [tiny.ask([*range(shared), *[50 + i] * 15], 5) for i in range(8)]
-        assert engine_config(target, requests, generation, EngineOptions()).prefill_chunk == chunk
+        assert config_for(target, requests, generation, EngineOptions()).prefill_chunk == chunk
 
 
 def test_tokens_show_as_often_as_is_asked(pair, capsys):
     target, generation = load_target(pair / "target"), GenerationOptions()
     for options, steps in (EngineOptions(), 16), (EngineOptions(stream_interval=2), 2):
-        assert engine_config(target, [tiny.ask([1], 5)], generation, options).steps_per_visit == steps
+        assert config_for(target, [tiny.ask([1], 5)], generation, options).steps_per_visit == steps
     models = ["--target", str(pair / "target"), "--drafter", str(pair / "drafter")]
     assert serve.main([*models, "--prompt", "a", "--stream-interval", "0"]) == 2
     assert "--stream-interval must be at least 1" in capsys.readouterr().err

@@ -26,6 +26,11 @@ def test_target_fields():
     assert hash(config) == hash(target_config(tiny.target_config(eos_token_id=[1, 2], rope_theta=5e5)))
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -50,6 +55,23 @@ def test_target_fields():
         ({"num_hidden_layers": 10**12}, "num_hidden_layers must be at most 4096"),
         ({"num_hidden_layers": 10**5}, "num_hidden_layers must be at most 4096"),
         ({"intermediate_size": 2**40}, "intermediate_size must be at most"),
+        ({"hidden_size": 10**9}, "hidden_size must be at most 262144"),
+        ({"vocab_size": 3 * 10**8}, "vocab_size must be at most 16777216"),
+        ({"intermediate_size": 10**9}, "intermediate_size must be at most 1048576"),
+        ({"model_type": "qwen3_moe", **EXPERTS, "num_experts": 10**9}, "num_experts must be at most 65536"),
+        ({"model_type": "qwen3_moe", **EXPERTS, "num_experts_per_tok": 10**9}, "num_experts_per_tok must be at most"),
+        ({"model_type": "qwen3_moe", **EXPERTS, "moe_intermediate_size": 10**9}, "moe_intermediate_size must be at"),
+        ({"rms_norm_eps": 1e-300}, "rms_norm_eps must be at least"),
+        ({"rope_theta": 1e100}, "rope_theta must be at most"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e-300}}, "factor must be at least 1"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor must be positive and below"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 0}}, "low_freq_factor must be positive and below"),
+        ({"rope_scaling": LLAMA3 | {"factor": 0.5}}, "factor must be at least 1"),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 0}}, "original_max_position_embeddings"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": -1}}, "original_max_position_embeddings"),
+        ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 1}}, "beta_slow must be positive and below beta_fast"),
+        ({"rope_scaling": YARN | {"attention_factor": 0}}, "positive attention_factor"),
+        ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta above 1"),
         ({"rms_norm_eps": 1e300}, "rms_norm_eps must be at most"),
         ({"rope_theta": 1e-300}, "rope_theta must be at least 1"),
         ({"eos_token_id": 2**31}, "ids must be integers below"),
@@ -66,6 +88,28 @@ def test_target_fields():
 def test_unsupported_targets_are_refused_by_name(change, named):
     with pytest.raises(ValueError, match=named):
         target_config(tiny.target_config(**change))
+
+
+@pytest.mark.parametrize("scaling", [YARN, LLAMA3, {"rope_type": "linear", "factor": 1.0}])
+def test_large_models_are_read(scaling):
+    large = {"hidden_size": 65536, "intermediate_size": 262144, "vocab_size": 2**21, "num_hidden_layers": 512}
+    heads = {"num_attention_heads": 512, "num_key_value_heads": 64, "head_dim": 512}
+    config = target_config(tiny.target_config(**large, **heads, rope_scaling=scaling, rope_theta=3.6e9))
+    assert (config.hidden_size, config.vocab_size) == (65536, 2**21)
+
+
+@pytest.mark.parametrize(
+    ("change", "positions"),
+    [
+        ({}, 1024),
+        ({"max_position_embeddings": None}, 0),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 4096),
+        ({"rope_scaling": YARN | {"factor": 4.0}}, 2048),
+        ({"rope_scaling": LLAMA3}, 1024),
+    ],
+)
+def test_positions_of_a_target(change, positions):
+    assert target_config(tiny.target_config(**change)).most_positions == positions
 
 
 def test_inert_and_switched_off_fields_pass():
@@ -172,6 +216,9 @@ def test_slot_conventions():
     assert drafter(architectures=["Qwen3DSparkModel"], sample_from_anchor=False).proposals(7) == 6
 
 
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -196,6 +243,13 @@ def test_slot_conventions():
         ({"dflash_config": {"target_layer_ids": [1, 3]}}, "-1..2"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
         ({"block_size": 0}, "block_size"),
+        ({"block_size": 10**9}, "block_size must be at most 1024"),
+        ({"hidden_size": 10**9}, "hidden_size must be at most"),
+        ({"vocab_size": 10**9}, "vocab_size must be at most"),
+        ({"intermediate_size": 10**9}, "intermediate_size must be at most"),
+        ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 10**9}, "markov_rank must be at most 65536"),
+        ({"architectures": ["DFlash2DraftModel"], **SELECTOR, "selector_rank": 10**9}, "selector_rank must be at most"),
+        ({"architectures": ["DFlash2DraftModel"], **SELECTOR, "conv_kernel_size": 10**9}, "conv_kernel_size must be"),
         ({"rope_theta": None}, "rope_theta"),
         ({"is_neox_style": False}, "interleaved"),
         ({"architectures": "DFlash2DraftModel"}, "list of class names"),
@@ -212,6 +266,12 @@ def test_slot_conventions():
 def test_unsupported_drafters_are_refused_by_name(change, named):
     with pytest.raises(ValueError, match=named):
         drafter(**change)
+
+
+@pytest.mark.parametrize(("length", "named"), [(10**9, "ttt_length must be at most 1024"), ("7", "'ttt_length'")])
+def test_a_wrong_number_of_passes_is_refused(length, named):
+    with pytest.raises(ValueError, match=named):
+        drafter_config(tiny.kinds()["eagle3"] | {"ttt_length": length})
 
 
 @pytest.mark.parametrize(
@@ -231,3 +291,4 @@ def test_wrong_pairs_are_refused_with_both_numbers(change, numbers):
 def test_a_mask_that_ends_the_targets_texts_is_refused():
     with pytest.raises(ValueError, match="one of its end tokens"):
         drafter().check_pair(target_config(tiny.target_config(eos_token_id=tiny.MASK)))
+    drafter().check_pair(target_config(tiny.target_config(pad_token_id=tiny.MASK)))  # as docs/serving.md says

@@ -1,6 +1,6 @@
-"""Targets of every family in an engine, with everything at once that an engine does to a row's state: prompts in chunks,
-in copies of other prompts' chunks and in several samples, slots that are cancelled and used again, rows that move to a
-longer slot, trees."""
+"""Targets of every family in an engine, with everything at once that an engine does to a row's state: prompts in
+chunks, in copies of other prompts' chunks and in several samples, slots that are cancelled and used again, rows that
+move to a longer slot, trees."""
 
 import pytest
 
@@ -11,9 +11,7 @@ from tests import tiny
 ALIASES = [name for name in tiny.FAMILIES if name.endswith("_text")]
 DAILY = {"qwen3_5", "qwen3_next"}  # the others have only caches of positions
 FAMILIES = [
-    pytest.param(name, marks=() if name in DAILY else pytest.mark.slow)
-    for name in tiny.FAMILIES
-    if name not in ALIASES
+    pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in tiny.FAMILIES if name not in ALIASES
 ]
 HEAD = [(5 * i + 3) % 60 for i in range(24)]
 
@@ -29,7 +27,7 @@ def requests(count):
     """Two samples each of prompts of which most begin alike."""
     asked = []
     for i in range(count):
-        prompt = HEAD[: 24 - 4 * (i % 4)] + [i, 7] if i % 5 != 4 else [50 - i] * (3 + i)
+        prompt = [*HEAD[: 24 - 4 * (i % 4)], i, 7] if i % 5 != 4 else [50 - i] * (3 + i)
         given = {"temperature": 0.6 * (i % 3), "repetition_penalty": 1.0 + 0.2 * (i % 2), "stop_token_ids": ()}
         asked += [tiny.ask(prompt, 8 + 5 * (i % 4), sample=n, id=f"{i}", **given) for n in range(2)]
     return asked
@@ -43,7 +41,9 @@ def test_the_answers_are_those_of_one_row_alone(family, settings, tmp_path, monk
     target, drafter = pair(tmp_path, family)
     alone = Engine(target, None, slots=1, max_length=64, prefill_chunk=32)
     expected = [done.token_ids for done in alone.generate(requests(7))]
-    engine = Engine(target, drafter, slots=3, max_length=64, prefill_chunk=8, prefix_chunks=64, steps_per_visit=1, **settings)
+    engine = Engine(
+        target, drafter, slots=3, max_length=64, prefill_chunk=8, prefix_chunks=64, steps_per_visit=1, **settings
+    )
     for stopped in (3, 1):
         tickets = [engine.submit(request) for request in requests(7)]
         done, left = {}, set(tickets[::stopped]) if stopped > 1 else set()

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import itertools
 import json
 import os
 import random
@@ -9,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import jax
 import pytest
 
 from dflash_jax import serve
@@ -34,7 +37,7 @@ def test_a_job_continues_where_its_output_ends(pair, tmp_path, capsys):
     assert "temperature 0.0, now 0.5" in capsys.readouterr().err
     assert serve.main(command(pair, source, output, "--temperature", "0.5", "--force")) == 1
     assert serve.main(command(pair, source, output, "--force")) == 1
-    output.write_text("rubbish\n" + "".join(text))
+    output.write_text("no record\n" + "".join(text))
     assert serve.main(command(pair, source, output)) == 2
     assert "damaged in line 1" in capsys.readouterr().err
     output.write_text("".join(text) + text[0])
@@ -159,6 +162,31 @@ def test_a_second_interrupt_stops_at_once(pair, tmp_path, monkeypatch, capsys):
     assert records(output) == records(tmp_path / "whole.jsonl")
 
 
+@pytest.mark.parametrize("signals", [1, 2])
+def test_an_interrupt_while_programs_are_compiled(pair, tmp_path, monkeypatch, capsys, signals):
+    """It is obeyed before the next program; what is being compiled is not waited for."""
+    source, output = write(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "out.jsonl"
+    compiled, stopped = [], threading.Event()
+    compile_one = jax.stages.Lowered.compile
+
+    def slow(self, *options):
+        compiled.append(self)
+        if len(compiled) == 2:
+            for _ in range(signals):
+                os.kill(os.getpid(), signal.SIGINT)
+            stopped.wait(60)
+        return compile_one(self, *options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", slow)
+    assert serve.main(command(pair, source, output)) == 130
+    assert not output.read_text()
+    assert "the same command continues" in capsys.readouterr().err
+    stopped.set()
+    monkeypatch.undo()
+    assert serve.main(command(pair, source, output)) == 0
+    assert len(records(output)) == 2
+
+
 @pytest.mark.slow
 def test_a_job_killed_at_random_moments_ends_with_each_answer_once(pair, tmp_path):
     source = write(tmp_path / "in.jsonl", [row | {"id": f"k{i}"} for i, row in enumerate(ROWS * 30)])
@@ -185,15 +213,63 @@ def test_a_job_killed_at_random_moments_ends_with_each_answer_once(pair, tmp_pat
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == len(ROWS) * 30
 
 
+def record_id(record):
+    return record["id"]
+
+
+def two_records(output, meanwhile):
+    """Writes two records, and closes the output after something happened."""
+    with Journal(output, {}, record_id) as book:
+        book.append({"id": 1})
+        book.append({"id": 2})
+        meanwhile(book)
+
+
 def test_a_deleted_output_is_noticed(tmp_path):
-    with Journal(tmp_path / "out.jsonl", {}, lambda record: record["id"]) as book:
+    output = tmp_path / "out.jsonl"
+    for then in (lambda: None, lambda: output.write_text("")):
+        for end in (lambda book: None, lambda book: book.append({"id": 3})):
+            with pytest.raises(FileNotFoundError, match="deleted or replaced"):
+                two_records(output, lambda book, then=then, end=end: (output.unlink(), then(), end(book)))
+            output.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("size", [0, 4, 30])
+@pytest.mark.parametrize("more", [True, False])
+def test_an_output_that_another_program_changes_is_noticed(tmp_path, size, more):
+    """At the next answer, or at the end if there is none; what is then left in it is continued, or refused."""
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(OSError, match=f"out.jsonl has {size} bytes, but 20 were written"):
+        two_records(output, lambda book: (os.truncate(output, size), more and book.append({"id": 3})))
+    if size > 20:
+        output.write_bytes(output.read_bytes() + b"\n")
+        with pytest.raises(ValueError, match="damaged in line"):
+            Journal(output, {}, record_id)
+    else:
+        two_records(output, lambda book: None)
+        assert list(records(output)) == ["1", "2"]
+
+
+def test_a_job_whose_output_is_emptied_ends_with_an_error_and_continues(pair, tmp_path, monkeypatch, capsys):
+    source, output = write(tmp_path / "in.jsonl", ROWS[:4]), tmp_path / "out.jsonl"
+    append, count = Journal.append, itertools.count(1)
+
+    def emptied(self, record):
+        append(self, record)
+        if next(count) == 4:  # behind the last answer
+            os.truncate(output, 0)
+
+    monkeypatch.setattr(Journal, "append", emptied)
+    assert serve.main(command(pair, source, output)) == 2
+    assert f"{output} has 0 bytes" in capsys.readouterr().err
+    assert serve.main(command(pair, source, output)) == 0
+    assert len(records(output)) == 4
+
+
+def test_a_part_may_be_merged_before_it_is_closed(tmp_path):
+    with Journal(tmp_path / "out.jsonl", {}, record_id, merged=True) as book:
         book.append({"id": 1})
         (tmp_path / "out.jsonl").unlink()
-        with pytest.raises(FileNotFoundError, match="deleted or replaced"):
-            book.append({"id": 2})
-        (tmp_path / "out.jsonl").write_text("")
-        with pytest.raises(FileNotFoundError, match="deleted or replaced"):
-            book.append({"id": 3})
 
 
 @pytest.mark.parametrize("cause", ["limit", "deleted"])
@@ -285,7 +361,7 @@ def test_a_full_disk_pauses_the_job(tmp_path, monkeypatch, caplog):
     slept = []
     monkeypatch.setattr(journal.time, "sleep", slept.append)
     book = Journal(tmp_path / "out.jsonl", {}, lambda record: record["id"])
-    monkeypatch.setattr(book, "_check_place", lambda: None)
+    monkeypatch.setattr(book, "_check_file", lambda: None)
     book._file.close()
     book._file = disk = Disk()
     book.append({"id": 1, "text": "a long answer"})
@@ -314,6 +390,18 @@ def test_figures_while_a_job_runs(pair, tmp_path, capsys):
     latency = json.loads(summary.read_text())["latency_seconds"]
     assert set(latency) == {"queue", "first_token", "per_token", "end_to_end"}
     assert latency["end_to_end"]["p50"] >= latency["first_token"]["p50"] >= latency["queue"]["p50"] >= 0
+
+
+def test_an_interrupted_command_waits_for_no_thread():
+    code = (
+        "import threading, time\n"
+        "from dflash_jax.infer.interrupt import INTERRUPTED, exit_quietly\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print('said')\n"
+        "exit_quietly(INTERRUPTED)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "said\n", "")
 
 
 def test_a_signal_while_python_ends_prints_nothing():

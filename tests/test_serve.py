@@ -212,6 +212,10 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
     source, output = tmp_path / "in.jsonl", str(tmp_path / "out.jsonl")
     source.write_text('{"prompt": "a"}\n')
     models = ["--target", target, "--drafter", drafter]
+    endless = [
+        "--target",
+        str(tiny.write_target(tmp_path / "endless", tiny.target_config(max_position_embeddings=None))),
+    ]
     job = ["--input", str(source), "--output", output]
     cases = {
         "No such file": [*models, "--input", str(tmp_path / "gone"), "--output", output],
@@ -224,14 +228,31 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         "temperature must be": [*models, *job, "--temperature", "-1"],
         "max-new-tokens": [*models, *job, "--max-new-tokens", "0"],
         "--batch-size must be": [*models, *job, "--batch-size", "0"],
-        "max_length must be": [*models, *job, "--max-length", "0"],
-        "no memory for": [*models, *job, "--max-length", "2000000000", "--batch-size", "1000"],
+        "--max-length must be at least 1": [*models, *job, "--max-length", "0"],
+        "--max-length must be at most 1024, the positions of the target, got 10000000": [
+            *models,
+            *job,
+            *("--max-length", "10000000"),
+        ],
+        "no memory for": [
+            *endless,
+            *job,
+            *("--no-speculation", "--max-length", "2000000000", "--batch-size", "1000"),
+        ],
         "--long-slots needs": [*models, *job, "--long-slots", "1"],
-        "short_length must be": [*models, *job, "--batch-size", "2", "--short-length", "1"],
+        "--short-length must be at least 32, a piece of a prompt, and below --max-length, 512; got 1": [
+            *models,
+            *job,
+            *("--batch-size", "2", "--short-length", "1"),
+        ],
+        "--short-length needs a --batch-size above the 1 long rows, got 1": [*models, *job, "--short-length", "64"],
+        "--short-length and --deterministic exclude": [*models, *job, "--short-length", "64", "--deterministic"],
+        "--long-slots must be at least 1": [*models, *job, "--short-length", "64", "--long-slots", "0"],
+        "--stats-interval must be at least 0 and finite, got nan": [*models, *job, "--stats-interval", "nan"],
         "top_k must lie in": [*models, *job, "--top-k", "3000000000"],
         "seed must lie in": [*models, *job, "--seed", "10000000000000000000"],
         "are both": [*models, *job, "--summary", output],
-        "prefix_chunks must be": [*models, *job, "--prefix-chunks", "-1"],
+        "--prefix-chunks must be": [*models, *job, "--prefix-chunks", "-1"],
         "matches no file": [*models, "--input", str(tmp_path / "*.gone"), "--output", output],
         "dtype must be": [*models, *job, "--dtype", "int8"],
         "drafter must be a checkpoint directory": ["--target", target, "--drafter", "/no/where", *job],

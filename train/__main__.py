@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_jax import files
-from dflash_jax.infer.progress import engine_rates, progress_bar
+from dflash_jax.infer.progress import engine_rates, progress_bar, warm_up
 from dflash_jax.train.arguments import (
     AblateOptions,
     CacheFeaturesOptions,
@@ -60,32 +60,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _regenerate(options: RegenerateOptions) -> int:
     from dflash_jax.benchmarks.datasets import training_prompts
+    from dflash_jax.engines import engine_for, needs_of_lines
     from dflash_jax.infer.interrupt import stop_signals
     from dflash_jax.infer.jobs import job_settings, run_job
     from dflash_jax.infer.lines import read_lines
-    from dflash_jax.loading import engine_config, load, make_engine
+    from dflash_jax.loading import load
     from dflash_jax.train.regenerate import answer_record, journal
 
     generation, engine_options = options.generation, options.engine
     with training_prompts(options.input) as source:
-        target, drafter, text, defaults = load(options.models, generation, speculative=bool(options.models.drafter))
+        loaded = load(options.models, generation, speculative=bool(options.models.drafter))
+        target, text, defaults = loaded.target, loaded.text, loaded.defaults
         lines = read_lines(source, text, defaults)
     fixed = engine_options.fixed(generation, options.models.drafter)
     seed, max_length = engine_options.seed, engine_options.max_length
     settings = job_settings(target.directory, target.dtype.name, text, defaults, lines, seed, max_length, fixed)
-    with journal(Path(options.output), settings, lines) as output, stop_signals() as stopping:
+    with (
+        stop_signals() as stopping,
+        journal(Path(options.output), settings, lines, lambda: stopping) as output,
+    ):
+        admit = lambda: not stopping
         lines = [line for line in lines if line.index not in output.done]
         if output.done:
             print(f"{len(output.done)} lines are done, {len(lines)} left", file=sys.stderr)
         if not lines:
             return 1 if output.failed else 0
-        requests = [line.request for line in lines if line.request]
-        engine = make_engine(target, drafter, engine_config(target, requests, generation, engine_options))
-        engine.warm_up()
+        engine = engine_for(loaded, needs_of_lines(target.config, lines, engine_options), generation, engine_options)
+        warm_up(engine, admit)
         failed = cut = 0
         with (
             progress_bar(len(lines), "answer") as bar,
-            contextlib.closing(run_job(engine, lines, answer_record, admit=lambda: not stopping)) as records,
+            contextlib.closing(run_job(engine, lines, answer_record, admit=admit)) as records,
         ):
             for record, _ in records:
                 if record is not None:

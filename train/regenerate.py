@@ -1,6 +1,6 @@
 """Stage one: the target answers the prompts itself. No other choice matters as much (method, section 8)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,10 @@ from dflash_jax.infer.lines import Line
 from dflash_jax.infer.requests import Completion
 
 
-def journal(output: Path, settings: dict[str, Any], lines: Sequence[Line]) -> Journal:
-    """The output, continued if it is there; its keys are line indices.
+def journal(
+    output: Path, settings: dict[str, Any], lines: Sequence[Line], stopping: Callable[[], object] = lambda: False
+) -> Journal:
+    """The output, continued if it is there; its keys are line indices. `stopping` is as in `Journal`.
 
     Raises:
         ValueError: the file was made with other settings or prompts, or is no output of `regenerate`.
@@ -22,7 +24,7 @@ def journal(output: Path, settings: dict[str, Any], lines: Sequence[Line]) -> Jo
             raise ValueError(f"index {record['index']!r:.60} is not in the input")
         return record["index"]
 
-    return Journal(output, settings, key, remedy="Remove it, or choose another output")
+    return Journal(output, settings, key, remedy="Remove it, or choose another output", stopping=stopping)
 
 
 def answer_record(line: Line, turns: Sequence[Completion]) -> dict[str, Any]:

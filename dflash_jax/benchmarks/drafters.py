@@ -20,10 +20,11 @@ from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.cli import EngineOptions
 from dflash_jax.config import Raw
 from dflash_jax.drafters.loading import load_drafter
+from dflash_jax.engines import engine_config, make_engine, needs_of
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.requests import Completion, Request
-from dflash_jax.loading import engine_config, load, make_engine, pair_sources
+from dflash_jax.loading import load, pair_sources
 
 PLAIN = "autoregressive"
 MakeEngine = Callable[[str, float, Sequence[Request]], Engine]  # of a drafter or PLAIN, at a temperature
@@ -76,7 +77,9 @@ def measure_drafters(options: Any, questions: Callable[[str, int], Any]) -> dict
 
     def engine(name: str, temperature: float, requests: Sequence[Request]) -> Engine:
         generation = options.generation.at(temperature)
-        config = engine_config(loaded.target, requests, generation, EngineOptions(seed=options.seed, prefix_chunks=0))
+        engine_options = EngineOptions(seed=options.seed, prefix_chunks=0)
+        needs = needs_of(loaded.target.config, requests, engine_options)
+        config = engine_config(loaded.target, needs, generation, engine_options)
         if name == PLAIN:
             return make_engine(loaded.target, None, replace(config, block_size=None))
         given, drafter = generation.block_size, loaded_drafters[name]

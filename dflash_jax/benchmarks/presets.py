@@ -177,12 +177,14 @@ def _coder_next() -> tuple[Raw, Raw]:
     own = {"vocab_size": 151936, "rope_theta": 5e6, "norm_topk_prob": True, "model_type": "qwen3_next"}
     taps = (3, 11, 23, 35, 43)
     target, drafter = _hybrid(2048, 512, 48, (16, 2, 32), taps, experts=(512, 10), windows=(0, 0), **own)
-    changes = {"intermediate_size": 6144, "num_hidden_layers": 8, "num_key_value_heads": 4}
-    changes |= {
+    changes = {
+        "intermediate_size": 6144,
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 4,
         "layer_types": ["full_attention"] * 8,
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(taps)},
     }
-    return target | {"eos_token_id": 151645}, drafter | changes
+    return {**target, "eos_token_id": 151645}, {**drafter, **changes}
 
 
 _EIGHT = (1, 5, 9, 13, 17, 21, 25, 29)

@@ -79,11 +79,12 @@ class Recurrent(struct.PyTreeNode):
             some = lambda new, old: jnp.where((kept > 0).reshape(-1, *[1] * (new.ndim - 1)), new, old)
             after = jax.tree.map(some, fresh, old)
         else:
+            added = fresh
             if path is not None:
                 pick = lambda x: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)
-                fresh = jax.tree.map(pick, fresh)
-            s = advance(old.s, fresh.k, fresh.u, fresh.gamma, kept)
-            after = State(s, last_inputs(old.inputs, fresh.inputs, kept))
+                added: Corrections = jax.tree.map(pick, fresh)
+            s = advance(old.s, added.k, added.u, added.gamma, kept)
+            after = State(s, last_inputs(old.inputs, added.inputs, kept))
         put = lambda all, new: new if rows is None else all.at[rows].set(new)
         return self.replace(s=put(self.s, after.s), inputs=put(self.inputs, after.inputs))
 

@@ -244,6 +244,7 @@ def _piece(reader: Reader, part: Part, inside: list[slice]) -> np.ndarray:
             within.append(np.zeros(1, int))
         else:
             at = at[chosen[axis]]
+            at = np.arange(at.start, at.stop, at.step) if isinstance(at, range) else np.asarray(at)
             low, high = int(at.min()), int(at.max()) + 1  # one stretch of the file
             box.append(slice(low, high))
             within.append(at - low)

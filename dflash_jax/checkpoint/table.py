@@ -3,6 +3,7 @@
 Loading goes along the table, saving takes it backwards. Nothing here reads a file. Weights keep torch's [out, in].
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -165,21 +166,15 @@ class Part:
     take: tuple[Take, ...] = ()
     order: tuple[int, ...] | None = None
 
-    def places(self) -> list[int | np.ndarray]:
-        """What is taken along each axis of the tensor: one place, or an array of them."""
+    def places(self) -> list[int | range | tuple[int, ...]]:
+        """What is taken along each axis of the tensor: one place, or several."""
         shape = self.source.shape
         takes = [*self.take, *[slice(None)] * (len(shape) - len(self.take))]
-        places: list[int | np.ndarray] = []
         for size, take in zip(shape, takes, strict=True):
-            if isinstance(take, int):
-                places.append(take)
-            elif isinstance(take, slice):
-                places.append(np.arange(size)[take])
-            else:
-                places.append(np.asarray(take))
-            if np.size(places[-1]) and not 0 <= np.min(places[-1]) <= np.max(places[-1]) < size:
+            named = () if isinstance(take, slice) else (take,) if isinstance(take, int) else take
+            if not all(0 <= place < size for place in named):
                 raise ValueError(f"{self}: an axis of {size} has no {take}")
-        return places
+        return [range(n)[take] if isinstance(take, slice) else take for n, take in zip(shape, takes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -209,8 +204,8 @@ class Leaf:
             sizes = [len(range(*at.indices(n))) for at, n in zip(part.index, self.shape, strict=True) if at in region]
             if sizes != [taken[axis] for axis in order]:
                 raise ValueError(f"a part of shape {[taken[a] for a in order]} does not fill a region of {sizes}")
-            filled += int(np.prod(sizes))
-        if filled != int(np.prod(self.shape)):
+            filled += math.prod(sizes)
+        if filled != math.prod(self.shape):
             raise ValueError(f"the parts of a parameter of shape {self.shape} fill {filled} places of it")
         if len(self.parts) > 1 and self._overlap():
             raise ValueError(f"parts of a parameter of shape {self.shape} overlap")

@@ -39,8 +39,9 @@ class Sampling(struct.PyTreeNode):
 
 def check_sampling(temperature: float, top_p: float, top_k: int, min_p: float = 0.0) -> None:
     """Raises ValueError for settings that name no distribution."""
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
+    most = float(jnp.finfo(jnp.float32).max)
+    if not 0 <= temperature <= most:
+        raise ValueError(f"temperature must be at least 0 and at most {most:.4g} (float32), got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}; 1 keeps every token")
     if not 0 <= top_k < 2**31:

@@ -97,7 +97,8 @@ def config(raw: Raw) -> Eagle3Config:
         raise ValueError("config.json: norm_before_fc and fc_norm exclude each other")
     window = require(raw, "sliding_window") if layer_types(raw, 1) == ["sliding_attention"] else None
     layer = LayerConfig(attention_config(raw, window=window), require(raw, "intermediate_size"))
-    fields = drafter_fields(raw, get, block_size=get("ttt_length", default=7) + 1, taps=official_taps)
+    passes = require({"ttt_length": get("ttt_length", default=7)}, "ttt_length")
+    fields = drafter_fields(raw, get, block_size=passes + 1, taps=official_taps)
     return Eagle3Config(**fields, layers=(layer,), qk_norm=raw["model_type"] == "qwen3", **flags)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from dflash_jax import serve
 from dflash_jax.infer.cluster import DEATHS, RayWorkers, Ready, Remote
+from dflash_jax.infer.lines import Line
 from tests import jobs, tiny
 
 pytestmark = [
@@ -105,13 +106,14 @@ def test_a_job_goes_on_with_or_without_ray(pair, tmp_path, cluster, capsys):
 def test_a_worker_is_given_up_for_any_failure(error, monkeypatch):
     """Its lines go back to the front, and workers that fail again and again end the job."""
     workers, lost = object.__new__(RayWorkers), []
-    remote = Remote(actor="actor", call="call", ready=Ready(2, 1, "float32"), lines={"a": 4, "b": 7})
+    a, b, c = (Line(i, name) for i, name in enumerate("abc"))
+    remote = Remote(actor="actor", call="call", ready=Ready(2, 1, "float32"), lines={"a": a, "b": b})
     asked = lambda calls, **options: (calls, [])
     fake = SimpleNamespace(exceptions=ray.exceptions, wait=asked, kill=lost.append, get=lambda call: raised(error))
     workers._ray, workers._deaths, workers._looked, workers._workers = fake, 0, 0.0, [remote]
-    waiting = deque([(9, "c")])
+    waiting = deque([c])
     assert workers._receive(waiting) == []
-    assert (list(waiting), workers._workers, lost) == ([(4, "a"), (7, "b"), (9, "c")], [], ["actor"])
+    assert (list(waiting), workers._workers, lost) == ([a, b, c], [], ["actor"])
     workers._deaths = DEATHS - 1
     workers._workers = [Remote(actor="actor", call="call", ready=remote.ready)]
     why = "RESOURCE_EXHAUSTED" if isinstance(error, ray.exceptions.RayTaskError) else "the last one so: "

@@ -67,6 +67,32 @@ def test_host_side_stop_cuts_tokens_and_acceptance(target, drafter):
         assert 1 + sum(done.acceptance_lengths) == 7
 
 
+def test_stop_strings_of_some_rows_leave_the_others_their_overlap(target, drafter, monkeypatch):
+    """The next visit goes on without waiting for the tokens of the last one, and no answer changes."""
+    stops = {0: 7, 2: 5, 5: 9}  # tokens after which a request ends on the host
+    ends = lambda at: lambda tokens, new: at if len(tokens) >= at else None
+    asked = [
+        tiny.ask([i + 1, 5, 9], 40, 0.5 * (i % 3), id=str(i), find_stop=ends(stops[i]) if i in stops else None)
+        for i in range(7)
+    ]
+    alone = Engine(target, None, slots=1, max_length=64)
+    expected = [alone.generate([request])[0] for request in asked]
+    engine = Engine(target, drafter, slots=3, max_length=64, steps_per_visit=4)
+    seen, look = [], engine._look
+
+    def watched(visit):
+        seen.append((any(row and row.request.find_stop for row in engine._rows), engine._ahead is not None))
+        return look(visit)
+
+    monkeypatch.setattr(engine, "_look", watched)
+    for one, other in zip(expected, engine.generate(asked), strict=True):
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+    assert (True, True) in seen
+    seen.clear()
+    engine.generate([asked[0], asked[2]])  # none of whose ends the device finds
+    assert set(seen) == {(True, False)}
+
+
 def test_stream_reports_progress_and_can_be_left(target, drafter):
     engine = Engine(target, drafter, max_length=64, steps_per_visit=1, block_size=2)
     seen = []

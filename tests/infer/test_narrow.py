@@ -36,10 +36,10 @@ def test_width_changes_no_answer(target, drafter, widths, speculative, settings)
     widths.clear()
     engine = Engine(target, drafter, slots=16, max_length=96, steps_per_visit=3, logprobs=2, **settings)
     engine.warm_up()
-    assert set(widths) == {4, 16}
+    assert set(widths) == {4, 8, 16}
     widths.clear()
     done = engine.generate(requests())
-    assert set(widths) == {4, 16}
+    assert set(widths) == {4, 8, 16}
     assert widths[-1] == 4
     for one, other in zip(expected, done, strict=True):
         assert one.token_ids == other.token_ids
@@ -55,7 +55,15 @@ def test_rows_of_a_narrow_program_are_of_all_parts(target):
     batch = Engine(target, None, slots=16, max_length=64).batch
     assert batch.some([5, 9]) == [0, 1, 5, 9]
     assert batch.some([]) == [0, 1, 2, 3]
-    assert batch.some(range(5)) == list(range(16))
-    batch._parts, batch.widths = 4, (4, 16)
+    assert batch.some(range(3, 8)) == list(range(8))
+    assert batch.some(range(9)) == list(range(16))
+    assert [len(batch.idle(width)) for width in batch.widths] == [4, 8, 16]
+    batch._parts = 4
     assert batch.some([5, 9]) == [0, 5, 9, 12]
-    assert batch.some([4, 5]) == list(range(16))
+    assert batch.some([4, 5]) == [0, 1, 4, 5, 8, 9, 12, 13]
+    assert batch.some([4, 5, 6]) == list(range(16))
+
+
+def test_widths_are_of_all_parts(target):
+    widths = lambda slots: Engine(target, None, slots=slots, max_length=64).batch.widths
+    assert [widths(slots) for slots in (15, 16, 18, 32)] == [(15,), (4, 8, 16), (4, 9, 18), (8, 16, 32)]

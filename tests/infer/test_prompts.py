@@ -78,7 +78,7 @@ def test_rows_beside_the_prompts_stay_as_they_are(target, drafter):
     before = jax.device_get(engine.batch.state)
     for n in (40, 30):
         engine.submit(ask(LONG[:n], 5))
-    engine._stall = None
+    engine._turn = 1.0
     programs = engine.stats.prompt_programs
     while engine.stats.prompt_programs < programs + 2:
         engine.step()

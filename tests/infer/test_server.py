@@ -1,7 +1,9 @@
 """The HTTP server, spoken to by the official client over a real socket."""
 
 import asyncio
+import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -43,25 +45,45 @@ def server(text, tmp_path_factory):
     engine = Engine(target, drafter, slots=2, max_length=256, steps_per_visit=2, logprobs=20)
     engine.warm_up()
     worker = Worker(engine, most_waiting=8)
+    worker.start()
+    with serving(worker, text) as (address, _):
+        yield f"http://{address}", worker
+    worker.stop()
+
+
+@contextlib.contextmanager
+def serving(worker, text):
+    """Address of a server, and what ends it."""
     app = make_app(worker, text, SamplingParams(16), model="tiny", api_key=KEY, limits=LIMITS)
     listener = listen("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    served = make_server(app, LIMITS.client_seconds, shutdown_seconds=5)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that the kernel takes little of an answer
+    served = make_server(app, LIMITS.client_seconds, shutdown_seconds=60)
     thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
-    worker.start()
+    address = "{}:{}".format(*listener.getsockname())
     thread.start()
     while not served.started:
         time.sleep(0.01)
-    yield f"http://127.0.0.1:{port}", worker
-    served.should_exit = True
-    thread.join()
-    worker.stop()
+
+    def end():
+        served.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+    yield address, end
+    end()
 
 
 @pytest.fixture
 def client(server):
     with openai.OpenAI(base_url=server[0] + "/v1", api_key=KEY, max_retries=0) as client:
         yield client
+
+
+def until(true):
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
@@ -252,10 +274,7 @@ def test_a_client_that_leaves_frees_its_slot(client, server, streamed, monkeypat
     else:
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.2).completions.create(model="m", prompt="abc", max_tokens=200)
-    deadline = time.monotonic() + 5
-    while engine.busy and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert engine.busy == 0
+    until(lambda: engine.busy == 0)
     assert client.completions.create(model="m", prompt="abc", max_tokens=4).usage.completion_tokens == 4
 
 
@@ -295,9 +314,7 @@ def test_a_full_queue_is_answered_with_429(client, server, monkeypatch):
     assert error.value.code == "overloaded"
     for stream in streams:
         stream.close()
-    deadline = time.monotonic() + 10
-    while server[1]._present and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: server[1]._present == 0)
     assert client.completions.create(model="m", prompt="abc", max_tokens=4).usage.completion_tokens == 4
 
 
@@ -308,15 +325,13 @@ def test_prompts_that_wait_to_be_read_count(client, server, text, monkeypatch):
     waiting = [threading.Thread(target=ask) for _ in range(10)]  # two slots, eight that wait
     for thread in waiting:
         thread.start()
-    deadline = time.monotonic() + 20
-    while server[1]._present < 10 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: server[1]._present == 10)
     with pytest.raises(openai.RateLimitError):
         ask()
     go_on.set()
     for thread in waiting:
         thread.join()
-    assert server[1]._present == 0
+    until(lambda: server[1]._present == 0)
 
 
 def test_a_slow_client_is_hung_up_on(server):
@@ -348,6 +363,23 @@ def test_long_prompts_hold_up_nobody(client, server, text, monkeypatch):
     asked.join()
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+def test_large_answers_are_written_beside_the_event_loop(server, streamed, monkeypatch):
+    """And choice by choice: while Python encodes a value, no other of its threads runs."""
+    dumps, written = json.dumps, []
+
+    def watched(*given, **how):
+        written.append((threading.current_thread().name, len(made := dumps(*given, **how))))
+        return made
+
+    monkeypatch.setattr(json, "dumps", watched)
+    with ask_and_read_nothing(server[0], LARGE | {"stream": streamed}, after="close") as connection:
+        whole = len(all_that_comes(connection))
+    large = [size for thread, size in written if thread.startswith("detokenize") and size > 1000]
+    assert sum(large) > 0.9 * whole
+    assert max(large) < whole / 3
+
+
 PATH = "/v1/completions"
 STREAMING = {
     "type": "http",
@@ -376,37 +408,76 @@ def test_a_client_that_leaves_before_the_first_event_gives_its_place_back(server
         with pytest.raises(OSError, match="has left"):
             await app(STREAMING, receive, send)
 
-    before = server[1]._present
+    until(lambda: server[1]._present == 0)
     asyncio.run(connect())
-    assert server[1]._present == before
+    assert server[1]._present == 0
 
 
-@pytest.mark.parametrize("version", ["2.0", "2.4"])
-def test_a_client_that_does_not_read_gives_its_place_back(server, text, version):
-    app = make_app(server[1], text, SamplingParams(100), model="tiny", api_key=None, limits=LIMITS)
-    asked = {"type": "http.request", "body": json.dumps({"prompt": "abc", "stream": True}).encode()}
-    counts = []
+LARGE = {"prompt": "abc", "max_tokens": 100, "n": 4, "logprobs": 20, "temperature": 1.0}
 
-    async def connect():
-        messages = iter([asked])
-        forever = asyncio.Event()
 
-        async def receive():
-            return next(messages, None) or await forever.wait()
+def ask_and_read_nothing(address, body, after="keep-alive"):
+    """A connection that has asked for an answer, of which the kernel takes little."""
+    host, port = address.removeprefix("http://").split(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    connection.settimeout(20)
+    data = json.dumps(body).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nConnection: {after}\r\n"
+    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
 
-        async def send(message):
-            counts.append(server[1]._present)
-            if message["type"] == "http.response.body":
-                await forever.wait()
 
-        await asyncio.wait_for(app(STREAMING | {"asgi": {"spec_version": version}}, receive, send), 20)
+def all_that_comes(connection):
+    """Bytes until the server has hung up."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := connection.recv(2**16):
+            found += more
+    return found
 
-    asyncio.run(connect())
-    assert counts == [1, 1]
-    deadline = time.monotonic() + 5
-    while server[1].engine.busy and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert (server[1]._present, server[1].engine.busy) == (0, 0)
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_does_not_read_is_hung_up_on(server, streamed):
+    """Its place counts as taken until then, though its answer is complete."""
+    worker = server[1]
+    with ask_and_read_nothing(server[0], LARGE | {"stream": streamed}) as connection:
+        until(lambda: worker._present == 4)
+        seen = set()
+        until(lambda: seen.add((worker._present, worker.engine.busy)) or worker._present == 0)
+        found = all_that_comes(connection)
+    assert (4, 2) in seen
+    assert streamed or (4, 0) in seen
+    assert 0 < len(found) < 40_000  # the whole answer has some 200,000 bytes
+
+
+def test_a_client_that_reads_slowly_gets_all(server):
+    with ask_and_read_nothing(server[0], LARGE) as connection:
+        head, found = b"", b""
+        while b"\r\n\r\n" not in head:
+            head += connection.recv(1)
+        size = int(re.search(rb"content-length: (\d+)", head)[1])
+        while len(found) < size:
+            found += connection.recv(2**14)
+            time.sleep(0.01)
+    assert size > 100_000
+    assert len(json.loads(found)["choices"]) == 4
+
+
+def test_clients_that_do_not_read_hold_up_no_end(server, text):
+    worker = server[1]
+    with (
+        serving(worker, text) as (address, end),
+        ask_and_read_nothing(address, LARGE) as connection,
+        ask_and_read_nothing(address, {"prompt": "abc", "n": 0}),  # takes a short refusal, and stays
+    ):
+        until(lambda: worker._present == 4)
+        begin = time.monotonic()
+        end()
+        assert time.monotonic() - begin < 10
+        assert len(all_that_comes(connection)) < 40_000
+    assert worker._present == 0
 
 
 @pytest.mark.parametrize("given", ["Bearer schlüssel", "bearer schlüssel", "Bearer  schlüssel"])

@@ -1,9 +1,12 @@
 """The GPU kernel and the speculative step through the real Mosaic, XLA:GPU and ptxas compilers, without a GPU."""
 
 import re
+from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.benchmarks import planning, topologies
 from dflash_jax.benchmarks.presets import PAIRS
@@ -35,10 +38,10 @@ def test_what_ptxas_says_is_seen(monkeypatch, capfd):
     assert "bytes spill stores" in told.out + told.err
 
 
-def step(pair, chips, mesh, rows, slots):
+def step(pair, chips, mesh, rows, slots, **more):
     devices = topology(chips)
     with compiling_for(chips):
-        return planning.compile_step(pair, make_mesh(parse_mesh(mesh, devices), devices), rows, slots)
+        return planning.compile_step(pair, make_mesh(parse_mesh(mesh, devices), devices), rows, slots, **more)
 
 
 def test_nothing_of_the_vocabularys_size_changes_places():
@@ -76,6 +79,41 @@ def test_gpus_without_its_tensor_cores_take_xla(chips):
     assert "gemm_fusion" in program.as_text()
     with pytest.raises(jax.errors.JaxRuntimeError):  # of slots not compiled before, which would be taken as they are
         compile_attention(chips, "gpu", "qwen3-8b verify", slots=1536)
+
+
+def made_of(text, shape):
+    """What produces arrays of this shape in a compiled program, views and arguments left out."""
+    found = Counter(re.findall(rf"= {re.escape(shape)}\S* ([a-z-]+)\(", text))
+    return {kind: n for kind, n in found.items() if kind not in ("parameter", "get-tuple-element", "bitcast", "tuple")}
+
+
+def test_a_copy_of_a_cache_is_seen():
+    place = SingleDeviceSharding(topology("a100")[0])
+    spec = jax.ShapeDtypeStruct((4, 8, 4096, 128), jnp.bfloat16, sharding=place)
+    write = lambda cache: cache.at[:, :, 5].set(1)
+    for donated, found in ((0, {}), ((), {"copy": 1})):
+        text = jax.jit(write, donate_argnums=donated).lower(spec).compile().as_text()
+        assert {kind: n for kind, n in made_of(text, "bf16[4,8,4096,128]").items() if kind == "copy"} == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chips", ["t4", "a100", "l4", "b200"])
+def test_a_step_without_the_kernel_copies_nothing(chips):
+    """On sm_75, sm_80, sm_89 and sm_100: caches are only written in place, and no weight is widened to float32."""
+    rows, slots, layers = 4, 4096, 4 + 2
+    target, drafter = PAIRS["qwen3-4b"]
+    taps = {"dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0, 2]}}
+    target, drafter = target | {"num_hidden_layers": 4}, drafter | taps | {"num_hidden_layers": 2}
+    program = step((target, drafter | {"num_target_layers": 4}), chips, "data=1", rows, slots, dtype=dtype_for(chips))
+    text, kind = program.as_text(), "f16" if chips == "t4" else "bf16"
+    # A layer's keys, and its values, are scattered to by one fusion each, of which that is the result.
+    assert made_of(text, f"{kind}[{rows},8,{slots},128]") == {"fusion": 2 * layers, "scatter": 2 * layers}
+    caches = 2 * layers * (2 * rows * 8 * slots * 128)
+    assert planning.measured(program)["updated_in_place_bytes"] >= caches
+    assert planning.measured(program)["temporary_bytes"] < caches / 2  # logits and noise, as they come
+    shapes = lambda kind: set(re.findall(rf"\b{kind}\[(\d{{4,}},\d{{4,}})\]", text))
+    assert {"19456,2560", "2560,9728", "6144,2560", "2560,4096", "151936,2560"} <= shapes(kind)
+    assert not shapes(kind) & shapes("f32")
 
 
 @pytest.mark.slow

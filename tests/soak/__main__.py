@@ -1,4 +1,4 @@
-"""`python -m tests.soak`: rubbish, kills, faults and hostile clients, each with random numbers of a seed.
+"""`python -m tests.soak`: malformed lines, kills, faults and hostile clients, each with random numbers of a seed.
 
 A tenth of the full counts by default. Ends with status 1 if anything was lost, doubled, different, hung or crashed.
 """
@@ -33,13 +33,13 @@ class Options:
     """Options of `python -m tests.soak`.
 
     Attributes:
-        full: all counts, not a tenth: 10,000 lines, 60 kills, 100 faults, 2,000 requests
+        scale: share of the full counts: 10,000 lines, 60 kills, 150 faults, 2,000 requests
         minutes: after them, this long a load of the server
         seed: of all random numbers
         only: these attacks
     """
 
-    full: bool = False
+    scale: float = 0.1
     minutes: float = 0.0
     seed: int = 0
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="|".join(ATTACKS))] = tuple(ATTACKS)
@@ -53,13 +53,14 @@ def main() -> int:
         tiny.write_target(bench.pair / "target", tiny.target_config())
         tiny.write_tokenizer(bench.pair / "target")
         tiny.write_drafter(bench.pair / "drafter", tiny.drafter_config())
+        tiny.write_target(bench.plain, tiny.target_config())
         attacks = {name: ATTACKS[name] for name in options.only}
         if options.minutes:
             attacks["load"] = lambda bench, rng, scale: server.load_for(bench, rng, 60 * options.minutes)
         for name, attack in attacks.items():
             begin = time.perf_counter()
             try:
-                figures = attack(bench, random.Random(f"{options.seed} {name}"), 1.0 if options.full else 0.1)
+                figures = attack(bench, random.Random(f"{options.seed} {name}"), options.scale)
             except Exception:
                 traceback.print_exc()
                 print(f"{name}: FAILED", flush=True)

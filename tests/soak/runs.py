@@ -6,13 +6,16 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.jobs import command
+from tests.jobs import models_of, options_of
 
-LONGEST = 120.0  # seconds in which every command must have ended
+TOGETHER = 2  # jobs at a time
+LONGEST = 300.0  # seconds in which every command must have ended
+FAST_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 class SoakError(AssertionError):
@@ -25,12 +28,75 @@ def expect(true: bool, what: str) -> None:
         raise SoakError(what)
 
 
+class Run:
+    """A command that was started.
+
+    Args:
+        log: for what it writes to the terminal.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path):
+        self._log = log
+        with log.open("w") as file:
+            self._process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+
+    @property
+    def number(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def said(self) -> str:
+        """What it has written to the terminal."""
+        return self._log.read_text(errors="replace")
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> tuple[int, str]:
+        """Status and error output; raises SoakError if it does not end, or ends with a traceback."""
+        try:
+            status = self._process.wait(LONGEST)
+        except subprocess.TimeoutExpired as expired:
+            self._process.kill()
+            self._process.wait()
+            raise SoakError(f"a command hung; it had said: {self.said[-2000:]}") from expired
+        expect("Traceback" not in self.said, f"a command ended with a traceback: {self.said[-2000:]}")
+        return status, self.said
+
+    def until(self, true: Callable[[], bool]) -> None:
+        """Waits until something is true, or the command has ended."""
+        deadline = time.monotonic() + LONGEST
+        while not self.ended and not true():
+            expect(time.monotonic() < deadline, f"nothing happened; it had said: {self.said[-2000:]}")
+            time.sleep(0.01)
+
+    def until_it_writes(self, output: Path) -> None:
+        """Waits until it has written more answers, or has ended."""
+        size = lambda: output.stat().st_size if output.exists() else 0
+        before = size()
+        self.until(lambda: size() > before)
+
+
 class Bench:
-    """A directory for jobs of one tiny pair, whose programs are compiled once."""
+    """A directory for jobs of one tiny pair, whose programs are compiled once.
+
+    Attributes:
+        pair: `target`, with a tokenizer, and `drafter`.
+        plain: the target alone; jobs of token ids without a drafter begin soonest.
+    """
 
     def __init__(self, directory: Path):
-        self.directory, self.pair = directory, directory / "pair"
-        self.environment = os.environ | {"XDG_CACHE_HOME": str(directory / "cache"), "JAX_PLATFORMS": "cpu"}
+        self.directory, self.pair, self.plain = directory, directory / "pair", directory / "plain"
+        kept = {
+            "JAX_COMPILATION_CACHE_DIR": str(directory / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        self.environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST_COMPILER} | kept
 
     def room(self, name: str) -> Path:
         """A new folder."""
@@ -38,26 +104,30 @@ class Bench:
         room.mkdir()
         return room
 
-    def start(self, source: Path, output: Path, *more: str, wrap: Sequence[str] = ()) -> subprocess.Popen[str]:
-        """Starts a job; `wrap` are the first words of its command, before `-m`."""
+    def start(
+        self,
+        source: Path,
+        output: Path,
+        *more: str,
+        plain: Path | None = None,
+        wrap: Sequence[str] = (),
+        environment: Mapping[str, str] = types.MappingProxyType({}),
+    ) -> Run:
+        """Starts a job.
+
+        Args:
+            plain: a target that answers without a drafter, instead of the pair.
+            wrap: the first words of its command, before its options.
+            environment: variables besides.
+        """
+        models = ["--target", str(plain), "--no-speculation"] if plain else models_of(self.pair)
         module = list(wrap) or [sys.executable, "-m", "dflash_jax.serve"]
-        arguments = [*module, *command(self.pair, [str(source)], output, "--batch-size", "4", *more)]
-        return subprocess.Popen(arguments, stderr=subprocess.PIPE, env=self.environment, text=True, errors="replace")
+        command = [*module, *models, *options_of([str(source)], output), "--batch-size", "4", *more]
+        return Run(command, self.environment | environment, output.with_name(output.name + ".log"))
 
-    def end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
-        """Status and error output; raises SoakError if it does not end."""
-        try:
-            _, error = process.communicate(timeout=LONGEST)
-        except subprocess.TimeoutExpired as expired:
-            process.kill()
-            _, error = process.communicate()
-            raise SoakError(f"a command hung; it had said: {error[-2000:]}") from expired
-        expect("Traceback" not in error, f"a command ended with a traceback: {error[-2000:]}")
-        return process.returncode, error
-
-    def run(self, source: Path, output: Path, *more: str, expected: Sequence[int] = (0, 1)) -> str:
-        """Runs a job to its end; raises SoakError for another status."""
-        status, error = self.end(self.start(source, output, *more))
+    def run(self, source: Path, output: Path, *more: str, expected: Sequence[int] = (0, 1), **how: Any) -> str:
+        """Runs a job to its end, and returns what it said; raises SoakError for another status."""
+        status, error = self.start(source, output, *more, **how).wait()
         expect(status in expected, f"status {status}, expected {list(expected)}: {error[-2000:]}")
         return error
 
@@ -130,11 +200,15 @@ def good_line(rng: random.Random, name: str, most_tokens: int = 12) -> dict[str,
     return {"id": name, kind: asked, "max_new_tokens": most} | settings
 
 
-def wait_for_answers(process: subprocess.Popen[str], output: Path) -> None:
-    """Waits until a job has written something more, or has ended."""
-    begin = output.stat().st_size if output.exists() else 0
-    deadline = time.monotonic() + LONGEST
-    while process.poll() is None and time.monotonic() < deadline:
-        if output.exists() and output.stat().st_size > begin:
-            return
-        time.sleep(0.01)
+def token_lines(rng: random.Random, count: int) -> list[dict[str, Any]]:
+    """Good lines of token ids."""
+    return [
+        {
+            "id": f"t{i}",
+            "prompt_token_ids": rng.choices(range(60), k=rng.randint(1, 30)),
+            "max_new_tokens": rng.randint(1, 60),
+            "temperature": rng.choice([0, 0.7, 1.5]),
+            "n": rng.choice([1, 1, 2]),
+        }
+        for i in range(count)
+    ]

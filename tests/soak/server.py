@@ -6,7 +6,7 @@ import json
 import random
 import re
 import signal
-import subprocess
+import socket
 import sys
 import time
 from collections import Counter
@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.jobs import models_of
 from tests.soak.fuzz import FIELDS, JUNK
-from tests.soak.runs import LONGEST, Bench, expect
+from tests.soak.runs import LONGEST, Bench, Run, expect
 
 KEY = "key"
 CLIENT_TIMEOUT = 5.0
@@ -26,8 +27,8 @@ CLIENT_TIMEOUT = 5.0
 class Served:
     """A server in a process of its own."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int, log: Path):
-        self.process, self.port, self.log = process, port, log
+    def __init__(self, run: Run, port: int):
+        self.run, self.port = run, port
 
     async def send(self, data: bytes, most: int | None = None) -> bytes:
         """Sends bytes and returns what comes back, to its end or until there are `most` bytes; then hangs up."""
@@ -89,7 +90,7 @@ class Served:
     @property
     def mebibytes(self) -> float:
         """Resident memory."""
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{self.run.number}/statm").read_text().split()[1])
         return pages * 4096 / 2**20
 
 
@@ -102,33 +103,31 @@ def request(url: str, body: bytes = b"", *, method: str = "POST", key: str = KEY
 @contextlib.contextmanager
 def serving(bench: Bench) -> Iterator[Served]:
     """A server of the bench's pair with 8 slots."""
-    models = ["--target", str(bench.pair / "target"), "--drafter", str(bench.pair / "drafter")]
-    limits = ["--batch-size", "8", "--max-length", "512", "--block-size", "4", "--client-timeout", str(CLIENT_TIMEOUT)]
-    run = [sys.executable, "-m", "dflash_jax.serve", *models, "--http", "127.0.0.1:0", "--api-key", KEY, *limits]
-    log = bench.directory / "server.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(run, stdout=file, stderr=file, env=bench.environment, text=True)
+    limits = ["--batch-size", "8", "--max-length", "512", "--client-timeout", str(CLIENT_TIMEOUT)]
+    command = [sys.executable, "-m", "dflash_jax.serve", *models_of(bench.pair), "--http", "127.0.0.1:0"]
+    run = Run([*command, "--api-key", KEY, *limits], bench.environment, bench.directory / "server.log")
     try:
-        deadline = time.monotonic() + LONGEST
-        while not (found := re.search(r"answering at http://127.0.0.1:(\d+)/", log.read_text())):
-            expect(process.poll() is None and time.monotonic() < deadline, f"no server: {log.read_text()[-2000:]}")
-            time.sleep(0.1)
-        yield Served(process, int(found[1]), log)
-        expect("Traceback" not in log.read_text(), f"a traceback in the log: {log.read_text()[-3000:]}")
+        found = lambda: re.search(r"answering at http://127.0.0.1:(\d+)/", run.said)
+        run.until(lambda: found() is not None)
+        expect((match := found()) is not None, f"no server: {run.said[-2000:]}")
+        yield Served(run, int(match[1]))
+        expect("Traceback" not in run.said, f"a traceback in the log: {run.said[-3000:]}")
     finally:
-        process.kill()
-        process.wait()
+        run.signal(signal.SIGKILL)
 
 
 def attack(bench: Bench, rng: random.Random, scale: float) -> dict[str, object]:
-    """At scale 1: 1,500 hostile requests, 1,500 slow clients, 2,000 requests of which some hang up, large bodies."""
+    """At scale 1: 1,500 hostile requests, 1,500 slow clients, 100 that read nothing, 240 large bodies, and a load of
+    2,000 requests, some of which hang up."""
+    count = lambda most: max(2, round(most * scale))
 
     async def all_of_it(server: Served) -> dict[str, object]:
         return {
-            "hostile": await _hostile(server, rng, round(1500 * scale)),
-            "slow": await _slow(server, round(1500 * scale)),
-            "large": await _large(server),
-            "load": await _load(server, rng, _counted(round(2000 * scale))),
+            "hostile": await _hostile(server, rng, count(1500)),
+            "slow": await _slow(server, count(1500)),
+            "unread": await _unread(server, count(100)),
+            "large": await _large(server, count(80)),
+            "load": await _load(server, rng, _counted(count(2000))),
             "ended": await _ended(server),
         }
 
@@ -205,13 +204,52 @@ async def _slow(server: Served, count: int) -> dict[str, object]:
     return {"clients": count, "all gone after, s": round(seconds, 1)} | _health(health)
 
 
-async def _large(server: Served) -> dict[str, object]:
+async def _unread(server: Served, count: int) -> dict[str, object]:
+    """Clients that ask for large answers and read nothing are hung up on; meanwhile others are answered."""
+    begin = time.monotonic()
+    async with server.watched() as health:
+        clients = [await _ask_and_read_nothing(server, streamed=i % 2 == 0) for i in range(count)]
+        status, _ = await server.post({"prompt": "abc", "max_tokens": 4})
+        expect(status == 200, f"status {status} beside clients that read nothing")
+        await server.idle()
+        await asyncio.sleep(2 * CLIENT_TIMEOUT)
+        most = max([await _rest(client) for client in clients])
+    return {"clients": count, "bytes at most": most, "seconds": round(time.monotonic() - begin, 1)} | _health(health)
+
+
+async def _ask_and_read_nothing(server: Served, *, streamed: bool) -> socket.socket:
+    """A client that has asked for some 500,000 bytes, and for whom the kernels keep few of them."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+    client.setblocking(False)
+    body = {"prompt": "abc", "max_tokens": 256, "n": 4, "logprobs": 20, "temperature": 1.0, "stream": streamed}
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, ("127.0.0.1", server.port))
+    await loop.sock_sendall(client, request("/v1/completions", json.dumps(body).encode()))
+    return client
+
+
+async def _rest(client: socket.socket) -> int:
+    """Bytes that come until the server has hung up; raises SoakError if it has not."""
+    count, loop = 0, asyncio.get_running_loop()
+    with client, contextlib.suppress(ConnectionResetError):
+        try:
+            while found := await asyncio.wait_for(loop.sock_recv(client, 2**16), CLIENT_TIMEOUT):
+                count += len(found)
+                expect(count < 250_000, "more came of an answer than a client had taken in time")
+        except TimeoutError:
+            expect(False, "a client that reads nothing was not hung up on")
+    return count
+
+
+async def _large(server: Served, count: int) -> dict[str, object]:
     """Bodies near the limit hold up nobody."""
     chat = {"messages": [{"role": "user", "content": "a" * 1_000_000}]}
     stops = {"prompt": "abc", "n": 16, "stop": ["ab" for _ in range(140_000)]}
     words = {"prompt": "ab c" * 250_000}
     async with server.watched() as health:
-        statuses = await asyncio.gather(*(server.post(body) for body in (chat, words, stops) * 8))
+        statuses = await asyncio.gather(*(server.post(body) for body in (chat, words, stops) * count))
         status, _ = await server.post({"prompt": "abc", "max_tokens": 20})
     expect(status == 200, f"status {status} beside large requests")
     expect({status for status, _ in statuses} == {400}, f"statuses {Counter(s for s, _ in statuses)}")
@@ -263,19 +301,25 @@ def _streamed(answer: bytes) -> str:
 
 
 async def _ended(server: Served) -> dict[str, object]:
-    """Asked to end with 16 requests in progress and a body half sent, a server answers the 16 and ends."""
+    """Asked to end with 16 requests in progress, a body half sent and an answer not read, a server answers the 16 and
+    ends."""
     body = {"prompt": "abc", "max_tokens": 300, "temperature": 1.0}
     half = asyncio.create_task(server.send(request("/v1/completions", b'{"prompt": "abc"}')[:-5]))
     asked = [asyncio.create_task(server.post(body)) for _ in range(16)]
+    unread = await _ask_and_read_nothing(server, streamed=False)
     await asyncio.sleep(0.1)
     begin = time.monotonic()
-    server.process.send_signal(signal.SIGTERM)
+    server.run.signal(signal.SIGTERM)
     statuses = [status for status, _ in await asyncio.gather(*asked)]
-    status = await asyncio.to_thread(server.process.wait, LONGEST)
+    answered = time.monotonic() - begin
+    status, _ = await asyncio.to_thread(server.run.wait)
+    seconds = time.monotonic() - begin
     expect(statuses == [200] * 16, f"statuses {statuses} while it ended")
     expect(status in (0, -signal.SIGTERM), f"it ended with {status}")
+    expect(seconds < answered + 3 * CLIENT_TIMEOUT, f"it ended after {seconds:.1f} s, answered after {answered:.1f} s")
     await half
-    return {"in progress": 16, "answered": 16, "seconds": round(time.monotonic() - begin, 1)}
+    unread.close()
+    return {"in progress": 16, "answered": 16, "seconds": round(seconds, 1)}
 
 
 async def _together(clients: Iterator[Coroutine[Any, Any, None]] | Any) -> None:

@@ -1,12 +1,18 @@
 """The stages on the command line, one after another, as a user would run them."""
 
+import errno
+import io
 import json
+import os
 import re
+import signal
 
 import pytest
 
 from dflash_jax import load_drafter
 from dflash_jax.benchmarks import planning
+from dflash_jax.infer import journal
+from dflash_jax.infer.slots import Slots
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.arguments import parse_stage, settings_given
 from tests import tiny
@@ -88,9 +94,36 @@ def test_regenerating_continues(place, capsys):
     assert regenerate(place, "torn.jsonl", "--temperature", "0.7") == 2
     assert "other settings: input 6 lines" in capsys.readouterr().err
     (place / "prompts.jsonl").write_text(prompts)
-    (place / "torn.jsonl").write_text("rubbish\n" + whole)
+    (place / "torn.jsonl").write_text("no record\n" + whole)
     assert regenerate(place, "torn.jsonl", "--temperature", "0.7") == 2
     assert "damaged" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_regenerating(place, monkeypatch, capsys):
+    """While programs are compiled, and while it waits for room on a full disk: one is enough in either."""
+    signals = []
+
+    def interrupt(*_):
+        assert not signals, "it went on"
+        signals.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    for patch in ((Slots, "begin", interrupt), (journal.time, "sleep", interrupt)):
+        signals.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(*patch)
+            patched.setattr(journal, "open_locked", lambda path, wait: Full(path, "ab"))
+            assert regenerate(place, "stopped.jsonl") == 1
+        assert signals
+        assert "the same command continues" in capsys.readouterr().err
+    assert regenerate(place, "stopped.jsonl") == 0
+    assert len((place / "stopped.jsonl").read_text().splitlines()) == 6
+
+
+class Full(io.FileIO):
+    """A file on a full disk."""
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, "no space")
 
 
 def test_unusable_arguments_exit_2(place, tmp_path, capsys):

@@ -1,0 +1,195 @@
+"""From options and requests to the engine that answers them.
+
+Like `cli`, nothing here imports jax before there is work for it.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from dflash_jax.cli import EngineOptions, GenerationOptions
+
+if TYPE_CHECKING:
+    from dflash_jax.config import TargetConfig
+    from dflash_jax.drafters.base import Drafter
+    from dflash_jax.infer.engine import Engine
+    from dflash_jax.infer.engine_config import EngineConfig
+    from dflash_jax.infer.lengths import Lengths
+    from dflash_jax.infer.lines import Line
+    from dflash_jax.infer.requests import Request
+    from dflash_jax.loading import Loaded
+    from dflash_jax.target import Target
+
+LARGEST_CHUNK = 256  # tokens of a prompt that are read at once
+DETERMINISTIC_LENGTH = 2048  # tokens of a row of a deterministic job, if none is given
+
+
+class Needs(NamedTuple):
+    """What requests need of an engine.
+
+    Attributes:
+        sizes: tokens of the prompt, and to generate, of each request that can be served; None where requests are still
+            unknown.
+        chunk: prompts are read in pieces of so many tokens.
+        shared: pieces with which more than one prompt begins; None where any may.
+        logprobs: most alternatives that one asks for.
+    """
+
+    sizes: list[tuple[int, int]] | None
+    chunk: int
+    shared: int | None
+    logprobs: int | None
+
+
+def needs_of(
+    config: "TargetConfig",
+    requests: "Sequence[Request]",
+    options: EngineOptions,
+    *,
+    logprobs: int | None = None,
+    growing: bool = False,
+) -> Needs:
+    """What these requests need.
+
+    Args:
+        config: of the target.
+        logprobs: alternatives that requests still unknown may ask for.
+        growing: whether such requests may begin as others did, like the turns of a conversation.
+    """
+    from dflash_jax.infer.prefixes import shared_chunks, shared_tokens
+
+    known = range(config.vocab_size)
+    fit = [r for r in requests if r.prompt_token_ids and all(token in known for token in r.prompt_token_ids)]
+    prompts, kept = [r.prompt_token_ids for r in fit], options.prefix_chunks
+    chunk = LARGEST_CHUNK
+    if requests and not options.deterministic:
+        longest = max(map(len, prompts), default=1)
+        chunk = min(chunk, max(32, 1 << (longest - 1).bit_length()))  # no prompt needs more
+        # Short pieces in common are found in short chunks only; they must be worth reading the others piece by piece.
+        if chunk <= 128 and 2 * shared_tokens(prompts, 32) > sum(map(len, prompts)):
+            chunk = 32
+    return Needs(
+        [(len(r.prompt_token_ids), max(r.params.max_new_tokens, 1)) for r in fit] if requests else None,
+        chunk,
+        None if growing else shared_chunks(prompts, chunk) if kept is None else kept,
+        max((n for r in requests if (n := r.params.logprobs) is not None), default=logprobs),
+    )
+
+
+def engine_config(
+    target: "Target", needs: Needs, generation: GenerationOptions, options: EngineOptions
+) -> "EngineConfig":
+    """A configuration with room for the longest request.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    from dflash_jax.infer.engine_config import EngineConfig
+    from dflash_jax.infer.lengths import two_lengths
+    from dflash_jax.mesh import rows_of
+
+    _check_options(generation, options)
+    check_length(target.config, options.max_length)
+    parts, most, sizes = rows_of(target.mesh), target.config.max_position_embeddings, needs.sizes or []
+    max_length, kept, chunk = options.max_length, options.prefix_chunks, needs.chunk
+    if max_length is None and options.deterministic:  # nor may the length of the rows follow from other requests
+        max_length = min(DETERMINISTIC_LENGTH, most or DETERMINISTIC_LENGTH)
+    if max_length is None:
+        needed = max((prompt + new for prompt, new in sizes), default=1)
+        max_length = min(-(-needed // 256) * 256, most or needed)
+    slots = -(-generation.batch_size // parts) * parts
+    lengths = None
+    if options.short_length is not None:
+        lengths = _given_lengths(options, options.short_length, slots, max_length, chunk, parts)
+    elif needs.sizes is not None and needs.shared is not None and not options.deterministic:
+        lengths = two_lengths(sizes, slots, max_length, least=chunk, parts=parts)
+    if kept is None:  # what is of use, and no more memory than the slots take
+        room = slots * max_length
+        if lengths is not None:
+            room -= (slots - lengths.long_slots) * (max_length - lengths.short_length)
+        kept = room // chunk if needs.shared is None else min(room // chunk, needs.shared)
+    return EngineConfig(
+        slots=slots,
+        max_length=max_length,
+        block_size=generation.block_size,
+        tree=generation.tree,
+        proposals=generation.proposals,
+        seed=options.seed,
+        prefill_chunk=chunk,
+        steps_per_visit=options.stream_interval,
+        prefix_chunks=kept,
+        logprobs=needs.logprobs,
+        short_length=lengths and lengths.short_length,
+        long_slots=lengths.long_slots if lengths else 1,
+        deterministic=options.deterministic,
+    )
+
+
+def check_length(config: "TargetConfig", max_length: int | None) -> None:
+    """Raises ValueError for a `--max-length` that the target was not made for."""
+    if max_length is not None and (most := config.most_positions) and max_length > most:
+        raise ValueError(f"--max-length must be at most {most}, the positions of the target, got {max_length}")
+
+
+def _check_options(generation: GenerationOptions, options: EngineOptions) -> None:
+    """Raises ValueError for an option that is out of range, or excludes another."""
+    for flag, value, least in (
+        ("--batch-size", generation.batch_size, 1),
+        ("--max-length", options.max_length, 1),
+        ("--short-length", options.short_length, 1),
+        ("--long-slots", options.long_slots, 1),
+        ("--prefix-chunks", options.prefix_chunks, 0),
+        ("--stream-interval", options.stream_interval, 1),
+    ):
+        if value is not None and not least <= value < 2**31:
+            raise ValueError(f"{flag} must be at least {least} and below 2**31, got {value}")
+    if options.long_slots is not None and options.short_length is None:
+        raise ValueError("--long-slots needs --short-length")
+    if options.short_length is not None and options.deterministic:
+        raise ValueError("--short-length and --deterministic exclude each other: where a row stands decides bits")
+
+
+def _given_lengths(
+    options: EngineOptions, short: int, slots: int, max_length: int, chunk: int, parts: int
+) -> "Lengths":
+    """The lengths that `--short-length` and `--long-slots` name.
+
+    Raises:
+        ValueError: rows cannot have them.
+    """
+    from dflash_jax.infer.lengths import Lengths
+
+    long = -(-slots // 8) if options.long_slots is None else options.long_slots
+    long = -(-long // parts) * parts
+    if not chunk <= short < max_length:
+        raise ValueError(
+            f"--short-length must be at least {chunk}, a piece of a prompt, and below --max-length, {max_length}; "
+            f"got {short}"
+        )
+    if long >= slots:
+        raise ValueError(f"--short-length needs a --batch-size above the {long} long rows, got {slots}")
+    return Lengths(short, long)
+
+
+def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConfig") -> "Engine":
+    """The engine; says what to do where there is no memory for it."""
+    from dflash_jax.infer.engine import Engine
+
+    try:
+        return Engine(target, drafter, config)
+    except (RuntimeError, OverflowError, MemoryError) as error:
+        raise ValueError(
+            f"no memory for {config.slots} rows of {config.max_length} tokens; lower --max-length or --batch-size "
+            f"({str(error).splitlines()[0]:.120})"
+        ) from error
+
+
+def needs_of_lines(config: "TargetConfig", lines: "Sequence[Line]", options: EngineOptions) -> Needs:
+    """What the lines of a job need."""
+    from dflash_jax.infer.lines import requests_of
+
+    return needs_of(config, requests_of(lines), options, growing=any(line.later for line in lines))
+
+
+def engine_for(loaded: "Loaded", needs: Needs, generation: GenerationOptions, options: EngineOptions) -> "Engine":
+    """An engine for requests that need this."""
+    return make_engine(loaded.target, loaded.drafter, engine_config(loaded.target, needs, generation, options))

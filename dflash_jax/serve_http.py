@@ -1,0 +1,110 @@
+"""`serve --http`: the options of the server, and from them to the server."""
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, optional
+from dflash_jax.engines import engine_for, needs_of
+from dflash_jax.infer.progress import warm_up
+from dflash_jax.loading import load
+
+if TYPE_CHECKING:
+    from dflash_jax.infer.server import Limits
+
+LENGTH = 4096  # tokens of a row where --max-length does not say
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """With --http.
+
+    Attributes:
+        api_key: bearer key that requests must carry (or DFLASH_API_KEY)
+        allow_unauthenticated: serve other machines without a key
+        max_request_bytes: size of a request body, at most
+        max_waiting: requests that wait for a slot, or for the client to take the answer, at most; further ones get
+            status 429
+        client_timeout: seconds in which a request must have arrived whole, and each part of an answer be taken
+        shutdown_timeout: seconds that requests in progress have to finish when the server is asked to end
+    """
+
+    api_key: Annotated[str | None, optional(str, "KEY")] = None
+    allow_unauthenticated: bool = False
+    max_request_bytes: int = 2**20
+    max_waiting: int = 1024
+    client_timeout: float = 30.0
+    shutdown_timeout: float = 60.0
+
+    def check(self, host: str, api_key: str | None) -> "Limits":
+        """The limits for clients.
+
+        Raises:
+            ValueError: a value out of range, an empty key, or no key where other machines can connect.
+        """
+        from dflash_jax.infer.listening import is_local
+        from dflash_jax.infer.server import Limits
+
+        least = {"max_request_bytes": 1, "max_waiting": 0, "client_timeout": 1, "shutdown_timeout": 0}
+        for name, smallest in least.items():
+            if not smallest <= (value := getattr(self, name)) < 2**31:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} must be at least {smallest} and below 2**31, got {value}")
+        if api_key is not None and not api_key.strip():
+            raise ValueError("the key is empty (--api-key or DFLASH_API_KEY); give one, or leave it out")
+        if api_key is None and not is_local(host) and not self.allow_unauthenticated:
+            raise ValueError(
+                f"{host} can be reached from other machines, and no key is asked for; give --api-key, or "
+                "--allow-unauthenticated if everybody may use the server"
+            )
+        return Limits(self.max_request_bytes, self.client_timeout)
+
+
+def serve_http(
+    address: str,
+    models: ModelOptions,
+    generation: GenerationOptions,
+    engine_options: EngineOptions,
+    options: HttpOptions,
+    *,
+    speculative: bool,
+) -> int:
+    """Answers at HOST:PORT until a signal ends it; returns the exit status.
+
+    Raises:
+        ValueError: an option is out of range, or a package is missing.
+        OSError: the address cannot be used.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"--http must be HOST:PORT, got {address!r}")
+    try:
+        from dflash_jax.infer.listening import listen, make_server
+        from dflash_jax.infer.params import MOST_ALTERNATIVES
+        from dflash_jax.infer.server import Worker, make_app
+    except ImportError as error:
+        raise ValueError(f"{error}; the server needs more packages: pip install '.[server]' in the checkout") from error
+    api_key = options.api_key if options.api_key is not None else os.environ.get("DFLASH_API_KEY")
+    limits = options.check(host.strip("[]"), api_key)
+    with listen(host.strip("[]"), int(port)) as listener:
+        length = LENGTH if engine_options.max_length is None else engine_options.max_length
+        loaded = load(models, generation, speculative=speculative, max_length=length)
+        target = loaded.target
+        if engine_options.max_length is None:
+            length = min(target.config.max_position_embeddings or length, length)
+            engine_options = replace(engine_options, max_length=length)
+        needs = needs_of(target.config, [], engine_options, logprobs=MOST_ALTERNATIVES, growing=True)
+        engine = engine_for(loaded, needs, generation, engine_options)
+        warm_up(engine)
+        worker = Worker(engine, options.max_waiting)
+        name = Path(target.directory).name or "target"
+        app = make_app(worker, loaded.text, loaded.defaults, model=name, api_key=api_key, limits=limits)
+        worker.start()
+        print(f"answering at http://{host}:{listener.getsockname()[1]}/v1", file=sys.stderr)
+        try:
+            make_server(app, limits.client_seconds, options.shutdown_timeout).run(sockets=[listener])
+        finally:
+            worker.stop()
+    return 0
