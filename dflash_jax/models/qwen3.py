@@ -30,6 +30,8 @@ def config(raw: Raw) -> TargetConfig:
         raw, [*DECODER_FIELDS, *WINDOW_FIELDS, "quantization_config"], {"hidden_act": "silu", "mlp_bias": False}
     )
     depth = require(raw, "num_hidden_layers")
+    if raw.get("use_sliding_window") and "sliding_window" not in raw:
+        raise ValueError("config.json: use_sliding_window needs sliding_window, a number or null (no window)")
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     types = layer_types(raw, depth)
     if raw.get("layer_types") is None and window is not None:

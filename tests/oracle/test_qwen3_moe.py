@@ -31,6 +31,7 @@ VARIANTS = {
     "dense layers between": {"mlp_only_layers": [1], "num_experts_per_tok": 3},
     "every other layer": {"decoder_sparse_step": 2, "attention_bias": True},
     "one expert": {"num_experts_per_tok": 1, "num_experts": 5},
+    "windows": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
 }
 
 
@@ -41,13 +42,20 @@ def make(directory, changes):
     return theirs
 
 
-FAST = ["as published", "dense layers between"]
+FAST = ["as published", "dense layers between", "windows"]
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS])
 def test_forward(name, tmp_path):
     theirs = make(tmp_path, VARIANTS[name])
     families.assert_same_forward(theirs, load_target(tmp_path))
+
+
+def test_windows_are_on_every_layer_or_on_none():
+    windows = lambda **changes: {mixer.window for mixer in models.target_config(RAW | changes).mixers}
+    assert windows(use_sliding_window=True, sliding_window=5, layer_types=None) == {5}
+    assert windows(use_sliding_window=False, sliding_window=5) == {None}
+    assert windows(use_sliding_window=True, sliding_window=None) == {None}
 
 
 def test_experts_hit_by_a_block(tmp_path):
@@ -89,6 +97,8 @@ RAW = SHAPE | {"model_type": "qwen3_moe", "rope_theta": 1e4, "rms_norm_eps": 1e-
         ({"num_experts_per_tok": 9}, "at most the 8 experts"),
         ({"n_group": 2}, "n_group = 2"),
         ({"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size"),
+        ({"use_sliding_window": True}, "needs sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "all full_attention"),
     ],
 )
 def test_configs_that_are_refused_by_name(changes, message):
