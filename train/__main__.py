@@ -125,13 +125,14 @@ def _prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
     use_kernels(options.kernels)
     enable_compilation_cache()
     from dflash_jax.checkpoint import read_json, resolve
-    from dflash_jax.drafters import kind_of
+    from dflash_jax.drafters import kind_named, kind_of
     from dflash_jax.drafters.loading import load_drafter
     from dflash_jax.drafters.speculators import flattened
     from dflash_jax.target import load_target
     from dflash_jax.train.data import read_examples
     from dflash_jax.train.drafters import choose_mask_token, converted, frequent_tokens, new_drafter, with_block_size
 
+    kind_named(given.get("drafter", "dflash"))
     started, raw = None, {}
     if options.init_from:
         directory, depth = resolve(options.init_from, "drafter"), target_config(options.target).num_hidden_layers

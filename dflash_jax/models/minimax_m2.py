@@ -14,7 +14,8 @@ from dflash_jax.config import (
     TargetConfig,
     attention_config,
     check_fields,
-    has_fp8,
+    fp8_fields,
+    mapping,
     require,
     target_fields,
 )
@@ -46,10 +47,10 @@ def config(raw: Raw) -> TargetConfig:
     depth = require(raw, "num_hidden_layers")
     full = {"attn_type_list": [1] * depth}  # no layer has linear attention
     check_fields(raw, [*DECODER_FIELDS, *_FIELDS, "partial_rotary_factor"], {**_FIXED, **full})
-    parameters = dict(raw.get("rope_parameters") or {})
-    factors = [parameters.pop("partial_rotary_factor", None), raw.get("partial_rotary_factor")]
+    parameters, name = dict(mapping(raw, "rope_parameters")), "partial_rotary_factor"
+    factors = [parameters.pop(name, None), raw.get(name)]
     head_dim = require(raw, "head_dim")
-    sizes = {round(head_dim * factor) for factor in factors if factor is not None}
+    sizes = {round(head_dim * require({name: factor}, name, float)) for factor in factors if factor is not None}
     if raw.get("rotary_dim") is not None:
         sizes.add(require(raw, "rotary_dim"))
     rotated = sizes.pop() if sizes else head_dim
@@ -72,7 +73,7 @@ def config(raw: Raw) -> TargetConfig:
         **target_fields(raw),
         layers=(LayerConfig(attention, experts.intermediate_size, experts),) * depth,
         model_type="minimax_m2",
-        fp8=has_fp8(raw),
+        **fp8_fields(raw),
     )
 
 
@@ -95,7 +96,7 @@ def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        D, fp8, mixer = config.hidden_size, config.fp8, each.attention
+        D, fp8, mixer = config.hidden_size, config.in_fp8, each.attention
         assert each.experts is not None
         table = tables.decoder_layer(path, prefix, D, each, layout, bias=False, qk_norm=False, fp8=fp8)
         names = "w1", "w3", "w2"
