@@ -49,12 +49,18 @@ class Layer(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Fresh | None
     ) -> tuple[Float[Array, "B T D"], Fresh]:
+        x, h, fresh = self.attended(x, at, entry, shared)
+        return on_every_device(x + self.mlp(at)(h)), fresh
+
+    def attended(
+        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Fresh | None
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Fresh]:
+        """The states behind attention, what the MLP reads of them, and the block's keys and values; in `__call__`."""
         D, eps = self.config.hidden_size, self.config.rms_norm_eps
         attention: Any = self.attention()
         h, fresh = attention(self.norm_class(D, eps, name="input_layernorm")(x), at, entry, shared)
         x = on_every_device(x + h)
-        h = self.mlp(at)(self.norm_class(D, eps, name="post_attention_layernorm")(x))
-        return on_every_device(x + h), fresh
+        return x, self.norm_class(D, eps, name="post_attention_layernorm")(x), fresh
 
 
 class Decoder(nn.Module):
