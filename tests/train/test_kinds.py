@@ -167,8 +167,9 @@ def test_a_dflash_drafter_becomes_another_kind(kind, vocabulary, target, tmp_pat
     save_drafter(tmp_path / "drafter", drafter, raw)
     assert load_drafter(tmp_path / "drafter").config == drafter.config
     assert json.loads((tmp_path / "drafter" / "config.json").read_text())["architectures"] == raw["architectures"]
-    with pytest.raises(ValueError, match="cannot become"):
-        converted(target, started, made(target, "eagle3")[2], config)
+    _, eagle, raw = made(target, "eagle3")
+    with pytest.raises(ValueError, match=f"an? eagle3 drafter cannot become a {kind} one"):
+        converted(target, eagle, raw, config)
 
 
 @pytest.mark.parametrize("tied", [True, False])
