@@ -239,6 +239,11 @@ def _evaluate(options: EvaluateOptions) -> int:
     models, generation = options.models, options.generation
     params = generation.sampling()
     params.check()
+    if options.store_sharpness:
+        if not models.drafter or not Path(models.drafter).is_dir():
+            raise ValueError("--store-sharpness needs --drafter, a directory whose config.json it may change")
+        if params.temperature == 0 or generation.proposals != "calibrated":
+            raise ValueError("--store-sharpness needs a --temperature above 0, and --proposals calibrated")
     use_kernels(models.kernels)
     enable_compilation_cache()
     mesh = choose_mesh(models.mesh, models.target, models.drafter)
@@ -270,6 +275,11 @@ def _evaluate(options: EvaluateOptions) -> int:
     print(f"acceptance per position   {rates}")
     if options.json:
         files.write_json(Path(options.json), figures)
+    if options.store_sharpness:
+        from dflash_jax.train.drafters import store_sharpness
+
+        store_sharpness(Path(models.drafter or ""), figures["proposal_sharpness"])
+        print("sharpness by depth   " + " ".join(f"{c:g}" for c in figures["proposal_sharpness"]))
     return 0
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import checkpoint
+from dflash_jax import checkpoint, files
 from dflash_jax.checkpoint import flat, leaves, nested
 from dflash_jax.config import AttentionConfig, RopeConfig, token_ids
 from dflash_jax.drafters import KINDS, drafter_config, kind_named, kind_of
@@ -195,6 +195,22 @@ def with_block_size(drafter: Drafter, raw: dict[str, Any], block_size: int) -> t
     raw = raw | ({"ttt_length": block_size - 1} if "ttt_length" in raw else {"block_size": block_size})
     raw |= {"dflash_config": inside} if inside else {}
     return drafter.replace(config=dataclasses.replace(drafter.config, block_size=block_size)), raw
+
+
+def store_sharpness(directory: Path, sharpness: Sequence[float]) -> None:
+    """Writes into the `config.json` of a drafter where the calibration of its proposals begins.
+
+    Raises:
+        ValueError: there is nothing to write, since no proposal was right.
+    """
+    if not sharpness:
+        raise ValueError("no proposal was right, so nothing was learnt of their sharpness; take more prompts")
+    path = directory / "config.json"
+    raw = checkpoint.read_json(path)
+    for inside in ("dflash_config", "eagle_config"):
+        if isinstance(raw.get(inside), dict):
+            raw[inside].pop("proposal_sharpness", None)
+    files.write_json(path, raw | {"proposal_sharpness": list(sharpness)})
 
 
 def save_drafter(directory: str | Path, drafter: Drafter, raw: dict[str, Any], dtype: Any = None) -> None:
