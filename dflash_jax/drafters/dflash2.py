@@ -170,6 +170,7 @@ class Drafter(dflash.Drafter):
         """A token for every slot, or a tree of them, given the one chosen for the slot before."""
         logits = choice.allowed(self.unembed(target, hidden), **self.choosable)
         unary, candidates = jax.lax.top_k(logits, self.config.selector_top_k)
+        candidates = candidates if self.vocabulary is None else self.vocabulary[candidates]
         gates = self.gates(hidden)
 
         def expand(slot: int, tips: Tips, _: None) -> tuple[Options, None]:

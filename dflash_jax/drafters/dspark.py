@@ -150,8 +150,7 @@ class Drafter(dflash.Drafter):
 
     def best(self, choice: Choice, logits: Float[Array, "B P V"]) -> tuple[Float[Array, "B P C"], Int[Array, "B P C"]]:
         """The best allowed tokens of every slot, as the drafter numbers them."""
-        allowed, vocabulary = choice.allowed(logits, **self.choosable), self.vocabulary
-        allowed = allowed if vocabulary is None else allowed[:, :, vocabulary]
+        allowed = choice.allowed(logits, **self.choosable)
         best, ids = jax.lax.top_k(allowed, min(TREE_CANDIDATES, allowed.shape[-1]))
         return best, ids
 

@@ -167,6 +167,7 @@ class Drafter(dflash.Drafter):
         B, P, M, _ = logits.shape
         allowed = choice.allowed(logits.reshape(B, P * M, -1), **self.choosable)
         scores, ids = jax.lax.top_k(allowed, min(CANDIDATES, allowed.shape[-1]))
+        ids = ids if self.vocabulary is None else self.vocabulary[ids]
         scores, ids = (x.reshape(B, P, M, -1) for x in (scores, ids))
 
         def expand(slot: int, tips: Tips, _: None) -> tuple[Options, None]:
