@@ -50,8 +50,8 @@ def _temperatures(given: Sequence[str]) -> tuple[float, ...]:
         numbers = tuple(map(float, given[0].split(",")))
     except ValueError:
         numbers = ()
-    if not numbers:
-        raise ValueError(f"must be a number, or several for --drafters like 0,1, got {given[0]!r:.60}")
+    if not numbers or not all(0 <= number < float("inf") for number in numbers):
+        raise ValueError(f"must be numbers of at least 0 (several only for --drafters) like 0,1, got {given[0]!r:.60}")
     return numbers
 
 
@@ -95,6 +95,7 @@ class BenchmarkOptions:
         drafters: instead: these drafters of the target side by side: tau, speedup, times and bytes of a round, on each
             of the --tasks at each --temperature
         tasks: of --drafters: datasets, like gsm8k,mt-bench (default: the one of --dataset)
+        rounds: of --drafters: how often all prompts are answered
         plot: of --sweep, tokens per second against tokens per second and user; of --drafters, speedups, acceptance by
             position, and tau over the time of a draft (a file that matplotlib can write)
         untrained: random weights in the drafter's place: nothing it proposes is right
@@ -109,6 +110,7 @@ class BenchmarkOptions:
     sweep: Annotated[tuple[int, ...] | None, parsed(_concurrencies, "N,N,..."), arg(help_behavior_hint="")] = None
     drafters: Annotated[tuple[tuple[str, str], ...], parsed(_named, "NAME=DIR,..."), arg(help_behavior_hint="")] = ()
     tasks: Annotated[str | None, optional(str, "NAME,...")] = None
+    rounds: Annotated[int, arg(metavar="N")] = 2
     plot: Annotated[Path | None, optional(Path, "FILE.svg")] = None
     untrained: bool = False
     json: Annotated[str | None, optional(str, "FILE")] = None
@@ -128,37 +130,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.json:
             Path(options.json).open("ab").close()
+        if options.plot:
+            _check_plot(options)
         figures = measure(options)
-        shown = _shown(options, figures)
+        if options.json:  # before all else that may fail
+            files.write_json(Path(options.json), figures)
+        print(_shown(options, figures))
+        if options.plot:
+            _plot(options, figures)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(shown)
-    if options.json:
-        files.write_json(Path(options.json), figures)
-    return 0
+    if wrong := _wrong(options, figures):
+        print(f"error: {wrong}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def _shown(options: BenchmarkOptions, figures: dict[str, Any]) -> str:
-    """The figures as text; draws them, too, if that is asked for."""
+    """The figures as text."""
     if options.drafters:
-        from dflash_jax.benchmarks.drafters import markdown, plot
+        from dflash_jax.benchmarks.drafters import markdown
 
-        if options.plot:
-            plot(figures["cells"], options.plot)
-        lines = [f"{name}: {round['round_gb']:.2f} GB a round" for name, round in figures["qwen3_8b"].items()]
-        return "\n".join([markdown(figures["cells"]), "", "on a Qwen3-8B in bfloat16, batch 1", *lines])
+        lines = [f"{name}: {one['round_gb']:.2f} GB a round" for name, one in figures["qwen3_8b"].items()]
+        cells = markdown(figures["cells"], figures["steps"])
+        return "\n".join([cells, "", "on a Qwen3-8B in bfloat16, batch 1", *lines])
+    from dflash_jax.benchmarks.sweep import sweep_table
+    from dflash_jax.benchmarks.tables import job_table, table
+
     if not options.sweep:
         return job_table(figures) if options.jobs else table(figures)
-    from dflash_jax.benchmarks.sweep import plot, sweep_table
 
-    if options.plot:
-        plot(figures["sweep"], options.plot)
     return sweep_table(figures["sweep"], "autoregressive")
 
 
+def _check_plot(options: BenchmarkOptions) -> None:
+    """Raises ValueError or OSError if `_plot` could not draw."""
+    from dflash_jax.benchmarks.plots import check_plot
+
+    if not options.sweep and not options.drafters:
+        raise ValueError("--plot draws the figures of --sweep or --drafters; give both")
+    assert options.plot
+    check_plot(options.plot)
+
+
+def _plot(options: BenchmarkOptions, figures: dict[str, Any]) -> None:
+    from dflash_jax.benchmarks.plots import plot_drafters, plot_sweep
+
+    assert options.plot
+    if options.drafters:
+        plot_drafters(figures["cells"], figures["steps"], options.plot)
+    else:
+        plot_sweep(figures["sweep"], options.plot)
+
+
+def _wrong(options: BenchmarkOptions, figures: dict[str, Any]) -> str | None:
+    """What the figures prove to be wrong."""
+    from dflash_jax.benchmarks.drafters import unequal
+
+    return unequal(figures) if options.drafters else None
+
+
 def measure(options: BenchmarkOptions) -> dict[str, Any]:
-    """Runs everything; see `table` for what the figures mean."""
+    """Runs everything; see `benchmarks.tables` for what the figures mean."""
     if options.drafters:
         from dflash_jax.benchmarks.drafters import measure_drafters
 
@@ -171,8 +204,6 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
     source, draft_source = pair_sources(options.models)
     dataset = options.dataset or ("gsm8k" if options.models.target else "problems")
     samples, is_correct = questions(dataset, options.max_samples)
-    if options.plot and not options.sweep:
-        raise ValueError("--plot draws the figures of --sweep or --drafters; give both")
     if options.sweep and (options.jobs or options.official):
         raise ValueError("--sweep is a measurement of its own; leave --jobs and --official out")
     if options.jobs is not None and options.jobs < 1:
@@ -341,70 +372,6 @@ def questions(dataset: str, count: int) -> "tuple[list[Sample], Callable[[int, s
         raise ValueError(f"max_samples must be at least 1, got {count}")
     chosen = list(islice(problems(PROBLEM_SEED, held_out=True), count))
     return [Sample([problem.question]) for problem in chosen], lambda i, text: is_correct(chosen[i], text)
-
-
-def table(figures: dict[str, Any]) -> str:
-    """The figures as text."""
-    rows = [
-        ("", "tokens/s", "tokens", "decode s"),
-        *(
-            (name, f"{side['tokens_per_second']:.1f}", str(side["tokens"]), f"{side['decode_seconds']:.2f}")
-            for name, side in figures.items()
-            if isinstance(side, dict) and "tokens_per_second" in side
-        ),
-    ]
-    lines = ["  ".join([row[0].ljust(28), *(cell.rjust(10) for cell in row[1:])]) for row in rows]
-    seconds = figures["step_seconds"]
-    histogram = " ".join(f"{k}:{n}" for k, n in enumerate(figures["acceptance_histogram"]) if n)
-    lines += [
-        "",
-        f"speedup {figures['speedup']:.2f}   tau {figures['tau']:.3f}   block {figures['draft']}   "
-        f"equal outputs {figures['equal_outputs']}/{figures['samples']}",
-        f"acceptance lengths   {histogram}",
-        "acceptance per position   " + " ".join(f"{rate:.2f}" for rate in figures["acceptance_per_position"]),
-        f"step ms at length {figures['step_length']}   "
-        + "   ".join(f"{name} {1e3 * value:.2f}" for name, value in seconds.items()),
-        f"fused step / its parts {figures['fused_step_over_parts']:.3f}   steps x step time / decode time   "
-        + "   ".join(f"{name} {share:.3f}" for name, share in figures["device_loop_share"].items()),
-    ]
-    if "experts_hit" in figures:
-        hit = "   ".join(f"{width} tokens {count:.1f}" for width, count in figures["experts_hit"].items())
-        lines.append(f"experts hit per layer by a block of   {hit}")
-    if "acceptance_by_category" in figures:
-        lines.append("tau by category")
-        for category, found in figures["acceptance_by_category"].items():
-            tau = "-" if found["tau"] is None else f"{found['tau']:.3f}"
-            lines.append(f"  {category or '(none)':24}{tau:>8}   {found['samples']} samples")
-    if "correct" in figures:
-        correct = "   ".join(f"{name} {count}" for name, count in figures["correct"].items())
-        lines.append(f"correct answers of {figures['samples']}   {correct}")
-    for name, side in figures.items():
-        if isinstance(side, dict) and "tau_ratio" in side:
-            ratio = f"this run's is {side['tau_ratio']:.3f} of it (at least {side['tau_ratio_at_least']:.3f})"
-            lines.append(f"tau with {name.replace('_', ' ')} {side['tau']:.3f}   {ratio}")
-    if "official" in figures:
-        lines.append(
-            f"speculative / official {figures['official']['speedup_over']:.2f}   autoregressive / transformers "
-            f"{figures['transformers']['speedup_over']:.2f}   official tau {figures['official']['tau']:.3f}   "
-            f"equal to official {figures['official']['equal_outputs']}/{figures['samples']}"
-        )
-    return "\n".join(lines)
-
-
-def job_table(figures: dict[str, Any]) -> str:
-    """The figures of `--jobs` as text."""
-    what = f"{figures['samples']} prompts of {figures['dataset']}, {figures['batch_size']} at a time"
-    lines = [
-        f"{what}, {figures['rounds']} rounds",
-        f"{'':32}{'tokens/s':>10}{'ratio':>8}{'at least':>10}{'tau':>7}   steps by block size",
-    ]
-    for name, side in figures["engines"].items():
-        steps = " ".join(f"{size}:{count}" for size, count in side.get("steps_by_block_size", {}).items())
-        lines.append(
-            f"{name:32}{side['tokens_per_second']:10.1f}{side['ratio']:8.3f}{side['lower_bound']:10.3f}"
-            f"{side.get('tau') or float('nan'):7.2f}   {steps}"
-        )
-    return "\n".join([*lines, "ratio: of tokens per second to the first line's, with its one-sided 95% bound"])
 
 
 if __name__ == "__main__":

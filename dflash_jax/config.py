@@ -4,6 +4,7 @@ Everything here is a frozen, hashable description: a jitted program takes it as 
 A field that would change the arithmetic and is not implemented raises; none is silently ignored.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from dflash_jax.cache import KV, Mixer
 from dflash_jax.mesh import Layout
 from dflash_jax.quantised import BLOCK
+from dflash_jax.unsupported import check_needs, quantisation
 
 Raw = Mapping[str, Any]
 
@@ -248,6 +250,7 @@ class TargetConfig(DecoderConfig):
         eos_token_ids: stop tokens; `load_target` prefers those of `generation_config.json`.
         max_position_embeddings: trained context; 0 if the config does not say.
         fp8: whether the weights of layers are stored in FP8 with block scales, and stay so.
+        not_fp8: patterns of the modules that are plain all the same.
     """
 
     model_type: str
@@ -257,6 +260,7 @@ class TargetConfig(DecoderConfig):
     eos_token_ids: tuple[int, ...] = ()
     max_position_embeddings: int = 0
     fp8: bool = False
+    not_fp8: tuple[str, ...] = ()
 
     @property
     def block(self) -> int:
@@ -270,6 +274,14 @@ class TargetConfig(DecoderConfig):
         ropes = [mixer.rotary[0] for mixer in self.mixers if mixer.rotary]
         scaled = {rope.factor * (rope.original_max_position_embeddings or trained) for rope in ropes}
         return int(max([trained, *scaled])) if trained else 0
+
+    def in_fp8(self, module: str) -> bool:
+        """Whether the weight of the module of this name is stored in FP8.
+
+        It is not if a pattern is its name, or the name of what it is part of, or the last words of its name.
+        """
+        named = lambda pattern: re.match(rf"(?:{pattern})(?:\.|$)", module) or module.endswith(f".{pattern}")
+        return self.fp8 and not any(map(named, self.not_fp8))
 
 
 def require(raw: Raw, name: str, kind: type = int) -> Any:
@@ -313,6 +325,7 @@ def check_fields(raw: Raw, known: Iterable[str], expected: Raw, *, inert: Iterab
     read, inert = _INERT.union(known, expected), _INERT_WHEN_OFF.union(inert)
     unknown = [k for k, v in raw.items() if v is not None and k not in read and (v or k not in inert)]
     if unknown:
+        check_needs(raw, unknown)
         listed = ", ".join(f"{name} = {raw[name]!r}" for name in sorted(unknown))
         raise ValueError(
             f"config.json has fields this model class does not know: {listed}. They may change the model's output, "
@@ -320,20 +333,41 @@ def check_fields(raw: Raw, known: Iterable[str], expected: Raw, *, inert: Iterab
         )
 
 
-def has_fp8(raw: Raw) -> bool:
-    """Whether `quantization_config` says that weights are in FP8 with block scales.
+def mapping(raw: Raw, name: str) -> Raw:
+    """Returns `raw[name]`, an object; empty if it is missing or null. Raises ValueError for anything else."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"config.json: {name} must be an object, got {value!r:.80}")
+    return value or {}
+
+
+def fp8_fields(raw: Raw) -> dict[str, Any]:
+    """What `quantization_config` says of FP8 with block scales, as keyword arguments of a target's config.
 
     Raises:
-        ValueError: another quantisation.
+        ValueError: another quantisation, or patterns that are none.
     """
-    given = raw.get("quantization_config")
+    given = mapping(raw, "quantization_config")
     if not given:
-        return False
-    expected = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-    found = {name: given.get(name) for name in expected} if isinstance(given, Mapping) else given
+        return {}
+    if given.get("quant_method") != "fp8":
+        raise ValueError(f"config.json: quantization_config asks for {quantisation(given)}")
+    expected = {"weight_block_size": [BLOCK, BLOCK], "scale_fmt": "float"}
+    found = {"weight_block_size": given.get("weight_block_size"), "scale_fmt": given.get("scale_fmt") or "float"}
     if found != expected:
-        raise ValueError(f"config.json: quantization_config must say {expected}, or be absent, got {found}")
-    return True
+        raise ValueError(f"config.json: quantization_config of FP8 weights must say {expected}, got {found}")
+    plain = given.get("modules_to_not_convert")
+    plain = given.get("ignored_layers") if plain is None else plain  # MiniMax's name for it
+    if not isinstance(plain, list | None) or not all(map(_is_pattern, plain or [])):
+        raise ValueError(f"config.json: modules_to_not_convert must be a list of names or patterns, got {plain!r:.200}")
+    return {"fp8": True, "not_fp8": tuple(plain or [])}
+
+
+def _is_pattern(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(re.compile(value))
+    except re.error:
+        return False
 
 
 def rope_config(raw: Raw) -> RopeConfig:
@@ -346,7 +380,7 @@ def rope_config(raw: Raw) -> RopeConfig:
             name = "rope_type" if name == "type" else name
             if value is None:
                 continue
-            if fields.get(name, value) != value:
+            if name in fields and fields[name] != value:
                 raise ValueError(f"config.json gives {name} twice: {fields[name]!r} and {value!r}")
             fields[name] = value
     theta = raw.get("rope_theta")
@@ -360,6 +394,8 @@ def rope_config(raw: Raw) -> RopeConfig:
     fields.pop("mrope_interleaved", None)
     if fields.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("config.json: partial rotary embedding is not supported for this model_type")
+    if not isinstance(fields.get("truncate", True), bool):
+        raise ValueError(f"config.json: rope parameter truncate must be true or false, got {fields['truncate']!r:.80}")
     kind = fields.pop("rope_type", "default")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ValueError(f"config.json: rope_type {kind!r} is not supported; expected default, linear, llama3 or yarn")
@@ -405,9 +441,8 @@ def partly_rotated(raw: Raw, default: float = 1.0) -> AttentionConfig:
     Args:
         default: share where the config gives none.
     """
-    inside = raw.get("rope_parameters")
-    parameters = dict(inside) if isinstance(inside, Mapping) else {}
-    head_dim, given = require(raw, "head_dim"), [parameters.pop("partial_rotary_factor", None)]
+    parameters, head_dim = dict(mapping(raw, "rope_parameters")), require(raw, "head_dim")
+    given = [parameters.pop("partial_rotary_factor", None)]
     given = [value for value in (*given, raw.get("partial_rotary_factor")) if value is not None]
     shares = [require({"partial_rotary_factor": value}, "partial_rotary_factor", float) for value in given]
     sizes = {round(head_dim * share) for share in shares}
@@ -418,7 +453,7 @@ def partly_rotated(raw: Raw, default: float = 1.0) -> AttentionConfig:
         raise ValueError(
             f"config.json must say once how much of a head of {head_dim} is rotated, got {rotated}, {sizes}"
         )
-    attention = attention_config({**raw, "rope_parameters": parameters or None} if parameters or not inside else raw)
+    attention = attention_config({**raw, "rope_parameters": parameters or None})
     assert attention.rope is not None
     return replace(attention, rope=replace(attention.rope, rotated=rotated))
 

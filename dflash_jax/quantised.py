@@ -66,12 +66,19 @@ class FP8(Quantised):
 
     Attributes:
         values: [..., M, D] in float8_e4m3fn.
-        scale: [..., M / 128, D / 128] in float32, rounded up; numbers are multiplied by it.
+        scale: [..., M / 128, D / 128] in float32, rounded up; numbers are multiplied by it. Of weights that are joined
+            of others whose outputs are no multiples of 128: [..., M, D / 128].
     """
+
+    @property
+    def block_rows(self) -> int:
+        """Outputs that share a scale."""
+        return 1 if self.scale.shape[-2] == self.values.shape[-2] else BLOCK
 
     def astype(self, dtype: jnp.dtype) -> Float[Array, "..."]:
         rows, columns = self.values.shape[-2:]
-        scale = jnp.repeat(jnp.repeat(self.scale, BLOCK, axis=-2)[..., :rows, :], BLOCK, axis=-1)[..., :columns]
+        scale = jnp.repeat(self.scale, self.block_rows, axis=-2)[..., :rows, :]
+        scale = jnp.repeat(scale, BLOCK, axis=-1)[..., :columns]
         return (self.values.astype(jnp.float32) * scale).astype(dtype)
 
 

@@ -15,12 +15,15 @@ def permuted(weight, heads):
     return weight.reshape(heads, 2, -1, *rest).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(path, *, settings=None, extra=None, kinds=(Kind.Q8_0, Kind.Q4_1, Kind.F16), tied=True, tokenizer=True):
+def write(
+    path, *, settings=None, extra=None, kinds=(Kind.Q8_0, Kind.Q4_1, Kind.F16), tied=True, tokenizer=True, end=VOCAB - 1
+):
     """A random llama in the names of GGUF; returns its tensors in those of Hugging Face, as they are stored.
 
     Args:
         settings: of `llama.*`, in place of the default ones; None leaves one out.
         extra: more tensors.
+        end: id of the end token.
         kinds: of the matrices, in turns.
     """
     rng, writer, expected = np.random.default_rng(0), GGUFWriter(path, "llama"), {}
@@ -38,6 +41,8 @@ def write(path, *, settings=None, extra=None, kinds=(Kind.Q8_0, Kind.Q4_1, Kind.
     for name, value in own.items():
         if isinstance(value, str):
             writer.add_string(f"llama.{name}", value)
+        elif isinstance(value, list):
+            writer.add_array(f"llama.{name}", value)
         elif isinstance(value, float):
             writer.add_float32(f"llama.{name}", value)
         elif value is not None:
@@ -48,7 +53,7 @@ def write(path, *, settings=None, extra=None, kinds=(Kind.Q8_0, Kind.Q4_1, Kind.
         writer.add_token_types([1] * (VOCAB - 2) + [3, 3])
         writer.add_token_merges(["a b", "ab c"])
         writer.add_bos_token_id(VOCAB - 2)
-        writer.add_eos_token_id(VOCAB - 1)
+        writer.add_eos_token_id(end)
         writer.add_chat_template("{% for m in messages %}{{ m['content'] }}<end>{% endfor %}")
     turn = iter(kinds * 100)
 

@@ -2,12 +2,17 @@
 
 import contextlib
 import json
+import math
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dflash_jax import benchmark, load_drafter
+from dflash_jax.benchmarks import plots
 from dflash_jax.benchmarks.compare import tau_ratio
-from dflash_jax.benchmarks.drafters import bytes_per_round, tau_error
+from dflash_jax.benchmarks.drafters import bytes_per_round, relative_error, tau_error
 from dflash_jax.infer.requests import Completion
 from tests import tiny
 
@@ -58,6 +63,7 @@ def test_every_cell_is_measured(pair, tmp_path, capsys):
     assert benchmark.main(arguments) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert len(figures["cells"]) == 8
+    assert (figures["rounds"], figures["dtype"]) == (2, "float32")
     assert {(cell["drafter"], cell["temperature"]) for cell in figures["cells"]} == {
         (name, temperature) for name in sources for temperature in (0, 1)
     }
@@ -65,7 +71,11 @@ def test_every_cell_is_measured(pair, tmp_path, capsys):
         assert cell["equal_outputs"] == cell["samples"] == 2
         assert cell["proposals"] == len(cell["acceptance_per_position"]) == 3
         assert cell["omega"] == pytest.approx(cell["tau"] / cell["speedup"] - 1)
-        assert min(cell["step_ms"].values()) > 0
+        assert cell["speedup_error"] > 0
+        assert cell["tokens_per_second_error"] > 0
+    steps = figures["steps"]  # in one place: they are not measured for every task
+    assert len(steps) == 8
+    assert all(min(each["ms"].values()) > 0 for each in steps)
     rounds = figures["qwen3_8b"]
     assert rounds["eagle3"]["draft_gb"] > 1.5 * rounds["dflash"]["draft_gb"]  # its head is read three times
     assert (tmp_path / "plot.svg").stat().st_size > 1000
@@ -78,6 +88,9 @@ def test_wrong_arguments(pair, capsys):
         (["--drafters", "a"], "a=DIR"),
         (["--drafters", "a=x,a=y"], "different names"),
         (["--temperature", "0,1"], "for --drafters"),
+        (["--drafters", f"a={pair / 'drafter'}", "--temperature", "0,-1"], "at least 0"),
+        (["--temperature", "nan"], "at least 0"),
+        (["--drafters", f"a={pair / 'drafter'}", "--rounds", "0"], "--rounds must be at least 1"),
         (["--drafters", f"a={pair / 'drafter'}", "--block-size", "auto"], "block-size auto"),
         (["--drafters", f"a={pair / 'drafter'}", "--jobs", "2"], "of its own"),
     ):
@@ -92,8 +105,64 @@ def test_the_error_of_tau():
         answer.acceptance_lengths.extend(lengths)
         return answer
 
-    assert tau_error([answered(2, 2), answered(2, 2, 2)]) == 0
-    assert tau_error([answered(1, 1), answered(3, 3)]) == pytest.approx(1.0)
+    assert tau_error([[answered(2, 2), answered(2, 2, 2)]]) == 0
+    assert tau_error([[answered(1, 1), answered(3, 3)]]) == pytest.approx(1.0)
+    same = [answered(1, 1), answered(3, 3)]
+    assert tau_error([same, same]) == pytest.approx(1.0)  # a round more of the same prompts tells nothing of others
+
+
+def test_errors_over_batches_and_rounds():
+    rng = np.random.default_rng(0)
+    tokens, steady = np.full((2, 40), 64.0), np.full((2, 40), 2.0)
+    assert relative_error([tokens], [steady]) == 0
+    noisy = steady + 0.3 * rng.standard_normal((1, 40))
+    spread = np.std(noisy[0] / 2, ddof=1) / 40**0.5
+    assert relative_error([tokens], [noisy]) == pytest.approx(spread, rel=0.05)
+    slower = np.stack([steady[0], 1.2 * steady[1]])
+    assert relative_error([tokens], [slower]) == pytest.approx(0.1 / 1.1, rel=1e-6)
+    assert relative_error([tokens, slower], [slower, tokens]) == 0  # both engines were slower in that round
+    assert math.isnan(relative_error([tokens[:1, :1]], [steady[:1, :1]]))
+
+
+def test_answers_that_differ_end_with_a_status_of_their_own(monkeypatch, tmp_path, capsys):
+    cell = {"drafter": "a", "task": "t", "temperature": 0.0, "tau": 2.0, "tau_error": 0.1, "speedup": 1.0}
+    cell |= {"tokens_per_second": 9.0, "tokens_per_second_error": 1.0, "speedup_error": 0.1, "omega": 1.0}
+    cell |= {"samples": 3, "equal_outputs": 2}
+    steps = [{"drafter": "a", "temperature": 0.0, "ms": {"draft": 1.0, "verify": 1.0, "commit": 1.0}}]
+    figures = {"cells": [cell], "steps": steps, "qwen3_8b": {}, "dtype": "float32"}
+    monkeypatch.setattr(benchmark, "measure", lambda options: figures)
+    asked = ["--drafters", "a=b", "--json", str(tmp_path / "figures.json")]
+    assert benchmark.main(asked) == 1
+    told = capsys.readouterr()
+    assert "| a | t | 0 |" in told.out
+    assert "1 of a on t" in told.err
+    assert json.loads((tmp_path / "figures.json").read_text()) == figures
+    figures["dtype"] = "bfloat16"  # rounding may change what is near a tie
+    assert benchmark.main(asked) == 0
+
+
+def test_what_is_measured_is_written_before_it_is_drawn(monkeypatch, tmp_path, capsys):
+    """And what cannot be drawn is refused before anything is measured."""
+    measured = []
+    monkeypatch.setattr(benchmark, "measure", lambda options: measured.append(options) or {"sweep": []})
+    monkeypatch.setattr(benchmark, "_shown", lambda options, figures: "shown")
+    asked = ["--sweep", "1", "--json", str(tmp_path / "figures.json"), "--plot"]
+    for path, named in (
+        (tmp_path / "plot.nothing", "must name a file that ends in"),
+        (tmp_path / "gone" / "plot.svg", "No such file"),
+        (tmp_path, "must name a file"),
+    ):
+        assert benchmark.main([*asked, str(path)]) == 2
+        assert named in capsys.readouterr().err
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib.figure", None)
+        assert benchmark.main([*asked, str(tmp_path / "plot.svg")]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+    assert not measured
+    monkeypatch.setattr(plots, "plot_sweep", lambda rows, path: Path(tmp_path / "gone").read_bytes())
+    assert benchmark.main([*asked, str(tmp_path / "plot.svg")]) == 2
+    assert "shown" in capsys.readouterr().out
+    assert json.loads((tmp_path / "figures.json").read_text()) == {"sweep": []}
 
 
 def test_bytes_of_a_round():

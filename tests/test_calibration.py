@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine, load_drafter, load_target
-from dflash_jax.decoding.calibration import MEMORY, SHARPNESS, Lessons, init_calibration
+from dflash_jax.decoding.calibration import MEMORY, MOST, SHARPNESS, Lessons, init_calibration
 from dflash_jax.drafters import drafter_config
 from tests import tiny
 
@@ -62,6 +62,13 @@ def test_the_sharpness_stored_with_a_drafter_is_where_it_begins():
     assert init_calibration(3, start).best.tolist() == [1, 4, 4]
     with pytest.raises(ValueError, match="proposal_sharpness"):
         drafter_config(tiny.drafter_config(dflash_config={"proposal_sharpness": [-1]}))
+
+
+def test_what_is_stored_of_depths_that_were_never_right():
+    hits = jnp.zeros((DEPTH, len(SHARPNESS)))
+    assert init_calibration(DEPTH).sharpness == []
+    learnt = init_calibration(DEPTH).replace(hits=hits.at[0, 1].set(3).at[2, 4].set(1))
+    assert learnt.sharpness == [1.5, 1.5, MOST, MOST, MOST]
 
 
 def test_an_engine_learns_unless_it_is_deterministic(tmp_path):

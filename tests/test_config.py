@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax.config import check_fields
-from dflash_jax.drafters import drafter_config
+from dflash_jax.drafters import drafter_config, kind_of
 from dflash_jax.models import target_config
 from tests import tiny
 
@@ -110,6 +110,79 @@ def test_large_models_are_read(scaling):
 )
 def test_positions_of_a_target(change, positions):
     assert target_config(tiny.target_config(**change)).most_positions == positions
+
+
+_WRONG = ("7", [], [1], {"a": 1}, True, -1, 0, 1.5, float("inf"), float("nan"), 10**30)
+_ROPE = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+_EXTRA = """
+    rope_parameters rope_scaling quantization_config layer_types sliding_window max_window_layers eos_token_id
+    partial_rotary_factor rotary_dim decoder_sparse_step mlp_only_layers swiglu_limit ttt_length target_hidden_size
+    speculators_model_type transformer_layer_config eagle_config treeflash_config proposal_sharpness is_causal use_swa
+    swa_window_size sample_from_anchor input_embedding_scale aux_hidden_state_layer_ids fc_norm markov_rank
+    draft_vocab_size confidence_head_with_markov
+""".split()
+
+
+@pytest.mark.filterwarnings("ignore:config.json marks sliding layers")
+@pytest.mark.parametrize("name", [*tiny.FAMILIES, *tiny.kinds()])
+def test_values_of_wrong_types_are_read_or_refused(name):
+    """In every field, also those of objects inside; nothing but ValueError is raised."""
+    drafting = name not in tiny.FAMILIES
+    read = drafter_config if drafting else target_config
+    raw = tiny.kinds()[name] if drafting else tiny.target_config(model_type=name, **tiny.FAMILIES[name])
+    nested = {key: value for key, value in raw.items() if isinstance(value, dict)} | {"rope_parameters": _ROPE}
+    changed = [{field: value} for field in {*raw, *_EXTRA} for value in _WRONG]
+    changed += [{at: {**own, field: value}} for at, own in nested.items() for field in own for value in _WRONG]
+    refused, without_theta = 0, {key: value for key, value in raw.items() if key != "rope_theta"}
+    for change in changed:
+        try:
+            hash(read({**(without_theta if "rope_parameters" in change else raw), **change}))
+        except ValueError:
+            refused += 1
+    assert refused > len(changed) / 3
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "minimax_m2", "rope_parameters": [1]}, "rope_parameters must be an object"),
+        ({"model_type": "minimax_m2", "partial_rotary_factor": "x"}, "partial_rotary_factor"),
+        ({"model_type": "minimax_m2", "partial_rotary_factor": float("inf")}, "partial_rotary_factor"),
+        ({"model_type": "gpt_oss", "quantization_config": "mxfp4"}, "quantization_config must be an object"),
+        ({"rope_parameters": {"rope_theta": float("nan")}, "rope_theta": None}, "positive float 'rope_theta'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "truncate": 2}, "rope_theta": None}, "truncate"),
+    ],
+)
+def test_targets_with_wrong_types_are_refused_by_name(change, named):
+    with pytest.raises(ValueError, match=named):
+        target_config(tiny.target_config(**tiny.FAMILIES.get(change.get("model_type"), {}) | change))
+
+
+AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "llama", **AWQ}, "needs the quantisation 'awq'; load the checkpoint that is not quantised"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fbgemm_fp8"}}, "'fbgemm_fp8'"),
+        (AWQ, "asks for the quantisation 'awq'"),
+        ({"model_type": "gpt_oss", **tiny.FAMILIES["gpt_oss"], **AWQ}, "asks for the quantisation 'awq'"),
+        ({"vision_config": {"depth": 2}}, "needs vision parts"),
+        ({"n_group": 4, "topk_group": 2}, "limited to groups of experts.*n_group = 4"),
+        ({"use_bidirectional_attention": True}, "attention to later tokens"),
+        ({"index_topk": 2048}, "an indexer"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"hidden_activation": "gelu_pytorch_tanh"}, "the activation 'gelu_pytorch_tanh'"),
+        ({"model_type": "glm_moe_dsa"}, "GLM-5's indexer"),
+        ({"model_type": "muse_glimmer"}, "Muse's"),
+    ],
+)
+def test_what_is_not_built_is_named(change, named):
+    """The message does not advise to remove what the model needs."""
+    with pytest.raises(ValueError, match=named) as raised:
+        target_config(tiny.target_config(**change))
+    assert "remove them" not in str(raised.value)
 
 
 def test_inert_and_switched_off_fields_pass():
@@ -226,6 +299,11 @@ SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "se
         ({"dflash_config": {"selector_rank": 256}}, "conv_kernel_size"),
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256, "markov_head_type": "x"}, "markov_head_type"),
         ({"architectures": ["DCOCODraftModel"]}, "DCOCO"),
+        ({"architectures": ["XPressDraftModel"]}, "XPressDraftModel.*refiner"),
+        ({"architectures": ["DFlyDraftModel"]}, "DFlyDraftModel"),
+        ({"architectures": ["DominoDFlashDraftModel"]}, "Domino head"),
+        ({"architectures": ["SomeDraftModel"], "markov_rank": 6}, "SomeDraftModel.*kinds here are dflash, dflash2"),
+        ({"architectures": ["DFlashDraftModel", "SomeDraftModel"]}, "SomeDraftModel"),
         ({"treeflash_config": {"ar_approximation": "gru"}}, "swiglu"),
         ({"speculators_model_type": "peagle", "transformer_layer_config": {}}, "speculators_model_type"),
         ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
@@ -261,6 +339,12 @@ SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "se
         ({"dflash_config": {"input_embedding_scale": [1]}}, "input_embedding_scale must be a number"),
         ({"dflash_config": {"output_multiplier": {}}}, "output_multiplier must be a number"),
         ({"dflash_config": {"final_logit_softcapping": "x"}}, "final_logit_softcapping must be a number"),
+        ({"target_hidden_size": "64"}, "positive int 'target_hidden_size'"),
+        ({"dflash_config": {"mask_token_id": True}}, "mask_token_id"),
+        ({"speculators_model_type": []}, "speculators_model_type must be one of"),
+        ({"sample_from_anchor": "no"}, "sample_from_anchor must be true or false"),
+        ({"dflash_config": {"is_causal": 1}}, "is_causal must be true or false"),
+        ({"architectures": ["TreeFlashDraftModel"], "treeflash_config": "swiglu"}, "must be an object"),
     ],
 )
 def test_unsupported_drafters_are_refused_by_name(change, named):
@@ -272,6 +356,36 @@ def test_unsupported_drafters_are_refused_by_name(change, named):
 def test_a_wrong_number_of_passes_is_refused(length, named):
     with pytest.raises(ValueError, match=named):
         drafter_config(tiny.kinds()["eagle3"] | {"ttt_length": length})
+
+
+@pytest.mark.parametrize(
+    ("classes", "kind"),
+    [
+        (None, "dflash"),
+        ([], "dflash"),
+        (["DFlashDraftModel"], "dflash"),
+        (["DFlash2DraftModel"], "dflash2"),
+        (["Qwen3DSparkModel"], "dspark"),
+        (["DSparkDraftModel"], "dspark"),
+        (["TreeFlashDraftModel"], "treeflash"),
+        (["LlamaForCausalLMEagle3"], "eagle3"),
+        (["Eagle3LlamaForCausalLM"], "eagle3"),
+        (["Qwen3Eagle3Model"], "eagle3"),
+    ],
+)
+def test_published_classes(classes, kind):
+    assert kind_of(tiny.drafter_config(architectures=classes)) == kind
+
+
+def test_fields_of_a_kind_tell_it_where_no_class_is_named():
+    for field, kind in (("markov_rank", "dspark"), ("selector_rank", "dflash2"), ("treeflash_config", "treeflash")):
+        assert kind_of(tiny.drafter_config(architectures=None, **{field: 6})) == kind
+
+
+def test_an_eagle_drafter_needs_a_number_of_passes():
+    for given in ("7", 0, [7]):
+        with pytest.raises(ValueError, match="positive int 'ttt_length'"):
+            drafter_config(tiny.kinds()["eagle3"] | {"ttt_length": given})
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,22 @@ def test_llama3_scaling_comes_as_a_tensor(tmp_path, factor):
         ({"rope.scaling.type": "longrope"}, "longrope"),
         ({"embedding_length": None}, "embedding_length"),
         ({"block_count": 4}, "missing model.layers.3"),
+        ({"attention.head_count": 0}, "head_count must be a positive int, got 0"),
+        ({"attention.head_count": [4, 4, 2]}, "head_count must be a positive int"),
+        ({"attention.head_count_kv": 0}, "num_key_value_heads"),
+        ({"embedding_length": "64"}, "embedding_length must be a positive int"),
+        ({"rope.freq_base": "1e4"}, "freq_base must be a positive float"),
     ],
 )
 def test_settings_that_are_refused(tmp_path, settings, message):
     gguf_files.write(tmp_path / "model.gguf", settings=settings)
     with pytest.raises(ValueError, match=message):
+        load_target(tmp_path / "model.gguf")
+
+
+def test_an_end_token_outside_the_vocabulary_is_named(tmp_path):
+    gguf_files.write(tmp_path / "model.gguf", end=10**6)
+    with pytest.raises(ValueError, match="eos_token_id must lie in 0..63, got 1000000"):
         load_target(tmp_path / "model.gguf")
 
 

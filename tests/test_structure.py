@@ -51,6 +51,13 @@ def test_modules_import_from_their_row_and_below():
     assert len(seen) > 50
 
 
+def test_params_are_the_only_collection():
+    """What a module has to say is its result."""
+    for module, path in modules():
+        found = re.search(r"\bmutable=|\.sow\(|self\.variable\(|is_mutable_collection", path.read_text())
+        assert not found, f"{module} has {found[0]}"
+
+
 def test_the_map_of_the_readme_has_every_module():
     page = (ROOT / "README.md").read_text()
     named = page[page.index("    kernels/      ") :]

@@ -7,7 +7,8 @@ import pytest
 
 from dflash_jax import Engine, benchmark
 from dflash_jax.benchmarks import turns
-from dflash_jax.benchmarks.sweep import at_fixed_interactivity, plot, sweep_table
+from dflash_jax.benchmarks.plots import plot_sweep
+from dflash_jax.benchmarks.sweep import at_fixed_interactivity, sweep_table
 from dflash_jax.benchmarks.turns import Turns, side_by_side
 from dflash_jax.infer.requests import Completion
 from tests.tiny import ask
@@ -93,10 +94,8 @@ def test_the_most_at_no_less_interactivity(tmp_path):
     ]
     assert at_fixed_interactivity(found, "block")[0] == {user: 30, "plain": None, "block": 30}
     assert "36.0" in sweep_table(found, "plain")
-    plot(found, tmp_path / "a.svg")
+    plot_sweep(found, tmp_path / "a.svg")
     assert "<svg" in (tmp_path / "a.svg").read_text()
-    with pytest.raises(ValueError, match="Format"):
-        plot(found, tmp_path / "a.nothing")
 
 
 @pytest.mark.slow

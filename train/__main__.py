@@ -130,13 +130,14 @@ def _prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
     use_kernels(options.kernels)
     enable_compilation_cache()
     from dflash_jax.checkpoint import read_json, resolve
-    from dflash_jax.drafters import kind_of
+    from dflash_jax.drafters import kind_named, kind_of
     from dflash_jax.drafters.loading import load_drafter
     from dflash_jax.drafters.speculators import flattened
     from dflash_jax.target import load_target
     from dflash_jax.train.data import read_examples
     from dflash_jax.train.drafters import choose_mask_token, converted, frequent_tokens, new_drafter, with_block_size
 
+    kind_named(given.get("drafter", "dflash"))
     started, raw = None, {}
     if options.init_from:
         directory, depth = resolve(options.init_from, "drafter"), target_config(options.target).num_hidden_layers
@@ -243,6 +244,11 @@ def _evaluate(options: EvaluateOptions) -> int:
     models, generation = options.models, options.generation
     params = generation.sampling()
     params.check()
+    if options.store_sharpness:
+        if not models.drafter or not Path(models.drafter).is_dir():
+            raise ValueError("--store-sharpness needs --drafter, a directory whose config.json it may change")
+        if params.temperature == 0 or generation.proposals != "calibrated":
+            raise ValueError("--store-sharpness needs a --temperature above 0, and --proposals calibrated")
     use_kernels(models.kernels)
     enable_compilation_cache()
     mesh = choose_mesh(models.mesh, models.target, models.drafter)
@@ -275,6 +281,11 @@ def _evaluate(options: EvaluateOptions) -> int:
     print(f"acceptance per position   {rates}")
     if options.json:
         files.write_json(Path(options.json), figures)
+    if options.store_sharpness:
+        from dflash_jax.train.drafters import store_sharpness
+
+        store_sharpness(Path(models.drafter or ""), figures["proposal_sharpness"])
+        print("sharpness by depth   " + " ".join(f"{c:g}" for c in figures["proposal_sharpness"]))
     return 0
 
 

@@ -167,6 +167,8 @@ class EvaluateOptions:
         step: a checkpoint of the run instead
         max_samples: the first so many prompts
         json: write all figures
+        store_sharpness: write what these prompts teach of the sharpness of proposals into the config.json of --drafter,
+            where engines then begin; use held-out prompts and a --temperature
     """
 
     prompts: JsonLines
@@ -175,6 +177,7 @@ class EvaluateOptions:
     step: Annotated[int | None, optional(int, "N")] = None
     max_samples: Annotated[int | None, optional(int, "N")] = None
     json: Annotated[str | None, optional(str, "FILE")] = None
+    store_sharpness: bool = False
     generation: GenerationOptions = field(default_factory=GenerationOptions)
 
 

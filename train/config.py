@@ -42,8 +42,8 @@ class TrainConfig:
     """What `fit` does.
 
     Attributes:
-        drafter: kind of a new drafter. With --init-from, a DFlash drafter may become a "dflash2", "dspark" or
-            "treeflash" one.
+        drafter: kind of a new drafter: "dflash", "dflash2", "dspark", "eagle3" or "treeflash" (see `drafters.KINDS`).
+            With --init-from, a DFlash drafter may become a "dflash2", "dspark" or "treeflash" one.
         block_size: slots of a draft pass, the anchor included; for "eagle3", one more than its passes.
         num_layers: depth of a new drafter; 1 up to the target's. An "eagle3" has one layer.
         target_layer_ids: tapped layers; empty takes the reference rule for the depths.
@@ -95,7 +95,7 @@ class TrainConfig:
         keep: checkpoints kept.
     """
 
-    drafter: Literal["dflash", "dflash2", "dspark", "eagle3", "treeflash"] = "dflash"
+    drafter: str = "dflash"
     block_size: int = 16
     num_layers: int = 5
     target_layer_ids: tuple[int, ...] = ()

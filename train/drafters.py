@@ -2,22 +2,23 @@
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 
-from dflash_jax import checkpoint
-from dflash_jax.checkpoint import leaves, nested
+from dflash_jax import checkpoint, files
+from dflash_jax.checkpoint import flat, leaves, nested
 from dflash_jax.config import AttentionConfig, RopeConfig, token_ids
-from dflash_jax.drafters import KINDS, drafter_config, kind_of
+from dflash_jax.drafters import KINDS, drafter_config, kind_named, kind_of
 from dflash_jax.drafters.base import Drafter
-from dflash_jax.drafters.config import DFlashConfig, default_target_layer_ids
+from dflash_jax.drafters.config import default_target_layer_ids
 from dflash_jax.infer.text import Text
+from dflash_jax.mesh import entered, gather
+from dflash_jax.sharding import lookup
 from dflash_jax.target import Target
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example
@@ -38,7 +39,7 @@ def new_drafter(
     Raises:
         ValueError: taps the target does not have, or a mask token outside the vocabulary.
     """
-    c, layer, kind = target.config, target.config.layers[-1], KINDS[config.drafter]
+    c, layer, kind = target.config, target.config.layers[-1], kind_named(config.drafter)
     attention = next(each.attention for each in reversed(c.layers) if isinstance(each.mixer, AttentionConfig))
     taps = config.target_layer_ids or default_target_layer_ids(c.num_hidden_layers, config.num_layers)
     common: dict[str, Any] = {
@@ -64,28 +65,34 @@ def new_drafter(
         "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(taps)},
         **(_rope_fields(attention.rope) if attention.rope else {}),
     }
+    given: dict[str, Any] = {}
     if vocabulary is not None:
         common["draft_vocab_size"] = len(vocabulary)
-    return _made(target, config, dict(kind.fresh(common, config)), vocabulary)
+        ids = np.asarray(vocabulary, np.int32)
+        given = {"d2t": ids - np.arange(len(ids), dtype=np.int32), "lm_head": _head_rows(target, ids)}
+    return _made(target, config, dict(kind.fresh(common, config)), given)
+
+
+def _head_rows(target: Target, ids: np.ndarray) -> np.ndarray:
+    """Rows of the target's head, in float32; nothing else of it is touched."""
+    head = target.params["embed_tokens" if target.config.tie_word_embeddings else "lm_head"]
+    with entered(target.mesh):
+        return gather(lookup(head, jnp.asarray(ids)[None])[0]).astype(np.float32)
 
 
 def _made(
-    target: Target, config: TrainConfig, raw: dict[str, Any], vocabulary: Sequence[int] | None
+    target: Target, config: TrainConfig, raw: dict[str, Any], given: Mapping[str, Any]
 ) -> tuple[Drafter, dict[str, Any]]:
-    """A drafter with this `config.json` and new parameters."""
-    kind, parsed = KINDS[kind_of(raw)], drafter_config(raw)
+    """A drafter with this `config.json`, and new parameters but for those that are given by their paths."""
+    kind, own = KINDS[kind_of(raw)], {"own_embedding": "embed_tokens" in given, "own_head": "lm_head" in given}
+    parsed = dataclasses.replace(drafter_config(raw), **own)
     parsed.check_pair(target.config)
-    if vocabulary is not None:
-        parsed = dataclasses.replace(parsed, own_head=True)
     rng = np.random.default_rng(config.seed)
     params: dict[str, Any] = {}
     table = kind.tensors(parsed)
     for path, leaf in leaves(table):
-        if path == "d2t":
-            value = np.asarray(vocabulary, np.int32) - np.arange(len(vocabulary or ()), dtype=np.int32)
-        elif path == "lm_head":
-            head = target.head(jnp.eye(target.config.hidden_size, dtype=target.dtype)[None])[0]
-            value = np.asarray(head)[:, np.asarray(vocabulary)].T
+        if path in given:
+            value = given[path]
         elif "norm" in path:
             value = np.ones(leaf.shape, np.float32)
         elif "bias" in path:
@@ -99,24 +106,18 @@ def _made(
 def converted(
     target: Target, started: Drafter, raw: dict[str, Any], config: TrainConfig
 ) -> tuple[Drafter, dict[str, Any]]:
-    """A DFlash drafter as one of the kind `config.drafter`, whose further parameters are new: at first it proposes the
-    same.
+    """A drafter as one of the kind `config.drafter`, whose further parameters are new: at first it proposes the same.
 
     Raises:
-        ValueError: the kinds have no layers in common.
+        ValueError: a drafter of that kind cannot begin as this one.
     """
     found = kind_of(raw)
     if found == config.drafter:
         return started, raw
-    if found != "dflash" or config.drafter not in ("dflash2", "dspark", "treeflash"):
+    own = kind_named(config.drafter).becomes(started.config, raw, config)
+    if own is None:
         raise ValueError(f"--init-from: a {found} drafter cannot become a {config.drafter} one")
-    own = started.config
-    assert isinstance(own, DFlashConfig)
-    common = {"sample_from_anchor": own.anchor_predicts, "dflash_config": {}, **raw}
-    made, raw = _made(target, config, dict(KINDS[config.drafter].fresh(common, config)), None)
-    parsed = dataclasses.replace(made.config, own_embedding=own.own_embedding, own_head=own.own_head)
-    params = unflatten_dict(flatten_dict(made.params) | flatten_dict(started.params))
-    return made.replace(params=params, config=parsed), raw
+    return _made(target, config, dict(own), flat(started.params))
 
 
 def frequent_tokens(examples: Sequence[Example], size: int) -> list[int] | None:
@@ -194,6 +195,22 @@ def with_block_size(drafter: Drafter, raw: dict[str, Any], block_size: int) -> t
     raw = raw | ({"ttt_length": block_size - 1} if "ttt_length" in raw else {"block_size": block_size})
     raw |= {"dflash_config": inside} if inside else {}
     return drafter.replace(config=dataclasses.replace(drafter.config, block_size=block_size)), raw
+
+
+def store_sharpness(directory: Path, sharpness: Sequence[float]) -> None:
+    """Writes into the `config.json` of a drafter where the calibration of its proposals begins.
+
+    Raises:
+        ValueError: there is nothing to write, since no proposal was right.
+    """
+    if not sharpness:
+        raise ValueError("no proposal was right, so nothing was learnt of their sharpness; take more prompts")
+    path = directory / "config.json"
+    raw = checkpoint.read_json(path)
+    for inside in ("dflash_config", "eagle_config"):
+        if isinstance(raw.get(inside), dict):
+            raw[inside].pop("proposal_sharpness", None)
+    files.write_json(path, raw | {"proposal_sharpness": list(sharpness)})
 
 
 def save_drafter(directory: str | Path, drafter: Drafter, raw: dict[str, Any], dtype: Any = None) -> None:

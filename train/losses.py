@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
 
     Attributes:
         loss: cross-entropy and divergences with their coefficients, and what a drafter adds.
-        cross_entropy: against the data token.
+        cross_entropy: against the data token; infinite for one that the drafter does not have.
         correct: whether the data token is what the drafter would propose.
     """
 
@@ -104,7 +104,7 @@ def token_losses(
         negative = -jnp.take_along_axis(scores, places[:, None], axis=1)[:, 0]
         more, correct = refine(heads, seen, logits, places)
         loss = combined(coefficients, scores, negative, lambda: target(target_hidden)) + more
-        return jnp.where(known, loss, 0.0), (negative, correct & known)
+        return jnp.where(known, loss, 0.0), (jnp.where(known, negative, jnp.inf), correct & known)
 
     def one(heads, xs) -> Tokens:
         loss, (negative, correct) = chunk_losses(heads, *xs)

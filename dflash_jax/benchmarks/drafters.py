@@ -8,9 +8,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.requests import Completion, Request
 from dflash_jax.loading import load, pair_sources
 
-PLAIN = "autoregressive"
+PLAIN, PARTS = "autoregressive", ("draft", "verify", "commit")
 MakeEngine = Callable[[str, float, Sequence[Request]], Engine]  # of a drafter or PLAIN, at a temperature
 
 
@@ -43,6 +42,8 @@ def measure_drafters(options: Any, questions: Callable[[str, int], Any]) -> dict
     """
     if options.jobs or options.sweep or options.official or options.models.drafter or options.untrained:
         raise ValueError("--drafters is a measurement of its own; leave --drafter, --jobs, --sweep and others out")
+    if options.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {options.rounds}")
     if options.generation.block_size == "auto":
         raise ValueError("--drafters compares drafters, not --block-size auto; give a number or leave it out")
     source, _ = pair_sources(options.models)
@@ -91,19 +92,21 @@ def measure_drafters(options: Any, questions: Callable[[str, int], Any]) -> dict
         return make_engine(loaded.target, drafter, replace(config, block_size=size))
 
     temperatures = options.generation.temperature
-    cells = compare_drafters(names, engine, tasks, temperatures)
-    rounds = {}
-    for cell in cells[: len(names)]:
+    found = compare_drafters(names, engine, tasks, temperatures, options.rounds)
+    gigabytes = {}
+    for cell in found["cells"][: len(names)]:
         raw = read_json(sources[cell["drafter"]] / "config.json")
-        rounds[cell["drafter"]] = bytes_per_round(raw, cell["proposals"])
+        gigabytes[cell["drafter"]] = bytes_per_round(raw, cell["proposals"])
     settings = {
         "tasks": {name: len(samples) for name, samples in asked.items()},
+        "rounds": options.rounds,
+        "dtype": loaded.target.dtype.name,
         "seed": options.seed,
         "max_new_tokens": options.generation.max_new_tokens,
         "batch_size": options.generation.batch_size,
         "chat_template_kwargs": text.template_arguments,
     }
-    return settings | {"cells": cells, "qwen3_8b": rounds}
+    return settings | found | {"qwen3_8b": gigabytes}
 
 
 def compare_drafters(
@@ -111,16 +114,21 @@ def compare_drafters(
     make_engine: MakeEngine,
     tasks: Callable[[float], Mapping[str, Sequence[Request]]],
     temperatures: Sequence[float],
-) -> list[dict[str, Any]]:
-    """The cells of the table.
+    rounds: int,
+) -> dict[str, Any]:
+    """The `cells` of the table, and the `steps`: what a step of each drafter costs at each temperature.
+
+    Times of a step depend on shapes and on the length of the rows, not on the text. So they are measured once for all
+    tasks of a temperature, at the mean length of their rows.
 
     Args:
         tasks: requests of each task at a temperature.
+        rounds: how often all of them are answered.
 
     Raises:
-        ValueError: nothing was decoded, or a drafter answers otherwise than plain decoding.
+        ValueError: nothing was decoded.
     """
-    cells = []
+    cells, steps = [], []
     for temperature in temperatures:
         each = tasks(temperature)
         together = [request for requests in each.values() for request in requests]
@@ -130,75 +138,130 @@ def compare_drafters(
             engine.generate(together[: engine.slots])
         length = sum(len(r.prompt_token_ids) + r.params.max_new_tokens // 2 for r in together) // len(together)
         parts = {name: StepTimes(engines[PLAIN], engines[name], length, temperature=temperature) for name in names}
-        found = []
         for task, requests in each.items():
-            found += _task(task, temperature, engines, parts, requests)
-        seconds = {name: times.seconds() for name, times in parts.items()}
-        for cell in found:
-            own = seconds[cell["drafter"]]
-            cell["step_ms"] = {part: 1e3 * own[part] for part in ("draft", "verify", "commit", "speculative")}
-            cell["step_ms"][PLAIN] = 1e3 * own[PLAIN]
-            cell["fused_step_over_parts"] = own["speculative"] / sum(own[p] for p in ("draft", "verify", "commit"))
-        cells += found
-    expected = len(names) * sum(len(tasks(temperature)) for temperature in temperatures)
-    if len(cells) != expected:
-        raise ValueError(f"{len(cells)} cells were measured of {expected}")
-    return cells
+            answered = _answered(engines, requests, rounds, parts)
+            cells += [{"task": task, "temperature": temperature} | cell for cell in _cells(task, engines, answered)]
+        for name, times in parts.items():
+            seconds = times.seconds()
+            drafting = sum(seconds[part] for part in PARTS)
+            steps.append(
+                {
+                    "drafter": name,
+                    "temperature": temperature,
+                    "length": length,
+                    "ms": {part: 1e3 * seconds[part] for part in (*PARTS, "speculative", PLAIN)},
+                    "fused_step_over_parts": seconds["speculative"] / drafting,
+                }
+            )
+    return {"cells": cells, "steps": steps}
 
 
-def _task(
-    task: str,
-    temperature: float,
-    engines: Mapping[str, Engine],
-    parts: Mapping[str, StepTimes],
-    requests: Sequence[Request],
-) -> list[dict[str, Any]]:
-    """Cells of one task; the engines take turns on batches of its requests."""
-    answers: dict[str, list[Completion]] = {name: [] for name in engines}
-    for engine in engines.values():
-        engine.stats.reset()
+class Answered(NamedTuple):
+    """What an engine made of the requests of a task.
+
+    Attributes:
+        answers: of each round.
+        tokens, seconds: of decoding, by round and batch of requests.
+    """
+
+    answers: list[list[Completion]]
+    tokens: np.ndarray
+    seconds: np.ndarray
+
+
+def _answered(
+    engines: Mapping[str, Engine], requests: Sequence[Request], rounds: int, parts: Mapping[str, StepTimes]
+) -> dict[str, Answered]:
+    """The engines take turns on batches of the requests; between these, the parts of a step are timed."""
     slots = engines[PLAIN].slots
-    for start in range(0, len(requests), slots):
-        for name, engine in engines.items():
-            answers[name] += engine.generate(requests[start : start + slots])
-        for times in parts.values():
-            times.sample()
-    rates = {name: engine.stats.tokens_per_second for name, engine in engines.items()}
-    if not all(rates.values()):
+    starts = range(0, len(requests), slots)
+    shape = rounds, len(starts)
+    found = {name: Answered([[] for _ in range(rounds)], np.zeros(shape), np.zeros(shape)) for name in engines}
+    for turn in range(rounds):
+        for batch, start in enumerate(starts):
+            for name, engine in engines.items():
+                engine.stats.reset()
+                found[name].answers[turn] += engine.generate(requests[start : start + slots])
+                found[name].tokens[turn, batch] = engine.stats.decode_tokens
+                found[name].seconds[turn, batch] = engine.stats.decode_seconds
+            for times in parts.values():
+                times.sample()
+    return found
+
+
+def _cells(task: str, engines: Mapping[str, Engine], answered: Mapping[str, Answered]) -> list[dict[str, Any]]:
+    """Cells of one task.
+
+    Raises:
+        ValueError: nothing was decoded.
+    """
+    if not all(one.tokens.any() for one in answered.values()):
         raise ValueError(f"{task}: nothing was decoded; raise --max-new-tokens")
-    cells = []
-    for name in parts:
-        pairs = list(zip(answers[name], answers[PLAIN], strict=True))
-        lengths = Counter(n for answer in answers[name] for n in answer.acceptance_lengths)
-        figures, speedup = acceptance_summary(lengths, engines[name].width), rates[name] / rates[PLAIN]  # type: ignore
+    rate = lambda one: float(one.tokens.sum() / one.seconds.sum())
+    plain, cells = answered[PLAIN], []
+    for name, own in answered.items():
+        if name == PLAIN:
+            continue
+        answers = [answer for each in own.answers for answer in each]
+        lengths = Counter(n for answer in answers for n in answer.acceptance_lengths)
+        figures, speedup = acceptance_summary(lengths, engines[name].width), rate(own) / rate(plain)
+        equal = [
+            all(turn[i].token_ids == plain.answers[0][i].token_ids for turn in own.answers)
+            for i in range(len(own.answers[0]))
+        ]
         cells.append(
             {
                 "drafter": name,
-                "task": task,
-                "temperature": temperature,
-                "samples": len(requests),
-                "equal_outputs": sum(ours.token_ids == plain.token_ids for ours, plain in pairs),
+                "samples": len(equal),
+                "equal_outputs": sum(equal),
                 "proposals": engines[name].width - 1,
                 "tau": figures["tau"],
-                "tau_error": tau_error(answers[name]),
+                "tau_error": tau_error(own.answers),
                 "acceptance_per_position": figures["acceptance_per_position"],
-                "tokens_per_second": rates[name],
-                "autoregressive_tokens_per_second": rates[PLAIN],
+                "tokens_per_second": rate(own),
+                "tokens_per_second_error": rate(own) * relative_error([own.tokens], [own.seconds]),
+                "autoregressive_tokens_per_second": rate(plain),
                 "speedup": speedup,
+                "speedup_error": speedup * relative_error([own.tokens, plain.seconds], [own.seconds, plain.tokens]),
                 "omega": figures["tau"] / speedup - 1,
             }
         )
     return cells
 
 
-def tau_error(answers: Sequence[Completion]) -> float:
-    """Standard error of the mean acceptance length, prompts being drawn by chance (a ratio of means)."""
-    steps = np.array([len(answer.acceptance_lengths) for answer in answers], float)
-    tokens = np.array([sum(answer.acceptance_lengths) for answer in answers], float)
-    if len(answers) < 2 or not steps.sum():
-        return math.nan
-    tau = tokens.sum() / steps.sum()
-    return float(np.sqrt(np.sum((tokens - tau * steps) ** 2) * len(answers) / (len(answers) - 1)) / steps.sum())
+def relative_error(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> float:
+    """Relative standard error of a product of sums over another, batches of prompts and rounds being drawn by chance.
+
+    The errors over batches and over rounds, to first order in each sum, are added in squares; where there is only one
+    batch or one round, its error is left out.
+
+    Args:
+        above, below: of each sum what it is of, by round and batch.
+    """
+    squares = []
+    for axis in (0, 1):
+        sums = [(x.sum(axis=axis), sign) for terms, sign in ((above, 1), (below, -1)) for x in terms]
+        if (n := len(sums[0][0])) > 1 and all(x.sum() for x, _ in sums):
+            influence = sum(sign * x / x.sum() for x, sign in sums)
+            squares.append(float(np.sum(influence**2)) * n / (n - 1))
+    return math.sqrt(sum(squares)) if squares else math.nan
+
+
+def tau_error(answers: Sequence[Sequence[Completion]]) -> float:
+    """Standard error of the mean acceptance length over prompts, the columns, and over rounds."""
+    of = lambda measure: np.array([[measure(x.acceptance_lengths) for x in turn] for turn in answers], float)
+    tokens, steps = of(sum), of(len)
+    return float(tokens.sum() / steps.sum()) * relative_error([tokens], [steps]) if steps.sum() else math.nan
+
+
+def unequal(figures: Mapping[str, Any]) -> str | None:
+    """What is wrong with the answers: in float32 all must be those of plain decoding. Rounding may change those of
+    other types, which are only counted."""
+    wrong = [cell for cell in figures["cells"] if cell["equal_outputs"] < cell["samples"]]
+    if figures["dtype"] != "float32" or not wrong:
+        return None
+    counts = (f"{c['samples'] - c['equal_outputs']} of {c['drafter']} on {c['task']}" for c in wrong)
+    return f"answers in float32 differ from those of plain decoding: {', '.join(counts)}"
 
 
 def bytes_per_round(raw: Raw, depth: int) -> dict[str, float]:
@@ -213,81 +276,38 @@ def bytes_per_round(raw: Raw, depth: int) -> dict[str, float]:
     from dflash_jax.benchmarks.presets import PAIRS
 
     raw = kinds.flattened(raw)
-    config, name = kinds.drafter_config(raw), kinds.kind_of(raw)
+    config = kinds.drafter_config(raw)
     target, common = PAIRS["qwen3-8b"]
-    layers = config.num_hidden_layers
-    common = {**common, "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
-    size = depth + 1
-    common["block_size"] = size
+    layers, size = config.num_hidden_layers, next(n for n in range(depth + 2) if config.proposals(n) == depth)
+    common = {**common, "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers, "block_size": size}
+    common["sample_from_anchor"] = getattr(config, "anchor_predicts", False)
     settings = SimpleNamespace(block_size=size, target_layer_ids=(), conv_group_size=16, selector_rank=256)
     settings.selector_top_k, settings.markov_rank = 16, 256
     settings.markov_head_type = getattr(config, "markov_head_type", "vanilla")
-    if name == "dspark" and getattr(config, "anchor_predicts", False):
-        common["block_size"] = depth
-    else:
-        common["sample_from_anchor"] = False
-    fresh = dict(kinds.KINDS[name].fresh(common, settings))
-    fresh.pop("sample_from_anchor" if name == "eagle3" else "", None)
+    fresh = dict(kinds.KINDS[kinds.kind_of(raw)].fresh(common, settings))
     if config.draft_vocab_size != config.vocab_size:
         fresh["draft_vocab_size"] = 32000
     figures = traced((target, fresh), {"data": 1}, 1, 1024, None)
     return {"round_gb": figures["bytes_accessed"] / 1e9, "draft_gb": figures["draft_bytes"] / 1e9}
 
 
-def markdown(cells: Sequence[Mapping[str, Any]]) -> str:
+def markdown(cells: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> str:
     """The cells as a Markdown table."""
     head = ["drafter", "task", "T", "tau", "speedup", "tokens/s", "omega", "draft", "verify", "commit ms", "equal"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    times = {(each["drafter"], each["temperature"]): each["ms"] for each in steps}
     for cell in cells:
-        ms = cell["step_ms"]
+        ms = times[cell["drafter"], cell["temperature"]]
         row = [
             cell["drafter"],
             cell["task"],
             f"{cell['temperature']:g}",
             f"{cell['tau']:.2f} ± {cell['tau_error']:.2f}",
-            f"{cell['speedup']:.2f}",
-            f"{cell['tokens_per_second']:.0f}",
+            f"{cell['speedup']:.2f} ± {cell['speedup_error']:.2f}",
+            f"{cell['tokens_per_second']:.0f} ± {cell['tokens_per_second_error']:.0f}",
             f"{cell['omega']:.2f}",
-            *(f"{ms[part]:.2f}" for part in ("draft", "verify", "commit")),
+            *(f"{ms[part]:.2f}" for part in PARTS),
             f"{cell['equal_outputs']}/{cell['samples']}",
         ]
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
-
-
-def plot(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws speedups as bars, acceptance by position, and tau over the time of a draft.
-
-    Raises:
-        ValueError: matplotlib is missing, or does not know this kind of file.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(f"{error}; a plot needs matplotlib: pip install matplotlib") from error
-    names = list(dict.fromkeys(cell["drafter"] for cell in cells))
-    groups = list(dict.fromkeys((cell["task"], cell["temperature"]) for cell in cells))
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    bars, positions, times = figure.subplots(1, 3)
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        own = {(cell["task"], cell["temperature"]): cell for cell in cells if cell["drafter"] == name}
-        at = [g + (i - (len(names) - 1) / 2) * width for g in range(len(groups))]
-        bars.bar(at, [own[group]["speedup"] for group in groups], width, label=name)
-        rates = [cell["acceptance_per_position"] for cell in own.values()]
-        positions.plot(range(1, len(rates[0]) + 1), np.mean(rates, axis=0), marker="o", label=name)
-        times.scatter([c["step_ms"]["draft"] for c in own.values()], [c["tau"] for c in own.values()], label=name)
-    bars.axhline(1, color="gray", linewidth=0.8)
-    bars.set_xticks(range(len(groups)), [f"{task}\nT = {temperature:g}" for task, temperature in groups])
-    bars.set_ylabel("speedup over autoregressive decoding")
-    positions.set_xlabel("position behind the anchor")
-    positions.set_ylabel("share of rounds that accept it")
-    positions.set_ylim(0, 1)
-    times.set_xlabel("draft, ms")
-    times.set_ylabel("tau")
-    for axes in (bars, positions, times):
-        axes.legend(fontsize=8)
-    try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error

@@ -1,7 +1,6 @@
 """Throughput against interactivity: the same requests at several concurrencies, with and without speculation."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dflash_jax.benchmarks.turns import side_by_side
@@ -80,29 +79,3 @@ def sweep_table(rows: Sequence[Mapping[str, Any]], than: str) -> str:
         cells = "".join(number(line[name], 16, 1) for name in engines)
         lines.append(f"{line['tokens_per_second_and_user']:12.1f}  {cells}")
     return "\n".join(lines)
-
-
-def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws tokens per second over tokens per second and user, a line per engine, a point per concurrency.
-
-    Raises:
-        ValueError: matplotlib is missing, or does not know this kind of file.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(f"{error}; a plot needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for name in dict.fromkeys(row["engine"] for row in rows):
-        points = [row for row in rows if row["engine"] == name and row["tokens_per_second_and_user"]]
-        x, y = ([row[key] for row in points] for key in ("tokens_per_second_and_user", "tokens_per_second"))
-        axes.plot(x, y, marker="o", label=name)
-        for row, right, up in zip(points, x, y, strict=True):
-            axes.annotate(str(row["concurrency"]), (right, up), xytext=(4, 4), textcoords="offset points", fontsize=8)
-    axes.set_xlabel("tokens per second and user")
-    axes.set_ylabel("tokens per second")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.legend(title="points: requests in progress")
-    figure.savefig(path)

@@ -4,6 +4,7 @@ from .gguf import cache_directory as cache_directory
 from .hub import read_json as read_json
 from .hub import resolve as resolve
 from .reader import Reader as Reader
+from .reader import flat as flat
 from .reader import load as load
 from .reader import nested as nested
 from .reader import save as save

@@ -177,7 +177,7 @@ def _hugging_face_name(name: str) -> str:
 
 def _config(own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """`config.json` of a llama, from its settings and tensors."""
-    heads, width = own["attention.head_count"], own["embedding_length"]
+    heads, width = _positive(own, "attention.head_count"), _positive(own, "embedding_length")
     dims = [own[f"attention.{kind}_length"] for kind in ("key", "value") if f"attention.{kind}_length" in own]
     rotated = own.get("rope.dimension_count", width // heads)
     if any(dim != rotated for dim in dims):
@@ -185,7 +185,7 @@ def _config(own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]
     window = own.get("attention.sliding_window")
     config = {
         "model_type": "mistral" if window else "llama",
-        "vocab_size": int(stored["token_embd.weight"].shape[1]),
+        "vocab_size": int(stored["token_embd.weight"].shape[-1]),
         "hidden_size": width,
         "intermediate_size": own["feed_forward_length"],
         "num_hidden_layers": own["block_count"],
@@ -195,7 +195,7 @@ def _config(own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]
         "hidden_act": "silu",
         "rms_norm_eps": own["attention.layer_norm_rms_epsilon"],
         "max_position_embeddings": own["context_length"],
-        "rope_theta": own.get("rope.freq_base", 10000.0),
+        "rope_theta": _positive({"rope.freq_base": 10000.0} | dict(own), "rope.freq_base", float),
         "attention_bias": "blk.0.attn_q.bias" in stored,
         "mlp_bias": "blk.0.ffn_gate.bias" in stored,
         "tie_word_embeddings": "output.weight" not in stored,
@@ -205,6 +205,13 @@ def _config(own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]
     if (scaling := _rope_scaling(own, config, stored)) is not None:
         config["rope_scaling"] = scaling
     return config
+
+
+def _positive(own: Mapping[str, Any], name: str, kind: type = int) -> Any:
+    """A setting that must be a number above 0; raises KeyError where there is none."""
+    if not isinstance(value := own[name], kind) or not value > 0:
+        raise ValueError(f"GGUF: {name} must be a positive {kind.__name__}, got {value!r:.80}")
+    return value
 
 
 def _rope_scaling(
@@ -252,11 +259,13 @@ def _write_tokenizer(fields: Mapping[str, Any], directory: Path) -> None:
     except Exception as error:  # what the libraries raise for a vocabulary that makes no sense
         raise ValueError(f"GGUF: the tokenizer cannot be read ({error})") from error
     tokens = fields["ggml.tokens"]
-    special = {
-        f"{kind}_token": tokens[fields[f"ggml.{name}_token_id"]]
-        for kind, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if f"ggml.{name}_token_id" in fields
-    }
+    special = {}
+    for kind, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        if (token := fields.get(f"ggml.{name}_token_id")) is None:
+            continue
+        if not isinstance(token, int) or not 0 <= token < len(tokens):
+            raise ValueError(f"GGUF: {name}_token_id must lie in 0..{len(tokens) - 1}, got {token!r:.80}")
+        special[f"{kind}_token"] = tokens[token]
     if fields.get("ggml.add_bos_token", fields.get("ggml.model") == "llama") and (bos := special.get("bos_token")):
         first = [(bos, fields["ggml.bos_token_id"])]
         tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=first)

@@ -93,8 +93,14 @@ class Calibration(struct.PyTreeNode):
 
     @property
     def sharpness(self) -> list[float]:
-        """The best of each depth, to be stored with a drafter; the largest is a number that JSON has."""
-        return [min(SHARPNESS[i], MOST) for i in np.asarray(self.best)]
+        """The best of each depth, to be stored with a drafter; the largest is a number that JSON has. A depth at which
+        nothing was right has that of the one before; it is empty if none of them has any."""
+        found = list[float]()
+        for best, hits in zip(np.asarray(self.best), np.asarray(self.hits), strict=True):
+            if not hits.any() and not found:
+                return []
+            found.append(min(SHARPNESS[best], MOST) if hits.any() else found[-1])
+        return found
 
     def learn(
         self,

@@ -5,7 +5,7 @@ Shapes: B rows, T block positions, P proposed tokens, W positions with noise, V 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -94,28 +94,39 @@ class Choice(struct.PyTreeNode):
         logits = self.masked(penalise(logits, self.penalties, self.history, self.known, following))
         return perturbed_scores(logits, self.noise, self.sampling)
 
-    def tokens(self, logits: Float[Array, "B T _"], *, depth: int = 0, **given: Any) -> Int[Array, "B T"]:
+    def tokens(
+        self, logits: Float[Array, "B T N"], *, depth: int = 0, vocabulary: Int[Array, " N"] | None = None, **given: Any
+    ) -> Int[Array, "B T"]:
         """Tokens for the depths `depth..depth+T-1`, each from its own logits.
 
         Args:
+            vocabulary: the id of each of the logits, ascending, of a drafter with a reduced vocabulary; None is all.
             before: tokens proposed at smaller depths, which penalties count.
             forbidden: ids that are never proposed, such as a mask token.
-            vocabulary: the id of each of the logits, of a drafter with a reduced vocabulary.
         """
-        logits = self.allowed(logits, **given)
-        noise = self.noise[:, depth : depth + logits.shape[1]]
-        return first_argmax(logits) if self.plain else select(logits, noise, self.sampling)
+        logits = self.allowed(logits, vocabulary=vocabulary, **given)
+        noise = self._noise(depth, logits.shape[1], vocabulary)
+        places = first_argmax(logits) if self.plain else select(logits, noise, self.sampling)
+        return places if vocabulary is None else vocabulary[places]
 
-    def scores(self, logits: Float[Array, "B T _"], *, depth: int = 0, **given: Any) -> Float[Array, "B T V"]:
+    def scores(
+        self, logits: Float[Array, "B T N"], *, depth: int = 0, vocabulary: Int[Array, " N"] | None = None, **given: Any
+    ) -> Float[Array, "B T N"]:
         """What `tokens` takes the largest of: with it, a tree of likely tokens can be ranked."""
-        logits = self.allowed(logits, **given)
-        noise = self.noise[:, depth : depth + logits.shape[1]]
-        return logits if self.plain else perturbed_scores(logits, noise, self.sampling)
+        logits, noise = self.allowed(logits, vocabulary=vocabulary, **given), self._noise
+        if self.plain:
+            return logits
+        return perturbed_scores(logits, noise(depth, logits.shape[1], vocabulary), self.sampling)
 
-    def picks(self, logits: Float[Array, "B T _"], *, depth: int = 0, **given: Any) -> Picks:
+    def picks(
+        self, logits: Float[Array, "B T N"], *, depth: int = 0, vocabulary: Int[Array, " N"] | None = None, **given: Any
+    ) -> Picks:
         """`tokens` for a drafter to propose, with what calibrates them."""
-        logits = self.allowed(logits, **given)
-        return self._picked(logits, self.noise[:, depth : depth + logits.shape[1]], depth)
+        logits = self.allowed(logits, vocabulary=vocabulary, **given)
+        picks = self._picked(logits, self._noise(depth, logits.shape[1], vocabulary), depth)
+        if vocabulary is None:
+            return picks
+        return Picks(vocabulary[picks.tokens], None if picks.trials is None else vocabulary[picks.trials])
 
     def among(self, scores: Float[Array, "B C"], candidates: Int[Array, "B C"], *, depth: int = 0) -> Picks:
         """One of a few candidates for one depth, given what is known of each (see `allowed`)."""
@@ -150,28 +161,32 @@ class Choice(struct.PyTreeNode):
 
         return if_any(self.sampling.temperature > 0, sampled, greedy)
 
-    def propose(self, logits: Float[Array, "B T _"], **given: Any) -> Proposal:
+    def propose(
+        self, logits: Float[Array, "B T N"], *, vocabulary: Int[Array, " N"] | None = None, **given: Any
+    ) -> Proposal:
         """The proposal of a drafter none of whose depths depends on the tokens of those before: a chain, or the tree of
         the likeliest paths.
 
         Args:
             logits: of the depths 0..T-1.
-            given: see `tokens`.
+            vocabulary, given: see `tokens`.
         """
         if not self.nodes:
-            return self.picks(logits, **given).chain
-        logits = self.allowed(logits, **given)
-        depth = logits.shape[1]
-        ranked, lessons = self.ranked(logits, self.noise[:, :depth], slice(depth))
+            return self.picks(logits, vocabulary=vocabulary, **given).chain
+        logits, depth = self.allowed(logits, vocabulary=vocabulary, **given), logits.shape[1]
+        ranked, lessons = self.ranked(logits, self._noise(0, depth, vocabulary), slice(depth))
+        if vocabulary is not None:
+            ranked, lessons = _renamed(ranked, lessons, lambda places: vocabulary[places])
         best = best_nodes(ranked, self.nodes)
         return Proposal(best.tokens, best.parents, min(depth, self.nodes), best.scores, lessons)
 
     def ranks(
         self,
-        logits: Float[Array, "B W _"],
+        logits: Float[Array, "B W N"],
         candidates: Int[Array, "B W N"] | None = None,
         *,
         depth: int,
+        vocabulary: Int[Array, " N"] | None = None,
         **given: Any,
     ) -> tuple[Ranked, Lessons]:
         """The likeliest tokens behind W nodes of one depth, and what there is to learn of them.
@@ -179,16 +194,15 @@ class Choice(struct.PyTreeNode):
         Args:
             logits: of the tokens behind each node.
             candidates: ids of these, already allowed (see `among`); None is the whole vocabulary.
-            given: see `allowed`; `before` and `seen` are of each node.
+            vocabulary, given: see `allowed`; `before` and `seen` are of each node.
         """
-        noise = self.noise[:, depth : depth + 1]
-        if candidates is None:
-            return self.ranked(self.allowed(logits, **given), noise, slice(depth, depth + 1))
-        noise = jnp.take_along_axis(noise, candidates.reshape(candidates.shape[0], 1, -1), axis=2)
-        ranked, lessons = self.ranked(logits, noise.reshape(candidates.shape), slice(depth, depth + 1))
-        of = lambda places: None if places is None else jnp.take_along_axis(candidates, places, axis=2)
-        ranked = ranked._replace(tokens=of(ranked.tokens))
-        return ranked, lessons.replace(trials=of(lessons.trials), tokens=of(lessons.tokens))
+        noise, here = self._noise(depth, 1, vocabulary), slice(depth, depth + 1)
+        if candidates is not None:
+            noise = jnp.take_along_axis(noise, candidates.reshape(candidates.shape[0], 1, -1), axis=2)
+            found = self.ranked(logits, noise.reshape(candidates.shape), here)
+            return _renamed(*found, lambda places: jnp.take_along_axis(candidates, places, axis=2))
+        found = self.ranked(self.allowed(logits, vocabulary=vocabulary, **given), noise, here)
+        return found if vocabulary is None else _renamed(*found, lambda places: vocabulary[places])
 
     def ranked(
         self, logits: Float[Array, "B T N"], noise: Float[Array, "#B #T N"], depths: slice
@@ -234,27 +248,29 @@ class Choice(struct.PyTreeNode):
 
     def allowed(
         self,
-        logits: Float[Array, "B T _"],
+        logits: Float[Array, "B T N"],
         *,
         before: Int[Array, "B P"] | None = None,
         seen: Bool[Array, "#B T P"] | None = None,
         forbidden: tuple[int, ...] = (),
-        vocabulary: Int[Array, " Vd"] | None = None,
-    ) -> Float[Array, "B T V"]:
-        """The logits of all ids under the row's penalties, minus infinity for what must not be chosen; arguments as in
-        `tokens`. `seen` says which of the tokens before count for which logits; None is all for all."""
-        B, T = logits.shape[:2]
-        if vocabulary is not None:
-            nothing = jnp.full((B, T, self.noise.shape[2]), -jnp.inf, logits.dtype)
-            logits = nothing.at[:, :, vocabulary].set(logits)
+        vocabulary: Int[Array, " N"] | None = None,
+    ) -> Float[Array, "B T N"]:
+        """The logits under the row's penalties, minus infinity for what must not be chosen; arguments as in `tokens`.
+        `seen` says which of the tokens before count for which logits; None is all for all."""
         if before is not None and seen is None:
-            seen = jnp.ones((1, T, before.shape[1]), bool)
-        logits = penalise(logits, self.penalties, self.history, self.known, before, seen)
+            seen = jnp.ones((1, logits.shape[1], before.shape[1]), bool)
+        of = self.penalties, self.history, self.known, before, seen
+        logits = penalise(logits, *of, vocabulary=vocabulary, vocab_size=self.noise.shape[2])
+        ids = jnp.arange(logits.shape[-1]) if vocabulary is None else vocabulary
         if forbidden:
-            ids = jnp.arange(logits.shape[-1])
             taken = jnp.any(ids[:, None] == jnp.asarray(forbidden)[None], axis=1)
             logits = jnp.where(taken[None, None], -jnp.inf, logits)
-        return self.masked(logits)
+        return self.masked(logits, vocabulary)
+
+    def _noise(self, depth: int, count: int, vocabulary: Int[Array, " N"] | None) -> Float[Array, "B T N"]:
+        """Of so many depths, for the tokens of a vocabulary."""
+        noise = self.noise[:, depth : depth + count]
+        return noise if vocabulary is None else noise[:, :, vocabulary]
 
     def for_drafting(self, proposals: Proposals, calibration: Calibration) -> "Choice":
         """The same for a drafter.
@@ -274,6 +290,19 @@ class Choice(struct.PyTreeNode):
             return own.replace(noise=gumbel_noise(other, positions, self.noise.shape[2]))
         return own
 
-    def masked(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
-        """Minus infinity for ids that nobody can decode."""
-        return logits if self.decodable is None else jnp.where(self.decodable[None, None], logits, -jnp.inf)
+    def masked(
+        self, logits: Float[Array, "B T N"], vocabulary: Int[Array, " N"] | None = None
+    ) -> Float[Array, "B T N"]:
+        """Minus infinity for ids that are no token of the tokenizer."""
+        if self.decodable is None:
+            return logits
+        decodable = self.decodable if vocabulary is None else self.decodable[vocabulary]
+        return jnp.where(decodable[None, None], logits, -jnp.inf)
+
+
+def _renamed(ranked: Ranked, lessons: Lessons, ids: Callable[[Array], Array]) -> tuple[Ranked, Lessons]:
+    """Places as the ids of their tokens."""
+    of = lambda places: None if places is None else ids(places)
+    return ranked._replace(tokens=ids(ranked.tokens)), lessons.replace(
+        trials=of(lessons.trials), tokens=of(lessons.tokens)
+    )

@@ -90,6 +90,9 @@ def penalise(
     known: Int[Array, " B"],
     proposals: Int[Array, "B P"] | None = None,
     seen: Bool[Array, "#B T P"] | None = None,
+    *,
+    vocabulary: Int[Array, " V"] | None = None,
+    vocab_size: int | None = None,
 ) -> Float[Array, "B T V"]:
     """The logits of each row under its penalties; costs next to nothing where no row has any.
 
@@ -98,20 +101,26 @@ def penalise(
         proposals: tokens that are not in the history yet; without them, all positions see the history alone.
         seen: which proposals stand before a position (the ancestors of a tree's node); None is a chain, where position
             i sees the first i.
+        vocabulary, vocab_size: the id of each of the logits, and how many ids there are; None is 0, 1, 2, ...
     """
-    rows, _, vocab_size = logits.shape
-    row = jnp.arange(rows)[:, None]
+    rows, _, size = logits.shape
+    row, ids = jnp.arange(rows)[:, None], jnp.arange(size) if vocabulary is None else vocabulary
 
     def applied() -> Float[Array, "B T V"]:
         positions = jnp.arange(history.tokens.shape[1])[None]
-        count = lambda which: jnp.zeros((rows, vocab_size)).at[row, history.tokens].add(which.astype(jnp.float32))
+        every = jnp.zeros((rows, vocab_size or size))
+
+        def count(which: Bool[Array, "B S"]) -> Float[Array, "B V"]:
+            found = every.at[row, history.tokens].add(which.astype(jnp.float32))
+            return found if vocabulary is None else found[:, vocabulary]
+
         read = count(positions < jnp.minimum(known, history.prompt)[:, None])[:, None]
         written = count((positions >= history.prompt[:, None]) & (positions < known[:, None]))[:, None]
         if proposals is not None:
             # One comparison after the other, which the compiler fuses: nothing of this size is ever in memory.
             index = jnp.arange(proposals.shape[1] + 1)
             before = ((index[None, :-1] < index[:, None])[None] if seen is None else seen)[..., None]
-            proposed = proposals[:, None, :, None] == jnp.arange(vocab_size)[None, None, None]
+            proposed = proposals[:, None, :, None] == ids[None, None, None]
             written = written + jnp.sum(before & proposed, axis=2, dtype=jnp.float32)
         setting = lambda x: x[:, None, None]
         divisor = jnp.where((read > 0) | (written > 0), setting(penalties.repetition), 1.0)

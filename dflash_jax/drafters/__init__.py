@@ -1,41 +1,62 @@
 """Kinds of drafters: one file each, holding only what differs.
 
-A kind is a module with `config(raw) -> DrafterConfig`; a class `Drafter(params, config, layout=, mesh=)`, a
-`base.Drafter`; `tensors(config, layout)`, which says what every parameter is made of; and `canonical_name`, which gives
-tensors of published variants the names in that table. For training, `fresh(common, settings)` is the `config.json` of a
-new one, and `initial(path, shape)` a new parameter that is not drawn as others are. `RULES` says how parameters of its
-own are split, as in `models`.
+A kind is a module with
+
+- `CLASSES`, a pattern of the names that published configs have in `architectures`, and `matches(raw)`, whether a config
+  is of this kind; the first that says so in `KINDS` is taken;
+- `config(raw) -> DrafterConfig`;
+- a class `Drafter(params, config, layout=, mesh=)`, a `base.Drafter`;
+- `tensors(config, layout)`, which says what every parameter is made of, and `canonical_name`, which gives tensors of
+  published variants the names in that table;
+- for training, `fresh(common, settings)`, the `config.json` of a new one; `becomes(config, raw, settings)`, that of one
+  that begins as a drafter of another kind, or None; and `initial(path, shape)`, a new parameter that is not drawn as
+  others are.
+
+`RULES` says how parameters of its own are split, as in `models`.
 """
 
+import re
 from types import ModuleType
 
 from dflash_jax.config import Raw
 from dflash_jax.drafters import dflash, dflash2, dspark, eagle3, treeflash
-from dflash_jax.drafters.config import DrafterConfig, Lookup, classes_of
+from dflash_jax.drafters.config import OTHER_CLASSES, DrafterConfig, Lookup, classes_of
 from dflash_jax.drafters.speculators import flattened
 from dflash_jax.sharding import add_rules
 
 KINDS: dict[str, ModuleType] = {
-    "dflash": dflash,
-    "dflash2": dflash2,
-    "dspark": dspark,
     "eagle3": eagle3,
     "treeflash": treeflash,
+    "dflash2": dflash2,
+    "dspark": dspark,
+    "dflash": dflash,  # last: it takes configs that name no class
 }
 for module in KINDS.values():
     add_rules(getattr(module, "RULES", ()))
 
 
+def kind_named(name: str) -> ModuleType:
+    """The kind of this name; raises ValueError naming those there are."""
+    if name not in KINDS:
+        raise ValueError(f"the kind of a drafter must be one of {', '.join(sorted(KINDS))}, got {name!r:.60}")
+    return KINDS[name]
+
+
 def kind_of(raw: Raw) -> str:
-    """The name in `KINDS` of a drafter with this `config.json`."""
-    get, classes = Lookup(raw := flattened(raw)), classes_of(raw)
-    if "eagle3" in classes.lower():
-        return "eagle3"
-    if "TreeFlash" in classes or any(get(name) for name in treeflash.FIELDS):
-        return "treeflash"
-    if "DFlash2" in classes or any(get(name) for name in dflash2.FIELDS):
-        return "dflash2"
-    return "dspark" if "DSpark" in classes or any(get(name) for name in dspark.FIELDS) else "dflash"
+    """The name in `KINDS` of a drafter with this `config.json`.
+
+    Raises:
+        ValueError: a class that no kind knows, by name.
+    """
+    raw = flattened(raw)
+    for name in classes_of(raw):
+        if not any(re.fullmatch(kind.CLASSES, name) for kind in KINDS.values()):
+            known = next((f" ({what})" for part, what in OTHER_CLASSES.items() if part in name), "")
+            raise ValueError(
+                f"a drafter of class {name}{known} is not supported; the kinds here are {', '.join(sorted(KINDS))}. If "
+                "it is one of them under another name, correct `architectures` in its config.json"
+            )
+    return next(name for name, kind in KINDS.items() if kind.matches(raw))
 
 
 def drafter_config(raw: Raw, num_target_layers: int | None = None) -> DrafterConfig:

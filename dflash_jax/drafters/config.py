@@ -3,8 +3,9 @@
 Where a field may stand, and what it means, is method sections 2.7, 3 and 7.1.
 """
 
+import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -20,6 +21,7 @@ from dflash_jax.config import (
     check_fields,
     decoder_fields,
     layer_types,
+    mapping,
     require,
     token_ids,
 )
@@ -132,12 +134,17 @@ _REFUSED_FIELDS = {
     "gating": "Laguna",
     "quantization_config": "quantised weights",
 }
-_REFUSED_CLASSES = {
+# Parts of the names of classes that no kind here has, and what these need.
+OTHER_CLASSES = {
     "Domino": "a Domino head",
-    "DCOCO": "DCOCO",
-    "MiMo": "MiMo",
-    "Laguna": "Laguna",
-    "Nemotron": "Nemotron",
+    "DCOCO": "a corrector of all pairs of candidates",
+    "XPress": "a refiner of the whole block",
+    "DFly": "a mixture of heads of AngelSpec",
+    "PEagle": "parallel passes of EAGLE",
+    "MTP": "a multi-token prediction layer of the target",
+    "MiMo": "MiMo's sinks and scaled values",
+    "Laguna": "Laguna's gates and norms of features",
+    "Nemotron": "Nemotron's quantised layers",
     "Gemma": "Gemma layers",
 }
 _DFLASH_FIELDS = """
@@ -162,9 +169,7 @@ class Lookup:
     """Finds a drafter field in an object like `dflash_config` or at the top level; a conflict between them raises."""
 
     def __init__(self, raw: Raw, inside: str = "dflash_config"):
-        self.nested, self.raw, self.inside = raw.get(inside) or {}, raw, inside
-        if not isinstance(self.nested, Mapping):
-            raise ValueError(f"{inside} must be an object, got {self.nested!r}")
+        self.nested, self.raw, self.inside = mapping(raw, inside), raw, inside
 
     def __call__(self, *names: str, default: Any = None) -> Any:
         found = {
@@ -179,12 +184,18 @@ class Lookup:
         return values[0] if values else default
 
 
-def classes_of(raw: Raw) -> str:
+def classes_of(raw: Raw) -> list[str]:
     """The names of `architectures`."""
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"config.json: architectures must be a list of class names, got {names!r:.80}")
-    return " ".join(names)
+    return names
+
+
+def is_of(raw: Raw, classes: str, fields: Sequence[str] = ()) -> bool:
+    """Whether a config names a class of this pattern, or has one of these fields of a kind's own."""
+    get = Lookup(raw)
+    return any(re.fullmatch(classes, name) for name in classes_of(raw)) or any(get(name) for name in fields)
 
 
 def drafter_fields(raw: Raw, get: Lookup, *, block_size: int, taps: Callable[[int], tuple[int, ...]]) -> dict[str, Any]:
@@ -206,7 +217,9 @@ def drafter_fields(raw: Raw, get: Lookup, *, block_size: int, taps: Callable[[in
         "block_size": require({"block_size": get("block_size", default=block_size)}, "block_size"),
         "target_layer_ids": _taps(get, num_target_layers, taps),
         "num_target_layers": num_target_layers,
-        "target_hidden_size": get("target_hidden_size", default=fields["hidden_size"]),
+        "target_hidden_size": require(
+            {"target_hidden_size": get("target_hidden_size", default=fields["hidden_size"])}, "target_hidden_size"
+        ),
         "draft_vocab_size": draft,
         "proposal_sharpness": _sharpness(get),
     }
@@ -239,7 +252,7 @@ def dflash_fields(raw: Raw, own: Sequence[str] = ()) -> dict[str, Any]:
     taps = partial(default_target_layer_ids, num_draft_layers=depth)
     fields = drafter_fields(raw, get, block_size=16, taps=taps)
     mask = get("mask_token_id")
-    if not isinstance(mask, int) or not 0 <= mask < fields["vocab_size"]:
+    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < fields["vocab_size"]:
         raise ValueError(f"mask_token_id must be a token below vocab_size {fields['vocab_size']}, got {mask!r}")
     if mask in token_ids(raw.get("eos_token_id")) + token_ids(raw.get("pad_token_id")):
         raise ValueError(f"mask_token_id {mask} must not be the pad or end token")
@@ -253,6 +266,14 @@ def dflash_fields(raw: Raw, own: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
+def flag(get: Lookup, *names: str) -> bool | None:
+    """Whether it is on; None where it is not given."""
+    value = get(*names)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{names[0]} must be true or false, got {value!r:.80}")
+    return value
+
+
 def number(get: Lookup, *names: str, default: float) -> float:
     value = get(*names, default=default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
@@ -262,22 +283,17 @@ def number(get: Lookup, *names: str, default: float) -> float:
 
 def refuse_others(raw: Raw, get: Lookup) -> None:
     """Raises ValueError naming what a drafter needs that no kind here has."""
-    classes = classes_of(raw)
-    reasons = [what for name, what in _REFUSED_CLASSES.items() if name in classes]
-    reasons += [f"{what} ({name})" for name, what in _REFUSED_FIELDS.items() if get(name)]
+    reasons = [f"{what} ({name})" for name, what in _REFUSED_FIELDS.items() if get(name)]
     if reasons:
-        raise ValueError(
-            f"this drafter ({classes or 'no architectures'}) needs {', '.join(dict.fromkeys(reasons))}, which is not "
-            "supported"
-        )
+        raise ValueError(f"this drafter needs {', '.join(reasons)}, which is not supported")
     if raw.get("model_type") not in _TYPES:
         raise ValueError(f"drafter model_type must be one of {_TYPES[1:]}, got {raw['model_type']!r}")
 
 
 def _anchor_predicts(raw: Raw, get: Lookup) -> bool:
     """Method, section 3: the explicit flag, else DSpark classes predict from the anchor, else masks do."""
-    flag = get("sample_from_anchor")
-    return bool(flag) if flag is not None else "DSpark" in classes_of(raw)
+    given = flag(get, "sample_from_anchor")
+    return any("DSpark" in name for name in classes_of(raw)) if given is None else given
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -312,10 +328,10 @@ def _drafter_layers(raw: Raw, get: Lookup, depth: int) -> tuple[LayerConfig, ...
     """Method, section 2.7: window and causality of every layer."""
     types = layer_types(raw, depth)
     window = get("swa_window_size", "sliding_window")
-    if get("use_swa") and "sliding_attention" not in types:
+    if flag(get, "use_swa") and "sliding_attention" not in types:
         types = ["sliding_attention"] * depth
-    causal = get("is_causal", "causal", "causal_head")
-    if causal is None and get("sliding_window_non_causal"):
+    causal = flag(get, "is_causal", "causal", "causal_head")
+    if flag(get, "sliding_window_non_causal") and causal is None:
         causal = False
     if "sliding_attention" in types:
         if window is None:
@@ -330,7 +346,7 @@ def _drafter_layers(raw: Raw, get: Lookup, depth: int) -> tuple[LayerConfig, ...
     attention, inner = attention_config(raw), require(raw, "intermediate_size")
 
     def layer(sliding: bool) -> LayerConfig:
-        own = replace(attention, window=window if sliding else None, causal=sliding if causal is None else bool(causal))
+        own = replace(attention, window=window if sliding else None, causal=sliding if causal is None else causal)
         return LayerConfig(own, inner)
 
     return tuple(layer(kind == "sliding_attention") for kind in types)

@@ -22,7 +22,7 @@ from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base
-from dflash_jax.drafters.config import DFlashConfig, dflash_fields
+from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, classes_of, dflash_fields, is_of
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass
@@ -30,7 +30,13 @@ from dflash_jax.models.layers import MLP, Linear, RMSNorm, matmul, rms_norm, unf
 from dflash_jax.models.rope import Rope, rotate
 from dflash_jax.models.tables import decoder_layer
 
+CLASSES = r"(Qwen3)?DFlash(Qwen3)?(DraftModel|Model|ForCausalLM)"
 canonical_name = base.canonical_name
+
+
+def matches(raw: Raw) -> bool:
+    """Whether a config is that of such a drafter; one that names no class is."""
+    return not classes_of(raw) or is_of(raw, CLASSES)
 
 
 def config(raw: Raw) -> DFlashConfig:
@@ -46,6 +52,18 @@ def fresh(common: Raw, settings: Any) -> Raw:
         settings: a `train.config.TrainConfig`.
     """
     return {**common, "architectures": ["DFlashDraftModel"]}
+
+
+def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
+    """`config.json` of a drafter of this kind that begins as one of another kind with this `config`, or None."""
+    return None
+
+
+def common_of(config: DrafterConfig, raw: Raw) -> Raw | None:
+    """What a DFlash drafter gives to one of its kin that begins as it (see `fresh`); None for another kind."""
+    if type(config) is not DFlashConfig:
+        return None
+    return {"sample_from_anchor": config.anchor_predicts, "dflash_config": {}, **raw}
 
 
 def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:

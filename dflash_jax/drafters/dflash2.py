@@ -23,11 +23,17 @@ from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
-from dflash_jax.drafters.config import DFlashConfig, Lookup, dflash_fields
+from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, Lookup, dflash_fields, is_of
 from dflash_jax.mesh import WHOLE, Layout, entered
 from dflash_jax.models.layers import Linear, matmul
 
+CLASSES = r"(Qwen3)?DFlash2(DraftModel|Model|ForCausalLM)"
 FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+def matches(raw: Raw) -> bool:
+    """Whether a config is that of such a drafter."""
+    return is_of(raw, CLASSES, FIELDS)
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,12 @@ def fresh(common: Raw, settings: Any) -> Raw:
     own = {"conv_kernel_size": 2} | {name: getattr(settings, name) for name in FIELDS[1:]}
     nested = {**common["dflash_config"], **own}
     return {**common, "architectures": ["DFlash2DraftModel"], "dflash_config": nested}
+
+
+def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
+    """`config.json` of a drafter that begins as a DFlash drafter; see `dflash.becomes`."""
+    common = dflash.common_of(config, raw)
+    return None if common is None else fresh(common, settings)
 
 
 def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -158,6 +170,7 @@ class Drafter(dflash.Drafter):
         """A token for every slot, or a tree of them, given the one chosen for the slot before."""
         logits = choice.allowed(self.unembed(target, hidden), **self.choosable)
         unary, candidates = jax.lax.top_k(logits, self.config.selector_top_k)
+        candidates = candidates if self.vocabulary is None else self.vocabulary[candidates]
         gates = self.gates(hidden)
 
         def expand(slot: int, tips: Tips, _: None) -> tuple[Options, None]:
@@ -195,7 +208,8 @@ class Drafter(dflash.Drafter):
         _, candidates = jax.lax.top_k(jax.lax.stop_gradient(logits), self.config.selector_top_k)
         found = jnp.any(candidates == labels[:, None], axis=1)
         candidates = candidates.at[:, -1].set(jnp.where(found, candidates[:, -1], labels))
-        after = heads["successor_codebook"][candidates].astype(jnp.float32)
+        ids = candidates if self.vocabulary is None else self.vocabulary[candidates]
+        after = heads["successor_codebook"][ids].astype(jnp.float32)
         scores = jnp.take_along_axis(logits, candidates, axis=1)
         scores = scores + jnp.sum(seen[1].astype(jnp.float32)[:, None] * after, axis=-1)
         own = jnp.sum(jnp.where(candidates == labels[:, None], scores, 0.0), axis=1)

@@ -22,15 +22,21 @@ from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
-from dflash_jax.drafters.config import DFlashConfig, Lookup, dflash_fields
+from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, Lookup, dflash_fields, flag, is_of
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import WHOLE, Layout, entered
 from dflash_jax.models.layers import project
 
+CLASSES = r"(Qwen3)?DSpark(DraftModel|Model|ForCausalLM)"
 FIELDS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 TREE_CANDIDATES = 64  # tokens of a slot that the head of a tree looks at
 canonical_name = base.canonical_name
 Head = Literal["vanilla", "gated", "rnn"]
+
+
+def matches(raw: Raw) -> bool:
+    """Whether a config is that of such a drafter."""
+    return is_of(raw, CLASSES, FIELDS)
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,8 @@ def config(raw: Raw) -> DSparkConfig:
         require({"markov_rank": rank}, "markov_rank")
     if kind not in get_args(Head):
         raise ValueError(f"markov_head_type must be one of {', '.join(get_args(Head))}, got {kind!r:.80}")
-    confident = bool(get("enable_confidence_head"))
-    informed = confident and bool(get("confidence_head_with_markov"))
+    confident, with_markov = (bool(flag(get, name)) for name in FIELDS[2:])
+    informed = confident and with_markov
     if informed and not rank:
         raise ValueError("confidence_head_with_markov needs a markov_rank above 0")
     return DSparkConfig(
@@ -81,6 +87,12 @@ def fresh(common: Raw, settings: Any) -> Raw:
     """`config.json` of a new drafter; see `dflash.fresh`. Its anchor predicts, too, unless `common` says otherwise."""
     own = {"markov_rank": settings.markov_rank, "markov_head_type": settings.markov_head_type}
     return {"sample_from_anchor": True, **common, **own, "architectures": ["DSparkDraftModel"]}
+
+
+def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
+    """`config.json` of a drafter that begins as a DFlash drafter; see `dflash.becomes`."""
+    common = dflash.common_of(config, raw)
+    return None if common is None else fresh(common, settings)
 
 
 def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -138,8 +150,7 @@ class Drafter(dflash.Drafter):
 
     def best(self, choice: Choice, logits: Float[Array, "B P V"]) -> tuple[Float[Array, "B P C"], Int[Array, "B P C"]]:
         """The best allowed tokens of every slot, as the drafter numbers them."""
-        allowed, vocabulary = choice.allowed(logits, **self.choosable), self.vocabulary
-        allowed = allowed if vocabulary is None else allowed[:, :, vocabulary]
+        allowed = choice.allowed(logits, **self.choosable)
         best, ids = jax.lax.top_k(allowed, min(TREE_CANDIDATES, allowed.shape[-1]))
         return best, ids
 

@@ -37,7 +37,7 @@ from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base
-from dflash_jax.drafters.config import DrafterConfig, Lookup, drafter_fields
+from dflash_jax.drafters.config import DrafterConfig, Lookup, drafter_fields, flag, is_of
 from dflash_jax.mesh import ROWS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, unfuse
@@ -45,6 +45,7 @@ from dflash_jax.models.llama import completed
 from dflash_jax.models.rope import rotate
 
 TREE_WIDTH = 10  # nodes of a depth that a tree goes on from (reference `eagle/model/cnets.py`, `top_k`)
+CLASSES = r"\w*[Ee]agle3\w*"
 canonical_name = base.canonical_name
 _FIELDS = """
     block_size proposal_sharpness target_layer_ids num_target_layers target_hidden_size draft_vocab_size eagle_config
@@ -52,6 +53,11 @@ _FIELDS = """
     norm_before_residual norm_before_fc fc_norm norm_output embed_requires_grad
     ttt_length step_loss_decay draft_num_hidden_layers target_model_name_or_path speculators_version speculators_config
 """.split()
+
+
+def matches(raw: Raw) -> bool:
+    """Whether a config is that of such a drafter."""
+    return is_of(raw, CLASSES)
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def config(raw: Raw) -> Eagle3Config:
             f"the layer of an EAGLE-3 drafter must be that of llama or qwen3, got {raw.get('model_type')!r}"
         )
     names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    flags: dict[str, Any] = {name: bool(get(name)) for name in names}
+    flags: dict[str, Any] = {name: bool(flag(get, name)) for name in names}
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise ValueError("config.json: norm_before_fc and fc_norm exclude each other")
     window = require(raw, "sliding_window") if layer_types(raw, 1) == ["sliding_attention"] else None
@@ -106,8 +112,14 @@ def fresh(common: Raw, settings: Any) -> Raw:
     """`config.json` of a new drafter, as DeepSpec writes it; see `dflash.fresh`."""
     own = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": settings.block_size - 1}
     own["target_layer_ids"] = list(settings.target_layer_ids) or list(official_taps(common["num_target_layers"]))
-    raw = {name: value for name, value in common.items() if name not in ("dflash_config", "block_size")}
+    others = "dflash_config", "block_size", "sample_from_anchor"
+    raw = {name: value for name, value in common.items() if name not in others}
     return raw | own | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+
+def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
+    """See `dflash.becomes`."""
+    return None
 
 
 def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:

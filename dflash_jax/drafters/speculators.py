@@ -24,7 +24,7 @@ def flattened(raw: Raw) -> Raw:
     kind, layers = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
     if kind is None and layers is None:
         return raw
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"speculators_model_type must be one of {sorted(_KINDS)}, got {kind!r:.80}")
     if not isinstance(layers, dict) or layers.get("model_type", "qwen3") not in ("qwen3", "llama"):
         raise ValueError(f"transformer_layer_config must be that of a qwen3 or llama, got {layers!r:.200}")

@@ -20,17 +20,18 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax import checkpoint
 from dflash_jax.cache import Cache
-from dflash_jax.config import Raw
+from dflash_jax.config import Raw, mapping
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
-from dflash_jax.drafters.config import DFlashConfig, dflash_fields
+from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields, is_of
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models.layers import Linear, RMSNorm
 from dflash_jax.sharding import Rule
 
+CLASSES = r"TreeFlash(DraftModel|Model|ForCausalLM)"
 FIELDS = ("treeflash_config",)
 TOP = 16  # tokens of a slot that the next one is corrected for (reference `top_m`)
 CANDIDATES = 64  # tokens behind each of them that a tree looks at
@@ -41,6 +42,11 @@ RULES = (
     Rule(r"ar_approximation/d/weight", 2, PartitionSpec()),
 )
 canonical_name = base.canonical_name
+
+
+def matches(raw: Raw) -> bool:
+    """Whether a config is that of such a drafter."""
+    return is_of(raw, CLASSES, FIELDS)
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,7 @@ def config(raw: Raw) -> TreeFlashConfig:
     Raises:
         ValueError: as for DFlash, or another correction than "swiglu".
     """
-    own = raw.get("treeflash_config") or {}
-    kind = own.get("ar_approximation")
+    kind = mapping(raw, "treeflash_config").get("ar_approximation")
     if kind not in ("swiglu", None):
         raise ValueError(f"treeflash_config: ar_approximation must be 'swiglu' or null, got {kind!r:.80}")
     return TreeFlashConfig(**dflash_fields(raw, FIELDS), corrected=kind is not None)
@@ -76,6 +81,12 @@ def fresh(common: Raw, settings: Any) -> Raw:
     """`config.json` of a new drafter; see `dflash.fresh`."""
     own = {"candidate_tokens": 64, "ar_approximation": "swiglu"}
     return {**common, "architectures": ["TreeFlashDraftModel"], "treeflash_config": own}
+
+
+def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
+    """`config.json` of a drafter that begins as a DFlash drafter; see `dflash.becomes`."""
+    common = dflash.common_of(config, raw)
+    return None if common is None else fresh(common, settings)
 
 
 def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -156,6 +167,7 @@ class Drafter(dflash.Drafter):
         B, P, M, _ = logits.shape
         allowed = choice.allowed(logits.reshape(B, P * M, -1), **self.choosable)
         scores, ids = jax.lax.top_k(allowed, min(CANDIDATES, allowed.shape[-1]))
+        ids = ids if self.vocabulary is None else self.vocabulary[ids]
         scores, ids = (x.reshape(B, P, M, -1) for x in (scores, ids))
 
         def expand(slot: int, tips: Tips, _: None) -> tuple[Options, None]:

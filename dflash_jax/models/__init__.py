@@ -11,6 +11,7 @@ from types import ModuleType
 from dflash_jax.config import Raw, TargetConfig
 from dflash_jax.models import gpt_oss, llama, minimax_m2, qwen3, qwen3_moe, qwen3_next
 from dflash_jax.sharding import add_rules
+from dflash_jax.unsupported import MODEL_TYPES
 
 FAMILIES: dict[str, ModuleType] = {
     "gpt_oss": gpt_oss,
@@ -40,7 +41,9 @@ def register(model_type: str, module: ModuleType) -> None:
 def family(model_type: object) -> ModuleType:
     """The module implementing a `model_type`; raises ValueError naming the supported ones."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(f"target model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")
+        needed = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
+        why = f", which needs {needed}" if needed else ""
+        raise ValueError(f"target model_type must be one of {sorted(FAMILIES)}, got {model_type!r}{why}")
     return FAMILIES[model_type]
 
 

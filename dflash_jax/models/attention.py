@@ -183,7 +183,7 @@ def run_layers(
 
 def _apply_once_traced(layer: nn.Module, *arguments: Any) -> tuple[Array, Any]:
     """`layer(*arguments)` inside a model, traced once for all its layers that are alike."""
-    if layer.is_initializing() or layer.is_mutable_collection("intermediates"):  # which only flax can write
+    if layer.is_initializing():
         return layer(*arguments)  # type: ignore[operator]
     return _apply(layer.clone(parent=None, name=None), layer.variables, *arguments)
 

@@ -49,12 +49,19 @@ class Layer(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
+        x, h, fresh = self.attended(x, at, entry, shared)
+        return on_every_device(x + self.mlp(at)(h)), fresh
+
+    def attended(
+        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Any
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
+        """The states behind attention, what the MLP reads of them, and what the block adds to the cache; in
+        `__call__`."""
         D, eps = self.config.hidden_size, self.config.rms_norm_eps
         attention: Any = self.attention()
         h, fresh = attention(self.norm_class(D, eps, name="input_layernorm")(x), at, entry, shared)
         x = on_every_device(x + h)
-        h = self.mlp(at)(self.norm_class(D, eps, name="post_attention_layernorm")(x))
-        return on_every_device(x + h), fresh
+        return x, self.norm_class(D, eps, name="post_attention_layernorm")(x), fresh
 
 
 class Decoder(nn.Module):

@@ -3,6 +3,7 @@
 Shapes: B rows, T block positions, D model width, E experts, k of them per token, I inner width of one.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -45,11 +46,11 @@ class Experts(nn.Module):
         gate_up, down = gathered(gate_up, f"{path}/gate_up_proj"), gathered(down, f"{path}/down_proj")
         gate_up_bias, down_bias = bias("gate_up_bias", E, 2 * inner), bias("down_bias", E, D)
         correction = self.param("correction_bias", nn.initializers.zeros, (E,)) if c.correction_bias else None
-        weights, chosen = route(c, product("btd,ed->bte", x, router), bias("router_bias", E), correction)
+        own = {"router": router, "router_bias": bias("router_bias", E), "correction_bias": correction}
+        weights, chosen = routed(c, own, x)
         if counts is not None:
             valid = (jnp.arange(x.shape[1])[None] < counts[:, None])[..., None]
             weights, chosen = jnp.where(valid, weights, 0.0), jnp.where(valid, chosen, E)
-        self.sow("intermediates", "chosen", chosen)  # for who asks `apply` for it
         rows = P(split_rows(x.shape[0]))
 
         def local(x: Array, weights: Array, chosen: Array, gate_up: Any, gate_up_bias: Any, down: Any) -> Array:
@@ -67,6 +68,14 @@ class Experts(nn.Module):
         if down_bias is not None:
             out = out + product("btk,btkd->btd", weights, down_bias[chosen].astype(jnp.float32))
         return out.astype(x.dtype)
+
+
+def routed(
+    config: ExpertsConfig, params: Mapping[str, Any], x: Float[Array, "B T D"]
+) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
+    """`route` by the parameters of the layer's router."""
+    logits = product("btd,ed->bte", x, params["router"])
+    return route(config, logits, params.get("router_bias"), params.get("correction_bias"))
 
 
 def route(

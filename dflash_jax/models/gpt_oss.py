@@ -15,6 +15,7 @@ from dflash_jax.config import (
     attention_config,
     check_fields,
     layer_types,
+    mapping,
     require,
     target_fields,
 )
@@ -23,6 +24,7 @@ from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Attention
 from dflash_jax.models.layers import RMSNorm
 from dflash_jax.quantised import GROUP, MXFP4
+from dflash_jax.unsupported import quantisation
 
 _FIELDS = """
     layer_types sliding_window num_local_experts num_experts_per_tok router_aux_loss_coef initial_context_length
@@ -54,9 +56,9 @@ def config(raw: Raw) -> GptOssConfig:
     check_fields(raw, [*DECODER_FIELDS, *_FIELDS], fixed)
     if raw.get("attention_bias") is False:
         raise ValueError("config.json: attention_bias = False is not supported for gpt_oss, expected True")
-    stored = raw.get("quantization_config") or {}
+    stored = mapping(raw, "quantization_config")
     if stored and stored.get("quant_method") != "mxfp4":
-        raise ValueError(f"config.json: quant_method {stored.get('quant_method')!r} is not supported, expected 'mxfp4'")
+        raise ValueError(f"config.json: quantization_config asks for {quantisation(stored)}")
     depth, inner = require(raw, "num_hidden_layers"), require(raw, "intermediate_size")
     default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(depth)]
     types = layer_types(raw, depth) if raw.get("layer_types") is not None else default
@@ -67,7 +69,7 @@ def config(raw: Raw) -> GptOssConfig:
         inner,
         scores="softmax_topk",
         bias=True,
-        swiglu_limit=require({"swiglu_limit": raw.get("swiglu_limit") or 7.0}, "swiglu_limit", float),
+        swiglu_limit=7.0 if raw.get("swiglu_limit") is None else require(raw, "swiglu_limit", float),
     )
     attention = attention_config(raw)
     mixers = (replace(attention, window=window if kind == "sliding_attention" else None) for kind in types)

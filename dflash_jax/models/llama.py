@@ -74,8 +74,8 @@ def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        biases = {"bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-        return tables.decoder_layer(path, prefix, config.hidden_size, each, layout, qk_norm=False, **biases)
+        D, bias, mlp_bias = config.hidden_size, config.attention_bias, config.mlp_bias
+        return tables.decoder_layer(path, prefix, D, each, layout, qk_norm=False, bias=bias, mlp_bias=mlp_bias)
 
     return tables.decoder(config, layer)
 

@@ -11,7 +11,7 @@ from dflash_jax.config import (
     Raw,
     TargetConfig,
     check_fields,
-    has_fp8,
+    fp8_fields,
     partly_rotated,
     require,
     target_fields,
@@ -57,7 +57,7 @@ def config(raw: Raw) -> TargetConfig:
         **target_fields(raw),
         layers=(LayerConfig(attention, experts.intermediate_size, experts),) * depth,
         model_type="minimax_m2",
-        fp8=has_fp8(raw),
+        **fp8_fields(raw),
     )
 
 
@@ -80,7 +80,7 @@ def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        D, fp8, mixer = config.hidden_size, config.fp8, each.attention
+        D, fp8, mixer = config.hidden_size, config.in_fp8, each.attention
         assert each.experts is not None
         table = tables.decoder_layer(path, prefix, D, each, layout, bias=False, qk_norm=False, fp8=fp8)
         names = "w1", "w3", "w2"

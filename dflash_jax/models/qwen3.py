@@ -14,7 +14,7 @@ from dflash_jax.config import (
     TargetConfig,
     attention_config,
     check_fields,
-    has_fp8,
+    fp8_fields,
     layer_types,
     require,
     target_fields,
@@ -30,6 +30,8 @@ def config(raw: Raw) -> TargetConfig:
         raw, [*DECODER_FIELDS, *WINDOW_FIELDS, "quantization_config"], {"hidden_act": "silu", "mlp_bias": False}
     )
     depth = require(raw, "num_hidden_layers")
+    if raw.get("use_sliding_window") and "sliding_window" not in raw:
+        raise ValueError("config.json: use_sliding_window needs sliding_window, a number or null (no window)")
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     types = layer_types(raw, depth)
     if raw.get("layer_types") is None and window is not None:
@@ -48,7 +50,7 @@ def config(raw: Raw) -> TargetConfig:
         layers=tuple(LayerConfig(replace(attention, window=each), inner) for each in windows),
         model_type="qwen3",
         attention_bias=bool(raw.get("attention_bias")),
-        fp8=has_fp8(raw),
+        **fp8_fields(raw),
     )
 
 
@@ -71,7 +73,7 @@ def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        D, bias, fp8 = config.hidden_size, config.attention_bias, config.fp8
+        D, bias, fp8 = config.hidden_size, config.attention_bias, config.in_fp8
         table = tables.decoder_layer(path, prefix, D, each, layout, bias=bias, qk_norm=True, fp8=fp8)
         if each.experts:  # in `qwen3_moe`
             table |= tables.experts(f"{path}/experts", f"{prefix}.mlp", D, each.experts, layout, fp8=fp8)

@@ -19,10 +19,17 @@ _FIXED: Raw = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermedia
 
 
 def config(raw: Raw) -> TargetConfig:
-    """Reads `config.json`. `norm_topk_prob` must be there: transformers' default is not what checkpoints have."""
+    """Reads `config.json`. `norm_topk_prob` must be there: transformers' default is not what checkpoints have.
+
+    Where `use_sliding_window` is set, every layer has the window, whatever `max_window_layers` says.
+    """
     check_fields(raw, raw, _FIXED)
     known = _FIELDS.union(_FIXED)
-    dense = qwen3.config({name: value for name, value in raw.items() if name not in known})
+    depth, windowed = require(raw, "num_hidden_layers"), raw.get("use_sliding_window") and raw.get("sliding_window")
+    types = ["sliding_attention" if windowed else "full_attention"] * depth
+    if (given := raw.get("layer_types")) not in (None, types):
+        raise ValueError(f"config.json: layers of qwen3_moe are all {types[0]} here, got layer_types {given!r:.200}")
+    dense = qwen3.config({name: value for name, value in raw.items() if name not in known} | {"layer_types": types})
     if not isinstance(raw.get("norm_topk_prob"), bool):
         raise ValueError(f"config.json must give norm_topk_prob, true or false, got {raw.get('norm_topk_prob')!r:.80}")
     names = "num_experts", "num_local_experts"  # the second is what transformers 5 writes

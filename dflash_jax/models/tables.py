@@ -3,11 +3,25 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dflash_jax.checkpoint import Leaf, Part, QuantisedLeaf, Section, Source, Stored, Table, copied, fused, stacked
-from dflash_jax.checkpoint.table import FLOATS
+from dflash_jax.checkpoint import (
+    BlockScaled,
+    Leaf,
+    Part,
+    QuantisedLeaf,
+    Section,
+    Source,
+    Stored,
+    Table,
+    copied,
+    fused,
+    stacked,
+)
 from dflash_jax.config import ExpertsConfig, LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout
 from dflash_jax.quantised import BLOCK, FP8
+
+Where = Callable[[str], bool]
+nowhere: Where = lambda name: False
 
 
 def decoder(
@@ -48,7 +62,7 @@ def decoder_layer(
     qk_norm: bool,
     mlp_bias: bool = False,
     fuse_qkv: bool = True,
-    fp8: bool = False,
+    fp8: Where = nowhere,
 ) -> Table:
     """A pre-norm decoder layer under Hugging Face's names: attention, and SwiGLU unless the layer has experts.
 
@@ -59,7 +73,7 @@ def decoder_layer(
         qk_norm: whether query and key heads have a norm.
         mlp_bias: whether the products of the MLP have one.
         fuse_qkv: whether keys, values and their norm belong to the layer; else they live elsewhere.
-        fp8: whether the weights are stored in FP8 with block scales, and stay so.
+        fp8: which modules, by name, have weights in FP8 with block scales, which then stay so.
     """
     c = layer.attention
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -93,7 +107,7 @@ def decoder_layer(
 
 
 def swiglu(
-    path: str, prefix: str, width: int, inner: int, layout: Layout, *, bias: bool = False, fp8: bool = False
+    path: str, prefix: str, width: int, inner: int, layout: Layout, *, bias: bool = False, fp8: Where = nowhere
 ) -> Table:
     """An MLP of gate, up and down under Hugging Face's names.
 
@@ -114,7 +128,12 @@ def swiglu(
 
 
 def linear(
-    names: Sequence[tuple[str, int, int]], width: int, shards: int = 1, *, fp8: bool = False
+    names: Sequence[tuple[str, int, int]],
+    width: int,
+    shards: int = 1,
+    *,
+    fp8: Where = nowhere,
+    packed: bool = True,
 ) -> Leaf | QuantisedLeaf:
     """The weight of a product, whose outputs are those of several layers one after the other.
 
@@ -122,24 +141,28 @@ def linear(
         names: of each layer: its name, its outputs, and how often they are there (see `Section`).
         width: inputs.
         shards: see `fused`.
-        fp8: whether it is stored in FP8 with block scales, and stays so.
+        fp8: which layers are stored in FP8 with block scales.
+        packed: whether they stay so if all of them are; else they are dequantised as they are read.
     """
+    weight, scale = "{}.weight", "{}.weight_scale_inv"
+    if not packed or not all(fp8(name) for name, _, _ in names):
 
-    def sections(kind: str, block: int, *dtypes: str) -> Leaf:
-        shape = lambda outputs: (-(-outputs // block), -(-width // block))
-        sources = [
-            (Stored(f"{name}.{kind}", shape(outputs), dtypes or FLOATS), times) for name, outputs, times in names
-        ]
-        return fused([Section(source, copies=times) for source, times in sources], shards)
+        def source(name: str, *shape: int) -> Source:
+            if fp8(name):
+                return BlockScaled(weight.format(name), scale.format(name), shape, (BLOCK, BLOCK))
+            return Stored(weight.format(name), shape)
 
-    if not fp8:
-        return sections("weight", 1)
-    if len(names) > 1 and any(outputs % BLOCK for _, outputs, _ in names):
-        raise ValueError(
-            f"FP8 weights with blocks of {BLOCK} outputs cannot be joined: {[size for _, size, _ in names]}"
-        )
-    values = replace(sections("weight", 1, "F8_E4M3"), dtype="float8_e4m3fn")
-    return QuantisedLeaf(values, replace(sections("weight_scale_inv", BLOCK), dtype="float32"), FP8)
+        return fused([Section(source(name, size, width), copies=times) for name, size, times in names], shards)
+    # Where blocks end in the middle of what is joined, each output gets the scales of its block.
+    joined = len(names) > 1 and any(size % BLOCK for _, size, _ in names)
+    values, scales = list[Section](), list[Section]()
+    for name, size, times in names:
+        values.append(Section(Stored(weight.format(name), (size, width), ("F8_E4M3",)), copies=times))
+        blocks = Stored(scale.format(name), (-(-size // BLOCK), -(-width // BLOCK)))
+        rows = [row // BLOCK for row in range(size)] if joined else None
+        scales.append(Section(blocks, rows, times))
+    of = lambda sections, dtype: replace(fused(sections, shards), dtype=dtype)
+    return QuantisedLeaf(of(values, "float8_e4m3fn"), of(scales, "float32"), FP8)
 
 
 def experts(
@@ -150,22 +173,28 @@ def experts(
     layout: Layout,
     *,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    fp8: bool = False,
+    fp8: Where = nowhere,
 ) -> Table:
     """Router and experts that are stored one by one.
 
     Args:
         path, prefix: of the parameters, and of the checkpoint tensors.
         names: of gate, up and down.
-        fp8: whether the experts are stored in FP8 with block scales, and stay so.
+        fp8: which modules, by name, have weights in FP8 with block scales. They stay so if all experts have.
     """
     gate, up, down = names
     inner, every = config.intermediate_size, [f"{prefix}.experts.{e}" for e in range(config.num_experts)]
-    both = [[(f"{expert}.{name}", inner, 1) for name in (gate, up)] for expert in every]
+
+    def stack(names: Sequence[str], outputs: int, inputs: int, shards: int = 1) -> Leaf | QuantisedLeaf:
+        """The weights of all experts, each that of some layers one after the other."""
+        layers = [[(f"{expert}.{name}", outputs, 1) for name in names] for expert in every]
+        packed = all(fp8(name) for each in layers for name, _, _ in each)
+        return _stacked([linear(each, inputs, shards, fp8=fp8, packed=packed) for each in layers])
+
     table: Table = {
         f"{path}/router": copied(f"{prefix}.gate.weight", config.num_experts, width),
-        f"{path}/gate_up_proj": _stacked([linear(each, width, layout.inner, fp8=fp8) for each in both]),
-        f"{path}/down_proj": _stacked([linear([(f"{expert}.{down}", width, 1)], inner, fp8=fp8) for expert in every]),
+        f"{path}/gate_up_proj": stack((gate, up), inner, width, layout.inner),
+        f"{path}/down_proj": stack((down,), width, inner),
     }
     if config.correction_bias:
         name = f"{prefix}.e_score_correction_bias"

@@ -92,11 +92,12 @@ def _mxfp4(operands: Any, group: Any, row: Any, inside: Any, column: Any, known:
 
 def _fp8(operands: Any, group: Any, row: Any, inside: Any, column: Any, known: Any) -> Array:
     x, values, scale = operands
+    block = 1 if scale.shape[1] == values.shape[1] else BLOCK
 
     def add(i: Any, total: Array) -> Array:
         at, real = _inputs(i, x.shape[1])
         codes = _weights(values, group, column, known, at, real).astype(jnp.int32)
-        factor = _weights(scale, group, column // BLOCK, known, at // BLOCK, real)
+        factor = _weights(scale, group, column // block, known, at // BLOCK, real)
         return total + _dot(_rows(x, row, inside, at, real), (e4m3(codes) * factor).astype(x.dtype))
 
     return _over_inputs(add, row, x.shape[1])

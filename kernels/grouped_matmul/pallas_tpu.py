@@ -28,6 +28,8 @@ def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised)
     if isinstance(weights, Quantised):
         if type(weights) not in _KERNELS:
             return f"weights in {type(weights).__name__}"
+        if isinstance(weights, FP8) and weights.block_rows != BLOCK:
+            return "scales of single outputs; it serves those of blocks"
         unit = BLOCK if isinstance(weights, FP8) else GROUP
         return f"{inputs} inputs; it serves multiples of {unit}" if inputs % unit else None
     if weights.dtype != jnp.bfloat16:

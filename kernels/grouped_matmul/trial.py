@@ -22,13 +22,15 @@ class Trial(NamedTuple):
     inputs: int
     dtype: str
     quantised: type[Quantised] | None = None
+    block_rows: int = BLOCK  # outputs that share a scale in FP8
 
     @classmethod
     def of(cls, x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> "Trial":
         """The trial of a call with arrays of these shapes."""
         groups, outputs, inputs = weights.shape
         kind = type(weights) if isinstance(weights, Quantised) else None
-        return cls(min(x.shape[0], ROWS), min(groups, GROUPS), outputs, inputs, str(x.dtype), kind)
+        block_rows = weights.block_rows if isinstance(weights, FP8) else BLOCK
+        return cls(min(x.shape[0], ROWS), min(groups, GROUPS), outputs, inputs, str(x.dtype), kind, block_rows)
 
     @property
     def tolerance(self) -> float:
@@ -55,6 +57,6 @@ class Trial(NamedTuple):
             return MXFP4(bits, jnp.full((*shape[:2], self.inputs // GROUP), 125, jnp.uint8))
         weights = jax.random.normal(key, shape, self.dtype)
         if self.quantised is FP8:
-            blocks = (self.groups, -(-self.outputs // BLOCK), -(-self.inputs // BLOCK))
+            blocks = (self.groups, -(-self.outputs // self.block_rows), -(-self.inputs // BLOCK))
             return FP8(weights.astype(jnp.float8_e4m3fn), jnp.ones(blocks, jnp.float32))
         return weights

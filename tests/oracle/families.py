@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import torch
 import transformers
@@ -16,6 +17,16 @@ from dflash_jax.quantised import Quantised
 from tests import tiny
 
 VOCAB, MASK = 100, 97
+
+
+def stored_in_fp8(tensors, name, weight, rng):
+    """Adds a weight, [out, in], to a checkpoint's tensors in FP8 with block scales; returns what it stands for."""
+    rows, columns = weight.shape
+    scale = (0.5 + rng.random((-(-rows // 128), -(-columns // 128)))).astype(np.float32) * 1e-3
+    each = np.kron(scale, np.ones((128, 128), np.float32))[:rows, :columns]
+    values = np.clip(weight.numpy() / each, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = values, scale
+    return torch.tensor(values.astype(np.float32) * each)
 
 
 def randomise(module, seed):
@@ -83,12 +94,14 @@ def assert_saved_again(directory, ours, scratch):
         np.testing.assert_array_equal(first.read(name, everything), second.read(name, everything))
 
 
-def assert_dequantised(directory, packed):
-    """With a dtype of its own the model has plain weights, those that the packed ones stand for; on a mesh, too."""
+def assert_dequantised(directory, packed, *, divisible=True):
+    """With a dtype of its own the model has plain weights, those that the packed ones stand for; on a mesh, too, if its
+    blocks can be split."""
     is_packed = lambda x: isinstance(x, Quantised)
     expected = jax.tree.map(lambda x: x.astype(jnp.dtype("float32")), packed.params, is_leaf=is_packed)
     mesh = make_mesh(parse_mesh("model=1,expert=2", range(2)), jax.devices()[:2])
-    for plain in (load_target(directory, dtype="float32"), load_target(directory, dtype="float32", mesh=mesh)):
+    for where in (None, mesh) if divisible else (None,):
+        plain = load_target(directory, dtype="float32", mesh=where)
         assert not any(map(is_packed, jax.tree.leaves(plain.params, is_leaf=is_packed)))
         assert_same_parameters = lambda a, b: np.testing.assert_array_equal(np.sort(a, None), np.sort(b, None))
         jax.tree.map(assert_same_parameters, expected, plain.params)  # rows are in another order on a mesh

@@ -46,12 +46,7 @@ def make(directory, changes, *, fp8=False):
         if not fp8:
             tensors[f"{name}.weight"] = weight.numpy().copy()
             return weight
-        rows, columns = weight.shape
-        scale = (0.5 + rng.random((-(-rows // 128), -(-columns // 128)))).astype(np.float32) * 1e-3
-        each = np.kron(scale, np.ones((128, 128), np.float32))[:rows, :columns]
-        values = np.clip(weight.numpy() / each, -448, 448).astype(ml_dtypes.float8_e4m3fn)
-        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = values, scale
-        return torch.tensor(values.astype(np.float32) * each)
+        return families.stored_in_fp8(tensors, name, weight, rng)
 
     with torch.no_grad():
         for name, weight in theirs.state_dict().items():
@@ -85,13 +80,23 @@ def test_forward(changes, tmp_path):
     families.assert_same_forward(theirs, load_target(tmp_path))
 
 
-def test_forward_in_fp8(tmp_path):
-    theirs = make(tmp_path, LARGE, fp8=True)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        LARGE,
+        {},  # blocks of 128 end in the middle of what is joined: queries, keys and values; gate and up
+        pytest.param({"hidden_size": 192, "intermediate_size": 160, "head_dim": 40}, marks=pytest.mark.slow),
+    ],
+    ids=["whole blocks", "ragged", "ragged and larger"],
+)
+def test_forward_in_fp8(changes, tmp_path):
+    theirs = make(tmp_path, changes, fp8=True)
     ours = load_target(tmp_path)
     assert isinstance(ours.params["layers_0"]["self_attn"]["qkv_proj"]["weight"], FP8)
     assert ours.params["layers_0"]["experts"]["gate_up_proj"].values.dtype == ml_dtypes.float8_e4m3fn
     families.assert_same_forward(theirs, ours)
-    families.assert_dequantised(tmp_path, ours)
+    families.assert_saved_again(tmp_path, ours, tmp_path / "saved")
+    families.assert_dequantised(tmp_path, ours, divisible=changes is LARGE)
 
 
 @pytest.mark.slow

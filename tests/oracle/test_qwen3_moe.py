@@ -1,5 +1,9 @@
 """Qwen3 with experts against transformers, on tiny random checkpoints that transformers wrote."""
 
+import json
+import re
+
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -8,6 +12,9 @@ transformers = pytest.importorskip("transformers")
 
 from dflash_jax import load_target, models  # noqa: E402
 from dflash_jax.benchmarks.experts import experts_hit  # noqa: E402
+from dflash_jax.checkpoint import Reader  # noqa: E402
+from dflash_jax.quantised import FP8  # noqa: E402
+from tests import tiny  # noqa: E402
 from tests.oracle import families  # noqa: E402
 
 SHAPE = {
@@ -31,6 +38,7 @@ VARIANTS = {
     "dense layers between": {"mlp_only_layers": [1], "num_experts_per_tok": 3},
     "every other layer": {"decoder_sparse_step": 2, "attention_bias": True},
     "one expert": {"num_experts_per_tok": 1, "num_experts": 5},
+    "windows": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
 }
 
 
@@ -41,13 +49,78 @@ def make(directory, changes):
     return theirs
 
 
-FAST = ["as published", "dense layers between"]
+FAST = ["as published", "dense layers between", "windows"]
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS])
 def test_forward(name, tmp_path):
     theirs = make(tmp_path, VARIANTS[name])
     families.assert_same_forward(theirs, load_target(tmp_path))
+
+
+def test_windows_are_on_every_layer_or_on_none():
+    windows = lambda **changes: {mixer.window for mixer in models.target_config(RAW | changes).mixers}
+    assert windows(use_sliding_window=True, sliding_window=5, layer_types=None) == {5}
+    assert windows(use_sliding_window=False, sliding_window=5) == {None}
+    assert windows(use_sliding_window=True, sliding_window=None) == {None}
+
+
+def in_fp8(directory, changes, plain):
+    """As published in FP8: experts one by one, every layer's weights with block scales but those that are `plain`."""
+    theirs, tensors, rng = make(directory, changes), {}, np.random.default_rng(1)
+    saved, names = Reader(directory), []
+
+    def stored(name, weight):
+        if any(part in name for part in plain):
+            tensors[f"{name}.weight"] = weight.numpy().astype(ml_dtypes.bfloat16)
+            return torch.tensor(tensors[f"{name}.weight"].astype(np.float32))
+        names.append(name)
+        return families.stored_in_fp8(tensors, name, weight, rng)
+
+    own = theirs.state_dict()
+    with torch.no_grad():
+        for name in sorted(saved.names()):
+            value = torch.tensor(saved.read(name, (slice(None),) * len(saved.shape(name))))
+            module = name.removesuffix(".weight")
+            if not re.search(r"(_proj|experts\.\d+\.\w+)\.weight$", name):
+                tensors[name] = value.numpy()
+            elif found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj", module):
+                prefix, expert, part = found[1], int(found[2]), found[3]
+                whole = own[f"{prefix}.{'down' if part == 'down' else 'gate_up'}_proj"][expert]
+                half = whole.shape[0] // 2
+                rows = {"gate": slice(0, half), "up": slice(half, None), "down": slice(None)}[part]
+                whole[rows] = stored(module, value)
+            else:
+                own[name].copy_(stored(module, value))
+    raw = json.loads((directory / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return theirs, tensors, raw, names
+
+
+@pytest.mark.parametrize(
+    ("listed", "plain", "spelling"),
+    [
+        # A dense layer of its own, and the router that published lists name, too.
+        (["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp"], ["layers.1.mlp"], "modules_to_not_convert"),
+        # One of what is joined; the experts of a layer; one expert among others.
+        (["k_proj", "model.layers.2.mlp.experts"], ["k_proj", "layers.2.mlp"], "ignored_layers"),
+        (["model.layers.3.mlp.experts.2.up_proj"], ["3.mlp.experts.2.up_proj"], "modules_to_not_convert"),
+    ],
+)
+def test_modules_that_are_not_in_fp8(listed, plain, spelling, tmp_path):
+    theirs, tensors, raw, packed = in_fp8(tmp_path, {"mlp_only_layers": [1], "intermediate_size": 160}, plain)
+    raw["quantization_config"][spelling] = listed
+    tiny.write(tmp_path, raw, tensors)
+    ours = load_target(tmp_path)
+    assert all(map(ours.config.in_fp8, packed))
+    assert isinstance(ours.params["layers_0"]["experts"]["gate_up_proj"], FP8)
+    mlp = ours.params["layers_1"]["mlp"]["gate_up_proj"]["weight"]
+    assert isinstance(mlp, FP8) == ("model.layers.1.mlp" not in listed)
+    families.assert_same_forward(theirs, ours)
+    raw["quantization_config"].pop(spelling)
+    tiny.write(tmp_path, raw, tensors)
+    with pytest.raises(ValueError, match="does not match its config.json"):
+        load_target(tmp_path)
 
 
 def test_experts_hit_by_a_block(tmp_path):
@@ -89,6 +162,8 @@ RAW = SHAPE | {"model_type": "qwen3_moe", "rope_theta": 1e4, "rms_norm_eps": 1e-
         ({"num_experts_per_tok": 9}, "at most the 8 experts"),
         ({"n_group": 2}, "n_group = 2"),
         ({"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size"),
+        ({"use_sliding_window": True}, "needs sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "all full_attention"),
     ],
 )
 def test_configs_that_are_refused_by_name(changes, message):

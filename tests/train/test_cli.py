@@ -56,6 +56,15 @@ def test_the_stages(place, capsys):
     assert "tau" in capsys.readouterr().out
     assert main(["export", "--run", run, "--out", str(place / "drafter"), "--dtype", "float32"]) == 0
     assert load_drafter(place / "drafter").config.mask_token_id == tiny.MASK
+    evaluation = ["evaluate", *models, "--drafter", str(place / "drafter"), "--prompts", prompts, "--store-sharpness"]
+    for wrong in ([], ["--temperature", "1", "--proposals", "coupled"]):
+        assert main([*evaluation, *wrong]) == 2
+        assert "--store-sharpness needs a --temperature" in capsys.readouterr().err
+    assert load_drafter(place / "drafter").config.proposal_sharpness == ()
+    assert main([*evaluation, "--temperature", "1", "--max-new-tokens", "20"]) == 0
+    stored = load_drafter(place / "drafter").config
+    assert len(stored.proposal_sharpness) == stored.block_size - 1
+    assert "sharpness by depth" in capsys.readouterr().out
     assert main(["plot", "--run", run, "--out", str(place / "plot.png")]) == 0
 
 
@@ -143,6 +152,7 @@ def test_unusable_arguments_exit_2(place, tmp_path, capsys):
         "--init-from decides mask": [*fine, "--init-from", str(tmp_path / "d"), "--mask-token-id", "3"],
         "above the drafter's 8": [*fine, "--init-from", str(tmp_path / "d"), "--block-size", "9"],
         "either --run or --drafter": ["evaluate", *models, "--prompts", "x"],
+        "needs --drafter, a directory": ["evaluate", *models, "--prompts", "x", "--run", "y", "--store-sharpness"],
         "that `fit` wrote": ["plot", "--run", str(tmp_path), "--out", str(tmp_path / "p.png")],
     }
     (tmp_path / "c.yaml").write_text("lr: 3\n")
@@ -183,7 +193,7 @@ FLAGS = {
     + "input output seed max-length prefix-chunks deterministic stream-interval long-slots short-length",
     "cache-features": DATA + "hidden",
     "fit": DATA + "features eval-prompts chat-template-kwargs tensorboard",
-    "evaluate": GENERATION + "prompts run step max-samples json",
+    "evaluate": GENERATION + "prompts run step max-samples json store-sharpness",
     "export": "dtype out run step",
     "plot": "out run",
     "pair": "out",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import generate, load_drafter, load_target, spec_generate
+from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.train.blocks import draw_blocks, target_features
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example
@@ -107,11 +108,13 @@ def test_training_sees_what_decoding_computes(kind, settings, target, batch):
     assert compared >= 2
 
 
-def test_the_selector_learns_from_the_scores_it_decodes_with(target, batch):
-    _, drafter, _ = made(target, "dflash2")
+@pytest.mark.parametrize("vocabulary", [None, list(range(1, 62, 2))], ids=["whole", "reduced"])
+def test_the_selector_learns_from_the_scores_it_decodes_with(vocabulary, target):
+    _, drafter, _ = made(target, "dflash2", vocabulary)
     rng, width = np.random.default_rng(0), drafter.config.hidden_size
+    ids = np.arange(drafter.config.vocab_size) if vocabulary is None else np.asarray(vocabulary)
     hidden = jnp.asarray(rng.standard_normal((9, width)), jnp.float32)
-    labels, previous = (jnp.asarray(rng.integers(0, tiny.EOS, 9)) for _ in range(2))
+    labels, previous = (jnp.asarray(rng.integers(0, end, 9)) for end in (len(ids), tiny.EOS))
     gates = drafter.gates(hidden[None])[0]
     seen = hidden, drafter.params["candidate_selector"]["predecessor_codebook"][previous] * gates
     logits = drafter.score(target, drafter.heads(), seen)
@@ -120,7 +123,7 @@ def test_the_selector_learns_from_the_scores_it_decodes_with(target, batch):
         candidates = np.argsort(-logits[i])[: drafter.config.selector_top_k]
         if labels[i] not in candidates:
             candidates[-1] = labels[i]
-        pairs = drafter.pairs(gates[i : i + 1], previous[i : i + 1, None], jnp.asarray(candidates)[None])[0, 0]
+        pairs = drafter.pairs(gates[i : i + 1], previous[i : i + 1, None], jnp.asarray(ids[candidates])[None])[0, 0]
         scores = logits[i][candidates] + pairs
         place = list(candidates).index(int(labels[i]))
         np.testing.assert_allclose(loss[i], -jax.nn.log_softmax(scores)[place], rtol=1e-4)
@@ -152,9 +155,10 @@ def test_every_kind_learns_and_is_saved(kind, vocabulary, target, batch, tmp_pat
     assert spec_generate(target, loaded, prompts, **settings).tokens == generate(target, prompts, **settings).tokens
 
 
+@pytest.mark.parametrize("vocabulary", [None, list(range(1, 62, 2))], ids=["whole", "reduced"])
 @pytest.mark.parametrize("kind", ["dflash2", "dspark", "treeflash"])
-def test_a_dflash_drafter_becomes_another_kind(kind, target, tmp_path):
-    _, started, raw = made(target, "dflash")
+def test_a_dflash_drafter_becomes_another_kind(kind, vocabulary, target, tmp_path):
+    _, started, raw = made(target, "dflash", vocabulary)
     config = TrainConfig(drafter=kind, **SMALL)
     drafter, raw = converted(target, started, raw, config)
     prompts = [[5, 9, 11], [1, 2, 3, 4, 5, 6]]
@@ -163,8 +167,21 @@ def test_a_dflash_drafter_becomes_another_kind(kind, target, tmp_path):
     save_drafter(tmp_path / "drafter", drafter, raw)
     assert load_drafter(tmp_path / "drafter").config == drafter.config
     assert json.loads((tmp_path / "drafter" / "config.json").read_text())["architectures"] == raw["architectures"]
-    with pytest.raises(ValueError, match="cannot become"):
-        converted(target, started, made(target, "eagle3")[2], config)
+    _, eagle, raw = made(target, "eagle3")
+    with pytest.raises(ValueError, match=f"an? eagle3 drafter cannot become a {kind} one"):
+        converted(target, eagle, raw, config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reduced_head_is_rows_of_the_targets(tied, tmp_path, monkeypatch):
+    directory = tiny.write_target(tmp_path, tiny.target_config(tie_word_embeddings=tied))
+    mesh = make_mesh(parse_mesh("fsdp=2,model=2", jax.devices()[:4]), jax.devices()[:4])
+    for target in (load_target(directory), load_target(directory, mesh=mesh)):
+        whole = target.head(jnp.eye(target.config.hidden_size)[None])[0]
+        monkeypatch.setattr(type(target), "head", None)  # a product with the whole head costs its memory twice
+        drafter, _ = new_drafter(target, TrainConfig(**SMALL), tiny.MASK, [2, 5, 40])
+        monkeypatch.undo()
+        np.testing.assert_array_equal(drafter.params["lm_head"], whole[:, np.asarray([2, 5, 40])].T)
 
 
 def test_frequent_tokens():

@@ -67,6 +67,7 @@ def test_losses_and_gradients(case, chunk, weights, trained):
     has = np.asarray(labels) >= 0
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(tokens.cross_entropy[has], negative[has], rtol=1e-5)
+    assert np.isposinf(tokens.cross_entropy[~has]).all()  # their q is 0, as D-PACE counts it
     np.testing.assert_array_equal(tokens.correct, jnp.argmax(hidden @ head.T, axis=-1) == labels)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), gradient, expected_gradient)
 
@@ -83,6 +84,14 @@ def test_dpace():
     expected = np.array([reached.sum(), reached[2], reached[2]])
     np.testing.assert_allclose(dpace_weights(cross_entropy, labelled)[0, 0], expected, rtol=1e-5)
     assert (jax.grad(lambda c: jnp.sum(dpace_weights(c, labelled)))(cross_entropy) == 0).all()
+
+
+def test_dpace_of_a_token_that_the_drafter_does_not_have():
+    cross_entropy = jnp.asarray([[[-np.log(0.5), np.inf, -np.log(0.9)]]], jnp.float32)
+    q = 0.5 * np.array([0.5, 0, 0.9]) + 0.5
+    reached = np.cumprod(q)
+    weights = dpace_weights(cross_entropy, jnp.ones((1, 1, 3), bool))[0, 0]
+    np.testing.assert_allclose(weights, [reached.sum(), reached[1:].sum(), reached[2]], rtol=1e-5)
 
 
 def test_teacher_forced_lengths():

@@ -2,7 +2,7 @@
 
 import json
 import re
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 import jax
 import jax.numpy as jnp
@@ -146,16 +146,19 @@ RECIPE = Recipe(
     pretrain={"length": 256, "batch_size": 4, "max_steps": 3, "optimizer": "muon", "learning_rate": 5e-3},
     prompts=4,
     drafter={"num_layers": 1, "length": 512, "anchors": 8, "row_anchors": 8, "batch_size": 1, "max_steps": 2},
+    sharpness=6,
 )
 
 
 @pytest.mark.slow
 def test_one_command_makes_a_pair_and_continues(tmp_path, capsys):
-    quick = lambda arguments: main([*arguments, *(["--max-new-tokens", "12"] if arguments[0] == "regenerate" else [])])
+    cut = lambda arguments: ["12" if before == "--max-new-tokens" else x for before, x in pairwise(["", *arguments])]
+    quick = lambda arguments: main(cut(arguments))
     pair = build(tmp_path, RECIPE, quick, lambda *_: None)
     target, drafter = load_target(pair / "target"), load_drafter(pair / "drafter")
     drafter.config.check_pair(target.config)
     assert drafter.config.mask_token_id == 319
+    assert len(drafter.config.proposal_sharpness) == 15
     assert target.config.eos_token_ids == (317,)
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     text = Text(str(pair / "target"))

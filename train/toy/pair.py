@@ -5,7 +5,7 @@ A directory holds every stage's result; the same command continues where it was 
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from dflash_jax.train.toy.problems import Problem, problems
 from dflash_jax.train.toy.tokenizer import END, PAD, train_tokenizer
 
 # Seeds of the generator. The held-out split shares no question with the others, whatever the seed.
-PRETRAIN_SEED, PROMPT_SEED = 0, 1
+PRETRAIN_SEED, PROMPT_SEED, SHARPNESS_SEED = 0, 1, 4
 MOST_TOKENS = 160  # of an answer; the longest right one has about 110
 
 
@@ -40,6 +40,7 @@ class Recipe:
         prompts: problems the target answers for the drafter to learn from.
         drafter: settings of `fit`.
         held_out: problems of the benchmark that goes into the card.
+        sharpness: held-out problems that teach how far the drafter's scores are to be trusted; other ones.
     """
 
     problems: int = 44000
@@ -87,6 +88,7 @@ class Recipe:
         }
     )
     held_out: int = 200
+    sharpness: int = 400
 
 
 def build(
@@ -118,17 +120,27 @@ def build(
     _run(stage, "fit", target=target, data=answers, out=directory / "run", config=settings)
     if not drafter.exists():
         _run(stage, "export", run=directory / "run", out=drafter)
+    if "proposal_sharpness" not in checkpoint.read_json(drafter / "config.json"):
+        prompts = _write_prompts(
+            directory / "sharpness.jsonl", problems(SHARPNESS_SEED, held_out=True), recipe.sharpness
+        )
+        settings = {"temperature": 1, "max_new_tokens": MOST_TOKENS, "store_sharpness": True}
+        _run(stage, "evaluate", target=target, drafter=drafter, prompts=prompts, **settings)
     return directory / "pair"
+
+
+def _write_prompts(path: Path, asked: Iterable[Problem], count: int) -> Path:
+    lines = (json.dumps({"id": str(i), "turns": [problem.question]}) for i, problem in enumerate(islice(asked, count)))
+    files.write_text(path, "".join(line + "\n" for line in lines))
+    return path
 
 
 def prepare_drafter(
     directory: Path, target: Path, recipe: Recipe, stage: Callable[[list[str]], int]
 ) -> tuple[Path, Path]:
     """Writes what a drafter of the target is trained with: its answers, and settings. Arguments as of `build`."""
-    prompts, answers = directory / "prompts.jsonl", directory / "answers.jsonl"
-    chosen = islice(problems(PROMPT_SEED), recipe.prompts)
-    lines = (json.dumps({"id": str(i), "turns": [problem.question]}) for i, problem in enumerate(chosen))
-    files.write_text(prompts, "".join(line + "\n" for line in lines))
+    prompts = _write_prompts(directory / "prompts.jsonl", problems(PROMPT_SEED), recipe.prompts)
+    answers = directory / "answers.jsonl"
     settings = {"batch_size": 32, "max_new_tokens": MOST_TOKENS}
     _run(stage, "regenerate", target=target, input=prompts, output=answers, **settings)
     files.write_json(directory / "drafter.json", recipe.drafter)
@@ -138,7 +150,7 @@ def prepare_drafter(
 def _run(stage: Callable[[list[str]], int], name: str, **options: Any) -> None:
     arguments = [name]
     for option, value in options.items():
-        arguments += ["--" + option.replace("_", "-"), str(value)]
+        arguments += ["--" + option.replace("_", "-"), *([] if value is True else [str(value)])]
     if stage(arguments):
         raise RuntimeError(f"stage {name} failed; the same command continues from there")
 
