@@ -19,7 +19,7 @@ Raw = Mapping[str, Any]
 
 # What no real model exceeds: a larger number is a mistake, found before memory is asked for.
 _MOST = {"num_hidden_layers": 4096, "num_target_layers": 4096, "num_attention_heads": 2**16, "head_dim": 2**16}
-_MOST |= {"rms_norm_eps": 0.1, "factor": 1e6}
+_MOST |= {"rms_norm_eps": 0.1, "factor": 1e6, "partial_rotary_factor": 1.0}
 _MOST_ANYWHERE = 2**31 - 1
 
 # Fields that are true or false wherever they stand.
@@ -57,12 +57,14 @@ class RopeConfig:
 
     Attributes:
         theta: base of the geometric frequency series.
-        kind: "default", "linear", "llama3" or "yarn" (Hugging Face `rope_type`).
+        kind: "default", "linear", "llama3", "yarn" or "proportional" (Hugging Face `rope_type`).
         factor: context extension factor.
         original_max_position_embeddings: trained context, for llama3 and yarn.
         low_freq_factor, high_freq_factor: llama3 band edges.
         beta_fast, beta_slow, truncate: yarn band edges, in rotations.
         attention_factor: yarn's scale of cos and sin; None derives it from `factor` and the mscales.
+        partial_rotary_factor: of "proportional", the share of the pairs that turn: the first ones, with the frequencies
+            they have where all do.
         rotated: how many dimensions of a head, the first ones; 0 is all.
     """
 
@@ -78,6 +80,7 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    partial_rotary_factor: float = 1.0
     rotated: int = 0
 
 
@@ -142,6 +145,8 @@ class ExpertsConfig:
         correction_bias: whether the router adds a bias to the scores to choose by, though not to the weights.
         bias: whether the router and every product have one.
         swiglu_limit: where gpt-oss clamps its SwiGLU; None is the plain SwiGLU.
+        activation: of the gate (`layers.ACTIVATIONS`).
+        per_expert_scale: whether an expert's weight is multiplied by a number of its own.
 
     Raises:
         ValueError: more experts per token than there are.
@@ -155,6 +160,8 @@ class ExpertsConfig:
     correction_bias: bool = False
     bias: bool = False
     swiglu_limit: float | None = None
+    activation: str = "silu"
+    per_expert_scale: bool = False
 
     def __post_init__(self):
         if self.num_experts_per_tok > self.num_experts:
@@ -243,6 +250,8 @@ class TargetConfig(DecoderConfig):
         eos_token_ids: stop tokens; `load_target` prefers those of `generation_config.json`.
         max_position_embeddings: trained context; 0 if the config does not say.
         fp8: whether the weights of layers are stored in FP8 with block scales, and stay so.
+        embedding_scale: of the embeddings that the first layer reads. A drafter whose config gives no scale reads them
+            so, too.
     """
 
     model_type: str
@@ -252,6 +261,7 @@ class TargetConfig(DecoderConfig):
     eos_token_ids: tuple[int, ...] = ()
     max_position_embeddings: int = 0
     fp8: bool = False
+    embedding_scale: float = 1.0
 
     @property
     def block(self) -> int:
@@ -305,6 +315,19 @@ def check_fields(raw: Raw, known: Iterable[str], expected: Raw, *, inert: Iterab
         )
 
 
+def text_config(raw: Raw, outside: Iterable[str]) -> tuple[Raw, bool]:
+    """The config of a text model, and whether it is one part of the model that `raw` describes.
+
+    Args:
+        outside: fields that such a model has besides; the other parts are not read.
+    """
+    if not isinstance(raw.get("text_config"), Mapping):
+        return raw, False
+    check_fields(raw, ["text_config", "tie_word_embeddings", *outside], {})
+    own = {name: raw[name] for name in ("eos_token_id", "tie_word_embeddings") if raw.get(name) is not None}
+    return {**own, **raw["text_config"]}, True
+
+
 def has_fp8(raw: Raw) -> bool:
     """Whether `quantization_config` says that weights are in FP8 with block scales.
 
@@ -319,6 +342,16 @@ def has_fp8(raw: Raw) -> bool:
     if found != expected:
         raise ValueError(f"config.json: quantization_config must say {expected}, or be absent, got {found}")
     return True
+
+
+# What a config must give with each kind of rotary embedding.
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": ("partial_rotary_factor",),
+}
 
 
 def rope_config(raw: Raw) -> RopeConfig:
@@ -343,15 +376,14 @@ def rope_config(raw: Raw) -> RopeConfig:
     # Sections of multimodal rotary coincide for text positions, which are the only ones here.
     fields.pop("mrope_section", None)
     fields.pop("mrope_interleaved", None)
-    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("config.json: partial rotary embedding is not supported for this model_type")
     kind = fields.pop("rope_type", "default")
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ValueError(f"config.json: rope_type {kind!r} is not supported; expected default, linear, llama3 or yarn")
+    if kind != "proportional" and fields.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("config.json: partial rotary embedding is not supported for this model_type")
+    if kind not in _ROPE_NEEDS:
+        raise ValueError(f"config.json: rope_type must be one of {', '.join(_ROPE_NEEDS)}, got {kind!r:.80}")
     if "rope_theta" not in fields:
         raise ValueError("config.json must give rope_theta (libraries disagree on a default)")
-    needed = {"default": [], "linear": ["factor"]}.get(kind, ["factor", "original_max_position_embeddings"])
-    if missing := [name for name in needed if name not in fields]:
+    if missing := [name for name in _ROPE_NEEDS[kind] if name not in fields]:
         raise ValueError(f"config.json: rope_type {kind!r} must give {', '.join(missing)}")
     theta = require(fields, "rope_theta", float)
     if theta < 1:
@@ -360,6 +392,7 @@ def rope_config(raw: Raw) -> RopeConfig:
         if not isinstance(value, int | float) or not abs(value) < float("inf"):
             raise ValueError(f"config.json: rope parameter {name} must be a number, got {value!r:.80}")
     factor = require({"factor": 1, **fields}, "factor", float)
+    require({"partial_rotary_factor": 1, **fields}, "partial_rotary_factor", float)
     if kind == "default" and factor != 1:
         raise ValueError(f"config.json: a rope factor of {factor!r} needs a rope_type, found none")
     del fields["rope_theta"]

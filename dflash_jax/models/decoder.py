@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import Cache
@@ -82,8 +83,9 @@ class Decoder(nn.Module):
         return lookup(self.embed_tokens, tokens)
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Embeddings as the first layer reads them."""
-        return self.table(tokens)
+        """Embeddings as the first layer reads them: times the config's scale, in the table's dtype."""
+        found = self.table(tokens)
+        return found * jnp.asarray(self.config.embedding_scale, found.dtype)
 
     def forward(
         self, tokens: Int[Array, "B T"], at: Pass, cache: Cache, taps: tuple[int, ...]
