@@ -1,10 +1,7 @@
 """Gemma 4 against transformers, on tiny random checkpoints: as published, and as transformers saves them."""
 
 import json
-import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from dflash_jax import load_target, models  # noqa: E402
+from dflash_jax import load_target  # noqa: E402
 from tests.oracle import families  # noqa: E402
 
 PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
