@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine, load_drafter, load_target, models
+from dflash_jax.benchmarks import planning
 from dflash_jax.benchmarks.presets import PAIRS
+from dflash_jax.cache import size_in_bytes
 from dflash_jax.config import RopeConfig
 from dflash_jax.drafters import drafter_config
-from dflash_jax.mesh import Layout
+from dflash_jax.mesh import AXES, Layout
 from dflash_jax.models.rope import rope_tables
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.drafters import new_drafter
@@ -174,6 +176,26 @@ def test_published_drafters_are_read(name):
     assert drafter.target_layer_ids[-1] == target.num_hidden_layers - 3
     with pytest.raises(ValueError, match="needs Gemma layers"):  # DeepSpec's are of another kind
         drafter_config(PAIRS[name][1] | {"architectures": ["Gemma4DSparkModel"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "per_token", "read"),
+    [
+        pytest.param("gemma-4-31b", 61.4, 80, 69.0, marks=pytest.mark.slow),
+        ("gemma-4-26b-a4b", 50.5, 20, 36.5),
+    ],
+)
+def test_plans(name, weights, per_token, read):
+    """GB of the target, KiB of a token in its global layers, and GB that a step reads: what is known of the target, and
+    the drafter with another reading of the head."""
+    drafter = PAIRS[name][1]
+    D, heads, inner = drafter["hidden_size"], drafter["num_attention_heads"] * 128, drafter["intermediate_size"]
+    draft = 2 * (5 * (2 * D * heads + 2 * D * 1024 + 3 * D * inner) + 6 * D * D) / 1e9
+    figures = planning.traced(PAIRS[name], dict.fromkeys(AXES, 1), 1, 1024, None)
+    assert figures["weight_bytes"] / 1e9 == pytest.approx(weights + draft, rel=0.01)
+    assert figures["bytes_accessed"] / 1e9 == pytest.approx(read, rel=0.02)
+    long, short = (size_in_bytes(planning.shapes(PAIRS[name], None, 1, n)[2].target_cache) for n in (8192, 4096))
+    assert long - short == 4096 * 1024 * per_token
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -50,10 +51,10 @@ VARIANTS = {
 FAST = "experts", "dense"
 
 
-def make(directory, name):
+def make(directory, name, **more):
     """A model of transformers', and its checkpoint."""
     changes, published = VARIANTS[name]
-    config = transformers.Gemma4TextConfig(**SHAPE | GLOBAL | changes, experts_implementation="eager")
+    config = transformers.Gemma4TextConfig(**SHAPE | GLOBAL | changes | more, experts_implementation="eager")
     config._attn_implementation = "eager"
     theirs = families.randomise(transformers.Gemma4ForCausalLM(config), 0).eval()
     with torch.no_grad():
@@ -83,6 +84,15 @@ def nest(directory):
 def test_forward(name, tmp_path):
     theirs = make(tmp_path, name)
     families.assert_same_forward(theirs, load_target(tmp_path))
+
+
+def test_embeddings_in_bfloat16(tmp_path):
+    """The root of the width is rounded like the weights, and 7.1875 is not 7.2111."""
+    theirs, ids = make(tmp_path, "dense", hidden_size=52).to(torch.bfloat16), np.arange(30)[None]
+    found = load_target(tmp_path, dtype="bfloat16").embed(jnp.asarray(ids))
+    with torch.inference_mode():
+        expected = theirs.model.embed_tokens(torch.tensor(ids)).float().numpy()
+    np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
 
 
 @pytest.mark.slow
