@@ -23,7 +23,9 @@ _MOST |= {"rms_norm_eps": 0.1, "factor": 1e6, "partial_rotary_factor": 1.0}
 _MOST_ANYWHERE = 2**31 - 1
 
 # Fields that are true or false wherever they stand.
-_FLAGS = frozenset("tie_word_embeddings attention_bias mlp_bias use_sliding_window".split())
+_FLAGS = frozenset(
+    "tie_word_embeddings attention_bias mlp_bias use_sliding_window attention_k_eq_v enable_moe_block".split()
+)
 
 # Fields of `config.json` that describe bookkeeping or training, not the forward pass.
 _INERT = frozenset(

@@ -97,12 +97,11 @@ def config(raw: Raw) -> Gemma4Config:
         raise ValueError(f"config.json: use_bidirectional_attention must be null or 'vision', got {seen!r:.80}")
     inner, experts = require(raw, "intermediate_size"), _experts(raw) if raw.get("enable_moe_block") else None
     capped = raw.get("final_logit_softcapping") is not None
-    fields = target_fields(raw) | {"tie_word_embeddings": raw.get("tie_word_embeddings") is not False}
     return Gemma4Config(
-        **fields,
+        **target_fields({**raw, "tie_word_embeddings": raw.get("tie_word_embeddings") is not False}),
         layers=tuple(LayerConfig(mixer, inner, experts) for mixer in _mixers(raw)),
         model_type=model_type,
-        embedding_scale=fields["hidden_size"] ** 0.5,
+        embedding_scale=require(raw, "hidden_size") ** 0.5,
         attention_k_eq_v=bool(raw.get("attention_k_eq_v")),
         final_logit_softcapping=require(raw, "final_logit_softcapping", float) if capped else None,
         nested=nested,
@@ -150,7 +149,7 @@ def _shapes(raw: Raw, types: list[str]) -> list[Raw]:
     if raw.get("attention_k_eq_v"):
         shape["num_key_value_heads"] = raw.get("num_global_key_value_heads")
     shape = {name: value for name, value in shape.items() if value is not None}
-    by_type = [shape if kind == "full_attention" else {} for kind in types]
+    by_type: list[Raw] = [shape if kind == "full_attention" else {} for kind in types]
     given = raw.get("per_layer_config")
     if given is None:
         require(raw, "global_head_dim")

@@ -56,14 +56,20 @@ def make(directory, name, **more):
     changes, published = VARIANTS[name]
     config = transformers.Gemma4TextConfig(**SHAPE | GLOBAL | changes | more, experts_implementation="eager")
     config._attn_implementation = "eager"
-    theirs = families.randomise(transformers.Gemma4ForCausalLM(config), 0).eval()
-    with torch.no_grad():
-        for layer in theirs.model.layers:
-            layer.layer_scalar.copy_(0.5 + torch.rand(1))
-            layer.self_attn.q_norm.weight.mul_(0.5)  # scores are not scaled, and float32 is not to decide their softmax
+    theirs = gentle(transformers.Gemma4ForCausalLM(config), "model.layers")
     theirs.save_pretrained(directory)
     if published:
         nest(directory)
+    return theirs
+
+
+def gentle(theirs, layers):
+    """With random weights; scores, which are not scaled, are small enough for float32 not to decide their softmax."""
+    families.randomise(theirs, 0).eval()
+    with torch.no_grad():
+        for layer in theirs.get_submodule(layers):
+            layer.layer_scalar.copy_(0.5 + torch.rand(1))
+            layer.self_attn.q_norm.weight.mul_(0.5)
     return theirs
 
 
@@ -84,6 +90,23 @@ def nest(directory):
 def test_forward(name, tmp_path):
     theirs = make(tmp_path, name)
     families.assert_same_forward(theirs, load_target(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_model_that_sees_and_hears(tmp_path):
+    """Everything that transformers saves of it, but the text model, is left aside."""
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    eyes = {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
+    config = transformers.Gemma4Config(
+        text_config=transformers.Gemma4TextConfig(**SHAPE | GLOBAL | TWO),
+        vision_config=transformers.Gemma4VisionConfig(**small | eyes),
+        audio_config=transformers.Gemma4AudioConfig(**small, output_proj_dims=32, subsampling_conv_channels=[8, 4]),
+    )
+    theirs = gentle(transformers.Gemma4ForConditionalGeneration(config), "model.language_model.layers")
+    theirs.save_pretrained(tmp_path)
+    ours = load_target(tmp_path)
+    assert ours.config.model_type == "gemma4"
+    families.assert_same_forward(theirs, ours)
 
 
 def test_embeddings_in_bfloat16(tmp_path):
