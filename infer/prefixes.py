@@ -118,7 +118,9 @@ def restore(
 
 
 def _pinned(prefixes: Prefixes) -> Prefixes:
-    return jax.tree.map(constrain, prefixes, partition(prefixes))
+    absent = lambda x: x is None
+    put = lambda x, spec: None if x is None else constrain(x, spec)
+    return jax.tree.map(put, prefixes, partition(prefixes), is_leaf=absent)
 
 
 def chain(tokens: Sequence[int], chunk: int) -> list[bytes]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine, load_drafter, load_target
-from dflash_jax.decoding.calibration import MEMORY, SHARPNESS, init_calibration
+from dflash_jax.decoding.calibration import MEMORY, SHARPNESS, Lessons, init_calibration
 from dflash_jax.drafters import drafter_config
 from tests import tiny
 
@@ -45,14 +45,15 @@ def test_counters_fade_and_find_the_better_one():
     assert calibration.best.tolist() == [0] * DEPTH
     trials = jnp.zeros((3, DEPTH, len(SHARPNESS)), jnp.int32).at[..., 2].set(7)
     right, judged = jnp.full((3, DEPTH), 7), jnp.zeros((3, DEPTH), bool).at[:2, :4].set(True)
-    after = calibration.learn(trials, right, judged)
+    learn = lambda known, right: known.learn(Lessons(trials), right, None, judged, jnp.ones(3, bool))
+    after = learn(calibration, right)
     assert after.best.tolist() == [2, 2, 2, 2, 0]
     assert after.hits[:, 2].tolist() == [2, 2, 2, 2, 0]
-    again = after.learn(trials, right * 0, judged)
+    again = learn(after, right * 0)
     np.testing.assert_allclose(again.hits[0, 2], 2 * math.exp(-2 / MEMORY))
     assert again.hits[0, 0] == 2
     frozen = calibration.replace(frozen=True)
-    assert frozen.learn(trials, right, judged) is frozen
+    assert learn(frozen, right) is frozen
 
 
 def test_the_sharpness_stored_with_a_drafter_is_where_it_begins():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, load_drafter, load_target, models
+from dflash_jax import load_drafter, load_target, models
 from dflash_jax.benchmarks import planning
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.cache import size_in_bytes
@@ -253,21 +253,3 @@ def test_a_new_drafter_rotates_whole_heads(target):
     drafter, raw = new_drafter(target, config, tiny.MASK)
     assert raw["rope_parameters"] == {"rope_theta": 1e6, "rope_type": "default"}
     assert drafter.config.layers[0].attention.rope == RopeConfig(1e6)
-
-
-@pytest.mark.slow
-@pytest.mark.lossless
-@pytest.mark.parametrize("settings", [{"slots": 2, "prefix_chunks": 8}, {"slots": 3, "short_length": 16}], ids=str)
-def test_slots_prefixes_and_speculation_change_nothing(target, tmp_path, settings):
-    head = [(7 * i + 3) % 60 for i in range(20)]
-    prompts = [[*head, 1], [5, 9, 11], [*head, 2, 3], [40], [*head[:8], 9]]
-    requests = [tiny.ask(prompt, 16, 0.5 * (i % 3), id=str(i)) for i, prompt in enumerate(prompts)]
-
-    def answers(drafter, **settings):
-        engine = Engine(target, drafter, max_length=64, prefill_chunk=4, **settings)
-        return [done.token_ids for done in engine.generate(requests)], engine
-
-    got, engine = answers(load(tmp_path, target), **settings)
-    assert got == answers(None)[0]
-    if "prefix_chunks" in settings:
-        assert engine.stats.prefix_tokens > 0

@@ -11,6 +11,7 @@ from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 
 KINDS = tiny.kinds()
+SOME = [pytest.param(kind, marks=() if kind in ("dflash", "eagle3") else pytest.mark.slow) for kind in KINDS]
 PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2, 19, 50]]
 
 
@@ -41,7 +42,7 @@ def outcome(engine, requests):
     return [(done.token_ids, done.acceptance_lengths) for done in engine.generate(requests)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_copied_prompts_and_chunks_leave_the_same_state(kind, directory, target):
     """What is accepted tells whether the drafter saw the same."""
     drafter = drafter_of(directory, kind)
@@ -54,7 +55,7 @@ def test_copied_prompts_and_chunks_leave_the_same_state(kind, directory, target)
     assert [tokens for tokens, _ in expected] == [tokens for tokens, _ in outcome(plain, asked(5, 0.8))]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_a_row_that_moves_to_a_longer_slot_keeps_its_state(kind, directory, target):
     drafter = drafter_of(directory, kind)
     requests = [tiny.ask([i + 1, 9, 11], 60, id=str(i), stop_token_ids=()) for i in range(4)]
@@ -67,7 +68,7 @@ def test_a_row_that_moves_to_a_longer_slot_keeps_its_state(kind, directory, targ
 
 
 @pytest.mark.parametrize("axes", ["model=2", pytest.param("data=2,model=2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_a_mesh_gives_the_same_answers_and_acceptance(kind, axes, directory, target):
     devices = jax.devices()[: int(np.prod([int(part.split("=")[1]) for part in axes.split(",")]))]
     mesh = make_mesh(parse_mesh(axes, devices), devices)

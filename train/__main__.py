@@ -259,6 +259,7 @@ def _evaluate(options: EvaluateOptions) -> int:
         read_prompts(options.prompts, target, options.max_samples, generation.chat_template_kwargs),
         params=params,
         block_size=generation.block_size,
+        tree=generation.tree,
         proposals=generation.proposals,
         batch_size=generation.batch_size,
         baseline=True,

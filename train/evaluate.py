@@ -57,6 +57,7 @@ def evaluate(
     *,
     params: SamplingParams,
     block_size: int | Literal["auto"] | None = None,
+    tree: int | Literal["auto"] | None = None,
     proposals: Proposals = "calibrated",
     batch_size: int = 8,
     baseline: bool = False,
@@ -65,6 +66,7 @@ def evaluate(
 
     Args:
         params: how tokens are chosen; each prompt keeps its own stop tokens. Noise follows from the prompt's id.
+        block_size, tree, proposals: as in `EngineConfig`.
         batch_size: rows at a time.
         baseline: also decode autoregressively, taking turns, for `speedup` and `equal_outputs`.
 
@@ -77,7 +79,8 @@ def evaluate(
     longest = max(len(r.prompt_token_ids) for r in requests) + params.max_new_tokens
     parts = rows_of(target.mesh)
     slots, max_length = -(-min(batch_size, len(requests)) // parts) * parts, -(-longest // 256) * 256
-    engines = [Engine(target, drafter, block_size=block_size, proposals=proposals, slots=slots, max_length=max_length)]
+    drafting: dict[str, Any] = {"block_size": block_size, "tree": tree, "proposals": proposals}
+    engines = [Engine(target, drafter, slots=slots, max_length=max_length, **drafting)]
     if baseline:
         engines.append(Engine(target, None, slots=slots, max_length=max_length))
     for engine in engines:
@@ -93,6 +96,7 @@ def evaluate(
         "tokens": sum(len(completion.token_ids) for completion in answers[0]),
         "temperature": params.temperature,
         "block_size": engines[0].block_size,
+        "tree": engines[0].tree,
     }
     learnt = engines[0].batch.state.calibration
     if learnt is not None and params.temperature > 0 and proposals == "calibrated":

@@ -106,6 +106,85 @@ def _gpt_oss(experts: int, depth: int, taps: tuple[int, ...], block: int) -> tup
     return target, drafter
 
 
+def _hybrid(
+    hidden: int,
+    inner: int,
+    depth: int,
+    heads: tuple[int, int, int],
+    taps: tuple[int, ...],
+    *,
+    experts: tuple[int, int] | None = None,
+    windows: tuple[int, int] = (5, 4096),
+    draft_inner: int | None = None,
+    **changes: Any,
+) -> tuple[Raw, Raw]:
+    """A Qwen3.5 and its drafter.
+
+    Args:
+        heads: of queries, of keys and values, and of values in linear attention.
+        experts: how many, and how many a token goes through; `inner` is then of one.
+        windows: the drafter's layers with a window, and its width; a last one has none.
+    """
+    shape = {
+        "vocab_size": 248320,
+        "hidden_size": hidden,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "rope_theta": 1e7,
+    }
+    target = shape | {
+        "model_type": "qwen3_5_text" if experts is None else "qwen3_5_moe_text",
+        "intermediate_size": inner if experts is None else None,
+        "num_hidden_layers": depth,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": heads[2],
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "partial_rotary_factor": 0.25,
+        "eos_token_id": 248044,
+    }
+    if experts is not None:
+        target |= {"num_experts": experts[0], "num_experts_per_tok": experts[1]}
+        target |= {"moe_intermediate_size": inner, "shared_expert_intermediate_size": inner}
+    sliding, window = windows
+    drafter = shape | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "intermediate_size": draft_inner or inner,
+        "num_hidden_layers": sliding + 1,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "layer_types": ["sliding_attention"] * sliding + ["full_attention"],
+        "sliding_window": window if sliding else None,
+        "use_sliding_window": bool(sliding),
+        "num_target_layers": depth,
+        "block_size": 16,
+        "dflash_config": {"mask_token_id": 248077, "target_layer_ids": list(taps)},
+    }
+    return target | changes, drafter | {name: changes[name] for name in ("vocab_size", "rope_theta") if name in changes}
+
+
+def _coder_next() -> tuple[Raw, Raw]:
+    """Qwen3-Coder-Next and its drafter with eight layers and no windows."""
+    own = {"vocab_size": 151936, "rope_theta": 5e6, "norm_topk_prob": True, "model_type": "qwen3_next"}
+    taps = (3, 11, 23, 35, 43)
+    target, drafter = _hybrid(2048, 512, 48, (16, 2, 32), taps, experts=(512, 10), windows=(0, 0), **own)
+    changes = {"intermediate_size": 6144, "num_hidden_layers": 8, "num_key_value_heads": 4}
+    changes |= {
+        "layer_types": ["full_attention"] * 8,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(taps)},
+    }
+    return target | {"eos_token_id": 151645}, drafter | changes
+
+
 def _gemma4(
     hidden: int,
     depth: int,
@@ -163,12 +242,27 @@ def _gemma4(
 
 
 _GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+_EIGHT = (1, 5, 9, 13, 17, 21, 25, 29)
 PAIRS: dict[str, tuple[Raw, Raw]] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, (1, 9, 17, 25, 33), tied=True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, (1, 9, 17, 25, 33), tied=False),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, (1, 10, 19, 28, 37), tied=False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, (1, 16, 31, 46, 61), tied=False),  # the drafter's shape is assumed
     "qwen3-coder-30b-a3b": _coder(),
+    "qwen3-coder-next": _coder_next(),
+    "qwen3.5-4b": _hybrid(2560, 9216, 32, (16, 4, 32), _EIGHT, tie_word_embeddings=True),
+    "qwen3.5-9b": _hybrid(4096, 12288, 32, (16, 4, 32), _EIGHT),
+    "qwen3.5-27b": _hybrid(5120, 17408, 64, (24, 4, 48), (1, 10, 18, 27, 35, 44, 52, 61)),
+    "qwen3.5-35b-a3b": _hybrid(
+        2048, 512, 40, (16, 2, 32), (1, 6, 11, 16, 22, 27, 32, 37), experts=(256, 8), draft_inner=6144
+    ),
+    "qwen3.5-122b-a10b": _hybrid(
+        3072, 1024, 48, (32, 2, 64), (1, 7, 14, 20, 26, 32, 39, 45), experts=(256, 8), draft_inner=9216
+    ),
+    "qwen3.5-397b-a17b": _hybrid(  # the inner width of the drafter is assumed
+        4096, 1024, 60, (32, 2, 64), (1, 9, 17, 25, 33, 41, 49, 57), experts=(512, 10), draft_inner=12288
+    ),
+    "qwen3.6-27b": _hybrid(5120, 17408, 64, (24, 4, 48), (1, 16, 31, 46, 61), windows=(4, 2048)),
     "gpt-oss-20b": _gpt_oss(32, 24, (1, 6, 11, 16, 21), block=8),
     "gpt-oss-120b": _gpt_oss(128, 36, (1, 9, 17, 25, 33), block=10),
     "gemma-4-31b": _gemma4(5376, 60, (32, 16, 4), 21504, (1, 12, 23, 35, 46, 57), 64),

@@ -96,7 +96,7 @@ def make_tree(proposal: Proposal) -> Tree:
     index = jnp.arange(P + 1)
     related = (index[None, None] == parents[:, :, None]) | (index[:, None] == index[None])[None]
     reach = 1
-    while reach < proposal.max_depth:
+    while reach < P:  # and not only the depth that was promised
         related = jnp.any(related[:, :, :, None] & related[:, None], axis=2)
         reach *= 2
     return Tree(jnp.sum(related, axis=-1, dtype=jnp.int32) - 1, related)

@@ -14,7 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.mesh import HEADS, on_each_device, split_rows
 
-from . import reference
+from ..dispatch import Name, choose
+from . import pallas_tpu, reference
+from .trial import Trial
+
+IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu}
 
 
 def read_block(
@@ -25,6 +29,8 @@ def read_block(
     beta: Float[Array, "B T K G"],
     state: Float[Array, "B K G H Hv"],
     visible: Bool[Array, "#B T T"] | None,
+    *,
+    implementation: Name | None = None,
 ) -> tuple[Float[Array, "B T K G Hv"], Float[Array, "B T K G Hv"], Float[Array, "B T K G"]]:
     """A block behind a state that it only reads.
 
@@ -33,16 +39,25 @@ def read_block(
         g: logarithm of what is kept of the state, not positive.
         beta: how far a position corrects the state.
         visible: which positions a position sees: its ancestors and itself, which stand in order; None is causal.
+        implementation: "xla" or "tpu" (Pallas); see `dispatch`.
 
     Returns:
         Outputs; and, for `advance`, the corrections, and the logarithm of what is left of the state at each position.
+
+    Raises:
+        ValueError: the named implementation does not serve this case; the message says why.
     """
-    rows = P(split_rows(q.shape[0]))
+    rows, tree = P(split_rows(q.shape[0])), visible is not None
     if visible is None:
         visible = jnp.tril(jnp.ones((1, q.shape[1], q.shape[1]), bool))
+
+    def local(q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array, Array]:
+        chosen = choose(IMPLEMENTATIONS, k, v, implementation=implementation, trial=Trial.of(k, v, tree))
+        return chosen.read_block(q, k, v, *rest)
+
     heads, states = P(*rows, None, HEADS), P(*rows, HEADS)
     specs = (heads, heads, heads, heads, heads, states, rows if visible.shape[0] > 1 else P())
-    return on_each_device(reference.read_block, specs, (heads, heads, heads))(q, k, v, g, beta, state, visible)
+    return on_each_device(local, specs, (heads, heads, heads))(q, k, v, g, beta, state, visible)
 
 
 def advance(

@@ -8,7 +8,7 @@ CHUNK = 64  # positions whose corrections are solved for at once
 LEAF = 8  # of a triangular system that is solved row by row
 
 
-def declines(k: Float[Array, "B T K H"], v: Float[Array, "B T N Hv"]) -> str | None:
+def declines(k: Float[Array, "B T K H"], v: Float[Array, "B T K G Hv"]) -> str | None:
     """Why these shapes are not served: never."""
     return None
 
@@ -75,9 +75,10 @@ def read_block(
     rate = beta.transpose(0, 2, 3, 1)
     solved, weights = _within(q, k, gamma, rate, seen)
     left = jnp.exp(gamma)[..., None]
-    known = left * product("btkh,bkghv->bkgtv", k, state)
-    u = product("bkgti,bkgiv->bkgtv", solved, rate[..., None] * (v.transpose(0, 2, 3, 1, 4) - known))
-    out = left * product("btkh,bkghv->bkgtv", q, state) + product("bkgti,bkgiv->bkgtv", weights, u)
+    read = product("btkh,bkghv->bkgtv", jnp.concatenate([k, q], axis=1), state)  # the state is read once
+    known, found = jnp.split(read, 2, axis=3)
+    u = product("bkgti,bkgiv->bkgtv", solved, rate[..., None] * (v.transpose(0, 2, 3, 1, 4) - left * known))
+    out = left * found + product("bkgti,bkgiv->bkgtv", weights, u)
     return out.transpose(0, 3, 1, 2, 4), u.transpose(0, 3, 1, 2, 4), gamma.transpose(0, 3, 1, 2)
 
 

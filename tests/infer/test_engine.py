@@ -178,14 +178,14 @@ def test_requests_come_and_go(target, drafter):
 def test_time_between_steps_is_not_decoding(target, drafter, waits):
     """Nor does it weigh on the choice of the block size: the next visit is under way while the caller does other
     things, like the turn of another engine in a benchmark."""
-    engine = Engine(target, drafter, slots=1, max_length=256, block_size="auto", steps_per_visit=2)
+    engine = Engine(target, drafter, slots=1, max_length=256, block_size="auto", tree=0, steps_per_visit=2)
     engine.warm_up()
     timed = []
     for chooser in engine.choosers.values():
         observe = chooser.observe
-        chooser.observe = lambda name, steps, seconds, seen, observe=observe: (
+        chooser.observe = lambda draft, steps, seconds, *seen, observe=observe: (
             timed.append(seconds),
-            observe(name, steps, seconds, seen),
+            observe(draft, steps, seconds, *seen),
         )
     engine.submit(tiny.ask([1, 2, 3], 60, stop_token_ids=()))
     slept = 0.0

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine, load_drafter, load_target
+from dflash_jax.infer import prefixes
 from dflash_jax.infer.prefixes import PrefixCache, chain, shared_chunks, within
 from tests import tiny
 
@@ -65,7 +66,7 @@ def test_penalties_see_a_copied_prompt(target):
 
 @pytest.mark.parametrize(("kept", "short"), [(4, 48), pytest.param(0, None, marks=pytest.mark.slow)])
 def test_nothing_is_compiled_after_the_start(target, drafter, kept, short):
-    given = {"prefill_chunk": 8, "prefix_chunks": kept, "block_size": "auto", "short_length": short}
+    given = {"prefill_chunk": 8, "prefix_chunks": kept, "block_size": "auto", "tree": 0, "short_length": short}
     engine = Engine(target, drafter, slots=2, max_length=96, **given)
     compiled = []
     listen = lambda event, _, fun_name="", **__: compiled.append(fun_name) if "backend_compile" in event else None
@@ -95,7 +96,8 @@ def test_the_chunk_unused_for_longest_makes_room(target):
 def test_states_take_no_more_memory_than_the_chunks_would():
     assert within(100, 16, 0, 256) == (100, 0)
     chunks, states = within(256, 16, 144, 256)
-    assert (chunks, states) == (120, 15)
+    assert (chunks, states) == (121, 15)
+    assert 121 * 16 + 15 * 144 <= 256 * 16
     assert within(3, 16, 144, 256) == (0, 0)  # not even one
 
 
@@ -115,7 +117,8 @@ def hybrid(tmp_path_factory):
 
 
 @pytest.mark.lossless
-def test_prompts_of_a_recurrent_target_that_begin_alike(hybrid):
+def test_prompts_of_a_recurrent_target_that_begin_alike(hybrid, monkeypatch):
+    monkeypatch.setattr(prefixes, "STATE_EVERY", 16)
     plain = Engine(*hybrid, slots=1, max_length=96, prefill_chunk=8)
     expected = outcome(plain.generate(requests()))
     engine = Engine(*hybrid, slots=3, max_length=96, prefill_chunk=8, prefix_chunks=64)
@@ -124,7 +127,8 @@ def test_prompts_of_a_recurrent_target_that_begin_alike(hybrid):
     assert engine.stats.prefix_tokens > engine.stats.prompt_tokens / 3
 
 
-def test_states_are_kept_where_prompts_end_and_part(hybrid):
+def test_states_are_kept_where_prompts_end_and_part(hybrid, monkeypatch):
+    monkeypatch.setattr(prefixes, "STATE_EVERY", 16)
     engine = Engine(*hybrid, slots=1, max_length=96, prefill_chunk=8, prefix_chunks=64)
 
     def copied(prompt):
@@ -134,8 +138,9 @@ def test_states_are_kept_where_prompts_end_and_part(hybrid):
 
     assert copied([*HEAD, 1]) == 0
     assert copied([*HEAD, 1]) == 24  # where that prompt's whole chunks end
-    assert copied([*HEAD[:16], *range(9), 1]) == 0  # parts from it where no state was kept,
-    assert copied([*HEAD[:16], *range(30, 39)]) == 16  # and now one is
+    assert copied([*HEAD[:8], *range(9), 1]) == 0  # parts from it where no state was kept,
+    assert copied([*HEAD[:8], *range(30, 39)]) == 8  # and now one is
+    assert copied([*HEAD[:16], *range(9)]) == 16  # one is kept every 16 tokens
     together = Engine(*hybrid, slots=3, max_length=96, prefill_chunk=8, prefix_chunks=64)
     together.generate([tiny.ask([*HEAD[:8], *[token] * 20], 1) for token in range(3)])
     assert together.stats.prefix_tokens == 16  # two wait for what the third reads

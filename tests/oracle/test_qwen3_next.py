@@ -99,13 +99,25 @@ def nest(directory, shape):
     (directory / "config.json").write_text(json.dumps(outside | {"text_config": raw}))
 
 
+def rounding(theirs):
+    """How far transformers in float32 is from itself in float64: decays make some of these models sensitive."""
+    ids = torch.tensor([families.prompts()[1]])
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        single = theirs(ids, output_hidden_states=True)
+        patch.setattr(torch, "float32", torch.float64)  # linear attention computes in float32 whatever the weights are
+        double = theirs.double()(ids, output_hidden_states=True)
+    theirs.float()
+    pairs = zip([single.logits, *single.hidden_states], [double.logits, *double.hidden_states], strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
 FAST = ["next", "dense", "experts"]
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS])
 def test_forward(name, tmp_path):
     theirs = make(tmp_path, name)
-    families.assert_same_forward(theirs, load_target(tmp_path))
+    families.assert_same_forward(theirs, load_target(tmp_path), tolerance=max(1e-4, 2.5 * rounding(theirs)))
 
 
 def test_a_long_prompt_and_every_commit_of_its_end(tmp_path):
@@ -168,7 +180,11 @@ def test_saved_again(name, tmp_path):
     families.assert_saved_again(tmp_path, ours, tmp_path / "saved")
 
 
-RAW = {k: v for k, v in SHAPE.items() if k != "dtype"} | {"rms_norm_eps": 1e-6, "model_type": "qwen3_5_text"}
+RAW = {k: v for k, v in SHAPE.items() if k != "dtype"} | {
+    "rms_norm_eps": 1e-6,
+    "linear_conv_kernel_dim": 4,
+    "model_type": "qwen3_5_text",
+}
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ SETTINGS_FLAGS = """
 """
 DATA = "config data distributed init-from kernels mesh out target " + SETTINGS_FLAGS
 GENERATION = """
-    batch-size block-size drafter dtype max-new-tokens mesh min-p proposals target temperature top-k top-p
+    batch-size block-size drafter dtype max-new-tokens mesh min-p proposals target temperature top-k top-p tree
     chat-template-kwargs kernels
 """
 FLAGS = {
@@ -199,6 +199,7 @@ def test_regenerating_notes_the_arguments_of_the_chat_template(place, capsys):
     assert regenerate(place, "chat-answers.jsonl", *given, *unthinking) == 0
     noted = json.loads((place / "chat-answers.jsonl.settings.json").read_text())
     assert noted["chat_template_kwargs"] == {"enable_thinking": False}
-    assert noted["deterministic"] == {"block_size": None, "batch_size": 2, "proposals": "calibrated", "drafter": None}
+    fixed = {"block_size": None, "tree": None, "batch_size": 2, "proposals": "calibrated", "drafter": None}
+    assert noted["deterministic"] == fixed
     assert regenerate(place, "chat-answers.jsonl", *given) == 2
     assert "chat_template_kwargs" in capsys.readouterr().err

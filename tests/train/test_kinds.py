@@ -120,7 +120,7 @@ def test_the_selector_learns_from_the_scores_it_decodes_with(target, batch):
         candidates = np.argsort(-logits[i])[: drafter.config.selector_top_k]
         if labels[i] not in candidates:
             candidates[-1] = labels[i]
-        pairs = drafter.pairs(gates[i : i + 1], previous[i : i + 1], jnp.asarray(candidates)[None])[0]
+        pairs = drafter.pairs(gates[i : i + 1], previous[i : i + 1, None], jnp.asarray(candidates)[None])[0, 0]
         scores = logits[i][candidates] + pairs
         place = list(candidates).index(int(labels[i]))
         np.testing.assert_allclose(loss[i], -jax.nn.log_softmax(scores)[place], rtol=1e-4)
