@@ -26,11 +26,14 @@ _MOST |= dict.fromkeys(("num_experts", "num_local_experts", "markov_rank", "sele
 _MOST |= dict.fromkeys(("conv_kernel_size", "conv_group_size"), 2**16)
 _MOST |= {"hidden_size": 2**18, "intermediate_size": 2**20, "moe_intermediate_size": 2**20}
 _MOST |= {"vocab_size": 2**24, "draft_vocab_size": 2**24, "rms_norm_eps": 0.1, "rope_theta": 1e12, "factor": 1e6}
+_MOST |= {"partial_rotary_factor": 1.0}
 _MOST_ANYWHERE = 2**31 - 1
 _LEAST = {"rms_norm_eps": 1e-20, "rope_theta": 1.0, "factor": 1.0}
 
 # Fields that are true or false wherever they stand.
-_FLAGS = frozenset("tie_word_embeddings attention_bias mlp_bias use_sliding_window".split())
+_FLAGS = frozenset(
+    "tie_word_embeddings attention_bias mlp_bias use_sliding_window attention_k_eq_v enable_moe_block".split()
+)
 
 # Fields of `config.json` that describe bookkeeping or training, not the forward pass.
 _INERT = frozenset(
@@ -64,12 +67,14 @@ class RopeConfig:
 
     Attributes:
         theta: base of the geometric frequency series.
-        kind: "default", "linear", "llama3" or "yarn" (Hugging Face `rope_type`).
+        kind: "default", "linear", "llama3", "yarn" or "proportional" (Hugging Face `rope_type`).
         factor: context extension factor.
         original_max_position_embeddings: trained context, for llama3 and yarn.
         low_freq_factor, high_freq_factor: llama3 band edges.
         beta_fast, beta_slow, truncate: yarn band edges, in rotations.
         attention_factor: yarn's scale of cos and sin; None derives it from `factor` and the mscales.
+        partial_rotary_factor: of "proportional", the share of the pairs that turn: the first ones, with the frequencies
+            they have where all do.
         rotated: how many dimensions of a head, the first ones; 0 is all.
     """
 
@@ -85,6 +90,7 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    partial_rotary_factor: float = 1.0
     rotated: int = 0
 
 
@@ -149,6 +155,8 @@ class ExpertsConfig:
         correction_bias: whether the router adds a bias to the scores to choose by, though not to the weights.
         bias: whether the router and every product have one.
         swiglu_limit: where gpt-oss clamps its SwiGLU; None is the plain SwiGLU.
+        activation: of the gate (`layers.ACTIVATIONS`).
+        per_expert_scale: whether an expert's weight is multiplied by a number of its own.
 
     Raises:
         ValueError: more experts per token than there are.
@@ -162,6 +170,8 @@ class ExpertsConfig:
     correction_bias: bool = False
     bias: bool = False
     swiglu_limit: float | None = None
+    activation: str = "silu"
+    per_expert_scale: bool = False
 
     def __post_init__(self):
         if self.num_experts_per_tok > self.num_experts:
@@ -251,6 +261,8 @@ class TargetConfig(DecoderConfig):
         max_position_embeddings: trained context; 0 if the config does not say.
         fp8: whether the weights of layers are stored in FP8 with block scales, and stay so.
         not_fp8: patterns of the modules that are plain all the same.
+        embedding_scale: of the embeddings that the first layer reads. A drafter whose config gives no scale reads them
+            so, too.
     """
 
     model_type: str
@@ -261,6 +273,7 @@ class TargetConfig(DecoderConfig):
     max_position_embeddings: int = 0
     fp8: bool = False
     not_fp8: tuple[str, ...] = ()
+    embedding_scale: float = 1.0
 
     @property
     def block(self) -> int:
@@ -333,6 +346,19 @@ def check_fields(raw: Raw, known: Iterable[str], expected: Raw, *, inert: Iterab
         )
 
 
+def text_config(raw: Raw, outside: Iterable[str]) -> tuple[Raw, bool]:
+    """The config of a text model, and whether it is one part of the model that `raw` describes.
+
+    Args:
+        outside: fields that such a model has besides; the other parts are not read.
+    """
+    if not isinstance(raw.get("text_config"), Mapping):
+        return raw, False
+    check_fields(raw, ["text_config", "tie_word_embeddings", *outside], {})
+    own = {name: raw[name] for name in ("eos_token_id", "tie_word_embeddings") if raw.get(name) is not None}
+    return {**own, **raw["text_config"]}, True
+
+
 def mapping(raw: Raw, name: str) -> Raw:
     """Returns `raw[name]`, an object; empty if it is missing or null. Raises ValueError for anything else."""
     value = raw.get(name)
@@ -370,6 +396,16 @@ def _is_pattern(value: Any) -> bool:
         return False
 
 
+# What a config must give with each kind of rotary embedding.
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": ("partial_rotary_factor",),
+}
+
+
 def rope_config(raw: Raw) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`; a missing theta raises."""
     fields: dict[str, Any] = {}
@@ -392,23 +428,23 @@ def rope_config(raw: Raw) -> RopeConfig:
     # Sections of multimodal rotary coincide for text positions, which are the only ones here.
     fields.pop("mrope_section", None)
     fields.pop("mrope_interleaved", None)
-    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("config.json: partial rotary embedding is not supported for this model_type")
     if not isinstance(fields.get("truncate", True), bool):
         raise ValueError(f"config.json: rope parameter truncate must be true or false, got {fields['truncate']!r:.80}")
     kind = fields.pop("rope_type", "default")
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ValueError(f"config.json: rope_type {kind!r} is not supported; expected default, linear, llama3 or yarn")
+    if kind != "proportional" and fields.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("config.json: partial rotary embedding is not supported for this model_type")
+    if kind not in _ROPE_NEEDS:
+        raise ValueError(f"config.json: rope_type must be one of {', '.join(_ROPE_NEEDS)}, got {kind!r:.80}")
     if "rope_theta" not in fields:
         raise ValueError("config.json must give rope_theta (libraries disagree on a default)")
-    needed = {"default": [], "linear": ["factor"]}.get(kind, ["factor", "original_max_position_embeddings"])
-    if missing := [name for name in needed if name not in fields]:
+    if missing := [name for name in _ROPE_NEEDS[kind] if name not in fields]:
         raise ValueError(f"config.json: rope_type {kind!r} must give {', '.join(missing)}")
     theta = require(fields, "rope_theta", float)
     for name, value in fields.items():
         if not isinstance(value, int | float) or not abs(value) < float("inf"):
             raise ValueError(f"config.json: rope parameter {name} must be a number, got {value!r:.80}")
     factor = require({"factor": 1, **fields}, "factor", float)
+    require({"partial_rotary_factor": 1, **fields}, "partial_rotary_factor", float)
     if kind == "default" and factor != 1:
         raise ValueError(f"config.json: a rope factor of {factor!r} needs a rope_type, found none")
     del fields["rope_theta"]

@@ -32,7 +32,7 @@ RULES: list[Rule] = [
     Rule(r"(o_proj|down_proj)/bias", 1, P()),
     Rule(r"sinks", 1, P(HEADS)),
     Rule(r"experts/router", 2, P()),
-    Rule(r"experts/(router_bias|correction_bias)", 1, P()),
+    Rule(r"experts/(router_bias|correction_bias|per_expert_scale)", 1, P()),
     Rule(r"experts/gate_up_bias", 2, P("expert", "model")),
     Rule(r"experts/down_bias", 2, P()),
     Rule(r"experts/gate_up_proj", 3, P("expert", "model", "fsdp")),

@@ -12,8 +12,6 @@ MODEL_TYPES = {
     "deepseek_v3": "latent attention",
     "kimi_k2": "latent attention",
     "kimi_k25": "latent attention and vision parts",
-    "gemma4": "Gemma 4's layers",
-    "gemma4_text": "Gemma 4's layers",
 }
 # Fields that say so, and what is needed where they have such a value.
 FIELDS: dict[str, Callable[[Any], str | None]] = {

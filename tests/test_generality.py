@@ -60,6 +60,12 @@ def toy(directory):
 
 
 @pytest.fixture(scope="module")
+def gemma4(tmp_path_factory):
+    raw = tiny.target_config(model_type="gemma4", **tiny.FAMILIES["gemma4"])
+    return load_target(tiny.write_target(tmp_path_factory.mktemp("gemma4"), raw))
+
+
+@pytest.fixture(scope="module")
 def drafter(directory):
     return load_drafter(directory / "drafter")
 
@@ -262,10 +268,10 @@ def rollout(target, drafter, parts, state, steps):
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("which", ["qwen3", "toy"])
+@pytest.mark.parametrize("which", ["target", "toy", pytest.param("gemma4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["warm", *(pytest.param(how, marks=pytest.mark.slow) for how in ("greedy", "hot"))])
-def test_random_trees_equal_autoregressive_decoding(target, toy, drafter, which, how):
-    target = target if which == "qwen3" else toy
+def test_random_trees_equal_autoregressive_decoding(request, drafter, which, how):
+    target = request.getfixturevalue(which)
     plain, _, _ = rollout(target, None, make_round(target, None, 0), started(target, None, *SETTINGS[how]), WIDTH - 1)
     truth, lengths = jnp.asarray(plain), jnp.asarray([len(prompt) for prompt in PROMPTS])
     depth, nodes = 5, 14

@@ -52,6 +52,21 @@ _LINEAR = {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
+_GEMMA4 = {
+    "hidden_act": None,
+    "rope_theta": None,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    },
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 5.0,
+}
+_GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 # What makes `target_config()` one of each family, with every kind of parameter that it can have.
 FAMILIES = {
     "qwen3": {"attention_bias": True},
@@ -63,6 +78,8 @@ FAMILIES = {
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe": {**_LINEAR, **_HYBRID, "num_experts": 4},
     "qwen3_5_moe_text": {**_LINEAR, **_HYBRID, "num_experts": 4},
+    "gemma4": {**_GEMMA4, **_GEMMA4_EXPERTS},
+    "gemma4_text": {**_GEMMA4, "attention_k_eq_v": False},
     "gpt_oss": {
         **_EXPERTS,
         "attention_bias": True,

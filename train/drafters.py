@@ -137,6 +137,8 @@ def frequent_tokens(examples: Sequence[Example], size: int) -> list[int] | None:
 
 def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
     """Rotary settings in the new spelling and the old one; a drafter rotates whole heads, whatever its target does."""
+    if rope.kind == "proportional":
+        rope = RopeConfig(rope.theta)
     scaling: dict[str, Any] = {"rope_type": rope.kind}
     for field in dataclasses.fields(rope):
         value = getattr(rope, field.name)

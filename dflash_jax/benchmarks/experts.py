@@ -1,6 +1,7 @@
 """How many experts a pass over a block reads: the wider the block, the more of them, and the more it costs."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -9,11 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from dflash_jax import models
 from dflash_jax.mesh import entered
-from dflash_jax.models import decoder
-from dflash_jax.models.attention import Pass
-from dflash_jax.models.experts import routed
+from dflash_jax.models.experts import Experts, routing
 from dflash_jax.target import Target
 
 
@@ -48,29 +46,17 @@ def experts_hit(
 @jax.jit
 def _routed(target: Target, tokens: Int[Array, "1 T"]) -> list[Int[Array, "1 T k"]]:
     """Experts of every token, of each layer that has experts: its router once more, on what it reads."""
-    config, params = target.config, target.params
-    sparse = [(i, layer.experts) for i, layer in enumerate(config.layers) if layer.experts]
-    if not sparse:
-        return []
+    found, arguments = [], inspect.signature(Experts.__call__)
+
+    def look(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], context: Any) -> Any:
+        experts = context.module
+        if isinstance(experts, Experts) and context.method_name == "__call__":
+            given = arguments.bind(experts, *args, **kwargs).arguments
+            read = given["x"] if given.get("routed") is None else given["routed"]
+            found.append(routing(experts.config, experts.variables["params"], read)[1])
+        return call(*args, **kwargs)
+
     positions, lengths = jnp.arange(tokens.shape[1])[None], jnp.zeros(1, jnp.int32)
-    cache, taps = target.init_cache(1, tokens.shape[1]), tuple(i - 1 for i, _ in sparse)
-    _, inputs, _ = target.forward(tokens, positions, None, cache, lengths, taps=taps)
-    found = []
-    for (i, experts), x in zip(sparse, jnp.split(inputs, len(sparse), axis=-1), strict=True):
-        at = Pass(positions, None, lengths, None)
-        at, entry = at.replace(rope=at.tables(config.layers[i].mixer, x.dtype)), cache.entries[cache.of_layer[i]]
-        layer = reading(models.family(config.model_type).Model.layer)(config, config.layers[i], target.layout)
-        read: Any = layer.apply({"params": params[f"layers_{i}"]}, x, at, entry, None)
-        found.append(routed(experts, params[f"layers_{i}"]["experts"], read)[1])
+    with nn.intercept_methods(look):
+        target.forward(tokens, positions, None, target.init_cache(1, tokens.shape[1]), lengths, taps=())
     return found
-
-
-def reading(layer: type[decoder.Layer]) -> type[decoder.Layer]:
-    """A family's layer that returns what its MLP reads."""
-
-    class Reading(layer):
-        @nn.compact
-        def __call__(self, x: Any, at: Pass, entry: Any, shared: Any) -> Any:
-            return self.attended(x, at, entry, shared)[1]
-
-    return Reading

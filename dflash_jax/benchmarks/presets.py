@@ -187,6 +187,63 @@ def _coder_next() -> tuple[Raw, Raw]:
     return {**target, "eos_token_id": 151645}, {**drafter, **changes}
 
 
+def _gemma4(
+    hidden: int,
+    depth: int,
+    heads: tuple[int, int, int],
+    inner: int,
+    taps: tuple[int, ...],
+    draft_heads: int,
+    experts: Raw | None = None,
+) -> tuple[Raw, Raw]:
+    """A Gemma 4 and its drafter, whose last layer of five is not sliding.
+
+    Args:
+        heads: query heads, key-value heads of sliding layers, and of global ones.
+    """
+    common = {"vocab_size": 262144, "hidden_size": hidden, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144}
+    common |= {"final_logit_softcapping": 30.0}
+    num_heads, num_kv_heads, num_global_kv_heads = heads
+    target = common | {
+        "model_type": "gemma4_text",
+        "intermediate_size": inner,
+        "num_hidden_layers": depth,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "num_global_key_value_heads": num_global_kv_heads,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
+        "hidden_size_per_layer_input": 0,
+        "tie_word_embeddings": True,
+        "eos_token_id": [1, 106],
+        **(experts or {}),
+    }
+    drafter = common | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 5,
+        "num_attention_heads": draft_heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+        "rope_theta": 1e6,
+        "num_target_layers": depth,
+        "block_size": 16,
+        "dflash_config": {"mask_token_id": 4, "target_layer_ids": list(taps)},
+    }
+    return target, drafter
+
+
+_GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 _EIGHT = (1, 5, 9, 13, 17, 21, 25, 29)
 PAIRS: dict[str, tuple[Raw, Raw]] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, (1, 9, 17, 25, 33), tied=True),
@@ -210,6 +267,8 @@ PAIRS: dict[str, tuple[Raw, Raw]] = {
     "qwen3.6-27b": _hybrid(5120, 17408, 64, (24, 4, 48), (1, 16, 31, 46, 61), windows=(4, 2048)),
     "gpt-oss-20b": _gpt_oss(32, 24, (1, 6, 11, 16, 21), block=8),
     "gpt-oss-120b": _gpt_oss(128, 36, (1, 9, 17, 25, 33), block=10),
+    "gemma-4-31b": _gemma4(5376, 60, (32, 16, 4), 21504, (1, 12, 23, 35, 46, 57), 64),
+    "gemma-4-26b-a4b": _gemma4(2816, 30, (16, 8, 2), 2112, (1, 6, 11, 17, 22, 27), 32, _GEMMA4_EXPERTS),
 }
 
 

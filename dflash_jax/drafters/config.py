@@ -105,12 +105,13 @@ class DFlashConfig(DrafterConfig):
         block_size: slots of the draft pass, one anchor and `block_size - 1` masks.
         mask_token_id: token of the masked slots.
         anchor_predicts: slot 0 predicts as well, so slot k predicts position a+k+1 instead of a+k.
-        input_embedding_scale, output_multiplier, final_logit_softcapping: scalings; softcap 0 is none.
+        input_embedding_scale: of the embeddings that the pass begins with; None is the target's own.
+        output_multiplier, final_logit_softcapping: of the logits; softcap 0 is none.
     """
 
     mask_token_id: int
     anchor_predicts: bool = False
-    input_embedding_scale: float = 1.0
+    input_embedding_scale: float | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
 
@@ -251,6 +252,7 @@ def dflash_fields(raw: Raw, own: Sequence[str] = ()) -> dict[str, Any]:
     depth = require(raw, "num_hidden_layers")
     taps = partial(default_target_layer_ids, num_draft_layers=depth)
     fields = drafter_fields(raw, get, block_size=16, taps=taps)
+    scaled = get("input_embedding_scale") is not None
     mask = get("mask_token_id")
     if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < fields["vocab_size"]:
         raise ValueError(f"mask_token_id must be a token below vocab_size {fields['vocab_size']}, got {mask!r}")
@@ -260,7 +262,7 @@ def dflash_fields(raw: Raw, own: Sequence[str] = ()) -> dict[str, Any]:
         "layers": _drafter_layers(raw, get, depth),
         "mask_token_id": mask,
         "anchor_predicts": _anchor_predicts(raw, get),
-        "input_embedding_scale": number(get, "input_embedding_scale", default=1.0),
+        "input_embedding_scale": number(get, "input_embedding_scale", default=1.0) if scaled else None,
         "output_multiplier": number(get, "output_multiplier", "logit_scale", default=1.0),
         "final_logit_softcapping": max(0.0, number(get, "final_logit_softcapping", default=0.0)),
     }

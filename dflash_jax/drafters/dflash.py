@@ -332,7 +332,10 @@ class Drafter(base.Drafter):
         c = self.config
         tokens = jnp.full((anchor.shape[0], block_size), c.mask_token_id, jnp.int32).at[:, 0].set(anchor)
         positions = lengths[:, None] + jnp.arange(block_size)[None]
-        x = (self.embed(target, tokens) * c.input_embedding_scale).astype(self.dtype)
+        scale = c.input_embedding_scale
+        if scale is None:  # rows of the target's table, as the target reads them
+            scale = 1.0 if c.own_embedding else target.config.embedding_scale
+        x = (self.embed(target, tokens) * scale).astype(self.dtype)
         if starts is not None:
             starts = jnp.broadcast_to(starts[:, None], positions.shape)
         hidden, _ = self.forward(x, positions, cache, lengths, rows=rows, starts=starts, per_row=per_row, remat=remat)

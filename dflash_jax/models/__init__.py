@@ -9,11 +9,13 @@ own kind, `RULES` says how these are split (see `sharding`).
 from types import ModuleType
 
 from dflash_jax.config import Raw, TargetConfig
-from dflash_jax.models import gpt_oss, llama, minimax_m2, qwen3, qwen3_moe, qwen3_next
+from dflash_jax.models import gemma4, gpt_oss, llama, minimax_m2, qwen3, qwen3_moe, qwen3_next
 from dflash_jax.sharding import add_rules
 from dflash_jax.unsupported import MODEL_TYPES
 
 FAMILIES: dict[str, ModuleType] = {
+    "gemma4": gemma4,
+    "gemma4_text": gemma4,
     "gpt_oss": gpt_oss,
     "llama": llama,
     "minimax_m2": minimax_m2,

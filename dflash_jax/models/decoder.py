@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import Cache
@@ -49,19 +50,12 @@ class Layer(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
-        x, h, fresh = self.attended(x, at, entry, shared)
-        return on_every_device(x + self.mlp(at)(h)), fresh
-
-    def attended(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Any
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
-        """The states behind attention, what the MLP reads of them, and what the block adds to the cache; in
-        `__call__`."""
         D, eps = self.config.hidden_size, self.config.rms_norm_eps
         attention: Any = self.attention()
         h, fresh = attention(self.norm_class(D, eps, name="input_layernorm")(x), at, entry, shared)
         x = on_every_device(x + h)
-        return x, self.norm_class(D, eps, name="post_attention_layernorm")(x), fresh
+        h = self.mlp(at)(self.norm_class(D, eps, name="post_attention_layernorm")(x))
+        return on_every_device(x + h), fresh
 
 
 class Decoder(nn.Module):
@@ -89,8 +83,9 @@ class Decoder(nn.Module):
         return lookup(self.embed_tokens, tokens)
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Embeddings as the first layer reads them."""
-        return self.table(tokens)
+        """Embeddings as the first layer reads them: times the config's scale, in the table's dtype."""
+        found = self.table(tokens)
+        return found * jnp.asarray(self.config.embedding_scale, found.dtype)
 
     def forward(
         self, tokens: Int[Array, "B T"], at: Pass, cache: Cache, taps: tuple[int, ...]

@@ -16,24 +16,30 @@ from dflash_jax.config import ExpertsConfig
 from dflash_jax.kernels.grouped_matmul import grouped_matmul
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, WHOLE, Layout, current_mesh, on_each_device, split_rows
-from dflash_jax.models.layers import parameter
+from dflash_jax.models.layers import ACTIVATIONS, parameter
 from dflash_jax.quantised import Quantised
 from dflash_jax.sharding import gathered
 
 
 class Experts(nn.Module):
-    """SwiGLU experts, each with gate and up fused into one weight; parameters [E, 2I, D] and [E, D, I]."""
+    """Experts like `layers.MLP`, each with gate and up fused into one weight; parameters [E, 2I, D] and [E, D, I]."""
 
     width: int
     config: ExpertsConfig
     layout: Layout = WHOLE
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], counts: Int[Array, " B"] | None = None) -> Float[Array, "B T D"]:
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        counts: Int[Array, " B"] | None = None,
+        routed: Float[Array, "B T D"] | None = None,
+    ) -> Float[Array, "B T D"]:
         """Returns the sum of the chosen experts' outputs by their weights.
 
         Args:
             counts: how many positions of each row are valid, the first ones; the others give zero. None is all.
+            routed: what the router reads; None is `x`.
         """
         c, (E, D) = self.config, (self.config.num_experts, self.width)
         inner, path = c.intermediate_size, "/".join(self.path)
@@ -46,21 +52,24 @@ class Experts(nn.Module):
         gate_up, down = gathered(gate_up, f"{path}/gate_up_proj"), gathered(down, f"{path}/down_proj")
         gate_up_bias, down_bias = bias("gate_up_bias", E, 2 * inner), bias("down_bias", E, D)
         correction = self.param("correction_bias", nn.initializers.zeros, (E,)) if c.correction_bias else None
-        own = {"router": router, "router_bias": bias("router_bias", E), "correction_bias": correction}
-        weights, chosen = routed(c, own, x)
+        scale = self.param("per_expert_scale", nn.initializers.ones, (E,)) if c.per_expert_scale else None
+        own = {"router": router, "router_bias": bias("router_bias", E)}
+        own |= {"correction_bias": correction, "per_expert_scale": scale}
+        weights, chosen = routing(c, own, x if routed is None else routed)
         if counts is not None:
             valid = (jnp.arange(x.shape[1])[None] < counts[:, None])[..., None]
             weights, chosen = jnp.where(valid, weights, 0.0), jnp.where(valid, chosen, E)
         rows = P(split_rows(x.shape[0]))
 
         def local(x: Array, weights: Array, chosen: Array, gate_up: Any, gate_up_bias: Any, down: Any) -> Array:
+            settings = c.swiglu_limit, c.activation
             if current_mesh() is None:
-                return apply_experts(x, weights, chosen, gate_up, gate_up_bias, down, c.swiglu_limit)
+                return apply_experts(x, weights, chosen, gate_up, gate_up_bias, down, *settings)
             held = gate_up.shape[0]  # by this device
             at = chosen - held * jax.lax.axis_index("expert")
             here = (at >= 0) & (at < held)
             weights, at = jnp.where(here, weights, 0.0), jnp.where(here, at, held)
-            return jax.lax.psum(apply_experts(x, weights, at, gate_up, gate_up_bias, down, c.swiglu_limit), HEADS)
+            return jax.lax.psum(apply_experts(x, weights, at, gate_up, gate_up_bias, down, *settings), HEADS)
 
         both, inner_last = P("expert", "model"), P("expert", None, "model")
         specs = (rows, rows, rows, both, both, inner_last)
@@ -70,12 +79,13 @@ class Experts(nn.Module):
         return out.astype(x.dtype)
 
 
-def routed(
+def routing(
     config: ExpertsConfig, params: Mapping[str, Any], x: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """`route` by the parameters of the layer's router."""
+    """`route` by the parameters of `Experts`."""
     logits = product("btd,ed->bte", x, params["router"])
-    return route(config, logits, params.get("router_bias"), params.get("correction_bias"))
+    given = (params.get(name) for name in ("router_bias", "correction_bias", "per_expert_scale"))
+    return route(config, logits, *given)
 
 
 def route(
@@ -83,6 +93,7 @@ def route(
     logits: Float[Array, "B T E"],
     bias: Float[Array, " E"] | None = None,
     correction: Float[Array, " E"] | None = None,
+    scale: Float[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
     """Weights and experts of every token, in float32; of equal scores the first expert wins."""
     if bias is not None:
@@ -98,6 +109,8 @@ def route(
         weights = jax.nn.softmax(weights, axis=-1)
     if config.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    if scale is not None:
+        weights = weights * scale.astype(jnp.float32)[chosen]
     return weights, chosen
 
 
@@ -109,6 +122,7 @@ def apply_experts(
     gate_up_bias: Float[Array, "E J"] | None,
     down: Float[Array, "E D I"] | Quantised,
     limit: float | None = None,
+    activation: str = "silu",
 ) -> Float[Array, "B T D"]:
     """Rows sorted by expert, two grouped products, and the sum over the experts of each token in their order."""
     (B, T, D), k, experts = x.shape, chosen.shape[2], gate_up.shape[0]
@@ -120,7 +134,7 @@ def apply_experts(
     if gate_up_bias is not None:
         both = both + gate_up_bias[flat[order]].astype(jnp.float32)
     gate, up = jnp.split(both.astype(x.dtype), 2, axis=-1)
-    inside = nn.silu(gate) * up if limit is None else clamped_swiglu(gate, up, limit)
+    inside = ACTIVATIONS[activation](gate) * up if limit is None else clamped_swiglu(gate, up, limit)
     out = grouped_matmul(inside, down, sizes).astype(x.dtype)
     back = jnp.argsort(order)
     return product("btkd,btk->btd", out[back].reshape(B, T, k, D).astype(jnp.float32), weights)

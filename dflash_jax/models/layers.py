@@ -18,6 +18,8 @@ from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.quantised import Quantised
 from dflash_jax.sharding import gathered
 
+# By the names of `hidden_act` in a config.
+ACTIVATIONS = {"silu": nn.silu, "gelu_pytorch_tanh": nn.gelu}
 FEW_ROWS = 256  # of a product: the widest block or prompt chunk that is multiplied weight first
 
 
@@ -43,11 +45,12 @@ class RMSNorm(nn.Module):
         return rms_norm(x, weight, self.eps)
 
 
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
-    """See `RMSNorm`; rounded before the product with the weight."""
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"] | None, eps: float) -> Float[Array, "... D"]:
+    """See `RMSNorm`; rounded before the product with the weight, if there is one."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return jnp.expand_dims(weight, range(x.ndim - 1)) * wide.astype(x.dtype)
+    normed = wide.astype(x.dtype)
+    return normed if weight is None else jnp.expand_dims(weight, range(x.ndim - 1)) * normed
 
 
 class Linear(nn.Module):
@@ -104,16 +107,17 @@ def project(x: Float[Array, "B T D"], weight: Weight) -> Float[Array, "B T M"]:
 
 
 class MLP(nn.Module):
-    """SwiGLU with gate and up fused into one weight."""
+    """SwiGLU, or its like with another activation of the gate; gate and up are fused into one weight."""
 
     width: int
     inner: int
     layout: Layout = WHOLE
     bias: bool = False
+    activation: str = "silu"
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         width, inner = self.width, self.inner
         both = Linear((width, 2 * inner), self.bias, name="gate_up_proj")(x)
         gate, up = unfuse(both, (inner, inner), self.layout.shards)
-        return Linear((inner, width), self.bias, name="down_proj")(nn.silu(gate) * up)
+        return Linear((inner, width), self.bias, name="down_proj")(ACTIVATIONS[self.activation](gate) * up)

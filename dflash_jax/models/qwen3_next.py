@@ -4,7 +4,7 @@ have linear attention.
 Reference: transformers `models/qwen3_next/modeling_qwen3_next.py`, `models/qwen3_5/modeling_qwen3_5.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from dflash_jax.config import (
     partly_rotated,
     require,
     target_fields,
+    text_config,
     token_ids,
 )
 from dflash_jax.mesh import HEADS, WHOLE, Layout
@@ -56,8 +57,7 @@ _FIXED: Raw = {
 }
 # Of a config whose text model is one part of several; the others are not read.
 _OUTSIDE = """
-    text_config vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
-    language_model_only tie_word_embeddings
+    vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id language_model_only
 """.split()
 RULES = (
     Rule(r"linear_attn/in_proj/weight", 2, P(HEADS, "fsdp")),
@@ -86,11 +86,8 @@ class Qwen3NextConfig(TargetConfig):
 
 def config(raw: Raw) -> Qwen3NextConfig:
     """Reads `config.json`, of the text model or of one that it is part of."""
-    model_type, nested = raw["model_type"], isinstance(raw.get("text_config"), Mapping)
-    if nested:
-        check_fields(raw, _OUTSIDE, {})
-        outside = {name: raw[name] for name in ("eos_token_id", "tie_word_embeddings") if raw.get(name) is not None}
-        raw = {**outside, **raw["text_config"]}
+    model_type = raw["model_type"]
+    raw, nested = text_config(raw, _OUTSIDE)
     check_fields(raw, [*DECODER_FIELDS, *_FIELDS], _FIXED)
     depth, attention = require(raw, "num_hidden_layers"), partly_rotated(raw, 0.25)
     linear = LinearAttentionConfig(

@@ -43,6 +43,9 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Float[Array, " 
     base = 1.0 / (config.theta**exponents)
     if config.kind == "default":
         return base, 1.0
+    if config.kind == "proportional":
+        turning = jnp.arange(head_dim // 2) < int(config.partial_rotary_factor * head_dim // 2)
+        return jnp.where(turning, base, 0.0) / config.factor, 1.0
     if config.kind == "linear":
         return base / config.factor, 1.0
     if config.kind == "llama3":

@@ -1,0 +1,296 @@
+"""Gemma 4 targets, dense or with experts beside the MLP (`gemma4`, `gemma4_text`): sliding and global layers have heads
+of two shapes and two ropes.
+
+Reference: transformers `models/gemma4/modeling_gemma4.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from dflash_jax.cache import Fresh
+from dflash_jax.checkpoint import Table, copied
+from dflash_jax.config import (
+    DECODER_FIELDS,
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    Raw,
+    TargetConfig,
+    attention_config,
+    check_fields,
+    layer_types,
+    require,
+    target_fields,
+    text_config,
+)
+from dflash_jax.mesh import WHOLE, Layout, on_every_device
+from dflash_jax.models import decoder, tables
+from dflash_jax.models.attention import Pass, attend_pass
+from dflash_jax.models.experts import Experts
+from dflash_jax.models.layers import MLP, Linear, RMSNorm, rms_norm, unfuse
+from dflash_jax.models.rope import rotate
+from dflash_jax.sharding import Rule
+
+ACTIVATION = "gelu_pytorch_tanh"
+_FIELDS = """
+    layer_types sliding_window global_head_dim num_global_key_value_heads per_layer_config attention_k_eq_v
+    enable_moe_block num_experts top_k_experts moe_intermediate_size final_logit_softcapping
+    use_bidirectional_attention vocab_size_per_layer_input
+""".split()
+# What E2B and E4B have.
+_REFUSED = {
+    "hidden_size_per_layer_input": "inputs of their own for every layer",
+    "num_kv_shared_layers": "layers that share keys and values",
+    "use_double_wide_mlp": "an MLP of double width",
+}
+# Of a config whose text model is one part of several.
+_OUTSIDE = """
+    vision_config audio_config image_token_id video_token_id audio_token_id boi_token_id eoi_token_id boa_token_id
+    eoa_token_id eoa_token_index vision_soft_tokens_per_image
+""".split()
+_NORMS = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+_EXPERT_NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
+RULES = (Rule(r"\w+_layernorm_[12]/weight", 1, P()), Rule(r"layer_scalar", 1, P()))
+
+
+@dataclass(frozen=True)
+class Gemma4Config(TargetConfig):
+    """A Gemma 4. Its layers with experts have an MLP beside them, of `intermediate_size`.
+
+    Attributes:
+        attention_k_eq_v: whether global layers have no values of their own, but take what becomes their keys.
+        final_logit_softcapping: logits become `cap * tanh(logit / cap)`; None leaves them.
+        nested: whether the text model's tensors stand inside another model's.
+    """
+
+    attention_k_eq_v: bool = False
+    final_logit_softcapping: float | None = None
+    nested: bool = False
+
+    def values_are_keys(self, mixer: AttentionConfig) -> bool:
+        """Whether a layer has no values of its own."""
+        return self.attention_k_eq_v and mixer.window is None
+
+    def indivisible(self, layout: Layout) -> str | None:
+        """Why the model cannot be split so, or None."""
+        inner = next((n for layer in self.layers if (n := layer.intermediate_size) % layout.shards), None)
+        return f"an inner width of {inner}" if inner else super().indivisible(layout)
+
+
+def config(raw: Raw) -> Gemma4Config:
+    """Reads `config.json`, of the text model or of one that it is part of."""
+    model_type = raw["model_type"]
+    raw, nested = text_config(raw, _OUTSIDE)
+    if small := [f"{what} ({name})" for name, what in _REFUSED.items() if raw.get(name)]:
+        raise ValueError(f"config.json: Gemma 4 with {', '.join(small)}, as in E2B and E4B, is not supported")
+    check_fields(
+        raw, [*DECODER_FIELDS, *_FIELDS, *_REFUSED], {"hidden_activation": ACTIVATION, "attention_bias": False}
+    )
+    seen = raw.get("use_bidirectional_attention")
+    if seen not in (None, "vision"):  # positions of images see each other, of which there are none
+        raise ValueError(f"config.json: use_bidirectional_attention must be null or 'vision', got {seen!r:.80}")
+    inner, experts = require(raw, "intermediate_size"), _experts(raw) if raw.get("enable_moe_block") else None
+    capped = raw.get("final_logit_softcapping") is not None
+    return Gemma4Config(
+        **target_fields({**raw, "tie_word_embeddings": raw.get("tie_word_embeddings") is not False}),
+        layers=tuple(LayerConfig(mixer, inner, experts) for mixer in _mixers(raw)),
+        model_type=model_type,
+        embedding_scale=require(raw, "hidden_size") ** 0.5,
+        attention_k_eq_v=bool(raw.get("attention_k_eq_v")),
+        final_logit_softcapping=require(raw, "final_logit_softcapping", float) if capped else None,
+        nested=nested,
+    )
+
+
+def _experts(raw: Raw) -> ExpertsConfig:
+    return ExpertsConfig(
+        require(raw, "num_experts"),
+        require(raw, "top_k_experts"),
+        require(raw, "moe_intermediate_size"),
+        norm_topk_prob=True,
+        activation=ACTIVATION,
+        per_expert_scale=True,
+    )
+
+
+def _mixers(raw: Raw) -> list[AttentionConfig]:
+    """The attention of every layer; the last one is always global, and so is every sixth by default."""
+    depth, ropes = require(raw, "num_hidden_layers"), raw.get("rope_parameters")
+    types = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(depth)]
+    if raw.get("layer_types") is not None:
+        types = layer_types(raw, depth)
+    types = [*types[:-1], "full_attention"]
+    if not isinstance(ropes, Mapping) or not all(isinstance(ropes.get(kind), Mapping) for kind in types):
+        raise ValueError(
+            f"config.json: rope_parameters must have one object for each of layer_types, got {ropes!r:.80}"
+        )
+    mixers = []
+    for kind, shape in zip(types, _shapes(raw, types), strict=True):
+        window = require(raw, "sliding_window") if kind == "sliding_attention" else None
+        own = attention_config({**raw, **shape, "rope_parameters": ropes[kind]}, window=window)
+        mixers.append(replace(own, scale=1.0))
+    return mixers
+
+
+def _shapes(raw: Raw, types: list[str]) -> list[Raw]:
+    """What differs in the heads of every layer, as published configs say it (by type), or those that transformers
+    saves (by layer).
+
+    Raises:
+        ValueError: both do, and differ; or neither; or something else differs.
+    """
+    shape = {"head_dim": raw.get("global_head_dim")}
+    if raw.get("attention_k_eq_v"):
+        shape["num_key_value_heads"] = raw.get("num_global_key_value_heads")
+    shape = {name: value for name, value in shape.items() if value is not None}
+    by_type: list[Raw] = [shape if kind == "full_attention" else {} for kind in types]
+    given = raw.get("per_layer_config")
+    if given is None:
+        require(raw, "global_head_dim")
+        return by_type
+    by_layer: list[Raw] = [{} for _ in types]
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config.json: per_layer_config must be an object, got {given!r:.80}")
+    for layer, own in given.items():
+        known = isinstance(own, Mapping) and set(own) <= {"head_dim", "num_key_value_heads"}
+        if not known or not str(layer).isdecimal() or int(layer) >= len(types):
+            raise ValueError(
+                "config.json: per_layer_config must give head_dim and num_key_value_heads of layers "
+                f"0..{len(types) - 1}, got {layer!r:.80}: {own!r:.80}"
+            )
+        by_layer[int(layer)] = {name: value for name, value in own.items() if value is not None}
+    if shape and by_layer != by_type:
+        raise ValueError(f"config.json gives heads twice: per_layer_config {given!r:.80}, and {shape} of global layers")
+    return by_layer
+
+
+class Norm(RMSNorm):
+    """Rounded behind the product with the weight."""
+
+    rounded_last: bool = True
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with a norm of every head: of queries, of keys, and, without a weight, of values.
+
+    Attributes:
+        values_are_keys: whether values are what the keys are made of, before their norm and rotation.
+    """
+
+    width: int
+    config: AttentionConfig
+    eps: float
+    layout: Layout = WHOLE
+    values_are_keys: bool = False
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: None = None
+    ) -> tuple[Float[Array, "B T D"], Fresh]:
+        c, (B, T, D) = self.config, x.shape
+        N, K, H = c.num_heads, c.num_kv_heads * self.layout.copies(c.num_kv_heads), c.head_dim
+        sizes = N * H, *[K * H] * (1 if self.values_are_keys else 2)
+        parts = unfuse(Linear((D, sum(sizes)), name="qkv_proj")(x), sizes, self.layout.shards)
+        q, k, v = (part.reshape(B, T, -1, H) for part in (*parts[:2], parts[-1]))
+        q = rotate(Norm(H, self.eps, name="q_norm")(q), at.rope)
+        k = rotate(Norm(H, self.eps, name="k_norm")(k), at.rope)
+        fresh = Fresh(k.swapaxes(1, 2), rms_norm(v, None, self.eps).swapaxes(1, 2))
+        out = attend_pass(q, fresh, at, entry, c).reshape(B, T, N * H)
+        return Linear((N * H, self.width), name="o_proj")(out), fresh
+
+
+class Layer(decoder.Layer):
+    """With norms of what attention and the MLP return, too, and its output times a number."""
+
+    norm_class = Norm
+
+    def attention(self) -> Attention:
+        c, mixer = self.config, self.layer.attention
+        assert isinstance(c, Gemma4Config)
+        shared = c.values_are_keys(mixer)
+        return Attention(c.hidden_size, mixer, c.rms_norm_eps, self.layout, shared, name="self_attn")
+
+    def normed(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """By the norm of this name."""
+        return Norm(self.config.hidden_size, self.config.rms_norm_eps, name=name)(on_every_device(x))
+
+    def feed_forward(self, x: Float[Array, "B T D"], at: Pass) -> Float[Array, "B T D"]:
+        """What the MLP makes of a position, and where there are experts, these beside it."""
+        D, eps, layer = self.config.hidden_size, self.config.rms_norm_eps, self.layer
+        mlp = MLP(D, layer.intermediate_size, self.layout, activation=ACTIVATION, name="mlp")
+        out = mlp(self.normed("pre_feedforward_layernorm", x))
+        if layer.experts is None:
+            return out
+        experts = Experts(D, layer.experts, self.layout, name="experts")
+        routed = RMSNorm(D, eps, name="router_norm")(x) * D**-0.5
+        beside = experts(self.normed("pre_feedforward_layernorm_2", x), at.counts, routed)
+        return self.normed("post_feedforward_layernorm_1", out) + self.normed("post_feedforward_layernorm_2", beside)
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        h, fresh = self.attention()(self.normed("input_layernorm", x), at, entry, shared)
+        x = x + self.normed("post_attention_layernorm", h)
+        x = x + self.normed("post_feedforward_layernorm", self.feed_forward(x, at))
+        return on_every_device(x * self.param("layer_scalar", nn.initializers.ones, (1,))[0]), fresh
+
+
+class Model(decoder.Decoder):
+    """See `decoder.Decoder`."""
+
+    layer = Layer
+
+    def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Float32 logits, capped."""
+        assert isinstance(self.config, Gemma4Config)
+        logits, cap = self.head(hidden), self.config.final_logit_softcapping
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def tensors(config: Gemma4Config, layout: Layout = WHOLE) -> Table:
+    """Checkpoint tensors of every parameter."""
+    D = config.hidden_size
+
+    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
+        norms = _NORMS if each.experts is None else (*_NORMS, *_EXPERT_NORMS)
+        table: Table = {f"{path}/{name}/weight": copied(f"{prefix}.{name}.weight", D) for name in norms}
+        table[f"{path}/layer_scalar"] = copied(f"{prefix}.layer_scalar", 1)
+        shared = config.values_are_keys(each.attention)
+        own = _attention(f"{prefix}.self_attn", D, each.attention, layout, values_are_keys=shared)
+        table |= {f"{path}/self_attn/{name}": leaf for name, leaf in own.items()}
+        table |= tables.swiglu(f"{path}/mlp", f"{prefix}.mlp", D, each.intermediate_size, layout)
+        if each.experts is None:
+            return table
+        E, stored = each.experts.num_experts, tables.stored_together(f"{prefix}.experts", D, each.experts, layout)
+        table |= {f"{path}/experts/{name}": leaf for name, leaf in stored.items()}
+        table[f"{path}/experts/router"] = copied(f"{prefix}.router.proj.weight", E, D)
+        table[f"{path}/experts/per_expert_scale"] = copied(f"{prefix}.router.per_expert_scale", E)
+        table[f"{path}/router_norm/weight"] = copied(f"{prefix}.router.scale", D)
+        return table
+
+    return tables.decoder(config, layer, "model.language_model" if config.nested else "model")
+
+
+def _attention(prefix: str, width: int, c: AttentionConfig, layout: Layout, *, values_are_keys: bool) -> Table:
+    queries, keys, copies = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, layout.copies(c.num_kv_heads)
+    names = [(f"{prefix}.q_proj", queries, 1), (f"{prefix}.k_proj", keys, copies), (f"{prefix}.v_proj", keys, copies)]
+    return {
+        "qkv_proj/weight": tables.linear(names[: 2 if values_are_keys else 3], width, layout.shards),
+        "o_proj/weight": tables.linear([(f"{prefix}.o_proj", width, 1)], queries),
+        "q_norm/weight": copied(f"{prefix}.q_norm.weight", c.head_dim),
+        "k_norm/weight": copied(f"{prefix}.k_norm.weight", c.head_dim),
+    }
+
+
+def ignored(config: Gemma4Config) -> tuple[str, ...]:
+    """Vision and audio are not read."""
+    return *tables.ignored(config), *(
+        f"model.{part}.*" for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+    )
