@@ -139,6 +139,7 @@ class ExpertsConfig:
         scores: what makes weights of the router's logits: a softmax over all experts, a softmax over the token's top-k,
             or a sigmoid.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        routed_scaling_factor: what they are multiplied by at last.
         correction_bias: whether the router adds a bias to the scores to choose by, though not to the weights.
         bias: whether the router and every product have one.
         swiglu_limit: where gpt-oss clamps its SwiGLU; None is the plain SwiGLU.
@@ -153,6 +154,7 @@ class ExpertsConfig:
     norm_topk_prob: bool = False
     scores: Literal["softmax", "softmax_topk", "sigmoid"] = "softmax"
     correction_bias: bool = False
+    routed_scaling_factor: float = 1.0
     bias: bool = False
     swiglu_limit: float | None = None
 

@@ -64,6 +64,13 @@ def drafter(directory):
     return load_drafter(directory / "drafter")
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory):
+    """A target with latent attention."""
+    raw = tiny.target_config(model_type="deepseek_v3", **tiny.FAMILIES["deepseek_v3"])
+    return load_target(tiny.write_target(tmp_path_factory.mktemp("latent"), raw))
+
+
 def requests():
     """Penalties, temperatures and prompts that begin alike."""
     head = [(7 * i + 3) % 60 for i in range(20)]
@@ -262,10 +269,10 @@ def rollout(target, drafter, parts, state, steps):
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("which", ["qwen3", "toy"])
+@pytest.mark.parametrize("which", ["qwen3", "toy", "latent"])
 @pytest.mark.parametrize("how", ["warm", *(pytest.param(how, marks=pytest.mark.slow) for how in ("greedy", "hot"))])
-def test_random_trees_equal_autoregressive_decoding(target, toy, drafter, which, how):
-    target = target if which == "qwen3" else toy
+def test_random_trees_equal_autoregressive_decoding(target, toy, latent, drafter, which, how):
+    target = {"qwen3": target, "toy": toy, "latent": latent}[which]
     plain, _, _ = rollout(target, None, make_round(target, None, 0), started(target, None, *SETTINGS[how]), WIDTH - 1)
     truth, lengths = jnp.asarray(plain), jnp.asarray([len(prompt) for prompt in PROMPTS])
     depth, nodes = 5, 14

@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from dflash_jax.kernels.block_attention.reference import whole_caches
 from dflash_jax.kernels.dispatch import using
 
-# Operations that leave the numbers of their first operand as they are, wherever these are then read.
+# Operations that leave the numbers of their largest operand as they are, wherever these are then read.
 _VIEWS = frozenset(
     """
     reshape transpose broadcast_in_dim squeeze convert_element_type slice dynamic_slice expand_dims copy
@@ -71,7 +71,8 @@ class _Count:
                 if name in ("pjit", "jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call"):
                     outputs = found
             if not inner and name in _VIEWS:
-                outputs = [next((x for x in inputs if x is not None), None)] * len(eqn.outvars)
+                sized = [(v.aval.size, origin) for v, origin in zip(eqn.invars, inputs, strict=True) if origin is not None]
+                outputs = [max(sized, key=lambda x: x[0], default=(0, None))[1]] * len(eqn.outvars)
             known.update(zip(eqn.outvars, outputs, strict=True))
         return [of(x) for x in jaxpr.outvars]
 

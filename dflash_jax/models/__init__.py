@@ -9,11 +9,14 @@ own kind, `RULES` says how these are split (see `sharding`).
 from types import ModuleType
 
 from dflash_jax.config import Raw, TargetConfig
-from dflash_jax.models import gpt_oss, llama, minimax_m2, qwen3, qwen3_moe, qwen3_next
+from dflash_jax.models import deepseek_v3, gpt_oss, llama, minimax_m2, qwen3, qwen3_moe, qwen3_next
 from dflash_jax.sharding import add_rules
 
 FAMILIES: dict[str, ModuleType] = {
+    "deepseek_v3": deepseek_v3,
     "gpt_oss": gpt_oss,
+    "kimi_k2": deepseek_v3,
+    "kimi_k25": deepseek_v3,
     "llama": llama,
     "minimax_m2": minimax_m2,
     "mistral": llama,
@@ -27,6 +30,12 @@ FAMILIES: dict[str, ModuleType] = {
 }
 
 
+# Families that look like one of these and are not.
+REFUSED = {
+    "deepseek_v32": "its indexer, which chooses the positions that a query sees",
+    "glm_moe_dsa": "its indexer, which chooses the positions that a query sees",
+}
+
 for module in FAMILIES.values():
     add_rules(getattr(module, "RULES", ()))
 
@@ -38,7 +47,9 @@ def register(model_type: str, module: ModuleType) -> None:
 
 
 def family(model_type: object) -> ModuleType:
-    """The module implementing a `model_type`; raises ValueError naming the supported ones."""
+    """The module implementing a `model_type`; raises ValueError naming the supported ones, or what this one needs."""
+    if isinstance(model_type, str) and model_type in REFUSED:
+        raise ValueError(f"target model_type {model_type!r} needs {REFUSED[model_type]}; that is not supported")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"target model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")
     return FAMILIES[model_type]

@@ -20,6 +20,9 @@ from dflash_jax.quantised import Quantised
 from dflash_jax.sharding import gathered
 
 
+LEAST_SUM = 1e-20  # of the weights of a token's experts: sigmoids may all be zero
+
+
 class Experts(nn.Module):
     """SwiGLU experts, each with gate and up fused into one weight; parameters [E, 2I, D] and [E, D, I]."""
 
@@ -88,8 +91,8 @@ def route(
     if config.scores == "softmax_topk":
         weights = jax.nn.softmax(weights, axis=-1)
     if config.norm_topk_prob:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return weights, chosen
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), LEAST_SUM)
+    return weights * config.routed_scaling_factor, chosen
 
 
 def apply_experts(

@@ -1,13 +1,25 @@
 """Checkpoint tensors of what many families share: the decoder, attention, MLPs and experts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
-from dflash_jax.checkpoint import Leaf, Part, QuantisedLeaf, Section, Source, Stored, Table, copied, fused, stacked
-from dflash_jax.checkpoint.table import FLOATS
+from dflash_jax.checkpoint import (
+    Leaf,
+    Packed,
+    Part,
+    QuantisedLeaf,
+    Section,
+    Source,
+    Stored,
+    Table,
+    copied,
+    fused,
+    fused_each,
+)
 from dflash_jax.config import ExpertsConfig, LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout
-from dflash_jax.quantised import BLOCK, FP8
+from dflash_jax.quantised import BLOCK, FP8, GROUP, INT4
 
 
 def decoder(
@@ -113,33 +125,71 @@ def swiglu(
     return table
 
 
+class Outputs(NamedTuple):
+    """A layer whose outputs are a stretch of a weight's.
+
+    Attributes:
+        name: of the layer.
+        size: how many there are.
+        copies: how often they are there (see `Section`).
+        order: in which they are, of those that are stored; None is as they are stored.
+    """
+
+    name: str
+    size: int
+    copies: int = 1
+    order: Sequence[int] | None = None
+
+
 def linear(
-    names: Sequence[tuple[str, int, int]], width: int, shards: int = 1, *, fp8: bool = False
+    layers: Sequence[Outputs | tuple[str, int, int]], width: int, shards: int = 1, *, fp8: bool = False
 ) -> Leaf | QuantisedLeaf:
     """The weight of a product, whose outputs are those of several layers one after the other.
 
     Args:
-        names: of each layer: its name, its outputs, and how often they are there (see `Section`).
         width: inputs.
         shards: see `fused`.
         fp8: whether it is stored in FP8 with block scales, and stays so.
+
+    Raises:
+        ValueError: FP8 blocks would have to be cut or mixed.
     """
-
-    def sections(kind: str, block: int, *dtypes: str) -> Leaf:
-        shape = lambda outputs: (-(-outputs // block), -(-width // block))
-        sources = [
-            (Stored(f"{name}.{kind}", shape(outputs), dtypes or FLOATS), times) for name, outputs, times in names
-        ]
-        return fused([Section(source, copies=times) for source, times in sources], shards)
-
+    every = [Outputs(*layer) for layer in layers]
     if not fp8:
-        return sections("weight", 1)
-    if len(names) > 1 and any(outputs % BLOCK for _, outputs, _ in names):
-        raise ValueError(
-            f"FP8 weights with blocks of {BLOCK} outputs cannot be joined: {[size for _, size, _ in names]}"
-        )
-    values = replace(sections("weight", 1, "F8_E4M3"), dtype="float8_e4m3fn")
-    return QuantisedLeaf(values, replace(sections("weight_scale_inv", BLOCK), dtype="float32"), FP8)
+        return fused(_plain(every, width), shards)
+    values, scale = _in_fp8(every, width, shards)
+    return QuantisedLeaf(fused(values, shards, "float8_e4m3fn"), fused(scale, shards, "float32"), FP8)
+
+
+def _plain(layers: Sequence[Outputs], width: int) -> list[Section]:
+    return [Section(Stored(f"{each.name}.weight", (each.size, width)), each.order, each.copies) for each in layers]
+
+
+def _in_fp8(layers: Sequence[Outputs], width: int, shards: int) -> tuple[list[Section], list[Section]]:
+    """Values and scales."""
+    sizes = [each.size for each in layers]
+    if len(sizes) > 1 and any(size % BLOCK for size in (sizes if shards > 1 else sizes[:-1])):
+        raise ValueError(f"FP8 weights with blocks of {BLOCK} outputs cannot be joined: {sizes}")
+    for each in layers:
+        if each.order and any(to // BLOCK != of // BLOCK for to, of in enumerate(each.order)):
+            raise ValueError(f"{each.name}: outputs in FP8 blocks of {BLOCK} would change their block")
+    blocks = lambda size: -(-size // BLOCK)
+    scales = [Stored(f"{each.name}.weight_scale_inv", (blocks(each.size), blocks(width))) for each in layers]
+    values = [Stored(f"{each.name}.weight", (each.size, width), ("F8_E4M3",)) for each in layers]
+    return (
+        [Section(source, each.order, each.copies) for source, each in zip(values, layers, strict=True)],
+        [Section(source, copies=each.copies) for source, each in zip(scales, layers, strict=True)],
+    )
+
+
+def _in_int4(layers: Sequence[Outputs], width: int) -> tuple[list[Section], list[Section]]:
+    """Values and scales."""
+    if width % GROUP:
+        raise ValueError(f"{layers[0].name}: INT4 has groups of {GROUP} inputs, and {width} are no multiple")
+    return (
+        [Section(Packed(f"{each.name}.weight", (each.size, width // 8), 8)) for each in layers],
+        [Section(Stored(f"{each.name}.weight_scale", (each.size, width // GROUP))) for each in layers],
+    )
 
 
 def experts(
@@ -150,26 +200,37 @@ def experts(
     layout: Layout,
     *,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    correction: str = "e_score_correction_bias",
     fp8: bool = False,
+    int4: bool = False,
 ) -> Table:
     """Router and experts that are stored one by one.
 
     Args:
         path, prefix: of the parameters, and of the checkpoint tensors.
         names: of gate, up and down.
-        fp8: whether the experts are stored in FP8 with block scales, and stay so.
+        correction: name of the bias to choose by.
+        fp8, int4: whether the experts are stored in FP8 with block scales, or in INT4, and stay so.
     """
     gate, up, down = names
     inner, every = config.intermediate_size, [f"{prefix}.experts.{e}" for e in range(config.num_experts)]
-    both = [[(f"{expert}.{name}", inner, 1) for name in (gate, up)] for expert in every]
+
+    def weight(names: tuple[str, ...], outputs: int, inputs: int, shards: int) -> Leaf | QuantisedLeaf:
+        each = [[Outputs(f"{expert}.{name}", outputs) for name in names] for expert in every]
+        if not fp8 and not int4:
+            return fused_each([_plain(layers, inputs) for layers in each], shards)
+        how = _in_int4 if int4 else partial(_in_fp8, shards=shards)
+        values, scale = zip(*(how(layers, inputs) for layers in each), strict=True)
+        dtypes, kind = (("int32", None), INT4) if int4 else (("float8_e4m3fn", "float32"), FP8)
+        return QuantisedLeaf(fused_each(values, shards, dtypes[0]), fused_each(scale, shards, dtypes[1]), kind)
+
     table: Table = {
         f"{path}/router": copied(f"{prefix}.gate.weight", config.num_experts, width),
-        f"{path}/gate_up_proj": _stacked([linear(each, width, layout.inner, fp8=fp8) for each in both]),
-        f"{path}/down_proj": _stacked([linear([(f"{expert}.{down}", width, 1)], inner, fp8=fp8) for expert in every]),
+        f"{path}/gate_up_proj": weight((gate, up), inner, width, layout.inner),
+        f"{path}/down_proj": weight((down,), width, inner, 1),
     }
     if config.correction_bias:
-        name = f"{prefix}.e_score_correction_bias"
-        table[f"{path}/correction_bias"] = copied(name, config.num_experts, dtype="float32")
+        table[f"{path}/correction_bias"] = copied(f"{prefix}.{correction}", config.num_experts, dtype="float32")
     return table
 
 
@@ -187,14 +248,6 @@ def stored_together(prefix: str, width: int, config: ExpertsConfig, layout: Layo
         pieces.append(Part(source, index, (slice(None), slice(first, first + count))))
     down = copied(f"{prefix}.down_proj", E, width, inner)
     return {"gate_up_proj": Leaf(source.shape, tuple(pieces)), "down_proj": down}
-
-
-def _stacked(leaves: Sequence[Leaf | QuantisedLeaf]) -> Leaf | QuantisedLeaf:
-    packed = [leaf for leaf in leaves if isinstance(leaf, QuantisedLeaf)]
-    if packed:
-        values, scale = stacked([leaf.values for leaf in packed]), stacked([leaf.scale for leaf in packed])
-        return QuantisedLeaf(values, scale, packed[0].kind)
-    return stacked([leaf for leaf in leaves if isinstance(leaf, Leaf)])
 
 
 def alternating(source: Source, shape: tuple[int, ...], parts: int, axis: int = 1, dtype: str | None = None) -> Leaf:

@@ -1,0 +1,135 @@
+"""Latent caches: on every mesh what they are on one device, and what engines make of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import Engine, load_drafter, load_target
+from dflash_jax.cache import Fresh
+from dflash_jax.cache.latent import Latent
+from dflash_jax.decoding.state import init_state
+from dflash_jax.mesh import make_mesh, parse_mesh
+from dflash_jax.sharding import pin, state_shardings
+from tests import tiny
+
+R, S, T, N, C, ROTATED, PLAIN, VALUES = 4, 160, 6, 4, 16, 8, 10, 12
+
+
+def mesh(axes):
+    count = int(np.prod([int(part.split("=")[1]) for part in axes.split(",")]))
+    return make_mesh(parse_mesh(axes, range(count)), jax.devices()[:count])
+
+
+def drawn(*sizes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(size), jnp.float32) for size in sizes]
+
+
+def used(entry, fresh, wide, q, up, rows):
+    """What an entry gives and becomes; with `rows`, by a block of these."""
+    B = fresh.k.shape[0]
+    lengths = jnp.asarray([150, 3, 77, 0])[jnp.arange(R) if rows is None else rows]
+    where = lengths[:, None] + jnp.arange(T)[None], fresh, lengths
+    options = {"visible": "causal", "rows": rows, "starts": None, "up": up, "scale": 0.3}
+    absorbed = entry.attend(wide, *where, expanded=False, **options)
+    expanded = entry.attend(q, *where, expanded=True, **options)
+    path = jnp.broadcast_to(jnp.asarray([0, 2, 1, 3]), (B, 4))
+    kept = jnp.asarray([4, 0, 3, 1])[:B]
+    after = entry.commit(fresh, lengths, kept, path=path, rows=rows)
+    copied = after.restore(after.snapshot(jnp.int32(2), jnp.int32(60), 20), jnp.int32(1), jnp.int32(25))
+    return absorbed, expanded, after, copied
+
+
+# Rows split over all axes; rows split as those of other caches, with more devices than rows; one part of several.
+@pytest.mark.parametrize("axes", ["data=2,model=2", "model=8", "expert=2,model=2", "data=2", "data=4,expert=2"])
+@pytest.mark.parametrize("rows", [None, [3, 0], [2]])
+def test_a_mesh_changes_nothing(axes, rows):
+    B = R if rows is None else len(rows)
+    if "data" in axes and rows is not None:
+        rows = [0, 3] if B == 2 else rows  # each part has one of its own
+    vectors = C + ROTATED
+    latents, k, wide, q, up = drawn(
+        (R, 1, S, vectors), (B, 1, T, vectors), (B, T, 2 * N, vectors), (B, T, 2 * N, PLAIN + ROTATED), (8, 22, C)
+    )
+    rows = None if rows is None else jnp.asarray(rows)
+    arguments = Latent(latents, None), Fresh(k, None), wide, q, up, rows
+    expected = jax.jit(used)(*arguments)
+    with jax.set_mesh(mesh(axes)):
+        got = jax.jit(lambda *x: used(pin(x[0]), *x[1:]))(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), expected, got)
+
+
+def test_what_is_committed_is_the_path():
+    latents, k = drawn((2, 1, 32, C + ROTATED), (2, 1, T, C + ROTATED))
+    entry = Latent(latents, None)
+    after = entry.commit(Fresh(k, None), jnp.asarray([5, 9]), jnp.asarray([3, 0]), path=jnp.asarray([[0, 3, 4]] * 2))
+    expected = np.array(latents)
+    expected[0, 0, 5:8] = k[0, 0, [0, 3, 4]]
+    np.testing.assert_array_equal(after.k, expected)
+    assert after.v is None
+
+
+@pytest.mark.parametrize(
+    ("axes", "slots", "held"),
+    [("data=2,model=2", 4, 1), ("model=4", 4, 1), ("model=4", 8, 2), ("model=4", 2, 2), ("data=2,model=4", 4, 2)],
+)
+def test_rows_are_split_over_all_axes_that_divide_them(pair, axes, slots, held):
+    """One latent head cannot be split; where rows are fewer than devices, those of an axis of heads hold the same."""
+    on = mesh(axes)
+    target = load_target(pair / "target", mesh=on)
+    state = jax.eval_shape(lambda: init_state(target, None, slots, 64, 2))
+    entry = state.target_cache.entries[0]
+    sharding = state_shardings(state, on).target_cache.entries[0].k
+    assert sharding.shard_shape(entry.k.shape) == (held, 1, 64, 16 + 8)
+    assert len(jax.tree.leaves(entry)) == 1  # values are no array of their own
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("latent")
+    raw = tiny.target_config(model_type="deepseek_v3", **tiny.FAMILIES["deepseek_v3"])
+    tiny.write_target(directory / "target", raw)
+    tiny.write_drafter(directory / "drafter", tiny.drafter_config())
+    return directory
+
+
+def requests():
+    head = [(7 * i + 3) % 60 for i in range(40)]
+    prompts = [[5, 9, 11], [*head, 1], [*head[:36], 2, 3], [40], [*head, *head[:9]], [7, 7, 30, 31]]
+    given = {"repetition_penalty": 1.2, "presence_penalty": 0.4}
+    return [tiny.ask(p, 16, 0.5 * (i % 3), id=str(i), **(given if i % 2 else {})) for i, p in enumerate(prompts)]
+
+
+def answers(pair, *, axes=None, drafter=True, **settings):
+    on = None if axes is None else mesh(axes)
+    models = load_target(pair / "target", mesh=on), load_drafter(pair / "drafter", mesh=on) if drafter else None
+    engine = Engine(*models, max_length=96, **settings)
+    return [done.token_ids for done in engine.generate(requests())], engine
+
+
+@pytest.fixture(scope="module")
+def plain(pair):
+    return answers(pair, drafter=False)[0]
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"slots": 3, "prefill_chunk": 8, "prefix_chunks": 16},  # prompts attend absorbed,
+        pytest.param({"slots": 3, "prefill_chunk": 32}, marks=pytest.mark.slow),  # and expanded
+        pytest.param({"slots": 3, "prefill_chunk": 8, "short_length": 56}, marks=pytest.mark.slow),
+        pytest.param({"slots": 16, "block_size": 3}, marks=pytest.mark.slow),  # narrow programs
+        pytest.param({"slots": 4, "axes": "data=2,model=2", "prefill_chunk": 32}, marks=pytest.mark.slow),
+        pytest.param({"slots": 4, "axes": "expert=2,model=2", "prefix_chunks": 16, "prefill_chunk": 8}, marks=pytest.mark.slow),
+        pytest.param({"slots": 2, "axes": "model=4", "prefix_chunks": 16, "prefill_chunk": 8}, marks=pytest.mark.slow),
+        pytest.param({"slots": 16, "axes": "model=4", "prefill_chunk": 16, "short_length": 64}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_speculation_chunks_slots_prefixes_and_meshes_change_nothing(pair, plain, settings):
+    got, engine = answers(pair, **settings)
+    assert got == plain
+    if settings.get("prefix_chunks"):
+        assert engine.stats.prefix_tokens > 0
