@@ -184,9 +184,9 @@ def local_rows(rows: jax.Array | None, count: int, held: Any) -> tuple[jax.Array
 
 
 def from_owner(x: jax.Array, owned: jax.Array, axes: tuple[str, ...] = ROWS) -> jax.Array:
-    """Rows [B, ...] as the device that holds each of them found it, on every device along these axes; inside
-    `on_each_device`."""
-    if current_mesh() is None:
+    """Rows [B, ...] as the device that holds each of them found it, on every device along these axes, if there are
+    any; inside `on_each_device`."""
+    if current_mesh() is None or not axes:
         return x
     return jax.lax.psum(jnp.where(owned.reshape(-1, *(1,) * (x.ndim - 1)), x, 0), axes)
 

@@ -88,9 +88,9 @@ class INT4(Quantised):
         return *self.values.shape[:-1], 8 * self.values.shape[-1]
 
     def astype(self, dtype: jnp.dtype) -> Float[Array, "..."]:
-        numbers = jnp.stack([(self.values >> shift & 15) - 8 for shift in range(0, 32, 4)], axis=-1)
-        numbers = numbers.reshape(*self.scale.shape, GROUP).astype(jnp.float32) * self.scale.astype(jnp.float32)[..., None]
-        return numbers.reshape(self.shape).astype(dtype)
+        codes = jnp.stack([self.values >> shift & 15 for shift in range(0, 32, 4)], axis=-1)
+        numbers = (codes - 8).reshape(*self.scale.shape, GROUP).astype(jnp.float32)
+        return (numbers * self.scale.astype(jnp.float32)[..., None]).reshape(self.shape).astype(dtype)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,15 +1,17 @@
 """Latent caches: on every mesh what they are on one device, and what engines make of them."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, load_drafter, load_target
+from dflash_jax import Engine, checkpoint, load_drafter, load_target, models
 from dflash_jax.cache import Fresh
 from dflash_jax.cache.latent import Latent
 from dflash_jax.decoding.state import init_state
-from dflash_jax.mesh import make_mesh, parse_mesh
+from dflash_jax.mesh import Layout, make_mesh, parse_mesh
 from dflash_jax.sharding import pin, state_shardings
 from tests import tiny
 
@@ -94,6 +96,28 @@ def pair(tmp_path_factory):
     return directory
 
 
+def test_very_many_tensors_are_opened_fast(tmp_path):
+    """Kimi's experts are 69,120 weights of three tensors each; of two layers with as many experts, on eight devices."""
+    changes = {"n_routed_experts": 384, "num_hidden_layers": 3, "moe_intermediate_size": 256, "num_attention_heads": 8}
+    changes |= {"num_key_value_heads": 8, "tie_word_embeddings": False, "intermediate_size": 256}
+    raw = tiny.target_config(model_type="kimi_k25", **tiny.FAMILIES["kimi_k25"] | changes)
+    config = models.target_config(raw)
+    begin = time.process_time()
+    table = models.family("kimi_k25").tensors(config, Layout(8))
+    assert sum(len(leaf.parts) for _, leaf in checkpoint.leaves(table)) > 2 * 384 * 2 * (16 + 1)
+    assert time.process_time() - begin < 2  # where each part was checked it took five
+    tensors = {}
+    for _, leaf in checkpoint.leaves(models.family("kimi_k25").tensors(config)):
+        for part in leaf.parts:
+            for name, (shape, dtypes) in part.source.stored.items():
+                tensors[name] = np.zeros(shape, checkpoint.table.DTYPES[dtypes[0]])
+    tiny.write(tmp_path, raw, tensors)
+    load_target(tmp_path)  # imports and programs
+    begin = time.process_time()
+    load_target(tmp_path)
+    assert time.process_time() - begin < 5e-4 * len(tensors)
+
+
 def requests():
     head = [(7 * i + 3) % 60 for i in range(40)]
     prompts = [[5, 9, 11], [*head, 1], [*head[:36], 2, 3], [40], [*head, *head[:9]], [7, 7, 30, 31]]
@@ -103,8 +127,8 @@ def requests():
 
 def answers(pair, *, axes=None, drafter=True, **settings):
     on = None if axes is None else mesh(axes)
-    models = load_target(pair / "target", mesh=on), load_drafter(pair / "drafter", mesh=on) if drafter else None
-    engine = Engine(*models, max_length=96, **settings)
+    both = load_target(pair / "target", mesh=on), load_drafter(pair / "drafter", mesh=on) if drafter else None
+    engine = Engine(*both, max_length=96, **settings)
     return [done.token_ids for done in engine.generate(requests())], engine
 
 
@@ -113,21 +137,20 @@ def plain(pair):
     return answers(pair, drafter=False)[0]
 
 
+FAST = {"slots": 3, "prefill_chunk": 8, "prefix_chunks": 16}  # prompts attend absorbed
+SLOW = [
+    {"slots": 3, "prefill_chunk": 32},  # and expanded
+    {"slots": 3, "prefill_chunk": 8, "short_length": 56},
+    {"slots": 16, "block_size": 3},  # narrow programs
+    {"slots": 4, "axes": "data=2,model=2", "prefill_chunk": 32},
+    {"slots": 4, "axes": "expert=2,model=2", "prefix_chunks": 16, "prefill_chunk": 8},
+    {"slots": 2, "axes": "model=4", "prefix_chunks": 16, "prefill_chunk": 8},
+    {"slots": 16, "axes": "model=4", "prefill_chunk": 16, "short_length": 64},
+]
+
+
 @pytest.mark.lossless
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"slots": 3, "prefill_chunk": 8, "prefix_chunks": 16},  # prompts attend absorbed,
-        pytest.param({"slots": 3, "prefill_chunk": 32}, marks=pytest.mark.slow),  # and expanded
-        pytest.param({"slots": 3, "prefill_chunk": 8, "short_length": 56}, marks=pytest.mark.slow),
-        pytest.param({"slots": 16, "block_size": 3}, marks=pytest.mark.slow),  # narrow programs
-        pytest.param({"slots": 4, "axes": "data=2,model=2", "prefill_chunk": 32}, marks=pytest.mark.slow),
-        pytest.param({"slots": 4, "axes": "expert=2,model=2", "prefix_chunks": 16, "prefill_chunk": 8}, marks=pytest.mark.slow),
-        pytest.param({"slots": 2, "axes": "model=4", "prefix_chunks": 16, "prefill_chunk": 8}, marks=pytest.mark.slow),
-        pytest.param({"slots": 16, "axes": "model=4", "prefill_chunk": 16, "short_length": 64}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str)
 def test_speculation_chunks_slots_prefixes_and_meshes_change_nothing(pair, plain, settings):
     got, engine = answers(pair, **settings)
     assert got == plain

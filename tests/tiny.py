@@ -73,9 +73,7 @@ INT4 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "config_groups": {
-        "group_0": {
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-        }
+        "group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}}
     },
 }
 # What makes `target_config()` one of each family, with every kind of parameter that it can have.

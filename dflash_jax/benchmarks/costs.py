@@ -71,8 +71,9 @@ class _Count:
                 if name in ("pjit", "jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call"):
                     outputs = found
             if not inner and name in _VIEWS:
-                sized = [(v.aval.size, origin) for v, origin in zip(eqn.invars, inputs, strict=True) if origin is not None]
-                outputs = [max(sized, key=lambda x: x[0], default=(0, None))[1]] * len(eqn.outvars)
+                views = [v for v in eqn.invars if of(v) is not None]
+                largest = max(views, key=lambda v: v.aval.size, default=None)
+                outputs = [largest if largest is None else of(largest)] * len(eqn.outvars)
             known.update(zip(eqn.outvars, outputs, strict=True))
         return [of(x) for x in jaxpr.outvars]
 

@@ -3,7 +3,7 @@
 Shapes: R cache rows, B block rows, K key-value heads, S slots, H head dim, T block positions, C snapshot positions.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,7 @@ class KV(struct.PyTreeNode):
         **settings: Any,
     ) -> Float[Array, "B T N Hv"]:
         """Attention of a block to the committed positions and to its own; see `kernels.block_attention.attend`."""
+        assert fresh.v is not None
         where: dict[str, Any] = {"visible": visible, "rows": rows, "starts": starts}
         return attend(q, positions, fresh.k, fresh.v, self, lengths, **where, **settings)
 
@@ -87,12 +88,13 @@ class KV(struct.PyTreeNode):
         **settings: Any,
     ) -> Float[Array, "B T N Hv"]:
         """The same for `per_row` blocks to each row, differentiable; see `kernels.anchored_attention`."""
+        assert self.v is not None
         fold = lambda x: x.reshape(-1, per_row, *x.shape[1:])
         q_folded, k, v = map(fold, (q, fresh.k, fresh.v))
         out = attend_anchored(q_folded, k, v, self.k, self.v, fold(anchors), fold(starts), **settings)
         return out.reshape(q.shape[0], *out.shape[2:])
 
-    def begin(self, row: Int[Array, ""]) -> "KV":
+    def begin(self, row: Int[Array, ""]) -> Self:
         """As it is: what lies beyond a row's length is never read."""
         return self
 
@@ -104,7 +106,7 @@ class KV(struct.PyTreeNode):
         *,
         path: Int[Array, "B J"] | None = None,
         rows: Int[Array, " B"] | None = None,
-    ) -> "KV":
+    ) -> Self:
         """See `Entry.commit`; what does not fit is dropped."""
         if path is not None:
             fresh = jax.tree.map(lambda x: jnp.take_along_axis(x, path[:, None, :, None], axis=2), fresh)
@@ -120,19 +122,18 @@ class KV(struct.PyTreeNode):
             rows, owned = local_rows(row[None], entry.k.shape[0], held)
             assert rows is not None
             slots = (start + jnp.arange(size)) % entry.k.shape[2]
-            found = jax.tree.map(lambda x: x[rows[0]][:, slots][None], entry)
-            return found if held is None else jax.tree.map(lambda x: from_owner(x, owned, held), found)
+            return jax.tree.map(lambda x: from_owner(x[rows[0]][:, slots][None], owned, held or ()), entry)
 
         held, heads = split_cache(*self.k.shape[:2])
         run = on_each_device(local, (P(held, heads), P(), P()), P(None, heads))
         return run(Fresh(self.k, self.v), row, start)
 
-    def restore(self, snapshot: Fresh, row: Int[Array, ""], end: Int[Array, ""]) -> "KV":
+    def restore(self, snapshot: Fresh, row: Int[Array, ""], end: Int[Array, ""]) -> Self:
         """See `Entry.restore`; what lies before position 0 is left out. A long snapshot is written piece by piece."""
         size = snapshot.k.shape[2]
         width = size if size <= 2 * PIECE else PIECE
 
-        def piece(i: Int[Array, ""] | int, entry: "KV") -> "KV":
+        def piece(i: Int[Array, ""] | int, entry: Self) -> Self:
             at = end - size + i * width  # of its first position
             skip = jnp.clip(-at, 0, width)
             kept = jnp.minimum(size - i * width, width) - skip
@@ -142,6 +143,6 @@ class KV(struct.PyTreeNode):
 
         return piece(0, self) if width == size else jax.lax.fori_loop(0, -(-size // width), piece, self)
 
-    def partition(self) -> "KV":
+    def partition(self) -> Self:
         """Rows and heads are split."""
         return self.replace(k=P(ROWS, HEADS), v=P(ROWS, HEADS))

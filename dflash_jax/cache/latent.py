@@ -4,7 +4,7 @@ values. Its first entries are the latent, the others a rotated part that the key
 Shapes: R cache rows, S slots, L entries of a vector, C of them in the latent; otherwise as in `attention`.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -34,8 +34,8 @@ class Latent(KV):
         visible: Literal["causal", "full"] | Visibility,
         rows: Int[Array, " B"] | None,
         starts: Int[Array, "B T"] | None,
-        up: Float[Array, "N U C"],
-        expanded: bool,
+        up: Float[Array, "N U C"] | None = None,
+        expanded: bool = False,
         **settings: Any,
     ) -> Float[Array, "B T N Hv"]:
         """Attention of a block to the committed positions and to its own; see `kernels.block_attention.attend`.
@@ -44,11 +44,12 @@ class Latent(KV):
             up: what makes keys and values of every head from latents.
             expanded: whether it does. Else the queries are of whole vectors, and what comes out is of latents.
         """
+        assert up is not None
         where: dict[str, Any] = {"visible": visible, "rows": rows, "starts": starts}
         if expanded:
             return attend(q, positions, *expand(fresh.k, up, q.shape[-1]), self, lengths, up=up, **where, **settings)
         return attend(q, positions, fresh.k, fresh.k[..., : up.shape[2]], self, lengths, **where, **settings)
 
-    def partition(self) -> "Latent":
+    def partition(self) -> Self:
         """Rows are split, over the axes of heads, too, where these divide them."""
         return self.replace(k=P(*split_cache(*self.k.shape[:2])))

@@ -39,7 +39,7 @@ _FIELDS = """
     q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave latent_norm_eps
     n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace norm_topk_prob
     routed_scaling_factor num_nextn_predict_layers num_mtp_layers quantization_config
-    aux_loss_alpha router_aux_loss_coef seq_aux ep_size prefix
+    aux_loss_alpha router_aux_loss_coef seq_aux ep_size
 """.split()
 # What published configs say that the family has anyway; another value is another model.
 _FIXED: Raw = {
@@ -115,9 +115,12 @@ def config(raw: Raw) -> DeepseekV3Config:
     attention = LatentAttentionConfig(
         require(raw, "num_attention_heads"),
         require(raw, "q_lora_rank") if raw.get("q_lora_rank") is not None else None,
-        *(require(raw, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+        require(raw, "kv_lora_rank"),
+        require(raw, "qk_nope_head_dim"),
+        require(raw, "qk_rope_head_dim"),
+        require(raw, "v_head_dim"),
         rope_config(raw),
-        require({"latent_norm_eps": raw.get("latent_norm_eps") or 1e-6}, "latent_norm_eps", float),
+        require({"latent_norm_eps": 1e-6, **raw}, "latent_norm_eps", float),
     )
     if attention.qk_rope_head_dim % 2:
         raise ValueError(f"qk_rope_head_dim must be even for rotary embedding, got {attention.qk_rope_head_dim}")
@@ -182,11 +185,12 @@ def _has_int4(raw: Raw) -> bool:
     given: Any = raw.get("quantization_config")
     if not isinstance(given, Mapping) or given.get("quant_method") != "compressed-tensors":
         return False
-    groups = given.get("config_groups") or {}
-    found = [{name: group.get("weights", {}).get(name) for name in _INT4} for group in groups.values()]
-    rounded = [group for group in groups.values() if group.get("input_activations") or group.get("output_activations")]
-    ordered = [group for group in groups.values() if group.get("weights", {}).get("actorder")]
-    if given.get("format") != "pack-quantized" or found != [_INT4] or rounded or ordered or given.get("kv_cache_scheme"):
+    groups = list((given.get("config_groups") or {}).values())
+    weights = [group.get("weights") or {} for group in groups]
+    found = [{name: each.get(name) for name in _INT4} for each in weights]
+    more = [given.get("kv_cache_scheme"), *(each.get("actorder") for each in weights)]
+    more += [group.get(name) for group in groups for name in ("input_activations", "output_activations")]
+    if given.get("format") != "pack-quantized" or found != [_INT4] or any(more):
         raise ValueError(
             f"config.json: a quantization_config of compressed-tensors must have the format 'pack-quantized' and one "
             f"group of weights with {_INT4}, and no quantised activations; got {given!r:.800}"

@@ -19,7 +19,6 @@ from dflash_jax.models.layers import parameter
 from dflash_jax.quantised import Quantised
 from dflash_jax.sharding import gathered
 
-
 LEAST_SUM = 1e-20  # of the weights of a token's experts: sigmoids may all be zero
 
 

@@ -1,4 +1,5 @@
-"""Multi-head latent attention (arXiv 2405.04434, section 2.1; transformers `models/deepseek_v3/modeling_deepseek_v3.py`).
+"""Multi-head latent attention (arXiv 2405.04434, section 2.1; transformers
+`models/deepseek_v3/modeling_deepseek_v3.py`).
 
 A position is cached as one vector, from which every head has its key and value. A short block attends *absorbed*: its
 queries are taken to the space of the cached vectors, which then serve as keys and values themselves. A long one attends
@@ -127,7 +128,7 @@ class LatentAttention(nn.Module):
         latents = RMSNorm(c.kv_lora_rank, c.eps, name="kv_a_layernorm")(latents)
         key = rotate(key[:, :, None], at.rope)[:, :, 0]
         fresh = Fresh(jnp.concatenate([latents, key], axis=-1)[:, None], None)
-        up, expanded = self._up(x.dtype), T > c.absorbed
+        up, expanded = self._up(x.dtype), c.absorbed < T
         if not expanded:
             into = up[:, : c.qk_nope_head_dim]
             plain = product("btnh,nhc->btnc", plain, into).astype(x.dtype)

@@ -142,7 +142,7 @@ class Outputs(NamedTuple):
 
 
 def linear(
-    layers: Sequence[Outputs | tuple[str, int, int]], width: int, shards: int = 1, *, fp8: bool = False
+    layers: Sequence[tuple[str, int, int] | Outputs], width: int, shards: int = 1, *, fp8: bool = False
 ) -> Leaf | QuantisedLeaf:
     """The weight of a product, whose outputs are those of several layers one after the other.
 
@@ -154,7 +154,7 @@ def linear(
     Raises:
         ValueError: FP8 blocks would have to be cut or mixed.
     """
-    every = [Outputs(*layer) for layer in layers]
+    every = [layer if isinstance(layer, Outputs) else Outputs(*layer) for layer in layers]
     if not fp8:
         return fused(_plain(every, width), shards)
     values, scale = _in_fp8(every, width, shards)

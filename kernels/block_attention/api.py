@@ -115,11 +115,8 @@ def attend(
         up = None
     if up is not None:
         cache_k, rows = _on_all_heads(cache_k, rows, q.shape[0])
-    held, heads = split_cache(*cache_k.shape[:2]) if up is None else (split_rows(cache_k.shape[0]), None)
-    split = held if rows is None else split_rows(q.shape[0]) if held else None
-    others = _without(held, split)
-    by_head = None if set(HEADS) & set(held or ()) else HEADS
-    queries, keys = P(split, None, by_head), P(split, by_head and split_evenly(k.shape[1], HEADS))
+    held, split, cached, heads = _axes(cache_k, rows, q.shape[0], latent=up is not None)
+    queries, keys = P(split, None, heads), P(split, heads and split_evenly(k.shape[1], heads))
     kind = visible if isinstance(visible, str) else "one for each row" if visible.ndim == 3 else "one for all rows"
     options = {"visible": kind, "window": window, "softcap": softcap, "scale": factor, "apart": cache_v is not None}
     trial = partial(Trial.of, sinks=sinks is not None, starts=starts is not None, **options)
@@ -131,7 +128,7 @@ def attend(
         and choose(ALONE, q, v, cache_k, cache_v, implementation=implementation, trial=trial(q, v, cache_k)) is splash
     ):
         alone = partial(splash.attend, window=window, scale=factor, softcap=softcap)
-        return on_each_device(alone, (queries, keys, keys, P(split), P(by_head)), queries)(q, k, v, starts, sinks)
+        return on_each_device(alone, (queries, keys, keys, P(split), P(heads)), queries)(q, k, v, starts, sinks)
     mask = block_mask(visible, k.shape[2], positions, at, window)
     low = starts
     if starts is not None:
@@ -147,10 +144,10 @@ def attend(
         lengths = jnp.where(here, lengths, 0)
         more = {} if up is None else {"up": up}
         out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, rows, **more)
-        return from_owner(out, here, others) if others else out
+        return from_owner(out, here, _without(held, split))
 
-    masks, caches = P(split if mask.shape[0] > 1 else None), P(held, heads)
-    specs = (queries, keys, keys, caches, caches, P(by_head), P(split), P(split), masks, P(by_head), P(split))
+    masks, caches = P(split if mask.shape[0] > 1 else None), P(held, cached)
+    specs = (queries, keys, keys, caches, caches, P(heads), P(split), P(split), masks, P(heads), P(split))
     run = on_each_device(local, specs, queries)
     return run(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows)
 
@@ -168,11 +165,29 @@ def expand(
     return reference.expand(latents, up, head_dim)
 
 
+_Axes = tuple[str, ...] | None  # of a mesh, over which something is split
+
+
+def _axes(
+    cache_k: Float[Array, "R _ S _"], rows: Int[Array, " B"] | None, count: int, *, latent: bool
+) -> tuple[_Axes, _Axes, _Axes, _Axes]:
+    """The mesh axes of the cache's rows, the block's rows, the cache's heads and the queries' heads.
+
+    Args:
+        count: rows of the block.
+        latent: whether the cache holds latents that each device makes keys and values of its own heads from.
+    """
+    held, cached = (split_rows(cache_k.shape[0]), None) if latent else split_cache(*cache_k.shape[:2])
+    split = held if rows is None else split_rows(count) if held else None
+    return held, split, cached, _without(HEADS, held) or None
+
+
 def _on_all_heads(
     latents: Float[Array, "R 1 S L"], rows: Int[Array, " B"] | None, count: int
 ) -> tuple[Float[Array, "_ 1 S L"], Int[Array, " B"] | None]:
-    """The `count` rows of a cache that a block attends to, where the mesh splits them over the axes of heads: on every
-    device of these. And which of what is returned they are.
+    """Latents where every device of the axes that split heads has them, and which of them belong to the block's rows.
+
+    If the mesh splits the cache's rows over these axes, too, they are those of the `count` rows alone.
     """
     (held, _), split = split_cache(*latents.shape[:2]), split_rows(count)
     if not set(HEADS) & set(held or ()):
@@ -187,7 +202,7 @@ def _on_all_heads(
     return on_each_device(local, (P(held), P(split)), P(split))(latents, rows), None
 
 
-def _without(axes: tuple[str, ...] | None, others: tuple[str, ...] | None) -> tuple[str, ...]:
+def _without(axes: _Axes, others: _Axes) -> tuple[str, ...]:
     return tuple(axis for axis in axes or () if axis not in (others or ()))
 
 

@@ -33,11 +33,11 @@ def declines(
     cache_v: Float[Array, "R K S Hv"] | None,
 ) -> str | None:
     """Why these shapes are not served, or None."""
-    if cache_v is None and (q.shape[-1], v.shape[-1]) != LATENT_DIMS:
-        return f"latents of {q.shape[-1]} with values of {v.shape[-1]}; it serves {LATENT_DIMS[0]} with {LATENT_DIMS[1]}"
-    for size in (q.shape[-1], v.shape[-1]) if cache_v is not None else ():
-        if size not in HEAD_DIMS:
-            return f"head dim {size}; it serves {', '.join(map(str, HEAD_DIMS))}"
+    dims = q.shape[-1], v.shape[-1]
+    if cache_v is None and dims != LATENT_DIMS:
+        return f"head dims {dims} of keys and of values that are a part of them; it serves {LATENT_DIMS}"
+    if cache_v is not None and (other := [size for size in dims if size not in HEAD_DIMS]):
+        return f"head dim {other[0]}; it serves {', '.join(map(str, HEAD_DIMS))}"
     if q.dtype not in (jnp.float32, jnp.bfloat16) or cache_k.dtype != q.dtype or v.dtype != q.dtype:
         return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; it serves float32 and bfloat16"
     if cache_k.shape[2] == 0:
@@ -191,6 +191,7 @@ def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, scale: float, sof
         seen = held((1, chunk), 1)
         written = (seen if turned_v else held((chunk, 1), 0)) >= 0
         seen = (seen >= 0) & (seen >= low[...])
+
         # What was never written may hold anything, even NaN.
         def values(h):
             if cache_v:

@@ -239,7 +239,7 @@ def test_long_prompts_and_short_blocks(tmp_path):
 
 def test_when_long_blocks_attend_expanded(tmp_path):
     """About 170 queries with DeepSeek's sizes, and 400 with GLM-5's."""
-    raw = RAW | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
+    raw = RAW | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     assert 170 < models.target_config(raw).layers[0].mixer.absorbed < 171
     raw |= {"qk_nope_head_dim": 192, "v_head_dim": 256}
     assert 398 < models.target_config(raw).layers[0].mixer.absorbed < 399
@@ -275,7 +275,8 @@ def test_forward_in_fp8(tmp_path):
 
 def test_fp8_blocks_are_not_mixed(tmp_path):
     """Rotated dimensions that stand in two blocks would have to be put into one."""
-    config = models.target_config(RAW | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128] * 2}})
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config = models.target_config(RAW | fp8 | {"q_lora_rank": None, "qk_nope_head_dim": 124})
     with pytest.raises(ValueError, match="would change their block"):
         models.family("deepseek_v3").tensors(config)
 
