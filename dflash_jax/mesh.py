@@ -183,6 +183,23 @@ def local_rows(rows: jax.Array | None, count: int, held: Any) -> tuple[jax.Array
     return jnp.clip(at, 0, count - 1), (at >= 0) & (at < count)
 
 
+def owned_rows(rows: jax.Array, owned: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of a block's rows those that this device holds, all different, as a writer wants them; see `local_rows`.
+
+    Args:
+        rows, owned: where they lie among the `count` that it holds, and whether they do.
+
+    Returns:
+        Places in the block, as many as there can be; where their rows lie; and whether they do. Those that do not have
+        rows that nothing is to be written to.
+    """
+    at = jnp.argsort(~owned, stable=True)[: min(len(rows), count)]
+    rows, owned = rows[at], owned[at]
+    taken = jnp.zeros(count, bool).at[jnp.where(owned, rows, count)].set(True, mode="drop")
+    spare = jnp.argsort(taken, stable=True)[jnp.maximum(jnp.cumsum(~owned) - 1, 0)]
+    return at, jnp.where(owned, rows, spare), owned
+
+
 def from_owner(x: jax.Array, owned: jax.Array, axes: tuple[str, ...] = ROWS) -> jax.Array:
     """Rows [B, ...] as the device that holds each of them found it, on every device along these axes, if there are
     any; inside `on_each_device`."""

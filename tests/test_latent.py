@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from dflash_jax import Engine, checkpoint, load_drafter, load_target, models
 from dflash_jax.cache import Fresh
 from dflash_jax.cache.latent import Latent
 from dflash_jax.decoding.state import init_state
-from dflash_jax.mesh import Layout, make_mesh, parse_mesh
+from dflash_jax.kernels.cache_update import append
+from dflash_jax.mesh import Layout, make_mesh, owned_rows, parse_mesh
 from dflash_jax.sharding import pin, state_shardings
 from tests import tiny
 
@@ -60,6 +62,42 @@ def test_a_mesh_changes_nothing(axes, rows):
     with jax.set_mesh(mesh(axes)):
         got = jax.jit(lambda *x: used(pin(x[0]), *x[1:]))(*arguments)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), expected, got)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "tpu"])
+def test_devices_write_their_own_rows_alone(implementation):
+    """Rows of a block that other devices hold must not stand where a device's own are: a kernel would write these back
+    as it had read them."""
+    cache, block = drawn((4, 1, 128, C + ROTATED), (3, 1, T, C + ROTATED))
+    lengths, kept, rows = (jnp.asarray(x) for x in ([9, 9, 9], [T, 2, 4], [2, 0, 3]))
+    expected = np.array(cache)
+    for b in range(3):
+        expected[rows[b], 0, 9 : 9 + kept[b]] = block[b, 0, : kept[b]]
+    with jax.set_mesh(mesh("model=2")), pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        got, _ = append(cache, None, block, None, lengths, kept, rows, implementation=implementation)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_rows_of_a_writer_are_all_different(count):
+    clipped, owned = jnp.asarray([0, 0, 0, 0]), jnp.asarray([False, True, False, False])
+    at, rows, here = owned_rows(clipped, owned, count)
+    assert at[0] == 1
+    assert here.tolist() == [True] + [False] * (len(here) - 1)
+    assert rows[0] == 0
+    assert len(set(rows.tolist())) == len(rows) == min(4, count)
+
+
+def test_packed_documents_without_a_cache(pair):
+    """Rows as training takes them: each document as if it stood alone."""
+    target = load_target(pair / "target")
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 60, (1, 60)))
+    starts = jnp.asarray([[0] * 25 + [25] * 35])
+    at = jnp.arange(60)[None]
+    packed, *_ = target.forward(tokens, at, None, target.init_cache(1, 0), starts=starts)
+    for first, last in ((0, 25), (25, 60)):  # absorbed, and expanded as the whole row
+        alone, *_ = target.forward(tokens[:, first:last], at[:, : last - first], None, target.init_cache(1, 0))
+        np.testing.assert_allclose(packed[:, first:last], alone, atol=1e-5)
 
 
 def test_what_is_committed_is_the_path():

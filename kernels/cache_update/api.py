@@ -3,11 +3,12 @@
 Shapes: R cache rows, B block rows, K key-value heads, S slots, T block positions, H head dim (Hv of values).
 """
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.mesh import local_rows, on_each_device, split_cache, split_rows
+from dflash_jax.mesh import current_mesh, local_rows, on_each_device, owned_rows, split_cache, split_rows
 
 from ..dispatch import Name, choose
 from . import pallas_tpu, reference
@@ -57,6 +58,9 @@ def append(
         trial = Trial.of(cache_k, cache_v, k, ring)
         chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation, trial=trial)
         rows, here = local_rows(rows, cache_k.shape[0], held)
+        if rows is not None and held != split and current_mesh() is not None:
+            at, rows, here = owned_rows(rows, here, cache_k.shape[0])
+            k, v, lengths, kept = jax.tree.map(lambda x: x[at], (k, v, lengths, kept))
         return chosen.append(cache_k, cache_v, k, v, lengths, jnp.where(here, kept, 0), rows, ring)
 
     cache, block = P(held, heads), P(split, heads)
