@@ -152,6 +152,7 @@ class ExpertsConfig:
         scores: what makes weights of the router's logits: a softmax over all experts, a softmax over the token's top-k,
             or a sigmoid.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        routed_scaling_factor: what they are multiplied by at last.
         correction_bias: whether the router adds a bias to the scores to choose by, though not to the weights.
         bias: whether the router and every product have one.
         swiglu_limit: where gpt-oss clamps its SwiGLU; None is the plain SwiGLU.
@@ -168,6 +169,7 @@ class ExpertsConfig:
     norm_topk_prob: bool = False
     scores: Literal["softmax", "softmax_topk", "sigmoid"] = "softmax"
     correction_bias: bool = False
+    routed_scaling_factor: float = 1.0
     bias: bool = False
     swiglu_limit: float | None = None
     activation: str = "silu"
@@ -355,7 +357,8 @@ def text_config(raw: Raw, outside: Iterable[str]) -> tuple[Raw, bool]:
     if not isinstance(raw.get("text_config"), Mapping):
         return raw, False
     check_fields(raw, ["text_config", "tie_word_embeddings", *outside], {})
-    own = {name: raw[name] for name in ("eos_token_id", "tie_word_embeddings") if raw.get(name) is not None}
+    inherited = "eos_token_id", "tie_word_embeddings", "quantization_config"
+    own = {name: raw[name] for name in inherited if raw.get(name) is not None}
     return {**own, **raw["text_config"]}, True
 
 

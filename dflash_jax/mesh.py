@@ -149,9 +149,25 @@ def on_each_device(function: Callable, in_specs: tuple[PartitionSpec, ...], out_
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def split_evenly(count: int, axes: tuple[str, ...]) -> tuple[str, ...] | None:
+    """These mesh axes, if they split what there are `count` of into equal parts; else None."""
+    return axes if count % parts_of(current_mesh(), axes) == 0 else None
+
+
 def split_rows(rows: int) -> tuple[str, ...] | None:
     """The mesh axes that a cache of so many rows is split over; none if they do not divide it, as for a single row."""
-    return ROWS if rows % row_parts() == 0 else None
+    return split_evenly(rows, ROWS)
+
+
+def split_cache(rows: int, heads: int) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """The mesh axes that the rows of a cache are split over, and those that its heads are.
+
+    A single head (of latent attention) cannot be split. Rows then take the axes of heads, too, if these divide them;
+    else every device of those axes holds the same.
+    """
+    if split_evenly(heads, HEADS):
+        return split_rows(rows), HEADS
+    return split_evenly(rows, AXES) or split_rows(rows), None
 
 
 def local_rows(rows: jax.Array | None, count: int, held: Any) -> tuple[jax.Array | None, jax.Array]:
@@ -167,11 +183,29 @@ def local_rows(rows: jax.Array | None, count: int, held: Any) -> tuple[jax.Array
     return jnp.clip(at, 0, count - 1), (at >= 0) & (at < count)
 
 
-def from_owner(x: jax.Array, owned: jax.Array) -> jax.Array:
-    """Rows [B, ...] as the device that holds each of them found it, on every device; inside `on_each_device`."""
-    if current_mesh() is None:
+def owned_rows(rows: jax.Array, owned: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of a block's rows those that this device holds, all different, as a writer wants them; see `local_rows`.
+
+    Args:
+        rows, owned: where they lie among the `count` that it holds, and whether they do.
+
+    Returns:
+        Places in the block, as many as there can be; where their rows lie; and whether they do. Those that do not have
+        rows that nothing is to be written to.
+    """
+    at = jnp.argsort(~owned, stable=True)[: min(len(rows), count)]
+    rows, owned = rows[at], owned[at]
+    taken = jnp.zeros(count, bool).at[jnp.where(owned, rows, count)].set(True, mode="drop")
+    spare = jnp.argsort(taken, stable=True)[jnp.maximum(jnp.cumsum(~owned) - 1, 0)]
+    return at, jnp.where(owned, rows, spare), owned
+
+
+def from_owner(x: jax.Array, owned: jax.Array, axes: tuple[str, ...] = ROWS) -> jax.Array:
+    """Rows [B, ...] as the device that holds each of them found it, on every device along these axes, if there are
+    any; inside `on_each_device`."""
+    if current_mesh() is None or not axes:
         return x
-    return jax.lax.psum(jnp.where(owned.reshape(-1, *(1,) * (x.ndim - 1)), x, 0), ROWS)
+    return jax.lax.psum(jnp.where(owned.reshape(-1, *(1,) * (x.ndim - 1)), x, 0), axes)
 
 
 # --------------------------------------------------------------------------------------------------

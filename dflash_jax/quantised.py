@@ -8,7 +8,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Num
 
 BLOCK = 128  # outputs, and inputs, that share a scale in FP8
-GROUP = 32  # inputs that share one in MXFP4
+GROUP = 32  # inputs that share one in MXFP4 and INT4
 
 
 class Quantised(struct.PyTreeNode):
@@ -80,6 +80,24 @@ class FP8(Quantised):
         scale = jnp.repeat(self.scale, self.block_rows, axis=-2)[..., :rows, :]
         scale = jnp.repeat(scale, BLOCK, axis=-1)[..., :columns]
         return (self.values.astype(jnp.float32) * scale).astype(dtype)
+
+
+class INT4(Quantised):
+    """Four bits a number, and a scale for every group of 32 inputs (compressed-tensors' `pack-quantized`; Kimi).
+
+    Attributes:
+        values: [..., D / 8] in int32: eight whole numbers from -8 to 7, plus 8, the first one in the lowest bits.
+        scale: [..., D / 32] in the dtype of what is computed with it; numbers are multiplied by it.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.values.shape[:-1], 8 * self.values.shape[-1]
+
+    def astype(self, dtype: jnp.dtype) -> Float[Array, "..."]:
+        codes = jnp.stack([self.values >> shift & 15 for shift in range(0, 32, 4)], axis=-1)
+        numbers = (codes - 8).reshape(*self.scale.shape, GROUP).astype(jnp.float32)
+        return (numbers * self.scale.astype(jnp.float32)[..., None]).reshape(self.shape).astype(dtype)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,7 +9,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.mesh import AXES, HEADS, ROWS, AnyMesh, Layout, constrain, current_mesh, layout_of, on_every_device
+from dflash_jax.mesh import (
+    AXES,
+    HEADS,
+    ROWS,
+    AnyMesh,
+    Layout,
+    constrain,
+    current_mesh,
+    entered,
+    layout_of,
+    on_every_device,
+)
 
 TILE = 128  # of a product on TPU and GPU
 
@@ -167,10 +178,12 @@ def pin(state: Any) -> Any:
 
 def state_shardings(state: Any, mesh: Mesh | AbstractMesh) -> Any:
     """The layout that `pin` gives a state."""
-    return jax.tree.map(lambda axes: NamedSharding(mesh, axes), partition(state))
+    with entered(mesh):
+        return jax.tree.map(lambda axes: NamedSharding(mesh, axes), partition(state))
 
 
 def partition(tree: Any) -> Any:
-    """The mesh axes of every array: what has a method `partition` says so itself, of all else rows are split."""
+    """The mesh axes of every array on the mesh that is entered: what has a method `partition` says so itself, of all
+    else rows are split."""
     says = lambda x: callable(getattr(x, "partition", None))
     return jax.tree.map(lambda x: x.partition() if says(x) else P(ROWS), tree, is_leaf=says)

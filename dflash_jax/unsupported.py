@@ -7,11 +7,9 @@ Raw = Mapping[str, Any]
 
 # Families that are known and not built, by `model_type`.
 MODEL_TYPES = {
+    "deepseek_v32": "DeepSeek-V3.2's indexer, which chooses the keys that attention reads",
     "glm_moe_dsa": "GLM-5's indexer, which chooses the keys that attention reads",
     "muse_glimmer": "Muse's normed embeddings, output gates and layers without rotary embedding",
-    "deepseek_v3": "latent attention",
-    "kimi_k2": "latent attention",
-    "kimi_k25": "latent attention and vision parts",
 }
 # Fields that say so, and what is needed where they have such a value.
 FIELDS: dict[str, Callable[[Any], str | None]] = {

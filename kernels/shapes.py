@@ -12,6 +12,7 @@ class Shape(NamedTuple):
         window: of a sliding layer.
         sinks: whether heads have an attention sink.
         softcap: of the scores.
+        values: how many entries of the keys are values, the first ones (latent attention); None where values are apart.
     """
 
     T: int
@@ -22,6 +23,7 @@ class Shape(NamedTuple):
     window: int | None = None
     sinks: bool = False
     softcap: float | None = None
+    values: int | None = None
 
 
 SHAPES = {
@@ -38,5 +40,7 @@ SHAPES = {
     "gemma-4-31b verify, global": Shape(16, 32, 4, 512),
     "gemma-4-31b draft, sliding": Shape(16, 64, 8, 128, causal=False, window=2048),
     "gemma-2-9b decode": Shape(1, 16, 8, 256, softcap=50.0),
+    "kimi-k2.5 decode": Shape(1, 64, 1, 576, values=512),
+    "kimi-k2.5 verify": Shape(8, 64, 1, 576, values=512),
     "qwen3-8b prefill": Shape(512, 32, 8, 128),
 }

@@ -239,3 +239,18 @@ def test_every_table_covers_every_parameter_once():
             for part in leaf.parts:
                 covered[part.index] += 1
             assert (covered == 1).all()
+
+
+def test_what_is_stacked_by_its_sections_is_what_is_stacked():
+    def sections(expert, width=6):
+        names = [f"experts.{expert}.{name}" for name in ("gate", "up")]
+        return [checkpoint.Section(checkpoint.Stored(name, (4, width))) for name in names]
+
+    each = [sections(expert) for expert in range(3)]
+    for shards in (1, 2):
+        expected = checkpoint.stacked([checkpoint.fused(one, shards) for one in each])
+        assert checkpoint.fused_each(each, shards) == expected
+    with pytest.raises(ValueError, match="must be alike"):
+        checkpoint.fused_each([sections(0), sections(1, width=5)])
+    with pytest.raises(ValueError, match="cannot be split over 3 shards"):
+        checkpoint.fused_each(each, 3)

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.config import check_fields
 from dflash_jax.drafters import drafter_config, kind_of
 from dflash_jax.models import target_config
+from dflash_jax.models.rope import rope_frequencies
 from tests import tiny
 
 
@@ -240,6 +242,17 @@ def test_drafter_fields_in_their_places():
     auxiliary["dflash_config"] = {"mask_token_id": tiny.MASK}
     auxiliary["aux_hidden_state_layer_ids"] = [1, 3]
     assert drafter_config(auxiliary) == nested
+
+
+def test_kimis_drafter_and_the_amplitude_of_its_rotations():
+    """By its config it is 1; `attention_factor` sets another for a checkpoint."""
+    target, raw = PAIRS["kimi-k2.5"]
+    config = drafter_config(raw, 61)
+    config.check_pair(target_config(target))
+    assert (len(config.layers), config.block_size, config.layers[0].mixer.rope.kind) == (6, 8, "yarn")
+    amplitude = lambda raw: rope_frequencies(drafter_config(raw, 61).layers[0].mixer.rope, 128)[1]
+    assert amplitude(raw) == 1
+    assert amplitude(raw | {"rope_scaling": raw["rope_scaling"] | {"attention_factor": 1.4159}}) == 1.4159
 
 
 def test_taps_default_to_the_rule():

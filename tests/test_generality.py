@@ -70,6 +70,13 @@ def drafter(directory):
     return load_drafter(directory / "drafter")
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory):
+    """A target with latent attention."""
+    raw = tiny.target_config(model_type="deepseek_v3", **tiny.FAMILIES["deepseek_v3"])
+    return load_target(tiny.write_target(tmp_path_factory.mktemp("latent"), raw))
+
+
 def requests():
     """Penalties, temperatures and prompts that begin alike."""
     head = [(7 * i + 3) % 60 for i in range(20)]
@@ -268,7 +275,7 @@ def rollout(target, drafter, parts, state, steps):
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("which", ["target", "toy", pytest.param("gemma4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["target", "toy", "latent", pytest.param("gemma4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["warm", *(pytest.param(how, marks=pytest.mark.slow) for how in ("greedy", "hot"))])
 def test_random_trees_equal_autoregressive_decoding(request, drafter, which, how):
     target = request.getfixturevalue(which)

@@ -186,16 +186,139 @@ PUBLISHED = {
         "vocab_size": 200064,
     },
 }
+_INT4 = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+PUBLISHED["moonshotai/Kimi-K2.5"] = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"},
+    "bos_token_id": 163584,
+    "dtype": "bfloat16",
+    "eos_token_id": 163585,
+    "ignore_index": -100,
+    "media_placeholder_token_id": 163605,
+    "model_type": "kimi_k25",
+    "pad_token_id": 163839,
+    "quantization_config": _INT4,
+    "tie_word_embeddings": False,
+    "use_unified_vision_chunk": True,
+    "video_placeholder": "<|kimi_k25_video_placeholder|>",
+    "vision_config": {"vt_hidden_size": 1152, "vt_num_hidden_layers": 27},
+    "text_config": {
+        "_name_or_path": "",
+        "add_cross_attention": False,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": 163584,
+        "chunk_size_feed_forward": 0,
+        "eos_token_id": 163585,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "hidden_size": 7168,
+        "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "is_decoder": False,
+        "is_encoder_decoder": False,
+        "kv_lora_rank": 512,
+        "label2id": {"LABEL_0": 0, "LABEL_1": 1},
+        "max_position_embeddings": 262144,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 0,
+        "output_attentions": False,
+        "output_hidden_states": False,
+        "pad_token_id": 163839,
+        "prefix": None,
+        "pretraining_tp": 1,
+        "problem_type": None,
+        "pruned_heads": {},
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "quantization_config": _INT4,
+        "return_dict": True,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 64.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "rope_theta": 50000.0,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "task_specific_params": None,
+        "tf_legacy_loss": False,
+        "tie_encoder_decoder": False,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "torchscript": False,
+        "use_bfloat16": False,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
+}
+
+
+def published(name, **changes):
+    """With changes to the fields of the text model."""
+    raw = PUBLISHED[name]
+    if "text_config" in raw:
+        return raw | {"text_config": _COMMON | raw["text_config"] | changes}
+    return _COMMON | raw | changes
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_read(name):
-    raw = _COMMON | PUBLISHED[name]
-    config = models.target_config(raw)
+    raw = published(name)
+    config, raw = models.target_config(raw), raw.get("text_config", raw)
     assert config.num_hidden_layers == raw["num_hidden_layers"]
     assert config.vocab_size == raw["vocab_size"]
     experts = config.layers[-1].experts
-    assert (experts and experts.num_experts) == raw.get("num_experts", raw.get("num_local_experts"))
+    counts = [raw[field] for field in ("num_experts", "num_local_experts", "n_routed_experts") if field in raw]
+    assert ([experts.num_experts] if experts else []) == counts
 
 
 @pytest.mark.parametrize(
@@ -214,8 +337,12 @@ def test_published_configs_are_read(name):
         ("MiniMaxAI/MiniMax-M2", "shared_intermediate_size", 1024),
         ("MiniMaxAI/MiniMax-M2", "sliding_window", 128),
         ("MiniMaxAI/MiniMax-M2", "layer_types", ["sliding_attention"] * 62),
+        ("moonshotai/Kimi-K2.5", "n_group", 8),
+        ("moonshotai/Kimi-K2.5", "scoring_func", "softmax"),
+        ("moonshotai/Kimi-K2.5", "attention_bias", True),
+        ("moonshotai/Kimi-K2.5", "index_topk", 2048),
     ],
 )
 def test_another_value_is_refused_by_name(name, field, value):
     with pytest.raises(ValueError, match=field):
-        models.target_config(_COMMON | PUBLISHED[name] | {field: value})
+        models.target_config(published(name, **{field: value}))

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.checkpoint import BlockScaled
+from dflash_jax.checkpoint import BlockScaled, Packed
+from dflash_jax.kernels.grouped_matmul import grouped_matmul
 from dflash_jax.models.layers import project
-from dflash_jax.quantised import Quantised
+from dflash_jax.quantised import INT4, Quantised
 
 
 @pytest.mark.parametrize("groups", [None, 1, 4])
@@ -33,3 +34,48 @@ def test_block_scales(dtype, block):
     again = source.write(whole)
     np.testing.assert_array_equal(again["v"].astype(np.float32), stored["v"].astype(np.float32))
     np.testing.assert_allclose(again["s"], stored["s"], rtol=1e-6)
+
+
+def in_int4(E, N, D):
+    """Random numbers with their scales, packed, and plain."""
+    rng = np.random.default_rng(2)
+    numbers = rng.integers(-8, 8, (E, N, D))
+    scale = np.asarray(rng.random((E, N, D // 32)) + 0.5, "bfloat16")
+    words = sum((numbers[..., i::8] + 8) << 4 * i for i in range(8)).astype(np.uint32).view(np.int32)
+    return INT4(jnp.asarray(words), jnp.asarray(scale)), numbers * np.repeat(scale.astype(np.float32), 32, axis=2)
+
+
+def test_numbers_of_four_bits():
+    """Every number in every place of a word; the last one reaches the sign."""
+    packed, plain = in_int4(3, 40, 64)
+    assert packed.shape == (3, 40, 64)
+    assert packed.dtype == jnp.bfloat16
+    assert set(np.unique(np.asarray(packed.values) >> 28 & 15)) == set(range(16))
+    np.testing.assert_array_equal(packed.astype(jnp.dtype("float32")), plain)
+    x = np.random.default_rng(0).standard_normal((2, 3, 64)).astype(np.float32)
+    one = INT4(packed.values[0], packed.scale[0])
+    np.testing.assert_allclose(project(jnp.asarray(x), one), x @ plain[0].T, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_of_four_bits():
+    """XLA multiplies them expert by expert; the other kernels decline by name."""
+    packed, plain = in_int4(4, 48, 96)
+    sizes, x = [3, 0, 5, 1], np.random.default_rng(0).standard_normal((12, 96)).astype(np.float32)
+    group = np.repeat(np.arange(4), sizes)
+    expected = np.zeros((12, 48))
+    expected[:9] = np.einsum("md,mnd->mn", x[:9].astype(np.float64), plain[group])
+    np.testing.assert_allclose(grouped_matmul(jnp.asarray(x), packed, jnp.asarray(sizes)), expected, atol=1e-4)
+    rows = jnp.asarray(x, jnp.bfloat16)
+    for implementation in ("tpu", "gpu"):
+        with pytest.raises(ValueError, match="does not serve this case: weights in INT4"):
+            grouped_matmul(rows, packed, jnp.asarray(sizes), implementation=implementation)
+
+
+def test_packed_words_come_with_a_shape():
+    source = Packed("experts.0.down_proj.weight", (40, 8), 8)
+    words = np.arange(320, dtype=np.int32).reshape(40, 8)
+    stored = source.write(words)
+    assert {name: x.shape for name, x in stored.items()} == {name: shape for name, (shape, _) in source.stored.items()}
+    assert stored["experts.0.down_proj.weight_shape"].tolist() == [40, 64]
+    read = lambda name, box: stored[name][box]
+    np.testing.assert_array_equal(source.read(read, (slice(3, 9), slice(0, 8))), words[3:9])

@@ -67,8 +67,40 @@ _GEMMA4 = {
     "final_logit_softcapping": 5.0,
 }
 _GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}}
+    },
+}
 # What makes `target_config()` one of each family, with every kind of parameter that it can have.
 FAMILIES = {
+    "deepseek_v3": {**_LATENT, "q_lora_rank": None},
+    "kimi_k2": {
+        **_LATENT,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 128,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+    "kimi_k25": {**_LATENT, "quantization_config": INT4},
     "qwen3": {"attention_bias": True},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},

@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from dflash_jax.kernels.block_attention.reference import whole_caches
 from dflash_jax.kernels.dispatch import using
 
-# Operations that leave the numbers of their first operand as they are, wherever these are then read.
+# Operations that leave the numbers of their largest operand as they are, wherever these are then read.
 _VIEWS = frozenset(
     """
     reshape transpose broadcast_in_dim squeeze convert_element_type slice dynamic_slice expand_dims copy
@@ -71,7 +71,9 @@ class _Count:
                 if name in ("pjit", "jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call"):
                     outputs = found
             if not inner and name in _VIEWS:
-                outputs = [next((x for x in inputs if x is not None), None)] * len(eqn.outvars)
+                views = [v for v in eqn.invars if of(v) is not None]
+                largest = max(views, key=lambda v: v.aval.size, default=None)
+                outputs = [largest if largest is None else of(largest)] * len(eqn.outvars)
             known.update(zip(eqn.outvars, outputs, strict=True))
         return [of(x) for x in jaxpr.outvars]
 

@@ -120,12 +120,14 @@ def attention(batch: int, context: int, dtype: str, loops: int, ceiling: float |
         T, N, K, H = shape[:4]
         slots = -(-context // 128) * 128
         normal = lambda seed, *size: jax.random.normal(jax.random.key(seed), size, dtype)
-        cache = KV(normal(0, batch, K, slots, H), normal(1, batch, K, slots, H))
+        cache = KV(normal(0, batch, K, slots, H), normal(1, batch, K, slots, H) if shape.values is None else None)
         q, k, v = normal(2, batch, T, N, H), normal(3, batch, K, T, H), normal(4, batch, K, T, H)
+        v = v[..., : shape.values]
+        width = H * (2 if shape.values is None else 1)  # of what is read for a position and head
         lengths = jnp.full(batch, context, jnp.int32)
         positions = lengths[:, None] + jnp.arange(T)[None]
         sinks = normal(5, N) if shape.sinks else None
-        read = min(context, shape.window or context) * 2 * batch * K * H * q.dtype.itemsize
+        read = min(context, shape.window or context) * batch * K * width * q.dtype.itemsize
         call = partial(
             attend,
             visible="causal" if shape.causal else "full",
@@ -148,9 +150,14 @@ def attention(batch: int, context: int, dtype: str, loops: int, ceiling: float |
 def looped(once: Callable, q: Any, *rest: Any, loops: int) -> float:
     """Seconds of one call, the median of five runs of a loop inside one program; each call waits for the last."""
     import jax
+    import jax.numpy as jnp
 
     def loop(q, *rest):
-        return jax.lax.fori_loop(0, loops, lambda _, x: once(x, *rest), q)
+        def again(_, x):
+            out = once(x, *rest)  # of latents, narrower than the queries
+            return jnp.concatenate([out, x[..., out.shape[-1] :]], axis=-1)
+
+        return jax.lax.fori_loop(0, loops, again, q)
 
     program = jax.jit(loop)
     jax.block_until_ready(program(q, *rest))

@@ -243,6 +243,65 @@ def _gemma4(
     return target, drafter
 
 
+def _kimi() -> tuple[Raw, Raw]:
+    """Kimi-K2.5 with its experts in INT4, and its drafter with six layers."""
+    shape = {
+        "vocab_size": 163840,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 64.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+    numbers = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    text = shape | {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.827,
+        "n_group": 1,
+        "topk_group": 1,
+        "eos_token_id": 163586,
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": numbers}},
+        },
+    }
+    drafter = shape | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_target_layers": 61,
+        "block_size": 8,
+        "dflash_config": {"mask_token_id": 163838, "target_layer_ids": [1, 12, 24, 35, 47, 58]},
+    }
+    return {"model_type": "kimi_k25", "text_config": text}, drafter
+
+
 _GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 _EIGHT = (1, 5, 9, 13, 17, 21, 25, 29)
 PAIRS: dict[str, tuple[Raw, Raw]] = {
@@ -269,6 +328,7 @@ PAIRS: dict[str, tuple[Raw, Raw]] = {
     "gpt-oss-120b": _gpt_oss(128, 36, (1, 9, 17, 25, 33), block=10),
     "gemma-4-31b": _gemma4(5376, 60, (32, 16, 4), 21504, (1, 12, 23, 35, 46, 57), 64),
     "gemma-4-26b-a4b": _gemma4(2816, 30, (16, 8, 2), 2112, (1, 6, 11, 17, 22, 27), 32, _GEMMA4_EXPERTS),
+    "kimi-k2.5": _kimi(),
 }
 
 
@@ -303,9 +363,10 @@ def _random(table: checkpoint.Table, dtype: Any) -> dict[str, Any]:
         scale = leaf.shape[-1] ** -0.5
         if "norm" in path:
             params[path] = jnp.ones(leaf.shape, kind)
-        elif kind == jnp.uint8:  # of MXFP4: pairs of numbers, or exponents
+        elif jnp.issubdtype(kind, jnp.integer):  # of MXFP4 and INT4: several numbers, or exponents
+            bits = jax.random.bits(key, leaf.shape, jnp.dtype(f"uint{8 * kind.itemsize}"))
             exponents = path.endswith("/scale")
-            params[path] = jnp.full(leaf.shape, 120, kind) if exponents else jax.random.bits(key, leaf.shape, kind)
+            params[path] = jnp.full(leaf.shape, 120, kind) if exponents else jax.lax.bitcast_convert_type(bits, kind)
         elif path.endswith("/scale"):
             params[path] = jnp.full(leaf.shape, scale, kind)
         else:

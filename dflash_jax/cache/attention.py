@@ -1,9 +1,9 @@
-"""The cache entry of an attention layer: keys and values, plain or as a ring.
+"""The cache entry of an attention layer: keys and values, plain or as a ring. There may be no values (see `latent`).
 
 Shapes: R cache rows, B block rows, K key-value heads, S slots, H head dim, T block positions, C snapshot positions.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import Visibility, attend
 from dflash_jax.kernels.cache_update import append, room
-from dflash_jax.mesh import HEADS, ROWS, from_owner, local_rows, on_each_device, split_rows
+from dflash_jax.mesh import HEADS, ROWS, from_owner, local_rows, on_each_device, split_cache, split_evenly
 
 PIECE = 128  # positions of a long snapshot that are written at once, however narrow the blocks of its writer
 
@@ -23,11 +23,17 @@ class Fresh(struct.PyTreeNode):
     """Keys (rotated) and values of one layer that are not, or not yet, part of a cache."""
 
     k: Float[Array, "B K T H"]
-    v: Float[Array, "B K T Hv"]
+    v: Float[Array, "B K T Hv"] | None
 
     def partition(self) -> "Fresh":
-        """The mesh axes of a snapshot's arrays."""
-        return Fresh(P(None, HEADS), P(None, HEADS))  # type: ignore[arg-type]
+        """The mesh axes of a snapshot's arrays: its heads are split, or what is in a head that cannot be."""
+
+        def axes(x: Array) -> P:
+            if split_evenly(x.shape[1], HEADS):
+                return P(None, HEADS)
+            return P(None, None, None, split_evenly(x.shape[3], HEADS))
+
+        return jax.tree.map(axes, self)
 
 
 class KV(struct.PyTreeNode):
@@ -39,7 +45,7 @@ class KV(struct.PyTreeNode):
     """
 
     k: Float[Array, "R K S H"]
-    v: Float[Array, "R K S Hv"]
+    v: Float[Array, "R K S Hv"] | None
     ring: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
@@ -68,6 +74,7 @@ class KV(struct.PyTreeNode):
         **settings: Any,
     ) -> Float[Array, "B T N Hv"]:
         """Attention of a block to the committed positions and to its own; see `kernels.block_attention.attend`."""
+        assert fresh.v is not None
         where: dict[str, Any] = {"visible": visible, "rows": rows, "starts": starts}
         return attend(q, positions, fresh.k, fresh.v, self, lengths, **where, **settings)
 
@@ -81,12 +88,13 @@ class KV(struct.PyTreeNode):
         **settings: Any,
     ) -> Float[Array, "B T N Hv"]:
         """The same for `per_row` blocks to each row, differentiable; see `kernels.anchored_attention`."""
+        assert self.v is not None
         fold = lambda x: x.reshape(-1, per_row, *x.shape[1:])
         q_folded, k, v = map(fold, (q, fresh.k, fresh.v))
         out = attend_anchored(q_folded, k, v, self.k, self.v, fold(anchors), fold(starts), **settings)
         return out.reshape(q.shape[0], *out.shape[2:])
 
-    def begin(self, row: Int[Array, ""]) -> "KV":
+    def begin(self, row: Int[Array, ""]) -> Self:
         """As it is: what lies beyond a row's length is never read."""
         return self
 
@@ -98,12 +106,11 @@ class KV(struct.PyTreeNode):
         *,
         path: Int[Array, "B J"] | None = None,
         rows: Int[Array, " B"] | None = None,
-    ) -> "KV":
+    ) -> Self:
         """See `Entry.commit`; what does not fit is dropped."""
-        k, v = fresh.k, fresh.v
         if path is not None:
-            k, v = (jnp.take_along_axis(x, path[:, None, :, None], axis=2) for x in (k, v))
-        k, v = append(self.k, self.v, k, v, lengths, kept, rows, ring=self.ring)
+            fresh = jax.tree.map(lambda x: jnp.take_along_axis(x, path[:, None, :, None], axis=2), fresh)
+        k, v = append(self.k, self.v, fresh.k, fresh.v, lengths, kept, rows, ring=self.ring)
         return self.replace(k=k, v=v)
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Fresh:
@@ -111,23 +118,22 @@ class KV(struct.PyTreeNode):
         size = min(count, self.k.shape[2])
         start = start + (count - size)
 
-        def local(k: jax.Array, v: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, ...]:
-            rows, owned = local_rows(row[None], k.shape[0], axes)
+        def local(entry: Fresh, row: jax.Array, start: jax.Array) -> Fresh:
+            rows, owned = local_rows(row[None], entry.k.shape[0], held)
             assert rows is not None
-            slots = (start + jnp.arange(size)) % k.shape[2]
-            found = (x[rows[0]][:, slots][None] for x in (k, v))
-            return tuple(x if axes is None else from_owner(x, owned) for x in found)
+            slots = (start + jnp.arange(size)) % entry.k.shape[2]
+            return jax.tree.map(lambda x: from_owner(x[rows[0]][:, slots][None], owned, held or ()), entry)
 
-        axes = split_rows(self.k.shape[0])
-        held, one = P(axes, HEADS), P(None, HEADS)
-        return Fresh(*on_each_device(local, (held, held, P(), P()), (one, one))(self.k, self.v, row, start))
+        held, heads = split_cache(*self.k.shape[:2])
+        run = on_each_device(local, (P(held, heads), P(), P()), P(None, heads))
+        return run(Fresh(self.k, self.v), row, start)
 
-    def restore(self, snapshot: Fresh, row: Int[Array, ""], end: Int[Array, ""]) -> "KV":
+    def restore(self, snapshot: Fresh, row: Int[Array, ""], end: Int[Array, ""]) -> Self:
         """See `Entry.restore`; what lies before position 0 is left out. A long snapshot is written piece by piece."""
         size = snapshot.k.shape[2]
         width = size if size <= 2 * PIECE else PIECE
 
-        def piece(i: Int[Array, ""] | int, entry: "KV") -> "KV":
+        def piece(i: Int[Array, ""] | int, entry: Self) -> Self:
             at = end - size + i * width  # of its first position
             skip = jnp.clip(-at, 0, width)
             kept = jnp.minimum(size - i * width, width) - skip
@@ -137,6 +143,6 @@ class KV(struct.PyTreeNode):
 
         return piece(0, self) if width == size else jax.lax.fori_loop(0, -(-size // width), piece, self)
 
-    def partition(self) -> "KV":
+    def partition(self) -> Self:
         """Rows and heads are split."""
         return self.replace(k=P(ROWS, HEADS), v=P(ROWS, HEADS))

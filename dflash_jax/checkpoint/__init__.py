@@ -11,6 +11,7 @@ from .reader import save as save
 from .table import BlockScaled as BlockScaled
 from .table import Leaf as Leaf
 from .table import Merged as Merged
+from .table import Packed as Packed
 from .table import Part as Part
 from .table import QuantisedLeaf as QuantisedLeaf
 from .table import Section as Section
@@ -19,5 +20,6 @@ from .table import Stored as Stored
 from .table import Table as Table
 from .table import copied as copied
 from .table import fused as fused
+from .table import fused_each as fused_each
 from .table import leaves as leaves
 from .table import stacked as stacked

@@ -237,21 +237,18 @@ def _piece(reader: Reader, part: Part, inside: list[slice]) -> np.ndarray:
     order = part.order or tuple(range(len(kept)))
     chosen = dict(zip((kept[axis] for axis in order), inside, strict=True))
     box: list[slice] = []
-    within: list[Any] = []
+    within: list[Any] = []  # of what is read along an axis: places, or None for all, in order
     for axis, at in enumerate(places):
-        if isinstance(at, int):
-            box.append(slice(at, at + 1))
-            within.append(np.zeros(1, int))
-        else:
-            at = at[chosen[axis]]
-            at = np.arange(at.start, at.stop, at.step) if isinstance(at, range) else np.asarray(at)
-            low, high = int(at.min()), int(at.max()) + 1  # one stretch of the file
-            box.append(slice(low, high))
-            within.append(at - low)
+        at = range(at, at + 1) if isinstance(at, int) else at[chosen[axis]]
+        ends = (at[0], at[-1]) if isinstance(at, range) else (at.min(), at.max())
+        low, high = int(min(ends)), int(max(ends)) + 1  # one stretch of the file
+        box.append(slice(low, high))
+        within.append(None if isinstance(at, range) and at.step == 1 else np.asarray(at) - low)
+    sizes = [len(at) if isinstance(at, np.ndarray) else s.stop - s.start for at, s in zip(within, box, strict=True)]
     tensor = part.source.read(reader.read, tuple(box))
-    if any(len(at) != size or np.any(np.diff(at) != 1) for at, size in zip(within, tensor.shape, strict=True)):
-        tensor = tensor[np.ix_(*within)]
-    return tensor.reshape([len(at) for axis, at in enumerate(within) if axis in kept]).transpose(order)
+    if any(at is not None for at in within):
+        tensor = tensor[np.ix_(*(np.arange(n) if at is None else at for at, n in zip(within, sizes, strict=True)))]
+    return tensor.reshape([sizes[axis] for axis in kept]).transpose(order)
 
 
 def _check(reader: Reader, table: Table, ignored: Callable[[str], bool]) -> None:

@@ -5,7 +5,7 @@ Loading goes along the table, saving takes it backwards. Nothing here reads a fi
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -151,6 +151,33 @@ class Merged:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """A matrix of small whole numbers, several of them in a word, beside the shape that they have.
+
+    Attributes:
+        name: of the matrix; its words are under `{name}_packed`, its shape under `{name}_shape`.
+        shape: of the words.
+        numbers: in a word.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    numbers: int
+
+    @property
+    def stored(self) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        return {f"{self.name}_packed": (self.shape, ("I32",)), f"{self.name}_shape": ((2,), ("I32", "I64"))}
+
+    def read(self, read: Read, box: tuple[slice, ...]) -> np.ndarray:
+        return read(f"{self.name}_packed", box)
+
+    def write(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
+        rows, words = self.shape
+        shape = np.asarray([rows, words * self.numbers], np.int32)
+        return {f"{self.name}_packed": tensor, f"{self.name}_shape": shape}
+
+
+@dataclass(frozen=True)
 class Part:
     """Where a piece of a tensor goes: `parameter[index] = transpose(tensor[take], order)`.
 
@@ -166,15 +193,19 @@ class Part:
     take: tuple[Take, ...] = ()
     order: tuple[int, ...] | None = None
 
-    def places(self) -> list[int | range | tuple[int, ...]]:
+    def places(self) -> list[int | range | np.ndarray]:
         """What is taken along each axis of the tensor: one place, or several."""
         shape = self.source.shape
         takes = [*self.take, *[slice(None)] * (len(shape) - len(self.take))]
+        places: list[int | range | np.ndarray] = []
         for size, take in zip(shape, takes, strict=True):
-            named = () if isinstance(take, slice) else (take,) if isinstance(take, int) else take
-            if not all(0 <= place < size for place in named):
+            if isinstance(take, slice):
+                places.append(range(*take.indices(size)))
+                continue
+            places.append(take if isinstance(take, int) else np.asarray(take))
+            if np.size(places[-1]) and not 0 <= np.min(places[-1]) <= np.max(places[-1]) < size:
                 raise ValueError(f"{self}: an axis of {size} has no {take}")
-        return [range(n)[take] if isinstance(take, slice) else take for n, take in zip(shape, takes, strict=True)]
+        return places
 
 
 @dataclass(frozen=True)
@@ -185,13 +216,17 @@ class Leaf:
         shape: of the parameter.
         parts: together they fill it.
         dtype: of the parameter; None is the model's.
+        known: that they do, so that it need not be checked.
     """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     dtype: str | None = None
+    known: InitVar[bool] = False
 
-    def __post_init__(self):
+    def __post_init__(self, known: bool):
+        if known:
+            return
         filled = 0
         for part in self.parts:
             region = [at for at in part.index if isinstance(at, slice)]
@@ -273,7 +308,7 @@ def copied(name: str, *shape: int, dtype: str | None = None) -> Leaf:
     return Leaf(shape, (Part(Stored(name, shape), tuple(slice(0, size) for size in shape)),), dtype)
 
 
-def fused(sections: Sequence[Section], shards: int = 1) -> Leaf:
+def fused(sections: Sequence[Section], shards: int = 1, dtype: str | None = None) -> Leaf:
     """Sections one after another along the first axis.
 
     In `shards` parts: the first holds the first part of each section, and so on, so that a device that holds one part
@@ -297,10 +332,30 @@ def fused(sections: Sequence[Section], shards: int = 1) -> Leaf:
             index = slice(start, start + count), *(slice(0, n) for n in rest)
             parts.append(Part(section.source, index, (rows,)))
             start += count
-    return Leaf((start, *rest), tuple(parts))
+    return Leaf((start, *rest), tuple(parts), dtype)
 
 
 def stacked(leaves: Sequence[Leaf]) -> Leaf:
     """Leaves of one shape along a new first axis."""
     parts = tuple(replace(part, index=(i, *part.index)) for i, leaf in enumerate(leaves) for part in leaf.parts)
     return Leaf((len(leaves), *leaves[0].shape), parts, leaves[0].dtype)
+
+
+def fused_each(each: Sequence[Sequence[Section]], shards: int = 1, dtype: str | None = None) -> Leaf:
+    """`fused` sections of each along a new first axis, where they differ in their sources alone. Of many thousands of
+    tensors, as experts have, only the first ones are checked.
+
+    Raises:
+        ValueError: they differ in more; or as `fused` does.
+    """
+    first = fused(each[0], shards, dtype)
+    alike = lambda sections: [(section.source.shape, section.rows, section.copies) for section in sections]
+    if any(alike(sections) != alike(each[0]) for sections in each):
+        raise ValueError(f"what stands side by side must be alike, got {[alike(sections) for sections in each]!r:.200}")
+    section_of = [[section.source for section in each[0]].index(part.source) for part in first.parts]
+    parts = tuple(
+        Part(sections[of].source, (i, *part.index), part.take, part.order)
+        for i, sections in enumerate(each)
+        for of, part in zip(section_of, first.parts, strict=True)
+    )
+    return Leaf((len(each), *first.shape), parts, dtype, known=True)

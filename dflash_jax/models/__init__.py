@@ -9,14 +9,17 @@ own kind, `RULES` says how these are split (see `sharding`).
 from types import ModuleType
 
 from dflash_jax.config import Raw, TargetConfig
-from dflash_jax.models import gemma4, gpt_oss, llama, minimax_m2, qwen3, qwen3_moe, qwen3_next
+from dflash_jax.models import deepseek_v3, gemma4, gpt_oss, llama, minimax_m2, qwen3, qwen3_moe, qwen3_next
 from dflash_jax.sharding import add_rules
 from dflash_jax.unsupported import MODEL_TYPES
 
 FAMILIES: dict[str, ModuleType] = {
+    "deepseek_v3": deepseek_v3,
     "gemma4": gemma4,
     "gemma4_text": gemma4,
     "gpt_oss": gpt_oss,
+    "kimi_k2": deepseek_v3,
+    "kimi_k25": deepseek_v3,
     "llama": llama,
     "minimax_m2": minimax_m2,
     "mistral": llama,
@@ -41,7 +44,7 @@ def register(model_type: str, module: ModuleType) -> None:
 
 
 def family(model_type: object) -> ModuleType:
-    """The module implementing a `model_type`; raises ValueError naming the supported ones."""
+    """The module implementing a `model_type`; raises ValueError naming the supported ones, or what this one needs."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         needed = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
         why = f", which needs {needed}" if needed else ""

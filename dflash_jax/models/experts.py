@@ -20,6 +20,8 @@ from dflash_jax.models.layers import ACTIVATIONS, parameter
 from dflash_jax.quantised import Quantised
 from dflash_jax.sharding import gathered
 
+LEAST_SUM = 1e-20  # of the weights of a token's experts: sigmoids may all be zero
+
 
 class Experts(nn.Module):
     """Experts like `layers.MLP`, each with gate and up fused into one weight; parameters [E, 2I, D] and [E, D, I]."""
@@ -108,10 +110,10 @@ def route(
     if config.scores == "softmax_topk":
         weights = jax.nn.softmax(weights, axis=-1)
     if config.norm_topk_prob:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), LEAST_SUM)
     if scale is not None:
         weights = weights * scale.astype(jnp.float32)[chosen]
-    return weights, chosen
+    return weights * config.routed_scaling_factor, chosen
 
 
 def apply_experts(

@@ -1,11 +1,13 @@
 """Checkpoint tensors of what many families share: the decoder, attention, MLPs and experts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 from dflash_jax.checkpoint import (
     BlockScaled,
     Leaf,
+    Packed,
     Part,
     QuantisedLeaf,
     Section,
@@ -14,11 +16,11 @@ from dflash_jax.checkpoint import (
     Table,
     copied,
     fused,
-    stacked,
+    fused_each,
 )
 from dflash_jax.config import ExpertsConfig, LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout
-from dflash_jax.quantised import BLOCK, FP8
+from dflash_jax.quantised import BLOCK, FP8, GROUP, INT4
 
 Where = Callable[[str], bool]
 nowhere: Where = lambda name: False
@@ -127,42 +129,71 @@ def swiglu(
     return table
 
 
+class Outputs(NamedTuple):
+    """A layer whose outputs are a stretch of a weight's.
+
+    Attributes:
+        name: of the layer.
+        size: how many there are.
+        copies: how often they are there (see `Section`).
+        order: in which they are, of those that are stored; None is as they are stored.
+    """
+
+    name: str
+    size: int
+    copies: int = 1
+    order: Sequence[int] | None = None
+
+
 def linear(
-    names: Sequence[tuple[str, int, int]],
-    width: int,
-    shards: int = 1,
-    *,
-    fp8: Where = nowhere,
-    packed: bool = True,
+    layers: Sequence[tuple[str, int, int] | Outputs], width: int, shards: int = 1, *, fp8: Where = nowhere
 ) -> Leaf | QuantisedLeaf:
     """The weight of a product, whose outputs are those of several layers one after the other.
 
     Args:
-        names: of each layer: its name, its outputs, and how often they are there (see `Section`).
         width: inputs.
         shards: see `fused`.
-        fp8: which layers are stored in FP8 with block scales.
-        packed: whether they stay so if all of them are; else they are dequantised as they are read.
+        fp8: which layers are stored in FP8 with block scales. They stay so if all of them are; else they are
+            dequantised as they are read.
     """
-    weight, scale = "{}.weight", "{}.weight_scale_inv"
-    if not packed or not all(fp8(name) for name, _, _ in names):
+    every = [layer if isinstance(layer, Outputs) else Outputs(*layer) for layer in layers]
+    if not all(fp8(each.name) for each in every):
+        return fused(_plain(every, width, fp8), shards)
+    values, scale = _in_fp8(every, width, shards)
+    return QuantisedLeaf(fused(values, shards, "float8_e4m3fn"), fused(scale, shards, "float32"), FP8)
 
-        def source(name: str, *shape: int) -> Source:
-            if fp8(name):
-                return BlockScaled(weight.format(name), scale.format(name), shape, (BLOCK, BLOCK))
-            return Stored(weight.format(name), shape)
 
-        return fused([Section(source(name, size, width), copies=times) for name, size, times in names], shards)
-    # Where blocks end in the middle of what is joined, each output gets the scales of its block.
-    joined = len(names) > 1 and any(size % BLOCK for _, size, _ in names)
+def _plain(layers: Sequence[Outputs], width: int, fp8: Where) -> list[Section]:
+    def source(each: Outputs) -> Source:
+        name, shape = f"{each.name}.weight", (each.size, width)
+        return BlockScaled(name, f"{name}_scale_inv", shape, (BLOCK, BLOCK)) if fp8(each.name) else Stored(name, shape)
+
+    return [Section(source(each), each.order, each.copies) for each in layers]
+
+
+def _in_fp8(layers: Sequence[Outputs], width: int, shards: int) -> tuple[list[Section], list[Section]]:
+    """Values and scales. Where blocks end in the middle of what is joined, or outputs change their block, each output
+    gets the scales of its block."""
+    sizes = [each.size for each in layers]
+    ragged = len(sizes) > 1 and any(size % BLOCK for size in (sizes if shards > 1 else sizes[:-1]))
+    moved = any(to // BLOCK != of // BLOCK for each in layers for to, of in enumerate(each.order or ()))
     values, scales = list[Section](), list[Section]()
-    for name, size, times in names:
-        values.append(Section(Stored(weight.format(name), (size, width), ("F8_E4M3",)), copies=times))
-        blocks = Stored(scale.format(name), (-(-size // BLOCK), -(-width // BLOCK)))
-        rows = [row // BLOCK for row in range(size)] if joined else None
-        scales.append(Section(blocks, rows, times))
-    of = lambda sections, dtype: replace(fused(sections, shards), dtype=dtype)
-    return QuantisedLeaf(of(values, "float8_e4m3fn"), of(scales, "float32"), FP8)
+    for each in layers:
+        name, order = f"{each.name}.weight", range(each.size) if each.order is None else each.order
+        values.append(Section(Stored(name, (each.size, width), ("F8_E4M3",)), each.order, each.copies))
+        blocks = Stored(f"{name}_scale_inv", (-(-each.size // BLOCK), -(-width // BLOCK)))
+        scales.append(Section(blocks, [of // BLOCK for of in order] if ragged or moved else None, each.copies))
+    return values, scales
+
+
+def _in_int4(layers: Sequence[Outputs], width: int) -> tuple[list[Section], list[Section]]:
+    """Values and scales."""
+    if width % GROUP:
+        raise ValueError(f"{layers[0].name}: INT4 has groups of {GROUP} inputs, and {width} are no multiple")
+    return (
+        [Section(Packed(f"{each.name}.weight", (each.size, width // 8), 8)) for each in layers],
+        [Section(Stored(f"{each.name}.weight_scale", (each.size, width // GROUP))) for each in layers],
+    )
 
 
 def experts(
@@ -173,32 +204,38 @@ def experts(
     layout: Layout,
     *,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    correction: str = "e_score_correction_bias",
     fp8: Where = nowhere,
+    int4: bool = False,
 ) -> Table:
     """Router and experts that are stored one by one.
 
     Args:
         path, prefix: of the parameters, and of the checkpoint tensors.
         names: of gate, up and down.
+        correction: name of the bias to choose by.
         fp8: which modules, by name, have weights in FP8 with block scales. They stay so if all experts have.
+        int4: whether the experts are stored in INT4, and stay so.
     """
     gate, up, down = names
     inner, every = config.intermediate_size, [f"{prefix}.experts.{e}" for e in range(config.num_experts)]
 
-    def stack(names: Sequence[str], outputs: int, inputs: int, shards: int = 1) -> Leaf | QuantisedLeaf:
-        """The weights of all experts, each that of some layers one after the other."""
-        layers = [[(f"{expert}.{name}", outputs, 1) for name in names] for expert in every]
-        packed = all(fp8(name) for each in layers for name, _, _ in each)
-        return _stacked([linear(each, inputs, shards, fp8=fp8, packed=packed) for each in layers])
+    def weight(names: tuple[str, ...], outputs: int, inputs: int, shards: int) -> Leaf | QuantisedLeaf:
+        each = [[Outputs(f"{expert}.{name}", outputs) for name in names] for expert in every]
+        if not int4 and not all(fp8(layer.name) for layers in each for layer in layers):
+            return fused_each([_plain(layers, inputs, fp8) for layers in each], shards)
+        how = _in_int4 if int4 else partial(_in_fp8, shards=shards)
+        values, scale = zip(*(how(layers, inputs) for layers in each), strict=True)
+        dtypes, kind = (("int32", None), INT4) if int4 else (("float8_e4m3fn", "float32"), FP8)
+        return QuantisedLeaf(fused_each(values, shards, dtypes[0]), fused_each(scale, shards, dtypes[1]), kind)
 
     table: Table = {
         f"{path}/router": copied(f"{prefix}.gate.weight", config.num_experts, width),
-        f"{path}/gate_up_proj": stack((gate, up), inner, width, layout.inner),
-        f"{path}/down_proj": stack((down,), width, inner),
+        f"{path}/gate_up_proj": weight((gate, up), inner, width, layout.inner),
+        f"{path}/down_proj": weight((down,), width, inner, 1),
     }
     if config.correction_bias:
-        name = f"{prefix}.e_score_correction_bias"
-        table[f"{path}/correction_bias"] = copied(name, config.num_experts, dtype="float32")
+        table[f"{path}/correction_bias"] = copied(f"{prefix}.{correction}", config.num_experts, dtype="float32")
     return table
 
 
@@ -216,14 +253,6 @@ def stored_together(prefix: str, width: int, config: ExpertsConfig, layout: Layo
         pieces.append(Part(source, index, (slice(None), slice(first, first + count))))
     down = copied(f"{prefix}.down_proj", E, width, inner)
     return {"gate_up_proj": Leaf(source.shape, tuple(pieces)), "down_proj": down}
-
-
-def _stacked(leaves: Sequence[Leaf | QuantisedLeaf]) -> Leaf | QuantisedLeaf:
-    packed = [leaf for leaf in leaves if isinstance(leaf, QuantisedLeaf)]
-    if packed:
-        values, scale = stacked([leaf.values for leaf in packed]), stacked([leaf.scale for leaf in packed])
-        return QuantisedLeaf(values, scale, packed[0].kind)
-    return stacked([leaf for leaf in leaves if isinstance(leaf, Leaf)])
 
 
 def alternating(source: Source, shape: tuple[int, ...], parts: int, axis: int = 1, dtype: str | None = None) -> Leaf:

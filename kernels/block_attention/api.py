@@ -12,7 +12,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.mesh import HEADS, from_owner, local_rows, on_each_device, split_rows
+from dflash_jax.mesh import (
+    HEADS,
+    constrain,
+    from_owner,
+    local_rows,
+    on_each_device,
+    split_cache,
+    split_evenly,
+    split_rows,
+)
 
 from ..dispatch import Name, choose
 from . import mosaic_gpu, pallas_tpu, reference, splash
@@ -22,16 +31,17 @@ Visibility = Bool[Array, "T F"] | Bool[Array, "B T F"]  # row i sees column j: t
 
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": mosaic_gpu}
 ALONE = IMPLEMENTATIONS | {"tpu": splash}  # of a causal block without a cache; splash is called in a way of its own
+EXPANDING = {"xla": reference}  # of latents that become keys and values
 
 
 @runtime_checkable
 class KeysAndValues(Protocol):
-    """Committed keys and values of one layer."""
+    """Committed keys and values of one layer; or latents in the place of keys, and no values (see `attend`)."""
 
     @property
     def k(self) -> Float[Array, "R K S H"]: ...
     @property
-    def v(self) -> Float[Array, "R K S Hv"]: ...
+    def v(self) -> Float[Array, "R K S Hv"] | None: ...
 
 
 def attend(
@@ -50,6 +60,7 @@ def attend(
     rows: Int[Array, " B"] | None = None,
     starts: Int[Array, "B T"] | None = None,
     key_positions: Int[Array, "B F"] | None = None,
+    up: Float[Array, "N U C"] | None = None,
     implementation: Name | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Softmax attention over committed positions `0..lengths-1` and the block's own keys and values.
@@ -60,6 +71,9 @@ def attend(
 
     There may be fewer queries than fresh keys. A drafter that runs several passes over one token each has them: every
     pass sees the fresh keys of the passes before it.
+
+    A cache may have no values. Then these are the first Hv entries of its keys (latent attention, absorbed). With
+    `up` it has latents, which become keys and values chunk by chunk (expanded; see `expand`).
 
     Args:
         q: rotated queries.
@@ -79,6 +93,7 @@ def attend(
             each position of the block belongs likewise); None is 0.
         key_positions: absolute positions of the fresh keys; None where they are those of the queries. Only a window and
             `starts` ask for them.
+        up: what makes keys and values of every query head from what the cache holds; fresh ones are made already.
         implementation: "xla", "tpu" (Pallas) or "gpu" (Pallas on Hopper); see `dispatch`.
 
     Returns:
@@ -94,39 +109,101 @@ def attend(
     if at.shape[1] != k.shape[2] and not (window is None and starts is None):
         raise ValueError("with fewer queries than fresh keys, a window and `starts` need `key_positions`")
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    held, split = split_rows(cache.k.shape[0]), split_rows(q.shape[0])
-    split = split if held else None
-    queries, keys = P(split, None, HEADS), P(split, HEADS)
+    cache_k, cache_v = cache.k, cache.v
+    if up is not None and cache_k.shape[2] == 0:  # nothing to expand
+        cache_k, cache_v = (jnp.zeros((*cache_k.shape[:1], *x.shape[1:2], 0, x.shape[3]), x.dtype) for x in (k, v))
+        up = None
+    if up is not None:
+        cache_k, rows = _on_all_heads(cache_k, rows, q.shape[0])
+    held, split, cached, heads = _axes(cache_k, rows, q.shape[0], latent=up is not None)
+    queries, keys = P(split, None, heads), P(split, heads and split_evenly(k.shape[1], heads))
     kind = visible if isinstance(visible, str) else "one for each row" if visible.ndim == 3 else "one for all rows"
-    options = {"visible": kind, "window": window, "softcap": softcap, "scale": factor}
+    options = {"visible": kind, "window": window, "softcap": softcap, "scale": factor, "apart": cache_v is not None}
     trial = partial(Trial.of, sinks=sinks is not None, starts=starts is not None, **options)
     if (
         isinstance(visible, str)
         and visible == "causal"
-        and cache.k.shape[2] == 0
+        and cache_k.shape[2] == 0
         and key_positions is None
-        and choose(ALONE, q, v, cache.k, implementation=implementation, trial=trial(q, v, cache.k)) is splash
+        and choose(ALONE, q, v, cache_k, cache_v, implementation=implementation, trial=trial(q, v, cache_k)) is splash
     ):
         alone = partial(splash.attend, window=window, scale=factor, softcap=softcap)
-        return on_each_device(alone, (queries, keys, keys, P(split), P(HEADS)), queries)(q, k, v, starts, sinks)
+        return on_each_device(alone, (queries, keys, keys, P(split), P(heads)), queries)(q, k, v, starts, sinks)
     mask = block_mask(visible, k.shape[2], positions, at, window)
     low = starts
     if starts is not None:
         mask = mask & (at[:, None, :] >= starts[:, :, None])
     if window is not None:
         low = jnp.maximum(0 if low is None else low, positions - window + 1)
+    serving = IMPLEMENTATIONS if up is None else EXPANDING
 
-    def local(q, k, v, cache_k, cache_v, lengths, low, mask, sinks, rows):
-        chosen = choose(IMPLEMENTATIONS, q, v, cache_k, implementation=implementation, trial=trial(q, v, cache_k))
+    def local(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows):
+        arrays = q, v, cache_k, cache_v
+        chosen = choose(serving, *arrays, implementation=implementation, trial=trial(*arrays[:3]))
         rows, here = local_rows(rows, cache_k.shape[0], held)
         lengths = jnp.where(here, lengths, 0)
-        out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, rows)
-        return from_owner(out, here) if held and not split else out
+        more = {} if up is None else {"up": up}
+        out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, rows, **more)
+        return from_owner(out, here, _without(held, split))
 
-    masks = P(split if mask.shape[0] > 1 else None)
-    specs = (queries, keys, keys, P(held, HEADS), P(held, HEADS), P(split), P(split), masks, P(HEADS), P(split))
+    masks, caches = P(split if mask.shape[0] > 1 else None), P(held, cached)
+    specs = (queries, keys, keys, caches, caches, P(heads), P(split), P(split), masks, P(heads), P(split))
     run = on_each_device(local, specs, queries)
-    return run(q, k, v, cache.k, cache.v, lengths, low, mask, sinks, rows)
+    return run(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows)
+
+
+def expand(
+    latents: Float[Array, "B 1 S L"], up: Float[Array, "N U C"], head_dim: int
+) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S Hv"]]:
+    """Keys and values of every head from latents (arXiv 2405.04434, section 2.1).
+
+    Args:
+        latents: C normed entries, and the rotated ones that the keys of all heads share.
+        up: of each head, what makes the rest of its keys, then what makes its values.
+        head_dim: H of the keys.
+    """
+    return reference.expand(latents, up, head_dim)
+
+
+_Axes = tuple[str, ...] | None  # of a mesh, over which something is split
+
+
+def _axes(
+    cache_k: Float[Array, "R _ S _"], rows: Int[Array, " B"] | None, count: int, *, latent: bool
+) -> tuple[_Axes, _Axes, _Axes, _Axes]:
+    """The mesh axes of the cache's rows, the block's rows, the cache's heads and the queries' heads.
+
+    Args:
+        count: rows of the block.
+        latent: whether the cache holds latents that each device makes keys and values of its own heads from.
+    """
+    held, cached = (split_rows(cache_k.shape[0]), None) if latent else split_cache(*cache_k.shape[:2])
+    split = held if rows is None else split_rows(count) if held else None
+    return held, split, cached, _without(HEADS, held) or None
+
+
+def _on_all_heads(
+    latents: Float[Array, "R 1 S L"], rows: Int[Array, " B"] | None, count: int
+) -> tuple[Float[Array, "_ 1 S L"], Int[Array, " B"] | None]:
+    """Latents where every device of the axes that split heads has them, and which of them belong to the block's rows.
+
+    If the mesh splits the cache's rows over these axes, too, they are those of the `count` rows alone.
+    """
+    (held, _), split = split_cache(*latents.shape[:2]), split_rows(count)
+    if not set(HEADS) & set(held or ()):
+        return latents, rows
+    if rows is None:
+        return constrain(latents, P(split)), None
+
+    def local(latents, rows):
+        at, here = local_rows(rows, latents.shape[0], held)
+        return from_owner(latents[at], here, _without(held, split))
+
+    return on_each_device(local, (P(held), P(split)), P(split))(latents, rows), None
+
+
+def _without(axes: _Axes, others: _Axes) -> tuple[str, ...]:
+    return tuple(axis for axis in axes or () if axis not in (others or ()))
 
 
 def block_mask(

@@ -25,8 +25,15 @@ LEAST = 4  # chunks a split must be worth
 MASKED = -1e30
 
 
-def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
+def declines(
+    q: Float[Array, "B T N H"],
+    v: Float[Array, "B K F Hv"],
+    cache_k: Float[Array, "R K S H"],
+    cache_v: Float[Array, "R K S Hv"] | None,
+) -> str | None:
     """Why these shapes are not served, or None."""
+    if cache_v is None:
+        return "values that are a part of the keys"
     for size in (q.shape[-1], v.shape[-1]):
         if size not in HEAD_DIMS:
             return f"head dim {size}; it serves {', '.join(map(str, HEAD_DIMS))}"

@@ -18,6 +18,7 @@ from ..products import precision
 from ..tpu_memory import in_hbm
 
 HEAD_DIMS = (64, 128, 256)
+LATENT_DIMS = 576, 512  # of keys, and of values that are a part of them
 LANES = 128
 STEP_BYTES = 1 << 20  # keys and values a grid step reads; much less, and the step's fixed cost shows
 HEADS = 8  # key-value heads per grid step, at most
@@ -26,11 +27,18 @@ FEW_ROWS = 128  # of which the loop over heads is unrolled
 MASKED = -1e30  # finite: infinities would turn into NaN where a query sees nothing of a chunk
 
 
-def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
+def declines(
+    q: Float[Array, "B T N H"],
+    v: Float[Array, "B K F Hv"],
+    cache_k: Float[Array, "R K S H"],
+    cache_v: Float[Array, "R K S Hv"] | None,
+) -> str | None:
     """Why these shapes are not served, or None."""
-    for size in (q.shape[-1], v.shape[-1]):
-        if size not in HEAD_DIMS:
-            return f"head dim {size}; it serves {', '.join(map(str, HEAD_DIMS))}"
+    dims = q.shape[-1], v.shape[-1]
+    if cache_v is None and dims != LATENT_DIMS:
+        return f"head dims {dims} of keys and of values that are a part of them; it serves {LATENT_DIMS}"
+    if cache_v is not None and (other := [size for size in dims if size not in HEAD_DIMS]):
+        return f"head dim {other[0]}; it serves {', '.join(map(str, HEAD_DIMS))}"
     if q.dtype not in (jnp.float32, jnp.bfloat16) or cache_k.dtype != q.dtype or v.dtype != q.dtype:
         return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; it serves float32 and bfloat16"
     if cache_k.shape[2] == 0:
@@ -43,7 +51,7 @@ def attend(
     k: Float[Array, "B K F H"],
     v: Float[Array, "B K F Hv"],
     cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S Hv"],
+    cache_v: Float[Array, "R K S Hv"] | None,
     lengths: Int[Array, " B"],
     low: Int[Array, "B T"] | None,
     mask: Bool[Array, "#B T F"],
@@ -60,15 +68,17 @@ def attend(
     tile = T if T * G <= ROWS else max(1, ROWS // G)  # positions of a tile of queries
     tiles = -(-T // tile)
     more, height = tiles * tile - T, tile * G
-    chunk = _chunk(S, heads * (H + Hv) * q.dtype.itemsize)
+    chunk = _chunk(S, heads * (H if cache_v is None else H + Hv) * q.dtype.itemsize)
 
     def fold(x: Array) -> Array:
         """[b, T, n, X] -> [b, tiles, n, tile, X]; positions added at the end see nothing."""
         x = jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
         return x.reshape(x.shape[0], tiles, tile, *x.shape[2:]).swapaxes(2, 3)
 
-    # XLA lays out an array of narrower heads with the slots along the lanes. To ask for any other is to copy it.
-    turned_k, turned_v = H < LANES, Hv < LANES
+    # XLA lays out an array whose heads do not fill the lanes with the slots along them. To ask for any other is to
+    # copy it.
+    turned_k = H % LANES != 0
+    turned_v = turned_k if cache_v is None else Hv % LANES != 0
     wide = max(F, 8)  # a product with a single column is no matrix product
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wide - F), (0, 0))) for x in (k, v))
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, wide - F)))
@@ -98,8 +108,9 @@ def attend(
         pl.BlockSpec((None, heads, wide, H), of_block),
         pl.BlockSpec((None, heads, wide, Hv), of_block),
         cache_spec(H, turned_k),
-        cache_spec(Hv, turned_v),
+        *([] if cache_v is None else [cache_spec(Hv, turned_v)]),
     ]
+    caches = [(cache_k, turned_k), *([] if cache_v is None else [(cache_v, turned_v)])]
     scratch = [pltpu.VMEM((heads, height, width), jnp.float32) for width in (1, 1, Hv)]
     out = pl.pallas_call(
         partial(_kernel, slots=S, turned_k=turned_k, turned_v=turned_v, scale=scale, softcap=softcap),
@@ -126,8 +137,7 @@ def attend(
         sink,
         k,
         v,
-        in_hbm(cache_k.swapaxes(2, 3) if turned_k else cache_k),
-        in_hbm(cache_v.swapaxes(2, 3) if turned_v else cache_v),
+        *(in_hbm(cache.swapaxes(2, 3) if turned else cache) for cache, turned in caches),
     )
     out = out.reshape(B, tiles, N, tile, Hv).swapaxes(2, 3).reshape(B, tiles * tile, N, Hv)
     return out[:, :T]
@@ -135,7 +145,7 @@ def attend(
 
 def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, scale: float, softcap: float | None):
     """One chunk of slots of one row of the batch: see the module. All rows of `q[h]` share key-value head h."""
-    lengths, first, count, _, q, low, mask, sink, k, v, cache_k, cache_v, out, top, total, acc = refs
+    lengths, first, count, _, q, low, mask, sink, k, v, cache_k, *cache_v, out, top, total, acc = refs
     b, i, heads = pl.program_id(0), pl.program_id(3), cache_k.shape[0]
     chunk = cache_k.shape[2 if turned_k else 1]
 
@@ -182,8 +192,14 @@ def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, scale: float, sof
         seen = held((1, chunk), 1)
         written = (seen if turned_v else held((chunk, 1), 0)) >= 0
         seen = (seen >= 0) & (seen >= low[...])
+
         # What was never written may hold anything, even NaN.
-        values = lambda h: jnp.where(written, cache_v[h], 0)
+        def values(h):
+            if cache_v:
+                return jnp.where(written, cache_v[0][h], 0)
+            size = v.shape[2]  # of the keys' entries, the first ones
+            return jnp.where(written, cache_k[h, :size] if turned_k else cache_k[h, :, :size], 0)
+
         each_head(lambda h: visit(h, dot(q[h], cache_k[h], not turned_k), values(h), turned_v, seen))
 
     @pl.when(i == pl.num_programs(3) - 1)

@@ -12,15 +12,21 @@ from ..products import product
 
 # Slots read per iteration: a loop over chunks costs the longest row, not the allocation.
 CHUNK = 128
-# A GPU asks the host before every iteration and starts several kernels in each, which takes tens of microseconds. So
-# there an iteration reads so many bytes at least, which take about as long.
-GPU_BYTES, GPU_CHUNK = 32 << 20, 8192
+# Bytes that an iteration reads at least on an accelerator. A GPU asks the host before every one and starts several
+# kernels in each, which takes tens of microseconds; a TPU takes a few of them to begin.
+BYTES = {"gpu": 32 << 20, "tpu": 4 << 20}
+MOST = 8192  # slots that it reads
 MOST_SCORES = 1 << 27  # held at once
 _whole = jax.make_user_context(False)  # a part of every jit cache key
 MASKED = -1e30  # finite: infinities would turn into NaN where a query sees nothing of a chunk
 
 
-def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R K S H"]) -> str | None:
+def declines(
+    q: Float[Array, "B T N H"],
+    v: Float[Array, "B K F Hv"],
+    cache_k: Float[Array, "R _ S _"],
+    cache_v: Float[Array, "R K S Hv"] | None,
+) -> str | None:
     """Why these shapes are not served: never."""
     return None
 
@@ -29,8 +35,8 @@ def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K F H"],
     v: Float[Array, "B K F Hv"],
-    cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S Hv"],
+    cache_k: Float[Array, "R _ S _"],
+    cache_v: Float[Array, "R K S Hv"] | None,
     lengths: Int[Array, " B"],
     low: Int[Array, "B T"] | None,
     mask: Bool[Array, "#B T F"],
@@ -38,13 +44,14 @@ def attend(
     softcap: float | None,
     sinks: Float[Array, " N"] | None,
     rows: Int[Array, " B"] | None,
+    up: Float[Array, "N U C"] | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block.
 
     Online softmax: block and first chunk of the cache together, then chunk by chunk.
     """
     B, T, N, H = q.shape
-    K, S, F, Hv = *cache_k.shape[1:3], *v.shape[2:]
+    K, S, F, Hv = k.shape[1], cache_k.shape[2], *v.shape[2:]
     if S == 0 and K > 1 and B * N * T * F > MOST_SCORES:  # a long block alone, as in training: a head at a time
         by_head = lambda x: jnp.moveaxis(x, 1, 0)[:, :, None]
         queries = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 2, 0)
@@ -56,7 +63,8 @@ def attend(
             return attend(q, k, v, cache_k, cache_v, lengths, low, mask, scale, softcap, sink, rows)
 
         return jnp.moveaxis(jax.lax.map(one, (parts, sink)), 0, 2).reshape(B, T, N, Hv)
-    chunk = min(S, slots_at_once(B * K * (H + Hv) * cache_k.dtype.itemsize, B * N * T))
+    width = H if cache_v is None and up is None else H + Hv  # of a slot, for each head
+    chunk = min(S, slots_at_once(B * K * width * cache_k.dtype.itemsize, B * N * T))
     queries = N // K * T  # of one key-value head, group by group
     q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, queries, H)
 
@@ -70,7 +78,11 @@ def attend(
         seen = jnp.broadcast_to(valid[:, None, :], (B, T, chunk))
         if low is not None:
             seen = seen & (held[:, None, :] >= low[:, :, None])
-        keys, values = (_slots(cache, rows, start, chunk) for cache in (cache_k, cache_v))
+        keys = _slots(cache_k, rows, start, chunk)
+        if up is not None:
+            keys, values = expand(keys, up, H)
+        else:
+            values = keys[..., :Hv] if cache_v is None else _slots(cache_v, rows, start, chunk)
         values = jnp.where(valid[:, None, :, None], values, 0)  # unwritten slots may hold anything, even NaN
         return keys, values, seen
 
@@ -112,6 +124,17 @@ def attend(
     return out.reshape(B, K, N // K, T, Hv).transpose(0, 3, 1, 2, 4).reshape(B, T, N, Hv)
 
 
+def expand(
+    latents: Float[Array, "B 1 S L"], up: Float[Array, "N U C"], head_dim: int
+) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S Hv"]]:
+    """See `api.expand`."""
+    normed, rotated = jnp.split(latents[:, 0], [up.shape[2]], axis=-1)
+    both = product("bsc,nuc->bnsu", normed, up).astype(latents.dtype)
+    keys, values = jnp.split(both, [head_dim - rotated.shape[-1]], axis=-1)
+    shared = jnp.broadcast_to(rotated[:, None], (*keys.shape[:3], rotated.shape[-1]))
+    return jnp.concatenate([keys, shared], axis=-1), values
+
+
 @contextlib.contextmanager
 def whole_caches() -> Iterator[None]:
     """What is traced inside reads a cache in one piece, however long it is; for counting what that costs."""
@@ -128,9 +151,9 @@ def slots_at_once(slot_bytes: int, queries: int) -> int:
     """
     if _whole.value:
         return 1 << 30
-    if platform() != "gpu":
+    if platform() not in BYTES:
         return CHUNK
-    most = min(GPU_BYTES // slot_bytes, MOST_SCORES // (4 * queries), GPU_CHUNK)
+    most = min(BYTES[platform()] // slot_bytes, MOST_SCORES // (4 * queries), MOST)
     return max(CHUNK, 1 << max(0, most.bit_length() - 1))
 
 

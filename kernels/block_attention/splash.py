@@ -17,7 +17,12 @@ LANES = 128
 TILES = (512, 256, 128)  # queries and keys of a grid step
 
 
-def declines(q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R K 0 H"]) -> str | None:
+def declines(
+    q: Float[Array, "B T N H"],
+    v: Float[Array, "B K F Hv"],
+    cache_k: Float[Array, "R K 0 H"],
+    cache_v: Float[Array, "R K 0 Hv"] | None,
+) -> str | None:
     """Why these shapes are not served, or None."""
     if q.dtype not in (jnp.float32, jnp.bfloat16) or q.dtype != v.dtype:
         return f"queries in {q.dtype}, values in {v.dtype}; it serves float32 and bfloat16"

@@ -16,7 +16,7 @@ LONG = 512  # queries and keys of a block alone: the largest tile
 
 class _Entry(NamedTuple):
     k: Float[Array, "R K S H"]
-    v: Float[Array, "R K S Hv"]
+    v: Float[Array, "R K S Hv"] | None
 
 
 class Trial(NamedTuple):
@@ -25,6 +25,7 @@ class Trial(NamedTuple):
     Attributes:
         visible: "causal", "full", or another visibility, "one for each row" or "one for all rows".
         sinks, starts: whether there are any.
+        apart: whether the cache has values, besides its keys.
     """
 
     rows: int
@@ -42,10 +43,11 @@ class Trial(NamedTuple):
     scale: float
     sinks: bool
     starts: bool
+    apart: bool = True
 
     @classmethod
     def of(
-        cls, q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R K S H"], **options: Any
+        cls, q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R _ S _"], **options: Any
     ) -> "Trial":
         """The trial of a call with arrays of these shapes."""
         (B, T, N, H), (K, F, Hv), slots = q.shape, v.shape[1:], cache_k.shape[2]
@@ -77,7 +79,8 @@ class Trial(NamedTuple):
     def _block(self, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
         sizes = (self.T, self.N, self.H), (self.K, self.F, self.H), (self.K, self.F, self.Hv)
         draw = lambda i, size: jax.random.normal(jax.random.fold_in(key, i), (self.rows, *size), self.dtype)
-        return tuple(draw(i, size) for i, size in enumerate(sizes))  # type: ignore[return-value]
+        q, k, v = (draw(i, size) for i, size in enumerate(sizes))
+        return q, k, v if self.apart else k[..., : self.Hv]
 
     def _attend(self, implementation: str, key: PRNGKeyArray, q: Array, k: Array, v: Array) -> Array:
         """The call, behind a cache that holds NaN where nothing was written. Windowed rows have gone round it once."""
@@ -87,17 +90,13 @@ class Trial(NamedTuple):
         B, S, T, F = self.rows, self.slots, self.T, self.F
         lengths = jnp.asarray([2 * S // 3, S if self.window is None else S + S // 2], jnp.int32)[:B]
         written = (jnp.arange(S)[None] < lengths[::-1, None])[:, None, :, None]
-        # One row more than the block has, whose own are in any order.
-        cache = _Entry(
-            *(
-                jnp.pad(
-                    jnp.where(written, jax.random.normal(keys[i], (B, self.K, S, width), self.dtype), jnp.nan),
-                    ((1, 0), (0, 0), (0, 0), (0, 0)),
-                    constant_values=jnp.nan,
-                )
-                for i, width in enumerate((self.H, self.Hv))
-            )
-        )
+
+        def cached(key: PRNGKeyArray, width: int) -> Array:
+            """One row more than the block has, whose own are in any order."""
+            x = jnp.where(written, jax.random.normal(key, (B, self.K, S, width), self.dtype), jnp.nan)
+            return jnp.pad(x, ((1, 0), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan)
+
+        cache = _Entry(cached(keys[0], self.H), cached(keys[1], self.Hv) if self.apart else None)
         at = lengths[:, None] + jnp.arange(F)[None]
         documents = jnp.where(jnp.arange(F)[None] < F // 3, lengths[:, None] // 2, at[:, F // 3][:, None])
         visible: Any = self.visible

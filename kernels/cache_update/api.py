@@ -3,11 +3,12 @@
 Shapes: R cache rows, B block rows, K key-value heads, S slots, T block positions, H head dim (Hv of values).
 """
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.mesh import HEADS, local_rows, on_each_device, split_rows
+from dflash_jax.mesh import current_mesh, local_rows, on_each_device, owned_rows, split_cache, split_rows
 
 from ..dispatch import Name, choose
 from . import pallas_tpu, reference
@@ -27,37 +28,41 @@ def room(slots: int, widest: int) -> int:
 
 def append(
     cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S Hv"],
+    cache_v: Float[Array, "R K S Hv"] | None,
     k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T Hv"],
+    v: Float[Array, "B K T Hv"] | None,
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
     rows: Int[Array, " B"] | None = None,
     *,
     ring: bool = False,
     implementation: Name | None = None,
-) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"]]:
+) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"] | None]:
     """Writes the first `kept` block positions behind `lengths`; what does not fit is dropped.
 
     Position p goes to slot p, or to slot p modulo S of a ring. Other slots keep what they hold. Where the caches are
     donated, they are updated in place.
 
     Args:
+        cache_v, v: None where there are no values (latent attention).
         rows: cache row of each block row; see `block_attention.attend`.
         implementation: "xla" or "tpu" (Pallas); see `dispatch`.
 
     Raises:
         ValueError: the named implementation does not serve this case; the message says why.
     """
-    held = split_rows(cache_k.shape[0])
-    split = split_rows(k.shape[0]) if held else None
+    held, heads = split_cache(*cache_k.shape[:2])
+    split = held if rows is None else split_rows(k.shape[0]) if held else None
 
     def local(cache_k, cache_v, k, v, lengths, kept, rows):
         trial = Trial.of(cache_k, cache_v, k, ring)
         chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation, trial=trial)
         rows, here = local_rows(rows, cache_k.shape[0], held)
+        if rows is not None and held != split and current_mesh() is not None:
+            at, rows, here = owned_rows(rows, here, cache_k.shape[0])
+            k, v, lengths, kept = jax.tree.map(lambda x: x[at], (k, v, lengths, kept))
         return chosen.append(cache_k, cache_v, k, v, lengths, jnp.where(here, kept, 0), rows, ring)
 
-    cache, block = P(held, HEADS), P(split, HEADS)
+    cache, block = P(held, heads), P(split, heads)
     run = on_each_device(local, (cache, cache, block, block, P(split), P(split), P(split)), (cache, cache))
     return run(cache_k, cache_v, k, v, lengths, kept, rows)

@@ -20,12 +20,13 @@ SUBLANES = 16  # rows of a bfloat16 tile
 
 
 def declines(
-    cache_k: Float[Array, "R K S H"], cache_v: Float[Array, "R K S Hv"], k: Float[Array, "B K T H"]
+    cache_k: Float[Array, "R K S H"], cache_v: Float[Array, "R K S Hv"] | None, k: Float[Array, "B K T H"]
 ) -> str | None:
     """Why these shapes are not served, or None."""
-    if k.dtype not in (jnp.float32, jnp.bfloat16) or not cache_k.dtype == cache_v.dtype == k.dtype:
+    caches = [x for x in (cache_k, cache_v) if x is not None]
+    if k.dtype not in (jnp.float32, jnp.bfloat16) or any(x.dtype != k.dtype for x in caches):
         return f"block in {k.dtype}, cache in {cache_k.dtype}; it serves float32 and bfloat16"
-    for x in (cache_k, cache_v):
+    for x in caches:
         if x.shape[2] % (window := _window(x, k)):
             return f"{x.shape[2]} slots; it serves multiples of {window}, as wide as the block"
     return None
@@ -33,18 +34,19 @@ def declines(
 
 def append(
     cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S Hv"],
+    cache_v: Float[Array, "R K S Hv"] | None,
     k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T Hv"],
+    v: Float[Array, "B K T Hv"] | None,
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
     rows: Int[Array, " B"] | None,
     ring: bool,
-) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"]]:
+) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"] | None]:
     """See `api.append`."""
     rows = jnp.arange(k.shape[0], dtype=jnp.int32) if rows is None else rows
     scalars = lengths.astype(jnp.int32), kept.astype(jnp.int32), rows
-    return _append(cache_k, k, scalars, ring), _append(cache_v, v, scalars, ring)
+    put = lambda cache, x: cache if x is None else _append(cache, x, scalars, ring)
+    return put(cache_k, k), put(cache_v, v)
 
 
 def _append(cache: Array, block: Array, scalars: tuple[Array, ...], ring: bool) -> Array:
@@ -107,8 +109,8 @@ def _kernel(lengths, kept, rows, block, cache, out, *, slots, window, turned, ri
 
 
 def _turned(cache: Array) -> bool:
-    """Whether XLA lays the slots along the lanes: it does for narrow heads (see block attention)."""
-    return cache.shape[3] < LANES
+    """Whether XLA lays the slots along the lanes: it does where heads do not fill them (see block attention)."""
+    return cache.shape[3] % LANES != 0
 
 
 def _window(cache: Array, block: Array) -> int:

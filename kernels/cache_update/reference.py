@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 
 def declines(
-    cache_k: Float[Array, "R K S H"], cache_v: Float[Array, "R K S Hv"], k: Float[Array, "B K T H"]
+    cache_k: Float[Array, "R K S H"], cache_v: Float[Array, "R K S Hv"] | None, k: Float[Array, "B K T H"]
 ) -> str | None:
     """Why these shapes are not served: never."""
     return None
@@ -13,14 +13,14 @@ def declines(
 
 def append(
     cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S Hv"],
+    cache_v: Float[Array, "R K S Hv"] | None,
     k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T Hv"],
+    v: Float[Array, "B K T Hv"] | None,
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
     rows: Int[Array, " B"] | None,
     ring: bool,
-) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"]]:
+) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"] | None]:
     """See `api.append`."""
     S, T = cache_k.shape[2], k.shape[2]
     j = jnp.arange(T)[None]
@@ -31,6 +31,5 @@ def append(
         written = written & (j >= kept[:, None] - S)  # of a chunk longer than the ring, the last S
     slots = jnp.where(written, slots, S)
     rows = (jnp.arange(lengths.shape[0]) if rows is None else rows)[:, None]
-    cache_k = cache_k.at[rows, :, slots].set(k.swapaxes(1, 2), mode="drop")
-    cache_v = cache_v.at[rows, :, slots].set(v.swapaxes(1, 2), mode="drop")
-    return cache_k, cache_v
+    put = lambda cache, x: cache if x is None else cache.at[rows, :, slots].set(x.swapaxes(1, 2), mode="drop")
+    return put(cache_k, k), put(cache_v, v)

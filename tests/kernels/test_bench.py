@@ -14,14 +14,15 @@ from tests import tiny
 def test_the_benchmark_runs(tmp_path, monkeypatch, capsys):
     pair = tiny.target_config(), tiny.drafter_config()
     monkeypatch.setitem(presets.PAIRS, "tiny", pair)
-    chosen = {name: shapes.SHAPES[name] for name in ("gpt-oss verify, sliding", "qwen3-8b decode")}
+    chosen = {name: shapes.SHAPES[name] for name in ("gpt-oss verify, sliding", "qwen3-8b decode", "kimi-k2.5 decode")}
     monkeypatch.setattr(shapes, "SHAPES", chosen)
     sizes = ["--context", "200", "--batch", "2", "--loops", "2", "--dtype", "float32", "--bandwidth", "20"]
     assert bench.main(["--pair", "tiny", *sizes, "--json", str(tmp_path / "f.json")]) == 0
     figures = json.loads((tmp_path / "f.json").read_text())
-    sliding, decode = figures["attention"]
+    sliding, decode, latent = figures["attention"]
     assert sliding["megabytes"] == pytest.approx(128 * 2 * 2 * 8 * 64 * 4 / 1e6)  # of 200 tokens it sees 128
     assert decode["megabytes"] == pytest.approx(200 * 2 * 2 * 8 * 128 * 4 / 1e6)
+    assert latent["megabytes"] == pytest.approx(200 * 2 * 576 * 4 / 1e6)  # keys alone, of which values are a part
     assert decode["of bandwidth"] == pytest.approx(decode["megabytes"] / decode["microseconds"] * 1e12 / 20e9)
     (step,) = figures["step"]
     assert step["ratio"] == pytest.approx(step["speculative ms"] / step["autoregressive ms"])

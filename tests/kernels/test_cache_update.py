@@ -8,6 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.kernels.cache_update import append, pallas_tpu, room
+from dflash_jax.kernels.cache_update.trial import Trial
 from tests.chips import topology
 
 
@@ -48,6 +49,22 @@ def test_equals_a_loop(implementation, ring, widths, S, T, lengths, kept):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "tpu"])
+def test_a_cache_without_values(implementation):
+    """Of latents: one head, as wide as no other."""
+    rng = np.random.default_rng(0)
+    cache, block = (rng.standard_normal((2, 1, n, 576)).astype(np.float32) for n in (64, 8))
+    lengths, kept = [30, 9], [8, 3]
+    after = expected(cache, block, lengths, kept, [1, 0], False)
+    arguments = jnp.asarray(cache), None, jnp.asarray(block), None, jnp.asarray(lengths), jnp.asarray(kept)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        got, values = append(*arguments, jnp.asarray([1, 0]), implementation=implementation)
+    np.testing.assert_array_equal(got, after)
+    assert values is None
+    trial = Trial.of(jnp.zeros((2, 1, 64, 576)), None, jnp.zeros((2, 1, 8, 576)), False)
+    assert jax.tree.map(jnp.shape, trial.run("xla")) == ((3, 1, 64, 576), None)
+
+
 def test_declines_by_name():
     cache, block = jnp.zeros((1, 1, 40, 128)), jnp.zeros((1, 1, 4, 128))
     one = jnp.ones(1, jnp.int32)
@@ -57,7 +74,7 @@ def test_declines_by_name():
         append(*[cache.astype(jnp.bfloat16)] * 2, block, block, one, one, implementation="tpu")
 
 
-@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("H", [64, 128, 256, 576])
 @pytest.mark.parametrize("widest", [1, 8, 16, 40, 64, 128, 200, 256, 512, 1024])
 def test_there_is_room_for_every_block(H, widest):
     """In a cache of any size that was rounded up, by less than a chunk or a tile."""
@@ -95,3 +112,13 @@ def test_compiles_for_tpu_in_place(H, T):
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == 2 * 8 * 8 * 4096 * H * 2
     assert memory.temp_size_in_bytes < 8 * 8 * 4096 * H * 2
+
+
+def test_compiles_for_tpu_in_place_without_values():
+    place = SingleDeviceSharding(topology("v5e:2x2")[0])
+    spec = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype, sharding=place)
+    cache, block, ints = spec(8, 1, 4096, 576), spec(8, 1, 8, 576), spec(8, dtype=jnp.int32)
+    call = lambda cache, block, *counts: append(cache, None, block, None, *counts, implementation="tpu")
+    memory = jax.jit(call, donate_argnums=0).lower(cache, block, ints, ints).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 8 * 4096 * 576 * 2
+    assert memory.temp_size_in_bytes < 8 * 4096 * 576 * 2 / 8

@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_jax.cache import KV
-from dflash_jax.kernels.block_attention import attend, mosaic_gpu, pallas_tpu
+from dflash_jax.kernels.block_attention import attend, expand, mosaic_gpu, pallas_tpu
+from dflash_jax.kernels.block_attention.reference import slots_at_once
 from dflash_jax.kernels.dispatch import using
 from dflash_jax.kernels.shapes import SHAPES, Shape
 
@@ -38,6 +39,8 @@ def draw(shape: Shape, lengths, slots, dtype, seed=0, values=None, fresh=None):
     B, Hv, F = len(lengths), values or shape.H, fresh or shape.T
     q, k, v = fill(B, shape.T, shape.N, shape.H), fill(B, shape.K, F, shape.H), fill(B, shape.K, F, Hv)
     cache_k, cache_v = fill(B, shape.K, slots, shape.H), fill(B, shape.K, slots, Hv)
+    if shape.values is not None:
+        v, cache_v = k[..., : shape.values].copy(), cache_k[..., : shape.values].copy()
     for row, length in enumerate(lengths):
         cache_k[row, :, length:] = cache_v[row, :, length:] = np.nan
     arrays = [jnp.asarray(x, dtype) for x in (q, k, v, cache_k, cache_v)]
@@ -86,7 +89,7 @@ def check(implementation, shape, lengths, *, dtype=None, mask=None, seed=0, valu
             positions,
             k,
             v,
-            KV(cache_k, cache_v),
+            KV(cache_k, cache_v if shape.values is None else None),
             count,
             visible=visible,
             window=shape.window,
@@ -123,7 +126,11 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize("implementation", INTERPRETED)
 def test_real_shapes(implementation, name):
     shape = small(SHAPES[name])
-    if implementation != "xla" and shape.H > 256:
+    if implementation == "gpu" and shape.values is not None:
+        with pytest.raises(ValueError, match="does not serve this case: values that are a part of the keys"):
+            check(implementation, shape, [5])
+        return
+    if implementation != "xla" and shape.H > 256 and shape.values is None:
         with pytest.raises(ValueError, match="does not serve this case: head dim 512; it serves 64, 128, 256"):
             check(implementation, shape, [5])
         return
@@ -208,6 +215,54 @@ def test_documents_of_fresh_keys():
 @pytest.mark.parametrize("implementation", INTERPRETED)
 def test_values_of_another_width(implementation):
     check(implementation, Shape(4, 4, 1, 128), [130, 40], values=64)
+
+
+LATENT = SHAPES["kimi-k2.5 verify"]
+
+
+def test_latents_for_a_tree_and_in_bfloat16():
+    check("xla", LATENT._replace(T=10, N=8), [150, 3], mask=TREE)
+    check("xla", LATENT._replace(N=8), [200, 129], dtype=jnp.bfloat16)
+
+
+def test_values_of_latents_are_not_copied():
+    """Nothing as large as the values of a cache is made, and the whole cache is read in more than tiny pieces."""
+    T, N, S, spec = 8, 64, 65536, jax.ShapeDtypeStruct
+    call = lambda q, at, k, cache, lengths: attend(
+        q, at, k, k[..., :512], KV(cache, None), lengths, visible="causal", implementation="xla"
+    )
+    small = spec((1, T, N, 576), jnp.float32), spec((1, T), jnp.int32), spec((1, 1, T, 576), jnp.float32)
+    program = jax.jit(call).lower(*small, spec((1, 1, S, 576), jnp.float32), spec((1,), jnp.int32)).compile()
+    assert program.memory_analysis().temp_size_in_bytes < S * 512 * 4 / 4
+    for platform in ("gpu", "tpu"):  # bytes of a slot of one row, and queries
+        with using(None, platform):
+            assert slots_at_once(576 * 2, N * T) >= 2048
+            assert slots_at_once(8 * 576 * 2, 8 * N * T) >= (2048 if platform == "gpu" else 256)
+
+
+@pytest.mark.parametrize("lengths", [[0, 150], [320, 129]])
+def test_expanded_latents_are_keys_and_values(lengths):
+    """What `up` makes of a cache's latents chunk by chunk, against keys and values made at once."""
+    N, T, C, R, plain, Hv = 3, 20, 24, 8, 12, 10
+    rng = np.random.default_rng(0)
+    fill = lambda *size: jnp.asarray(rng.standard_normal(size), jnp.float32)
+    q, latents, cached = fill(2, T, N, plain + R), fill(2, 1, T, C + R), fill(2, 1, SLOTS, C + R)
+    up, count = fill(N, plain + Hv, C) * C**-0.5, jnp.asarray(lengths, jnp.int32)
+    k, v = expand(latents, up, plain + R)
+    keys, values = expand(cached, up, plain + R)
+    shape, positions = Shape(T, N, N, plain + R), count[:, None] + jnp.arange(T)[None]
+    own = np.tril(np.ones((2, T, T), bool))
+    expected = dense(shape, q, k, v, keys, values, positions, count, None, own)
+    held = jnp.arange(SLOTS)[None, None, :, None] < count[:, None, None, None]
+    cache = KV(jnp.where(held, cached, jnp.nan), None)
+    got = attend(q, positions, k, v, cache, count, visible="causal", up=up)
+    np.testing.assert_allclose(got, expected, atol=tolerance(got))
+    one = attend(q[1:], positions[1:], k[1:], v[1:], cache, count[1:], visible="causal", up=up, rows=jnp.asarray([1]))
+    np.testing.assert_allclose(one, expected[1:], atol=tolerance(got))
+    absorbed = jnp.concatenate([jnp.einsum("btnh,nhc->btnc", q[..., :plain], up[:, :plain]), q[..., plain:]], axis=-1)
+    how = {"visible": "causal", "scale": (plain + R) ** -0.5}
+    short = attend(absorbed, positions, latents, latents[..., :C], cache, count, **how)
+    np.testing.assert_allclose(jnp.einsum("btnc,nvc->btnv", short, up[:, plain:]), expected, atol=tolerance(got))
 
 
 @pytest.mark.parametrize("implementation", INTERPRETED)

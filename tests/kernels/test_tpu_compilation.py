@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from dflash_jax.cache import KV
+from dflash_jax.cache import KV, Fresh, once_read
+from dflash_jax.cache.latent import Latent
 from dflash_jax.kernels.block_attention import attend
+from dflash_jax.kernels.dispatch import using
 from tests.chips import SERVED, compile_attention, topology
 
 ONE_OF_EACH = ["qwen3-8b verify", "gpt-oss verify, sliding", "qwen3.5-9b verify"]
@@ -43,6 +45,31 @@ def test_packed_rows_without_a_cache():
 
 def test_float32():
     check(compile_attention("v5e:2x2", "tpu", "qwen3-8b verify", jnp.float32), "qwen3-8b verify", size=4)
+
+
+@pytest.mark.parametrize(
+    ("chips", "T"),
+    [("v5e:2x2", 8), ("v5e:2x2", 40), *((chips, 8) for chips in ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"))],
+)
+def test_latents(chips, T):
+    """Kimi's: read and written where they lie, one array that is keys and values."""
+    place = SingleDeviceSharding(topology(chips)[0])
+    spec = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype, sharding=place)
+    ints, size = spec(4, dtype=jnp.int32), 4 * 16384 * 576 * 2
+
+    def step(entry, q, k, up, lengths, kept):
+        fresh, positions = Fresh(k, None), lengths[:, None] + jnp.arange(T)[None]
+        where = {"visible": "causal", "rows": None, "starts": None}
+        out = entry.attend(q, positions, fresh, lengths, up=up, expanded=False, **where)
+        return entry.commit(fresh, lengths, once_read(kept, out.reshape(4, T, -1))), out
+
+    block = spec(4, T, 64, 576), spec(4, 1, T, 576), spec(64, 256, 512)
+    with using("tpu", "tpu"):
+        entry = Latent(spec(4, 1, 16384, 576), None)
+        program = jax.jit(step, donate_argnums=0).lower(entry, *block, ints, ints).compile()
+    assert "block_attention" in program.as_text()
+    assert program.memory_analysis().alias_size_in_bytes >= size
+    assert program.memory_analysis().temp_size_in_bytes < size / 2
 
 
 @pytest.mark.parametrize("chips", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])

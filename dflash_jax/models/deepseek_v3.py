@@ -1,0 +1,279 @@
+"""DeepSeek-V3 targets (`deepseek_v3`), and the Kimi-K2 that are such (`kimi_k2`, and `kimi_k25` around one): latent
+attention, experts chosen by sigmoids beside one that every token goes through.
+
+Reference: transformers `models/deepseek_v3/modeling_deepseek_v3.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from dflash_jax.checkpoint import Table, copied
+from dflash_jax.config import (
+    DECODER_FIELDS,
+    ExpertsConfig,
+    LayerConfig,
+    Raw,
+    TargetConfig,
+    check_fields,
+    fp8_fields,
+    require,
+    rope_config,
+    target_fields,
+    text_config,
+)
+from dflash_jax.mesh import HEADS, WHOLE, Layout
+from dflash_jax.models import decoder, tables
+from dflash_jax.models.attention import Pass
+from dflash_jax.models.experts import Experts
+from dflash_jax.models.latent_attention import LatentAttention, LatentAttentionConfig
+from dflash_jax.models.layers import MLP
+from dflash_jax.quantised import GROUP
+from dflash_jax.sharding import Rule
+
+_FIELDS = """
+    q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave latent_norm_eps
+    n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace norm_topk_prob
+    routed_scaling_factor num_nextn_predict_layers num_mtp_layers quantization_config
+    aux_loss_alpha router_aux_loss_coef seq_aux ep_size
+""".split()
+# What published configs say that the family has anyway; another value is another model.
+_FIXED: Raw = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "n_group": 1,
+    "topk_group": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
+# Of a config whose text model is one part of several; the others are not read.
+_OUTSIDE = """
+    vision_config quantization_config ignore_index media_placeholder_token_id
+    image_token_id video_token_id vision_start_token_id vision_end_token_id video_placeholder use_unified_vision_chunk
+    projection_hidden_size projection_layer_norm_eps
+""".split()
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+# Heads are split. What all heads share has its inputs split instead.
+RULES = (
+    Rule(r"(qkv|kv)_a_proj/weight", 2, P(None, HEADS)),
+    Rule(r"q_b_proj/weight", 2, P(HEADS, "fsdp")),
+    Rule(r"kv_b_proj", 2, P(HEADS, "fsdp")),
+)
+
+
+@dataclass(frozen=True)
+class DeepseekV3Config(TargetConfig):
+    """A DeepSeek-V3 or Kimi-K2.
+
+    Attributes:
+        shared_inner: inner width of the expert that every token goes through.
+        interleaved: whether the rotated dimensions that belong together are stored side by side.
+        int4: whether the routed experts are stored in INT4, and stay so.
+        nested: whether the text model's tensors stand inside another model's.
+        predicting: layers behind the last that predict further tokens, which are not read.
+    """
+
+    shared_inner: int = 0
+    interleaved: bool = True
+    int4: bool = False
+    nested: bool = False
+    predicting: int = 0
+
+    def indivisible(self, layout: Layout) -> str | None:
+        """Why the model cannot be split so, or None."""
+        if why := super().indivisible(layout):
+            return why
+        inner = max((layer.experts.intermediate_size for layer in self.layers if layer.experts), default=0)
+        if self.int4 and inner % (GROUP * layout.inner):
+            return f"an inner width of {inner} in INT4 groups of {GROUP}"
+        for what, size in (("a shared inner width", self.shared_inner), ("a hidden size", self.hidden_size)):
+            if layout.shards > 1 and size % (layout.shards * self.block):
+                return f"{what} of {size}" + (f" in FP8 blocks of {self.block}" if self.fp8 else "")
+        return None
+
+
+def config(raw: Raw) -> DeepseekV3Config:
+    """Reads `config.json`, of the text model or of one that it is part of.
+
+    `latent_norm_eps` is a field of ours: the epsilon of the norms of latents and narrow queries. transformers always
+    takes 1e-6, which is the default, whatever `rms_norm_eps` is; other engines take that.
+    """
+    model_type = raw["model_type"]
+    raw, nested = text_config(raw, _OUTSIDE)
+    if nested and raw.get("model_type") not in ("deepseek_v3", "kimi_k2"):
+        raise ValueError(f"text_config must be a deepseek_v3 or a kimi_k2, got {raw.get('model_type')!r:.80}")
+    _check(raw)
+    attention = LatentAttentionConfig(
+        require(raw, "num_attention_heads"),
+        require(raw, "q_lora_rank") if raw.get("q_lora_rank") is not None else None,
+        require(raw, "kv_lora_rank"),
+        require(raw, "qk_nope_head_dim"),
+        require(raw, "qk_rope_head_dim"),
+        require(raw, "v_head_dim"),
+        rope_config(raw),
+        require({"latent_norm_eps": 1e-6, **raw}, "latent_norm_eps", float),
+    )
+    if attention.qk_rope_head_dim % 2:
+        raise ValueError(f"qk_rope_head_dim must be even for rotary embedding, got {attention.qk_rope_head_dim}")
+    experts = ExpertsConfig(
+        require(raw, "n_routed_experts"),
+        require(raw, "num_experts_per_tok"),
+        require(raw, "moe_intermediate_size"),
+        norm_topk_prob=_flag(raw, "norm_topk_prob"),
+        scores="sigmoid",
+        correction_bias=True,
+        routed_scaling_factor=require(raw, "routed_scaling_factor", float),
+    )
+    depth, inner, dense = require(raw, "num_hidden_layers"), require(raw, "intermediate_size"), _dense_layers(raw)
+    int4 = _has_int4(raw)
+    return DeepseekV3Config(
+        **target_fields(raw),
+        layers=tuple(LayerConfig(attention, inner, experts if i >= dense else None) for i in range(depth)),
+        model_type=model_type,
+        **({} if int4 else fp8_fields(raw)),
+        shared_inner=require(raw, "n_shared_experts") * experts.intermediate_size,
+        interleaved=_flag(raw, "rope_interleave"),
+        int4=int4,
+        nested=nested,
+        predicting=raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0,
+    )
+
+
+def _check(raw: Raw) -> None:
+    """Raises ValueError for what is unknown or unsupported, and where transformers' default is not what is here."""
+    rotated, plain = raw.get("qk_rope_head_dim"), raw.get("qk_nope_head_dim")
+    same: Raw = {"num_key_value_heads": raw.get("num_attention_heads"), "head_dim": rotated}
+    if isinstance(rotated, int) and isinstance(plain, int):
+        same = {**same, "qk_head_dim": rotated + plain}
+    check_fields(raw, [*DECODER_FIELDS, *_FIELDS], {**_FIXED, **same})
+    for name in ("n_group", "topk_group", "first_k_dense_replace"):
+        if raw.get(name) is None:
+            raise ValueError(f"config.json must give {name}: transformers' default is that of another model")
+
+
+def _flag(raw: Raw, name: str) -> bool:
+    """A field that is true unless it is given."""
+    value = raw.get(name)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"config.json: {name} must be true or false, got {value!r:.80}")
+    return value is not False
+
+
+def _dense_layers(raw: Raw) -> int:
+    """How many layers have no experts, the first ones."""
+    count = raw["first_k_dense_replace"]
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ValueError(f"config.json: first_k_dense_replace must be a number of layers, got {count!r:.80}")
+    return count
+
+
+def _has_int4(raw: Raw) -> bool:
+    """Whether `quantization_config` says that weights are in INT4, packed by compressed-tensors.
+
+    Raises:
+        ValueError: by compressed-tensors, but otherwise.
+    """
+    given: Any = raw.get("quantization_config")
+    if not isinstance(given, Mapping) or given.get("quant_method") != "compressed-tensors":
+        return False
+    groups = list((given.get("config_groups") or {}).values())
+    weights = [group.get("weights") or {} for group in groups]
+    found = [{name: each.get(name) for name in _INT4} for each in weights]
+    more = [given.get("kv_cache_scheme"), *(each.get("actorder") for each in weights)]
+    more += [group.get(name) for group in groups for name in ("input_activations", "output_activations")]
+    if given.get("format") != "pack-quantized" or found != [_INT4] or any(more):
+        raise ValueError(
+            f"config.json: a quantization_config of compressed-tensors must have the format 'pack-quantized' and one "
+            f"group of weights with {_INT4}, and no quantised activations; got {given!r:.800}"
+        )
+    return True
+
+
+class Layer(decoder.Layer):
+    """With latent attention; experts have one beside them that every token goes through."""
+
+    def attention(self) -> nn.Module:
+        mixer = self.layer.mixer
+        assert isinstance(mixer, LatentAttentionConfig)
+        return LatentAttention(self.config.hidden_size, mixer, name="self_attn")
+
+    def mlp(self, at: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+        c, D = self.config, self.config.hidden_size
+        assert isinstance(c, DeepseekV3Config)
+        if self.layer.experts is None:
+            return super().mlp(at)
+        experts = partial(Experts(D, self.layer.experts, self.layout, name="experts"), counts=at.counts)
+        shared = MLP(D, c.shared_inner, self.layout, name="shared_experts")
+        return lambda h: experts(h) + shared(h)
+
+
+class Model(decoder.Decoder):
+    """See `decoder.Decoder`."""
+
+    layer = Layer
+
+
+def tensors(config: DeepseekV3Config, layout: Layout = WHOLE) -> Table:
+    """Checkpoint tensors of every parameter."""
+    D, fp8 = config.hidden_size, config.in_fp8
+
+    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
+        assert isinstance(each.mixer, LatentAttentionConfig)
+        table = _attention(config, each.mixer, f"{prefix}.self_attn", layout)
+        table = {f"self_attn/{name}": leaf for name, leaf in table.items()}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            table[f"{name}/weight"] = copied(f"{prefix}.{name}.weight", D)
+        mlp = f"{prefix}.mlp"
+        if each.experts is None:
+            table |= tables.swiglu("mlp", mlp, D, each.intermediate_size, layout, fp8=fp8)
+        else:
+            how = {"fp8": fp8, "int4": config.int4, "correction": "gate.e_score_correction_bias"}
+            table |= tables.experts("experts", mlp, D, each.experts, layout, **how)
+            shared = f"{mlp}.shared_experts"
+            table |= tables.swiglu("shared_experts", shared, D, config.shared_inner, layout, fp8=fp8)
+        return {f"{path}/{name}": leaf for name, leaf in table.items()}
+
+    outside = "language_model." if config.nested else ""
+    return tables.decoder(config, layer, f"{outside}model", f"{outside}lm_head")
+
+
+def _attention(config: DeepseekV3Config, c: LatentAttentionConfig, prefix: str, layout: Layout) -> Table:
+    """Rotated dimensions that are stored side by side get the order in which they are rotated: halves."""
+    D, N, R, fp8 = config.hidden_size, c.num_heads, c.qk_rope_head_dim, config.in_fp8
+    halves = [*range(0, R, 2), *range(1, R, 2)] if config.interleaved else list(range(R))
+    of_head = [*range(c.qk_nope_head_dim), *(c.qk_nope_head_dim + i for i in halves)]
+    of_heads = [head * c.head_dim + i for head in range(N) for i in of_head]
+    of_vector = [*range(c.kv_lora_rank), *(c.kv_lora_rank + i for i in halves)]
+
+    def weight(shards: int, width: int, *layers: tuple) -> Any:
+        named = [tables.Outputs(f"{prefix}.{name}", *rest) for name, *rest in layers]
+        return tables.linear(named, width, shards, fp8=fp8)
+
+    vectors = "kv_a_proj_with_mqa", c.vector, 1, of_vector
+    table: Table = {
+        "kv_a_layernorm/weight": copied(f"{prefix}.kv_a_layernorm.weight", c.kv_lora_rank),
+        "kv_b_proj": weight(layout.shards, c.kv_lora_rank, ("kv_b_proj", N * c.up_dim)),
+        "o_proj/weight": weight(1, N * c.v_head_dim, ("o_proj", D)),
+    }
+    if c.q_lora_rank is None:
+        table["q_proj/weight"] = weight(layout.shards, D, ("q_proj", N * c.head_dim, 1, of_heads))
+        table["kv_a_proj/weight"] = weight(1, D, vectors)
+    else:
+        table["qkv_a_proj/weight"] = weight(1, D, ("q_a_proj", c.q_lora_rank), vectors)
+        table["q_a_layernorm/weight"] = copied(f"{prefix}.q_a_layernorm.weight", c.q_lora_rank)
+        table["q_b_proj/weight"] = weight(layout.shards, c.q_lora_rank, ("q_b_proj", N * c.head_dim, 1, of_heads))
+    return table
+
+
+def ignored(config: DeepseekV3Config) -> tuple[str, ...]:
+    """Vision and multi-token prediction are not read."""
+    outside = "language_model." if config.nested else ""
+    first = config.num_hidden_layers
+    predicting = (f"{outside}model.layers.{first + i}.*" for i in range(config.predicting))
+    return (*tables.ignored(config), *predicting, *(("vision_tower.*", "mm_projector.*") if config.nested else ()))
