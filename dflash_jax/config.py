@@ -436,7 +436,7 @@ def rope_config(raw: Raw) -> RopeConfig:
     kind = fields.pop("rope_type", "default")
     if kind != "proportional" and fields.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("config.json: partial rotary embedding is not supported for this model_type")
-    if kind not in _ROPE_NEEDS:
+    if kind not in [*_ROPE_NEEDS]:
         raise ValueError(f"config.json: rope_type must be one of {', '.join(_ROPE_NEEDS)}, got {kind!r:.80}")
     if "rope_theta" not in fields:
         raise ValueError("config.json must give rope_theta (libraries disagree on a default)")

@@ -174,7 +174,7 @@ def test_published_drafters_are_read(name):
     assert drafter.final_logit_softcapping == 30.0
     assert drafter.input_embedding_scale is None
     assert drafter.target_layer_ids[-1] == target.num_hidden_layers - 3
-    with pytest.raises(ValueError, match="needs Gemma layers"):  # DeepSpec's are of another kind
+    with pytest.raises(ValueError, match="Gemma layers"):  # DeepSpec's are of another kind
         drafter_config(PAIRS[name][1] | {"architectures": ["Gemma4DSparkModel"]})
 
 

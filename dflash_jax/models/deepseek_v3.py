@@ -4,7 +4,7 @@ attention, experts chosen by sigmoids beside one that every token goes through.
 Reference: transformers `models/deepseek_v3/modeling_deepseek_v3.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from dflash_jax.config import (
     TargetConfig,
     check_fields,
     fp8_fields,
+    mapping,
     require,
     rope_config,
     target_fields,
@@ -179,11 +180,11 @@ def _has_int4(raw: Raw) -> bool:
     Raises:
         ValueError: by compressed-tensors, but otherwise.
     """
-    given: Any = raw.get("quantization_config")
-    if not isinstance(given, Mapping) or given.get("quant_method") != "compressed-tensors":
+    given = mapping(raw, "quantization_config")
+    if given.get("quant_method") != "compressed-tensors":
         return False
-    groups = list((given.get("config_groups") or {}).values())
-    weights = [group.get("weights") or {} for group in groups]
+    groups = [mapping(each, name) for each in [mapping(given, "config_groups")] for name in each]
+    weights = [mapping(group, "weights") for group in groups]
     found = [{name: each.get(name) for name in _INT4} for each in weights]
     more = [given.get("kv_cache_scheme"), *(each.get("actorder") for each in weights)]
     more += [group.get(name) for group in groups for name in ("input_activations", "output_activations")]

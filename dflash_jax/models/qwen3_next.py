@@ -107,7 +107,8 @@ def config(raw: Raw) -> Qwen3NextConfig:
     types = [kinds[(i + 1) % every == 0] for i in range(depth)]
     if raw.get("layer_types") is not None:
         types = layer_types(raw, depth, kinds)
-    experts, step = _experts(raw, model_type), raw.get("decoder_sparse_step") or 1
+    experts = _experts(raw, model_type)
+    step = require(raw, "decoder_sparse_step") if raw.get("decoder_sparse_step") is not None else 1
     plain = token_ids(raw.get("mlp_only_layers"))
     inner = require(raw, "intermediate_size") if raw.get("intermediate_size") or not experts else 0
 
