@@ -76,9 +76,12 @@ def needs_of(
 
 
 def engine_config(
-    target: "Target", needs: Needs, generation: GenerationOptions, options: EngineOptions
+    target: "Target", needs: Needs, generation: GenerationOptions, options: EngineOptions, *, plain: bool = False
 ) -> "EngineConfig":
     """A configuration with room for the longest request.
+
+    Args:
+        plain: see `EngineConfig`.
 
     Raises:
         ValueError: an option is out of range.
@@ -120,6 +123,7 @@ def engine_config(
         logprobs=needs.logprobs,
         short_length=lengths and lengths.short_length,
         long_slots=lengths.long_slots if lengths else 1,
+        plain=plain,
         deterministic=options.deterministic,
     )
 
@@ -190,6 +194,9 @@ def needs_of_lines(config: "TargetConfig", lines: "Sequence[Line]", options: Eng
     return needs_of(config, requests_of(lines), options, growing=any(line.later for line in lines))
 
 
-def engine_for(loaded: "Loaded", needs: Needs, generation: GenerationOptions, options: EngineOptions) -> "Engine":
-    """An engine for requests that need this."""
-    return make_engine(loaded.target, loaded.drafter, engine_config(loaded.target, needs, generation, options))
+def engine_for(
+    loaded: "Loaded", needs: Needs, generation: GenerationOptions, options: EngineOptions, *, plain: bool = False
+) -> "Engine":
+    """An engine for requests that need this; arguments as in `engine_config`."""
+    config = engine_config(loaded.target, needs, generation, options, plain=plain)
+    return make_engine(loaded.target, loaded.drafter, config)

@@ -96,13 +96,14 @@ def serve_http(
             length = min(target.config.max_position_embeddings or length, length)
             engine_options = replace(engine_options, max_length=length)
         needs = needs_of(target.config, [], engine_options, logprobs=MOST_ALTERNATIVES, growing=True)
-        engine = engine_for(loaded, needs, generation, engine_options)
+        engine = engine_for(loaded, needs, generation, engine_options, plain=not engine_options.deterministic)
         warm_up(engine)
         worker = Worker(engine, options.max_waiting)
         name = Path(target.directory).name or "target"
         app = make_app(worker, loaded.text, loaded.defaults, model=name, api_key=api_key, limits=limits)
         worker.start()
-        print(f"answering at http://{host}:{listener.getsockname()[1]}/v1", file=sys.stderr)
+        here = f"http://{host}:{listener.getsockname()[1]}"
+        print(f"answering at {here}/v1; a page to try it: {here}/", file=sys.stderr)
         try:
             make_server(app, limits.client_seconds, options.shutdown_timeout).run(sockets=[listener])
         finally:

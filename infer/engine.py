@@ -50,6 +50,7 @@ class Visit(NamedTuple):
     end: float | None = None
 
 
+PLAIN = Draft(0)  # a step without speculation
 LANES = 16  # float32 numbers in the widest vector of a processor
 STALL = 4.0  # visits, for which rows wait at most while prompts are read; less where few slots fill
 
@@ -93,6 +94,9 @@ class Engine:
         self._auto = auto and drafter is not None and not config.deterministic
         self.tree = self._tree_nodes() if drafter else 0
         self.stats = Stats()
+        drafts = [self._program(draft) for draft in self._choices()]
+        if config.plain and self.drafter and PLAIN not in drafts:
+            drafts.append(PLAIN)
         self.batch = Slots(
             target,
             drafter,
@@ -100,7 +104,7 @@ class Engine:
             self._rows_on_device(),
             # A cache of a single chunk would be another program than a longer one, and might round differently.
             max(config.max_length, 2 * CHUNK) if config.deterministic else config.max_length,
-            [self._program(draft) for draft in self._choices()],
+            drafts,
         )
         self._tickets = itertools.count()
         self._waiting: deque[ActiveRequest] = deque()
@@ -139,7 +143,7 @@ class Engine:
 
     def _program(self, draft: Draft) -> Draft:
         """What `Slots.decode` is asked for: a block size of 1 is no speculation where there is a choice."""
-        return Draft(0) if self._auto and draft == Draft(1) else draft
+        return PLAIN if self._auto and draft == Draft(1) else draft
 
     @property
     def waiting(self) -> int:
@@ -311,6 +315,10 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises RequestError if this engine cannot serve the request."""
         request.check(self.target.config.vocab_size, self.max_length)
+        if not request.speculative and self.drafter and not self.config.plain:
+            raise RequestError(
+                "invalid_parameter", "steps without speculation are not served: the engine was made with plain=False"
+            )
         served, asked = self.config.logprobs, request.params.logprobs
         if asked is not None and asked not in range(0 if served is None else served + 1):
             raise RequestError(
@@ -384,6 +392,8 @@ class Engine:
         draft = Draft(self.block_size, self.tree)
         slots = self.batch.some([slot for slot, row in enumerate(self._rows) if row in rows])
         chooser = self.choosers.get(len(slots))
+        if self.drafter and not all(row.request.speculative for row in rows):
+            draft, chooser = PLAIN, None
         if chooser:
             draft = chooser.choose(row.ticket for row in rows)
             most = min(TRY, most) if chooser.trying else most

@@ -33,6 +33,7 @@ class EngineConfig:
             request begins in a short slot if that holds all it may ask for, or if its prompt leaves half of it free;
             it moves to a long one when it needs more.
         long_slots: how many slots hold `max_length` tokens where there are short ones.
+        plain: whether requests may ask for steps without speculation.
         deterministic: nothing is chosen by the clock and lengths are fixed, so that the bits of an answer follow from
             its request, the drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`, `prefill_chunk`, the
             dtype and the kind of device alone. On CPU they do not follow from `max_length` either. "auto" is then the
@@ -51,6 +52,7 @@ class EngineConfig:
     logprobs: int | None = None
     short_length: int | None = None
     long_slots: int = 1
+    plain: bool = False
     deterministic: bool = False
 
     def __post_init__(self):
@@ -82,6 +84,8 @@ class EngineConfig:
                 raise ValueError(
                     "slots of two lengths and deterministic exclude each other: where a row stands decides bits"
                 )
+        if self.plain and self.deterministic:
+            raise ValueError("plain and deterministic exclude each other: steps of all rows would follow from one")
         if self.proposals not in get_args(Proposals):
             raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {self.proposals!r}")
 

@@ -6,11 +6,13 @@ The event loop reads requests, hands them to the worker that owns the engine, an
 import asyncio
 import contextlib
 import hmac
+import itertools
 import json
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from importlib import resources
 from typing import Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -18,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -31,6 +33,8 @@ from dflash_jax.infer.text import GrowingText, Text
 from dflash_jax.infer.worker import OverloadedError, Progress, Worker
 
 READERS = 4  # prompts that are turned into tokens at a time
+OWN = "stream", "stream_options", "speculation"  # fields of a body that a line of a batch has not
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 PART = 2**16  # bytes of an answer, that a client must take within the time limit
 
 
@@ -58,6 +62,7 @@ class Asked(NamedTuple):
     stop: tuple[str, ...]
     streamed: bool
     with_usage: bool
+    with_steps: bool
 
 
 def make_app(
@@ -74,11 +79,19 @@ def make_app(
     Args:
         defaults: of a request.
         model: name under which the pair is listed. Requests may name any model.
-        api_key: bearer key that every request but `/health` must carry; None asks for none.
+        api_key: bearer key that every request but `/` and `/health` must carry; None asks for none.
         limits: see `Limits`.
     """
     limits = limits or Limits()
     service = Service(worker, text, defaults, model, limits)
+    page = resources.files("dflash_jax.infer").joinpath("playground.html").read_text()
+    about = {
+        "chat": text.has_chat_template,
+        "speculation": worker.engine.drafter is not None,
+        "switchable": worker.engine.drafter is not None and worker.engine.config.plain,
+        "dtype": worker.engine.target.dtype.name,
+        "max_length": worker.engine.max_length,
+    }
 
     def guarded(handler: Callable) -> Callable:
         async def handle(request: HTTPRequest) -> Response:
@@ -90,6 +103,9 @@ def make_app(
 
         return handle
 
+    async def playground(request: HTTPRequest) -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
+
     async def health(request: HTTPRequest) -> Response:
         if worker.failure:
             return _error(500, "engine_failed", str(worker.failure))
@@ -99,7 +115,7 @@ def make_app(
         return Response(generate_latest(worker.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(request: HTTPRequest) -> Response:
-        listed = {"id": model, "object": "model", "created": 0, "owned_by": "dflash-jax"}
+        listed = {"id": model, "object": "model", "created": 0, "owned_by": "dflash-jax", "dflash": about}
         return JSONResponse({"object": "list", "data": [listed]})
 
     async def refused(request: HTTPRequest, error: Exception) -> Response:
@@ -111,6 +127,7 @@ def make_app(
 
     return Starlette(
         routes=[
+            Route("/", playground),
             Route("/health", health),
             Route("/metrics", guarded(metrics)),
             Route("/v1/models", guarded(models)),
@@ -193,14 +210,15 @@ class Service:
                 raise ValueError(f"expected an object, got {type(body).__name__}")
         except (ValueError, RecursionError) as error:
             raise RequestError("invalid_json", f"the body must be a JSON object: {error!s:.200}") from error
-        streamed, with_usage = _streaming(body)
-        options = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+        streaming, speculative = _streaming(body), _speculative(body)
+        options = {name: value for name, value in body.items() if name not in OWN}
         # Without a seed of its own a request draws from its name, so names never repeat.
         plain = openai.plain_body(options, endpoint)
         request, stop, _, _ = plain_request(plain, uuid.uuid4().hex, self._text, self._defaults)
+        request = replace(request, speculative=speculative)
         self._worker.engine.check(request)
         samples = [replace(request, sample=i) for i in range(sample_count(plain))]
-        return Asked(endpoint, openai.model_name(body, self._model), samples, stop, streamed, with_usage)
+        return Asked(endpoint, openai.model_name(body, self._model), samples, stop, *streaming)
 
     def _whole(self, asked: Asked, done: Sequence[Completion]) -> bytes:
         answers = [answer(completion, asked.stop, self._text) for completion in done]
@@ -220,7 +238,7 @@ class Service:
         def chunk(index: int, progress: Progress) -> bytes | None:
             if (choice := streams[index].add(progress)) is None:
                 return None
-            last = {"speculation": speculation(progress.completion)} if progress.finished else {}
+            last = {"speculation": _timed(progress)} if progress.finished else {}
             return event(choices=[choice | {"index": index}], **last)
 
         try:
@@ -255,12 +273,28 @@ async def _body(request: HTTPRequest, limit: int) -> bytes:
     return bytes(read)
 
 
-def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
-    """(whether to stream, whether to end with the usage)"""
+def _timed(progress: Progress) -> dict[str, Any]:
+    """How the steps of a finished answer went, how long they took, and whether it had the engine to itself."""
+    done = progress.completion
+    seconds = done.finished - done.first_token
+    rate = (len(done.token_ids) - 1) / seconds if seconds > 0 else None
+    return speculation(done) | {"decode_seconds": seconds, "tokens_per_second": rate, "alone": progress.alone}
+
+
+def _speculative(body: Mapping[str, Any]) -> bool:
+    """Our own field `speculation`."""
+    value = body.get("speculation")
+    if not isinstance(value, bool | None):
+        raise RequestError("invalid_parameter", f"speculation must be true or false, got {value!r:.60}")
+    return value is not False
+
+
+def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+    """(whether to stream, whether to end with the usage, whether to say which step every token came from)"""
     streamed, options = body.get("stream") or False, body.get("stream_options") or {}
     if not isinstance(streamed, bool) or not isinstance(options, dict):
         raise RequestError("invalid_parameter", "stream must be true or false, and stream_options an object")
-    return streamed, bool(options.get("include_usage"))
+    return streamed, bool(options.get("include_usage")), bool(options.get("include_steps"))
 
 
 async def _last(worker: Worker, request: Request) -> Completion:
@@ -372,13 +406,20 @@ class AnswerStream:
 
     def add(self, progress: Progress) -> dict[str, Any] | None:
         """The choice of the next chunk; None if nothing more can be said yet."""
-        done, count, ended = progress
-        piece = self._growing.add(done.token_ids[self._read : count])
-        self._read = count
+        done, count, ended = progress.completion, progress.tokens, progress.finished
+        steps = []
+        for end in self._ends(done, count):
+            steps.append([end - self._read, self._growing.add(done.token_ids[self._read : end])])
+            self._read = end
         if ended:
-            piece += self._growing.end(done.token_ids)
+            rest = self._growing.end(done.token_ids)
+            if steps:
+                steps[-1][1] += rest
+            elif rest:
+                steps.append([0, rest])
             self.usage = {"usage": usage(done)}
-        if not piece and not ended:
+        piece = "".join(text for _, text in steps)
+        if not piece and not ended and not self._asked.with_steps:
             return None
         scores = None
         if self._asked.samples[0].params.logprobs is not None:
@@ -386,4 +427,16 @@ class AnswerStream:
             self._scored = count
         first, self._begun = not self._begun, True
         reason = done.finish_reason if ended else None
-        return openai.chunk_choice(self._asked.endpoint, 0, piece, reason, first, scores)
+        choice = openai.chunk_choice(self._asked.endpoint, 0, piece, reason, first, scores)
+        return choice | {"steps": steps} if self._asked.with_steps else choice
+
+    def _ends(self, done: Completion, count: int) -> Iterator[int]:
+        """Where the new tokens end; if steps are asked for, where those of each step do."""
+        if self._asked.with_steps:
+            # The first token comes from the prompt.
+            lengths = done.acceptance_lengths or [1] * count
+            for end in itertools.accumulate(lengths, initial=1):
+                if self._read < end < count:
+                    yield end
+        if self._read < count:
+            yield count

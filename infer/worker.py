@@ -18,11 +18,19 @@ class OverloadedError(Exception):
 
 
 class Progress(NamedTuple):
-    """A completion that the engine may go on writing to, how many tokens it had, and whether that was all."""
+    """What there is of an answer.
+
+    Attributes:
+        completion: the engine may go on writing to it.
+        tokens: how many it had.
+        finished: whether these are all.
+        alone: whether no other request has been there since this one came.
+    """
 
     completion: Completion
     tokens: int
     finished: bool
+    alone: bool = True
 
 
 class Worker:
@@ -38,6 +46,7 @@ class Worker:
         self._present = 0  # requests between `enter` and `leave`, which only the event loop calls
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[int, Callable[[Progress | Exception], None]] = {}
+        self._accompanied: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: Exception | None = None
         registry = self.registry = CollectorRegistry()
@@ -92,11 +101,14 @@ class Worker:
                     raise self.failure
                 ticket.append(self.engine.submit(request))
                 self._listeners[ticket[0]] = listen
+                if len(self._listeners) > 1:
+                    self._accompanied.update(self._listeners)
             except Exception as error:
                 listen(error)
 
         def cancel() -> None:
             for number in ticket:
+                self._accompanied.discard(number)
                 if self._listeners.pop(number, None):
                     self.engine.cancel(number)
                     self._requests.labels("cancelled").inc()
@@ -125,9 +137,11 @@ class Worker:
                 for ticket, completion in self.engine.step():
                     # The tokens that are there now stay as they are while the engine adds others.
                     finished = bool(completion.finish_reason)
-                    self._listeners[ticket](Progress(completion, len(completion.token_ids), finished))
+                    alone = ticket not in self._accompanied
+                    self._listeners[ticket](Progress(completion, len(completion.token_ids), finished, alone))
                     if finished:
                         del self._listeners[ticket]
+                        self._accompanied.discard(ticket)
                         self._requests.labels(completion.finish_reason).inc()
                         self._tokens.inc(len(completion.token_ids))
                         self._steps.inc(len(completion.acceptance_lengths))

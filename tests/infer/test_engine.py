@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,21 @@ def test_windowed_drafter_wraps_its_ring(target, tmp_path):
     ours = [spec_generate(target, drafter, PROMPTS, max_new_tokens=30, prefill_chunk=c) for c in (4, 32)]
     assert ours[0].tokens == ours[1].tokens == expected.tokens
     assert ours[0].acceptance_lengths == ours[1].acceptance_lengths
+
+
+@pytest.mark.parametrize("block_size", ["auto", None])
+def test_requests_without_speculation_between_others(target, drafter, block_size):
+    """Whoever runs beside them gets the same answer, in the same steps as alone once they are gone."""
+    alone = {r.id: Engine(target, None, slots=1, max_length=64).generate([r])[0].token_ids for r in requests()}
+    engine = Engine(target, drafter, slots=2, max_length=64, block_size=block_size, steps_per_visit=1, plain=True)
+    asked = [replace(request, speculative=i % 3 != 1) for i, request in enumerate(requests())]
+    for request, done in zip(asked, engine.generate(asked), strict=True):
+        assert done.token_ids == alone[request.id]
+        assert request.speculative or set(done.acceptance_lengths) == {1}
+    with pytest.raises(RequestError, match="plain=False"):
+        Engine(target, drafter, slots=1, max_length=64).submit(asked[1])
+    with pytest.raises(ValueError, match="exclude each other"):
+        Engine(target, drafter, plain=True, deterministic=True)
 
 
 def test_host_side_stop_cuts_tokens_and_acceptance(target, drafter):

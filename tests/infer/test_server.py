@@ -42,7 +42,7 @@ def server(text, tmp_path_factory):
     """Address of a server with two slots, and its worker."""
     target = load_target(text._directory)
     drafter = load_drafter(tiny.write_drafter(tmp_path_factory.mktemp("drafter"), tiny.drafter_config()))
-    engine = Engine(target, drafter, slots=2, max_length=256, steps_per_visit=2, logprobs=20)
+    engine = Engine(target, drafter, slots=2, max_length=256, steps_per_visit=2, logprobs=20, plain=True)
     engine.warm_up()
     worker = Worker(engine, most_waiting=8)
     worker.start()
@@ -55,6 +55,13 @@ def server(text, tmp_path_factory):
 def serving(worker, text):
     """Address of a server, and what ends it."""
     app = make_app(worker, text, SamplingParams(16), model="tiny", api_key=KEY, limits=LIMITS)
+    with running(app) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def running(app):
+    """Address of an application's server, and what ends it."""
     listener = listen("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that the kernel takes little of an answer
     served = make_server(app, LIMITS.client_seconds, shutdown_seconds=60)
@@ -487,3 +494,52 @@ def test_keys_of_any_letters(server, text, given):
         ask = lambda value: client.get("/v1/models", headers={"Authorization": value}).status_code
         assert ask(given.encode()) == 200
         assert ask(b"Bearer schlussel") == ask(b"Basic " + "schlüssel".encode()) == ask(b"") == ask(b"\xff") == 401
+
+
+def events(server, **fields):
+    """What a stream sends, of one completion."""
+    body = json.dumps({"messages": MESSAGES, "stream": True, "max_tokens": 30, "seed": 3, "temperature": 0.7} | fields)
+    request = urllib.request.Request(
+        server[0] + "/v1/chat/completions", body.encode(), AUTHORISED | {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
+
+
+def test_a_stream_says_which_step_its_tokens_came_from(server):
+    """The first token comes from the prompt; without speculation every other one has a step of its own."""
+    texts = []
+    for speculation in (True, False):
+        sent = events(server, stream_options={"include_steps": True}, speculation=speculation)
+        steps = [step for event in sent for choice in event["choices"] for step in choice["steps"]]
+        told = sent[-1]["speculation"]
+        counts = [count for count, _ in steps if count]
+        assert counts == [1, *told["acceptance_lengths"]]
+        assert speculation or counts == [1] * 30
+        assert told["alone"]
+        assert told["tokens_per_second"] == pytest.approx(29 / told["decode_seconds"])
+        texts.append("".join(piece for _, piece in steps))
+        assert texts[-1] == "".join(event["choices"][0]["delta"].get("content") or "" for event in sent)
+    assert texts[0] == texts[1] != ""
+
+
+def test_who_had_company_is_said(server):
+    answers = []
+    ask = lambda: answers.append(events(server, max_tokens=200)[-1]["speculation"]["alone"])
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [False, False]
+
+
+def test_speculation_is_true_or_false(client):
+    with pytest.raises(openai.BadRequestError, match="speculation must be true or false"):
+        client.chat.completions.create(model="", messages=MESSAGES, extra_body={"speculation": "no"})
+
+
+def test_the_page_needs_no_key(server):
+    with urllib.request.urlopen(server[0] + "/", timeout=20) as response:
+        assert b"playground" in response.read()
+        assert "default-src 'none'" in response.headers["Content-Security-Policy"]
