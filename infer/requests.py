@@ -29,18 +29,18 @@ class Request:
         params: how its tokens are chosen.
         sample: number of this answer, where a prompt is answered more than once; each has noise of its own.
         id: any string; it decides the noise of a request without a seed.
-        speculative: whether the drafter may propose its tokens, which changes how fast they come and not what they are;
-            without, an engine needs `EngineConfig.plain`, and others that run at the same time do not speculate either.
         find_stop: given the tokens so far and how many of them are new, how many to keep if the answer
             ends within them, else None (stop strings; called on the host as tokens arrive).
+        speculative: whether the drafter may propose its tokens, which changes how fast they come and not what they are;
+            without, an engine needs `EngineConfig.plain`, and others that run at the same time do not speculate either.
     """
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     sample: int = 0
     id: str = ""
-    speculative: bool = True
     find_stop: Callable[[Sequence[int], int], int | None] | None = None
+    speculative: bool = True
 
     def check(self, vocab_size: int, max_length: int) -> None:
         """Raises RequestError if an engine of this vocabulary and length cannot serve it."""
