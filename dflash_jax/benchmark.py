@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Measures speedup, tau and the cost of a step; autoregressive and speculative decoding take turns on the same prompts,
-both warmed up."""
+both warmed up.
+
+  examples      (none: the bundled pair, on held-out problems)
+                --target DIR --drafter DIR --dataset gsm8k --max-samples 24 --json figures.json
+                --sweep 1,2,4,8 --plot sweep.svg
+                --drafter A --drafter B --temperature 0,1 --plot drafters.svg
+"""
 PROBLEM_SEED = 2  # of the held-out problems; any other asks other questions
 
 

@@ -7,6 +7,7 @@ here imports jax before there is work for it, so that `--help` answers at once.
 import dataclasses
 import difflib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,22 +53,31 @@ def parse(options: Any, argv: Sequence[str] | None, *, prog: str, description: s
 
 def _misspelt(options: Any, argv: Sequence[str]) -> Iterator[str]:
     """The nearest flag for every unknown one. The library says so itself only where nothing else is wrong."""
-    known = _flags(options)
+    known = flags(options)
     given = dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--"))
     for flag in given:
         if flag not in known and (near := difflib.get_close_matches(flag, known, 1)):
             yield f"{flag} is unknown; the nearest is {near[0]}"
 
 
-def _flags(options: Any) -> set[str]:
+def log_to_stderr() -> None:
+    """What the library logs goes to stderr, as it is."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log = logging.getLogger("dflash_jax")
+    log.handlers[:] = [handler]  # one that was made before may have another stderr
+    log.setLevel(logging.INFO)
+
+
+def flags(options: Any) -> set[str]:
     """All flags of a dataclass, of those inside it, or of a union of them."""
     if not dataclasses.is_dataclass(options):
-        return {"--help"}.union(*(_flags(part) for part in get_args(options)))
+        return {"--help"}.union(*(flags(part) for part in get_args(options)))
     kind = options if isinstance(options, type) else type(options)
     hints, found = get_type_hints(kind), {"--help"}
     for own in dataclasses.fields(options):
         made = own.default_factory() if own.default_factory is not dataclasses.MISSING else hints[own.name]
-        found |= {f"--{own.name.replace('_', '-')}"} | _flags(made)
+        found |= {f"--{own.name.replace('_', '-')}"} | flags(made)
     return found
 
 

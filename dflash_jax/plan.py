@@ -11,6 +11,14 @@ from tyro.conf import arg
 from dflash_jax import files
 from dflash_jax.cli import optional, parse
 
+DESCRIPTION = """\
+Memory, operations, collectives and the least time of a step, per device, on machines that are not here.
+
+  examples      --target qwen3-8b --topology v5e:2x2 --batch 8 --max-length 8192
+                --target qwen3-8b --topology v5e:4x4 --training --batch 16 --max-length 3072
+                --target config.json --drafter config.json --topology h100:4 --mesh model=4
+"""
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -48,9 +56,7 @@ class PlanOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options: PlanOptions = parse(
-        PlanOptions, argv, prog="python -m dflash_jax.plan", description=str(PlanOptions.__doc__).splitlines()[0]
-    )
+    options: PlanOptions = parse(PlanOptions, argv, prog="python -m dflash_jax.plan", description=DESCRIPTION)
     from dflash_jax.benchmarks.planning import plan, table
 
     try:

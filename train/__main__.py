@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_jax import files
+from dflash_jax.cli import log_to_stderr
 from dflash_jax.infer.progress import engine_rates, progress_bar, warm_up
 from dflash_jax.train.arguments import (
     AblateOptions,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_stage(argv)
+    log_to_stderr()
     stages: dict[type, Callable[[Any], int]] = {
         RegenerateOptions: _regenerate,
         CacheFeaturesOptions: _cache_features,

@@ -20,7 +20,7 @@ from dflash_jax.cli import (
 from dflash_jax.train.config import TrainConfig, setting
 
 DESCRIPTION = """\
-Trains a drafter for a target: DFlash, DFlash 2, DSpark or EAGLE-3.
+Trains a drafter for a target: DFlash, DFlash 2, DSpark, EAGLE-3 or TreeFlash.
 
   stages
     regenerate      the target answers prompts itself    prompts -> answers.jsonl
@@ -31,6 +31,10 @@ Trains a drafter for a target: DFlash, DFlash 2, DSpark or EAGLE-3.
     plot            loss and tau over the steps          run/ -> plot.png
     pair            the bundled pair, from text on       nothing -> directory/pair/
     ablate          the paper's ablations on that pair   directory/ -> results.jsonl
+
+  examples      regenerate --target DIR --input prompts.jsonl --output answers.jsonl
+                fit --target DIR --data answers.jsonl --out run
+                export --run run --out drafter
 
   exit status   0 done, 1 stopped on the way (what is done is kept), 2 unusable
                 arguments or files
