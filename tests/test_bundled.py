@@ -1,11 +1,14 @@
 """The bundled pair: small, right about problems nobody trained it on, and the default of the command lines."""
 
 import json
+import re
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from dflash_jax import benchmark, bundled_pair, load_drafter, load_target, serve, spec_generate
+from dflash_jax.benchmarks import pictures
 from dflash_jax.infer.text import Text
 from dflash_jax.train.toy.problems import is_correct, problems
 
@@ -49,3 +52,13 @@ def test_serve_and_benchmark_without_a_checkpoint(tmp_path, capsys):
 def test_a_drafter_alone_is_refused(tmp_path, capsys):
     assert serve.main(["--prompt", "x", "--drafter", str(tmp_path)]) == 2
     assert "needs its --target" in capsys.readouterr().err
+
+
+def test_the_readme_runs():
+    """Its Python, and its picture."""
+    root = Path(__file__).parent.parent
+    (code,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.S)
+    exec(compile(code, "README.md", "exec"), {})
+    kept = json.loads((root / "docs" / "figures" / "answer.json").read_text())
+    assert pictures.answered(kept["prompt"]) == kept
+    assert pictures.answer_picture(kept) == (root / "docs" / "figures" / "answer.svg").read_text()

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dflash_jax import __main__ as commands
 from dflash_jax import benchmark, load_target, plan, serve
 from dflash_jax.benchmarks import kernels
 from dflash_jax.cli import EngineOptions, GenerationOptions
@@ -23,7 +24,7 @@ SERVE = """
 """
 BENCHMARK = """
     batch-size block-size dataset drafter dtype jobs json max-new-tokens max-samples mesh min-p official
-    plot proposals seed sweep target tasks temperature top-k top-p tree untrained drafters
+    plot proposals rounds seed sweep target tasks temperature top-k top-p tree untrained drafters
     chat-template-kwargs kernels
 """
 KERNELS = "bandwidth batch context dtype json loops only pair"
@@ -171,3 +172,40 @@ def test_the_kernels_are_chosen_before_anything_is_loaded(pair, monkeypatch, cap
     assert chosen == ["xla"]
     with pytest.raises(SystemExit):
         serve.main([*models, "--prompt", "a", "--kernels", "mine"])
+
+
+def test_the_commands_are_listed(capsys):
+    assert commands.main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} ", listed, re.M) for name in ("serve", "benchmark", "train", "plan"))
+    assert commands.main(["serv"]) == 2
+    assert "takes no 'serv'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("python -m dflash_jax.b", ["dflash_jax.benchmark"]),
+        ("python -m dflash_jax.serve --temp", ["--temperature"]),
+        ("python -m dflash_jax.train exp", ["export"]),
+        ("python -m dflash_jax.train fit --init-fr", ["--init-from"]),
+        ("python -m http.server --", []),
+        ("python -m dflash_jax.serve fil", []),
+    ],
+)
+def test_words_are_completed(words, expected, capsys):
+    """By the script, in a real shell."""
+    assert commands.main(["completion"]) == 0
+    ask = (
+        f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; _dflash_jax; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
+    done = subprocess.run(["bash", "-c", capsys.readouterr().out + ask], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == expected
+
+
+def test_the_bundled_pair_says_what_it_is(monkeypatch, capsys):
+    monkeypatch.setattr("dflash_jax.bundled.installed_model", lambda: None)
+    assert serve.main(["--prompt", "hi", "--max-new-tokens", "2"]) == 0
+    said = capsys.readouterr().err
+    assert "test article" in said
+    assert "--target Qwen/" in said

@@ -9,14 +9,14 @@ import numpy as np
 
 def check_plot(path: Path) -> None:
     """Raises ValueError or OSError if nothing could be drawn into this file: before a long run, not behind it."""
-    figure = _figure(1, 1)
+    figure = new_figure(1, 1)
     known = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise ValueError(f"--plot must name a file that ends in {', '.join(f'.{end}' for end in known)}, got {path}")
     path.open("ab").close()
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """An empty figure; raises ValueError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
@@ -27,7 +27,7 @@ def _figure(width: float, height: float) -> Any:
 
 def plot_sweep(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws tokens per second over tokens per second and user, a line per engine, a point per concurrency."""
-    figure = _figure(7, 5)
+    figure = new_figure(7, 5)
     axes = figure.add_subplot()
     for name in dict.fromkeys(row["engine"] for row in rows):
         points = [row for row in rows if row["engine"] == name and row["tokens_per_second_and_user"]]
@@ -48,7 +48,7 @@ def plot_drafters(cells: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[st
     names = list(dict.fromkeys(cell["drafter"] for cell in cells))
     groups = list(dict.fromkeys((cell["task"], cell["temperature"]) for cell in cells))
     draft = {(each["drafter"], each["temperature"]): each["ms"]["draft"] for each in steps}
-    figure = _figure(15, 4.5)
+    figure = new_figure(15, 4.5)
     bars, positions, times = figure.subplots(1, 3)
     width = 0.8 / len(names)
     for i, name in enumerate(names):

@@ -1,0 +1,134 @@
+"""The pictures of README and docs, drawn from figures that stand beside them.
+
+    python -m dflash_jax.benchmarks.pictures --directory docs/figures
+
+draws `answer.svg` from `answer.json`, `speed.svg` from all `speed-*.json` (figures of `dflash_jax.benchmark --json`),
+and `sweep.svg` from `sweep.json`. With `--prompt TEXT`, the bundled pair first answers it, for `answer.json`.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Annotated, Any
+
+from dflash_jax import files
+from dflash_jax.benchmarks.plots import new_figure, plot_sweep
+from dflash_jax.cli import optional, parse
+
+COLOURS = "#cfe8ff", "#d9f2d0", "#ffe7b8", "#f6d5e8", "#dcd8fb"
+COLUMNS, CHARACTER, LINE, MARGIN = 84, 8.4, 26, 16  # characters of a line; the rest in pixels
+
+
+@dataclass(frozen=True)
+class PictureOptions:
+    """Draws the pictures of README and docs from the figures beside them.
+
+    Attributes:
+        directory: where figures and pictures lie
+        prompt: first answer this with the bundled pair, for answer.json
+    """
+
+    directory: Path = Path("docs/figures")
+    prompt: Annotated[str | None, optional(str, "TEXT")] = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(
+        PictureOptions, argv, prog="python -m dflash_jax.benchmarks.pictures", description=str(PictureOptions.__doc__)
+    )
+    folder = options.directory
+    try:
+        if options.prompt is not None:
+            files.write_json(folder / "answer.json", answered(options.prompt))
+        read = lambda path: json.loads(path.read_text())
+        if (found := folder / "answer.json").exists():
+            (folder / "answer.svg").write_text(answer_picture(read(found)))
+        if speeds := sorted(folder.glob("speed-*.json")):
+            plot_speeds([read(path) for path in speeds], folder / "speed.svg")
+        if (found := folder / "sweep.json").exists():
+            plot_sweep(read(found), folder / "sweep.svg")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def answered(prompt: str) -> dict[str, Any]:
+    """The bundled pair's answer: tokens and text of each step, of which the first is the end of reading the prompt."""
+    from dflash_jax import bundled_pair, load_drafter, load_target, spec_generate
+    from dflash_jax.infer.text import GrowingText, Text
+
+    target, drafter = (load(path) for load, path in zip((load_target, load_drafter), bundled_pair(), strict=True))
+    text = Text(target.directory)
+    done = spec_generate(target, drafter, text.encode_chat([{"role": "user", "content": prompt}]), max_new_tokens=256)
+    tokens, lengths = done.tokens[0], done.acceptance_lengths[0]
+    growing, steps, at = GrowingText(text), [], 0
+    for count in (1, *lengths):
+        steps.append([count, growing.add(tokens[at : at + count])])
+        at += count
+    steps[-1][1] += growing.end(tokens)
+    return {"prompt": prompt, "steps": steps, "tau": sum(lengths) / len(lengths)}
+
+
+def answer_picture(answer: Mapping[str, Any]) -> str:
+    """SVG: a text in which the tokens of each step have one colour."""
+    x, y, body = 0, 0, []
+    for number, (count, piece) in enumerate(answer["steps"]):
+        title = f"step {number}: {count} tokens" if number else "from reading the prompt"
+        for word in _pieces(piece):
+            if x + len(word) > COLUMNS and word != "\n":
+                x, y = 0, y + 1
+                word = word.lstrip(" ")
+            if word == "\n":
+                x, y = 0, y + 1
+                continue
+            left, top = MARGIN + x * CHARACTER, MARGIN + y * LINE
+            body.append(
+                f'<g><title>{title}</title><rect x="{left:.1f}" y="{top}" width="{len(word) * CHARACTER:.1f}" '
+                f'height="{LINE - 5}" fill="{COLOURS[number % len(COLOURS)]}"/>'
+                f'<text x="{left:.1f}" y="{top + 15}" textLength="{len(word) * CHARACTER:.1f}" xml:space="preserve">'
+                f"{escape(word)}</text></g>"
+            )
+            x += len(word)
+    width, height = 2 * MARGIN + COLUMNS * CHARACTER, 2 * MARGIN + (y + 1) * LINE - 5
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
+        f'viewBox="0 0 {width:.0f} {height}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14" '
+        f'fill="#1c1d1f"><rect width="100%" height="100%" rx="8" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def _pieces(text: str) -> list[str]:
+    """Words, each with the blanks before it, and line ends, of which it is made."""
+    found = [""]
+    for character in text:
+        begins = character == "\n" or (character == " " and found[-1].strip(" "))
+        if begins or found[-1] == "\n":
+            found.append("")
+        found[-1] += character
+    return [piece for piece in found if piece]
+
+
+def plot_speeds(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Tokens per second, without speculation and as each of the figures has it, with tau above the bars."""
+    figure = new_figure(7, 3.2)
+    axes = figure.add_subplot()
+    plain = sorted(one["autoregressive"]["tokens_per_second"] for one in figures)[len(figures) // 2]
+    ordered = sorted(figures, key=lambda one: (one["tree"], one["block_size"]))
+    named = lambda one: f"tree of\n{one['tree']}" if one["tree"] else f"block\n{one['block_size']}"
+    names = ["one token\na step", *map(named, ordered)]
+    heights = [plain, *(one["speculative"]["tokens_per_second"] for one in ordered)]
+    notes = ["", *(f"{one['speedup']:.2f} x\nτ {one['tau']:.1f}" for one in ordered)]
+    bars = axes.bar(names, heights, color=["#9aa0a8", *["#1f6feb"] * len(ordered)], width=0.65)
+    axes.bar_label(bars, notes, padding=2, fontsize=9)
+    axes.set_ylabel("tokens per second")
+    axes.set_ylim(0, 1.25 * max(heights))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
