@@ -101,3 +101,19 @@ def test_four_chips_by_their_compiler(monkeypatch, capsys, tmp_path):
     assert max(c["bytes"] for c in figures["collectives"]) <= 1.1 * hidden
     assert not [c for c in figures["collectives"] if c["kind"] == "all-gather" and c["bytes"] > hidden / 4]
     assert figures["fits"]
+
+
+@pytest.mark.slow
+def test_what_the_parts_of_a_step_move(monkeypatch, capsys, tmp_path):
+    """A block reads what a single token does, each weight once, and little besides; commit writes a block's entries."""
+    pytest.importorskip("libtpu")
+    monkeypatch.setitem(presets.PAIRS, "cut", cut(2))
+    arguments = ["--target", "cut", "--topology", "v5e:2x2", "--batch", "4", "--max-length", "2048", "--parts"]
+    assert plan.main([*arguments, "--json", str(tmp_path / "f.json")]) == 0
+    moved = json.loads((tmp_path / "f.json").read_text())["part_bytes"]
+    assert moved["verify"] == pytest.approx(moved["verify of one token"], rel=0.25)
+    assert moved["commit"] < 0.1 * moved["verify"]
+    assert 0.8 * moved["step"] < moved["draft"] + moved["verify"] + moved["commit"]
+    assert "moved by verify of one token" in capsys.readouterr().out
+    assert plan.main([*arguments, "--training"]) == 2
+    assert "--parts are those of a decoding step" in capsys.readouterr().err
