@@ -62,6 +62,16 @@ def test_the_examples_of_the_api_page_run():
     assert not failed
 
 
+def test_the_messages_of_the_troubleshooting_page_are_in_the_code():
+    files = [file for top in ("dflash_jax", "infer", "kernels", "train") for file in (ROOT / top).rglob("*.py")]
+    code = re.sub(r'"\n\s*f?"', "", "\n".join(file.read_text() for file in files))  # a string over several lines
+    messages = re.findall(r"^\| `([^`]+…[^`]*|--[^`]+ [^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    assert len(messages) > 30
+    for message in messages:
+        for piece in re.split(r"\W*…\W*", message):
+            assert piece in code, f"no message has {piece!r}"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")
 def test_the_site_builds_without_warnings(tmp_path):
