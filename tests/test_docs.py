@@ -41,7 +41,7 @@ def test_links_lead_somewhere(page):
 def test_every_page_is_reached_from_the_navigation():
     listed = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES[1:]:
-        name = page.relative_to(ROOT / "docs" if page.parent.name == "docs" else ROOT).as_posix()
+        name = page.relative_to(ROOT / "docs" if page.parent == ROOT / "docs" else ROOT).as_posix()
         assert re.search(rf": {re.escape(name)}$", listed, re.M), f"mkdocs.yml lacks {name}"
 
 
