@@ -62,6 +62,18 @@ def test_the_examples_of_the_api_page_run():
     assert not failed
 
 
+def test_code_that_names_its_file_is_in_it():
+    quoted = 0
+    for page in PAGES:
+        for name, code in re.findall(r'^```python title="(.+?)"\n(.*?)^```$', page.read_text(), re.S | re.M):
+            rest = (ROOT / name).read_text()
+            for line in filter(None, code.splitlines()):
+                _, found, rest = rest.partition(f"{line}\n")
+                assert found, f"{page.name}: {name} has no line {line!r} there"
+            quoted += 1
+    assert quoted > 5
+
+
 def test_the_messages_of_the_troubleshooting_page_are_in_the_code():
     files = [file for top in ("dflash_jax", "infer", "kernels", "train") for file in (ROOT / top).rglob("*.py")]
     code = re.sub(r'"\n\s*f?"', "", "\n".join(file.read_text() for file in files))  # a string over several lines
