@@ -1,0 +1,93 @@
+"""The pages for people: their links, the examples of the API page, and the site that is built from them."""
+
+import doctest
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dflash_jax
+
+ROOT = Path(__file__).parents[1]
+API = ROOT / "docs" / "api.md"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "benchmarks.md", "train/README.md", "dflash_jax/pair/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+FENCE = re.compile(r"^ *```(\w*).*?\n(.*?)^ *``` *$", re.S | re.M)
+
+
+def anchors(page):
+    """The anchors of a page's headings, as code hosts make them, and mkdocs by its configuration."""
+    for heading in re.findall(r"^#+ +(.+?) *$", FENCE.sub("", page.read_text()), re.M):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", heading)
+        yield re.sub(r"[^\w -]", "", plain).lower().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^()\s]+)\)", FENCE.sub("", page.read_text())):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", path):
+            continue
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), f"{target} does not exist"
+        assert not anchor or anchor in anchors(other), f"{target}: the page has no such heading"
+
+
+def test_every_page_is_reached_from_the_navigation():
+    listed = (ROOT / "mkdocs.yml").read_text()
+    for page in PAGES[1:]:
+        name = page.relative_to(ROOT / "docs" if page.parent == ROOT / "docs" else ROOT).as_posix()
+        assert re.search(rf": {re.escape(name)}$", listed, re.M), f"mkdocs.yml lacks {name}"
+
+
+def test_the_api_page_has_every_public_name():
+    page = API.read_text()
+    examples = "".join(code for language, code in FENCE.findall(page) if language == "pycon")
+    for name in dflash_jax.__all__:
+        assert name == "__version__" or f"::: dflash_jax.{name}\n" in page, f"docs/api.md lacks {name}"
+        assert re.search(rf"dflash_jax\.{name}\b", examples), f"docs/api.md has no example with {name}"
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_api_page_run():
+    examples = "".join(code for language, code in FENCE.findall(API.read_text()) if language == "pycon")
+    test = doctest.DocTestParser().get_doctest(examples, {}, "api", str(API), 0)
+    failed, tried = doctest.DocTestRunner().run(test)
+    assert tried > 30
+    assert not failed
+
+
+def test_code_that_names_its_file_is_in_it():
+    quoted = 0
+    for page in PAGES:
+        for name, code in re.findall(r'^```python title="(.+?)"\n(.*?)^```$', page.read_text(), re.S | re.M):
+            lines = iter((ROOT / name).read_text().splitlines())  # in this order, indented or not
+            for quote in filter(None, code.splitlines()):
+                assert any(line.strip() == quote.strip() for line in lines), f"{page.name}: {name} lacks {quote!r}"
+            quoted += 1
+    assert quoted > 5
+
+
+def test_the_messages_of_the_troubleshooting_page_are_in_the_code():
+    files = [file for top in ("dflash_jax", "infer", "kernels", "train") for file in (ROOT / top).rglob("*.py")]
+    code = re.sub(r'"\n\s*f?"', "", "\n".join(file.read_text() for file in files))  # a string over several lines
+    messages = re.findall(r"^\| `([^`]+…[^`]*|--[^`]+ [^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    assert len(messages) > 30
+    for message in messages:
+        for piece in re.split(r"\W*…\W*", message):
+            assert piece in code, f"no message has {piece!r}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")
+def test_the_site_builds_without_warnings(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    for name in ("api", "benchmarks", "train", "dflash_jax/pair"):
+        assert (tmp_path / "site" / name / "index.html").is_file()
