@@ -1,8 +1,12 @@
 """The notebooks run from top to bottom."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+
+from dflash_jax import load_drafter
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -26,13 +30,14 @@ class Shown:
 
 @pytest.fixture
 def execute(tmp_path, monkeypatch):
-    """Runs a notebook in its short form, in an empty folder."""
+    """Runs a notebook in its short form, in an empty folder; `before` is what its first cell is preceded by."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("SMOKE", "1")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
 
-    def run(name):
+    def run(name, before=""):
         notebook = nbformat.read(ROOT / "colab" / f"{name}.ipynb", as_version=4)
+        notebook.cells.insert(0, nbformat.v4.new_code_cell(before))
         return Shown(nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute())
 
     return run
@@ -64,3 +69,33 @@ def test_own_proposer(execute):
     shown = execute("own_proposer")
     assert "the same tokens" in shown.text
     assert shown.count("image/png") == 1
+
+
+@pytest.mark.slow
+def test_published_pair(execute):
+    shown = execute("published_pair")
+    assert shown.count("image/png") == 1
+    (table,) = (data["text/markdown"] for data in shown.data if "text/markdown" in data)
+    assert table in shown.text  # to copy
+    rows = dict(line.strip("| ").split(" | ", 1) for line in table.splitlines()[2:])
+    assert rows["dtype"] == "float32"
+    assert rows["equal answers, greedy"] == rows["equal answers, temperature 0.8"] == "3 of 3"
+    middle, low, high = (float(number) for number in re.findall(r"[\d.]+", rows["tau, greedy"]))
+    assert 5 < low <= middle <= high < 17
+    assert re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", rows["speedup"])
+
+
+@pytest.mark.slow
+def test_published_pair_that_does_not_fit(execute):
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match=r"needs about .* GiB in float32, and .* STAND_IN"):
+        execute("published_pair", before="import os\n\nos.sysconf = lambda name: 2**13")
+
+
+@pytest.mark.slow
+def test_train_a_drafter(execute, tmp_path):
+    shown = execute("train_a_drafter")
+    assert shown.count("image/png") == 1
+    lines = [json.loads(line) for line in (tmp_path / "drafter_run/run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "tau" in line] == [3, 6]
+    assert load_drafter(tmp_path / "drafter_run" / "drafter").config.num_hidden_layers == 1
