@@ -28,17 +28,25 @@ class Shown:
         return sum(kind in data for data in self.data)
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Where the notebooks keep compiled programs; they have many in common."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.fixture
-def execute(tmp_path, monkeypatch):
+def execute(tmp_path, compiled, monkeypatch):
     """Runs a notebook in its short form, in an empty folder; `before` is what its first cell is preceded by."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("SMOKE", "1")
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
     def run(name, before=""):
         notebook = nbformat.read(ROOT / "colab" / f"{name}.ipynb", as_version=4)
         notebook.cells.insert(0, nbformat.v4.new_code_cell(before))
-        return Shown(nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute())
+        client = nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}})
+        return Shown(client.execute())
 
     return run
 
