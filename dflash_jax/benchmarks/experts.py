@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from dflash_jax import models
 from dflash_jax.mesh import entered
+from dflash_jax.models.attention import Pass
 from dflash_jax.models.experts import Experts, routing
 from dflash_jax.target import Target
 
@@ -46,6 +48,10 @@ def experts_hit(
 @jax.jit
 def _routed(target: Target, tokens: Int[Array, "1 T"]) -> list[Int[Array, "1 T k"]]:
     """Experts of every token, of each layer that has experts: its router once more, on what it reads."""
+    config, params = target.config, target.params
+    sparse = [i for i, layer in enumerate(config.layers) if layer.experts]
+    if not sparse:
+        return []
     found, arguments = [], inspect.signature(Experts.__call__)
 
     def look(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], context: Any) -> Any:
@@ -57,6 +63,12 @@ def _routed(target: Target, tokens: Int[Array, "1 T"]) -> list[Int[Array, "1 T k
         return call(*args, **kwargs)
 
     positions, lengths = jnp.arange(tokens.shape[1])[None], jnp.zeros(1, jnp.int32)
-    with nn.intercept_methods(look):
-        target.forward(tokens, positions, None, target.init_cache(1, tokens.shape[1]), lengths, taps=())
+    cache, taps = target.init_cache(1, tokens.shape[1]), tuple(i - 1 for i in sparse)
+    _, inputs, _ = target.forward(tokens, positions, None, cache, lengths, taps=taps)
+    for i, x in zip(sparse, jnp.split(inputs, len(sparse), axis=-1), strict=True):
+        at = Pass(positions, None, lengths, None)
+        at, entry = at.replace(rope=at.tables(config.layers[i].mixer, x.dtype)), cache.entries[cache.of_layer[i]]
+        layer = models.family(config.model_type).Model.layer(config, config.layers[i], target.layout)
+        with nn.intercept_methods(look):
+            layer.apply({"params": params[f"layers_{i}"]}, x, at, entry, None)
     return found

@@ -53,7 +53,7 @@ def test_equals_a_loop(implementation, ring, widths, S, T, lengths, kept):
 def test_a_cache_without_values(implementation):
     """Of latents: one head, as wide as no other."""
     rng = np.random.default_rng(0)
-    cache, block = (rng.standard_normal((2, 1, n, 576)).astype(np.float32) for n in (64, 8))
+    cache, block = (rng.standard_normal((2, 1, n, 576)).astype(np.float32) for n in (128, 8))
     lengths, kept = [30, 9], [8, 3]
     after = expected(cache, block, lengths, kept, [1, 0], False)
     arguments = jnp.asarray(cache), None, jnp.asarray(block), None, jnp.asarray(lengths), jnp.asarray(kept)
