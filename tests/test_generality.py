@@ -157,6 +157,7 @@ def test_a_mesh_changes_nothing(directory, plain, axes):
         np.testing.assert_allclose(t(target), t(alone), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_is_planned():
     sizes = {"data": 1, "fsdp": 1, "model": 2}
     figures = planning.traced((RAW, tiny.drafter_config()), sizes, 2, 64, None)

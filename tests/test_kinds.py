@@ -11,7 +11,9 @@ from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 
 KINDS = tiny.kinds()
-SOME = [pytest.param(kind, marks=() if kind in ("dflash", "eagle3") else pytest.mark.slow) for kind in KINDS]
+ONE_OF_EACH = "dflash", "dflash2", "dspark", "eagle3", "treeflash"  # without their variants
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "dflash"]
+SOME = ["dflash", *SLOW]
 PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2, 19, 50]]
 
 
@@ -55,7 +57,8 @@ def test_copied_prompts_and_chunks_leave_the_same_state(kind, directory, target)
     assert [tokens for tokens, _ in expected] == [tokens for tokens, _ in outcome(plain, asked(5, 0.8))]
 
 
-@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_that_moves_to_a_longer_slot_keeps_its_state(kind, directory, target):
     drafter = drafter_of(directory, kind)
     requests = [tiny.ask([i + 1, 9, 11], 60, id=str(i), stop_token_ids=()) for i in range(4)]
@@ -67,8 +70,9 @@ def test_a_row_that_moves_to_a_longer_slot_keeps_its_state(kind, directory, targ
         assert len(moved) - len(lengths) <= 1  # the step at the short slot's end is cut
 
 
-@pytest.mark.parametrize("axes", ["model=2", pytest.param("data=2,model=2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["model=2", "data=2,model=2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_mesh_gives_the_same_answers_and_acceptance(kind, axes, directory, target):
     devices = jax.devices()[: int(np.prod([int(part.split("=")[1]) for part in axes.split(",")]))]
     mesh = make_mesh(parse_mesh(axes, devices), devices)
@@ -82,7 +86,7 @@ def test_a_mesh_gives_the_same_answers_and_acceptance(kind, axes, directory, tar
 
 @pytest.mark.lossless
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k in ONE_OF_EACH else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_the_output_never_depends_on_the_drafter(kind, temperature, directory, target):
     settings = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
     plain = spec_generate(target, None, PROMPTS, **settings).tokens

@@ -120,6 +120,7 @@ def test_answers_are_those_of_the_library_and_of_no_speculation(pair, tmp_path):
     assert summary["tau"] >= 1
 
 
+@pytest.mark.slow
 def test_penalties_logprobs_and_shared_prompts(pair, tmp_path):
     """Each line its own settings; a prompt asked for twice is read once."""
     head = [i % 50 + 1 for i in range(70)]

@@ -58,7 +58,13 @@ def alone(directory):
 
 # Query heads split; key-value heads split, and copied; rows split; all of it; weights gathered where they are used.
 @pytest.mark.parametrize("how", ["greedy", "sampled"])
-@pytest.mark.parametrize("axes", ["model=2", "model=8", "data=4", "data=2,model=4", "fsdp=2,model=2"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "data=2,model=4",
+        *(pytest.param(axes, marks=pytest.mark.slow) for axes in ("model=2", "model=8", "data=4", "fsdp=2,model=2")),
+    ],
+)
 def test_every_mesh_gives_the_same_answers(directory, alone, axes, how):
     got = answers(directory, mesh(axes), **(SAMPLED if how == "sampled" else {}))
     assert got == alone[how]

@@ -117,6 +117,7 @@ def test_budget_that_ends_inside_a_block(target, drafter, budget):
     assert ours.finish_reasons == ["length"] * len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_full_cache(target, drafter):
     """A row may fill its last slot; a longer budget is cut there, and neighbours are untouched."""
     reference = generate(target, PROMPTS, max_new_tokens=64, stop_token_ids=[], max_length=128)

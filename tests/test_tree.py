@@ -241,7 +241,7 @@ def plain(target):
     ("kind", "asked"),
     [
         *(("dflash", asked) for asked in ("greedy", "sampled")),
-        *((kind, "filtered") for kind in ("dflash2", "dspark", "eagle3")),
+        *((kind, "filtered") for kind in ("dflash2", "dspark")),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in itertools.product(KINDS, ASKED)),
     ],
 )
@@ -264,6 +264,7 @@ def test_nor_on_its_size(nodes, asked, directory, target, plain):
     assert got.tokens == plain[asked]
 
 
+@pytest.mark.slow
 def test_rows_that_share_a_program_have_trees_of_their_own(directory, target):
     """Slots that are used again, prompts that begin alike, log-probabilities and several samples."""
     drafter = load_drafter(directory / "dflash2")
@@ -281,6 +282,7 @@ def test_rows_that_share_a_program_have_trees_of_their_own(directory, target):
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_choice_among_chains_and_trees(directory, target):
     drafter = load_drafter(directory / "dflash")
     requests = [tiny.ask([i + 1, 5, 9], 30, 2.0 * (i % 2), id=str(i)) for i in range(5)]

@@ -44,7 +44,7 @@ def answers(pair, order, **settings):
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("of", ["pair", "experts"])
+@pytest.mark.parametrize("of", ["pair", pytest.param("experts", marks=pytest.mark.slow)])
 def test_neighbours_arrival_prefixes_and_lengths_change_no_bit(of, request):
     pair = request.getfixturevalue(of)
     everyone = range(len(requests()))

@@ -44,6 +44,7 @@ def test_chunks_of_the_prompt_do_not_matter(target, drafter, chunk):
     assert ours.acceptance_lengths == whole.acceptance_lengths  # the draft cache is the same, too
 
 
+@pytest.mark.slow
 def test_windowed_drafter_wraps_its_ring(target, tmp_path):
     from dflash_jax import load_drafter
 
@@ -57,7 +58,7 @@ def test_windowed_drafter_wraps_its_ring(target, tmp_path):
     assert ours[0].acceptance_lengths == ours[1].acceptance_lengths
 
 
-@pytest.mark.parametrize("block_size", ["auto", None])
+@pytest.mark.parametrize("block_size", [None, pytest.param("auto", marks=pytest.mark.slow)])
 def test_requests_without_speculation_between_others(target, drafter, block_size):
     """Whoever runs beside them gets the same answer, in the same steps as alone once they are gone."""
     alone = {r.id: Engine(target, None, slots=1, max_length=64).generate([r])[0].token_ids for r in requests()}

@@ -71,6 +71,7 @@ def test_mistral_forward(name, tmp_path):
     families.assert_same_forward(theirs, load_target(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["Llama", pytest.param("Mistral", marks=pytest.mark.slow)])
 def test_generations_saving_speculation_and_mesh(model_type, tmp_path):
     changes = VARIANTS["biases everywhere"] if model_type == "Llama" else MISTRAL["window"]

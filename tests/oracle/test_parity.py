@@ -193,7 +193,7 @@ def test_a_drafter_of_gpt_oss_has_qwen3_layers(tmp_path):
     np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
 
 
-SOME = ["full", "DFlash 2"]  # the rest on the slow track
+SOME = ["DFlash 2"]  # the rest on the slow track
 
 
 @pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in DRAFTERS])

@@ -35,6 +35,7 @@ def regenerate(place, name="answers.jsonl", *more):
     return main(["regenerate", *arguments, "--output", str(place / name), "--batch-size", "2", *more])
 
 
+@pytest.mark.slow
 def test_the_stages(place, capsys):
     assert regenerate(place) == 0
     answers = place / "answers.jsonl"
@@ -68,6 +69,7 @@ def test_the_stages(place, capsys):
     assert main(["plot", "--run", run, "--out", str(place / "plot.png")]) == 0
 
 
+@pytest.mark.slow
 def test_an_official_eagle_drafter_is_continued(place, tmp_path):
     """Its config does not say which layers it taps; what is saved does."""
     deep = tiny.write_target(tmp_path / "target", tiny.target_config(num_hidden_layers=6))

@@ -130,7 +130,10 @@ def test_the_selector_learns_from_the_scores_it_decodes_with(vocabulary, target)
         assert bool(correct[i]) <= (int(jnp.argmax(scores)) == place)
 
 
-@pytest.mark.parametrize("vocabulary", [None, list(range(0, 62, 2))], ids=["whole", "reduced"])
+@pytest.mark.parametrize(
+    "vocabulary",
+    [pytest.param(None, id="whole", marks=pytest.mark.slow), pytest.param(list(range(0, 62, 2)), id="reduced")],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_learns_and_is_saved(kind, vocabulary, target, batch, tmp_path):
     config = TrainConfig(drafter=kind, learning_rate=3e-3, kl=0.5, **SMALL)
@@ -155,7 +158,10 @@ def test_every_kind_learns_and_is_saved(kind, vocabulary, target, batch, tmp_pat
     assert spec_generate(target, loaded, prompts, **settings).tokens == generate(target, prompts, **settings).tokens
 
 
-@pytest.mark.parametrize("vocabulary", [None, list(range(1, 62, 2))], ids=["whole", "reduced"])
+@pytest.mark.parametrize(
+    "vocabulary",
+    [pytest.param(None, id="whole", marks=pytest.mark.slow), pytest.param(list(range(1, 62, 2)), id="reduced")],
+)
 @pytest.mark.parametrize("kind", ["dflash2", "dspark", "treeflash"])
 def test_a_dflash_drafter_becomes_another_kind(kind, vocabulary, target, tmp_path):
     _, started, raw = made(target, "dflash", vocabulary)
