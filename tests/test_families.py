@@ -34,7 +34,11 @@ def requests(count):
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("settings", [{"tree": 12}, {"block_size": 4, "short_length": 40, "long_slots": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"tree": 12}, pytest.param({"block_size": 4, "short_length": 40, "long_slots": 1}, marks=pytest.mark.exhaustive)],
+    ids=str,
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_answers_are_those_of_one_row_alone(family, settings, tmp_path, monkeypatch):
     monkeypatch.setattr(prefixes, "STATE_EVERY", 16)

@@ -12,8 +12,8 @@ from tests import tiny
 
 KINDS = tiny.kinds()
 ONE_OF_EACH = "dflash", "dflash2", "dspark", "eagle3", "treeflash"  # without their variants
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "dflash"]
-SOME = ["dflash", *SLOW]
+# What states have in common shows with a cache of one pass, and of one pass for each token.
+TWO = [kind if kind in ("dflash", "eagle3") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS]
 PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2, 19, 50]]
 
 
@@ -44,7 +44,9 @@ def outcome(engine, requests):
     return [(done.token_ids, done.acceptance_lengths) for done in engine.generate(requests)]
 
 
-@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize(
+    "kind", ["dflash", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS if kind != "dflash")]
+)
 def test_copied_prompts_and_chunks_leave_the_same_state(kind, directory, target):
     """What is accepted tells whether the drafter saw the same."""
     drafter = drafter_of(directory, kind)
@@ -58,7 +60,7 @@ def test_copied_prompts_and_chunks_leave_the_same_state(kind, directory, target)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TWO)
 def test_a_row_that_moves_to_a_longer_slot_keeps_its_state(kind, directory, target):
     drafter = drafter_of(directory, kind)
     requests = [tiny.ask([i + 1, 9, 11], 60, id=str(i), stop_token_ids=()) for i in range(4)]
@@ -71,8 +73,8 @@ def test_a_row_that_moves_to_a_longer_slot_keeps_its_state(kind, directory, targ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", ["model=2", "data=2,model=2"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axes", [pytest.param("model=2", marks=pytest.mark.exhaustive), "data=2,model=2"])
+@pytest.mark.parametrize("kind", TWO)
 def test_a_mesh_gives_the_same_answers_and_acceptance(kind, axes, directory, target):
     devices = jax.devices()[: int(np.prod([int(part.split("=")[1]) for part in axes.split(",")]))]
     mesh = make_mesh(parse_mesh(axes, devices), devices)

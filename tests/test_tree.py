@@ -255,9 +255,12 @@ def test_the_output_never_depends_on_the_tree(kind, asked, directory, target, pl
         assert max(accepted) > 1 or asked != "sampled"  # the noise that both share decides most of these tokens
 
 
+MORE = [pytest.param(n, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for n in (16, 32, 64)]
+
+
 @pytest.mark.lossless
 @pytest.mark.parametrize("asked", ["filtered", pytest.param("greedy", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("nodes", [1, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 16, 31, 32, 63, 64))])
+@pytest.mark.parametrize("nodes", [1, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 31, 63)), *MORE])
 def test_nor_on_its_size(nodes, asked, directory, target, plain):
     drafter = load_drafter(directory / "dflash")
     got = spec_generate(target, drafter, PROMPTS, tree=nodes, **SETTINGS, **ASKED[asked])

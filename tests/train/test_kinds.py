@@ -132,7 +132,7 @@ def test_the_selector_learns_from_the_scores_it_decodes_with(vocabulary, target)
 
 @pytest.mark.parametrize(
     "vocabulary",
-    [pytest.param(None, id="whole", marks=pytest.mark.slow), pytest.param(list(range(0, 62, 2)), id="reduced")],
+    [pytest.param(None, id="whole", marks=pytest.mark.exhaustive), pytest.param(list(range(0, 62, 2)), id="reduced")],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_learns_and_is_saved(kind, vocabulary, target, batch, tmp_path):
@@ -160,7 +160,7 @@ def test_every_kind_learns_and_is_saved(kind, vocabulary, target, batch, tmp_pat
 
 @pytest.mark.parametrize(
     "vocabulary",
-    [pytest.param(None, id="whole", marks=pytest.mark.slow), pytest.param(list(range(1, 62, 2)), id="reduced")],
+    [pytest.param(None, id="whole", marks=pytest.mark.exhaustive), pytest.param(list(range(1, 62, 2)), id="reduced")],
 )
 @pytest.mark.parametrize("kind", ["dflash2", "dspark", "treeflash"])
 def test_a_dflash_drafter_becomes_another_kind(kind, vocabulary, target, tmp_path):
