@@ -15,7 +15,7 @@ def pair(pair):
     return ["--target", str(pair / "target"), "--drafter", str(pair / "drafter")]
 
 
-@pytest.mark.parametrize("temperature", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("temperature", ["0", pytest.param("1", marks=pytest.mark.exhaustive)])
 def test_figures(pair, tmp_path, capsys, temperature):
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"turns": ["hello there"]}\n{"prompt": "and again"}\n{"question": "why?"}\n')

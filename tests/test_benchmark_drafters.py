@@ -51,6 +51,7 @@ def test_the_published_trio_loads(tmp_path):
         assert name != "eagle3" or drafter.taps == (0, 1, 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_cell_is_measured(pair, tmp_path, capsys):
     data = tmp_path / "prompts.jsonl"

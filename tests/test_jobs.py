@@ -187,6 +187,7 @@ def test_an_interrupt_while_programs_are_compiled(pair, tmp_path, monkeypatch, c
     assert len(records(output)) == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_job_killed_at_random_moments_ends_with_each_answer_once(pair, tmp_path):
     source = write(tmp_path / "in.jsonl", [row | {"id": f"k{i}"} for i, row in enumerate(ROWS * 30)])

@@ -72,6 +72,7 @@ def test_what_cannot_be_planned(arguments, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_training_step_by_its_compiler():
     """Weights are gathered, not rows; the target takes whole rows by splash attention."""
@@ -103,6 +104,7 @@ def test_four_chips_by_their_compiler(monkeypatch, capsys, tmp_path):
     assert figures["fits"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_the_parts_of_a_step_move(monkeypatch, capsys, tmp_path):
     """A block reads what a single token does, each weight once, and little besides; commit writes a block's entries."""

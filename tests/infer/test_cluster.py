@@ -52,6 +52,7 @@ def rows(count, answer=12):
     ]
 
 
+@pytest.mark.exhaustive
 def test_workers_are_killed_and_added(pair, tmp_path, cluster):
     """The records of a job are those of one process, although a worker goes and another one comes."""
     source = jobs.write(tmp_path / "in.jsonl", [*rows(200, 200), {"id": "bad"}, {"id": "n", "prompt": "ab", "n": 2}])

@@ -25,7 +25,7 @@ def widths(monkeypatch):
     ("speculative", "settings"),
     [
         (True, {"short_length": 40, "prefill_chunk": 8}),
-        pytest.param(True, {"block_size": "auto"}, marks=pytest.mark.slow),
+        pytest.param(True, {"block_size": "auto"}, marks=pytest.mark.exhaustive),
         pytest.param(False, {}, marks=pytest.mark.slow),
     ],
     ids=str,

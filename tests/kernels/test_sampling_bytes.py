@@ -122,6 +122,7 @@ def memory_bytes(program):
     return total
 
 
+@pytest.mark.exhaustive
 def test_filters_add_less_than_15_percent_to_a_step(certain):
     """By the compiler's count, of filters and of the step; and what they move to and from the chip's own memory, of the
     least that a step can read: all weights and caches once."""

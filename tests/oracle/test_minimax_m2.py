@@ -108,6 +108,7 @@ def test_generations_saving_speculation_and_mesh(tmp_path):
     families.assert_lossless(tmp_path / "target", tmp_path / "drafter", meshes=["expert=4", "model=2"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_same_in_fp8(tmp_path):
     wide = LARGE | {"intermediate_size": 256}

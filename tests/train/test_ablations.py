@@ -64,6 +64,7 @@ def test_input_injection_is_lossless(target, drafter):
     assert spec_generate(target, other, prompts, max_new_tokens=20).tokens == plain.tokens
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_rows_are_trained_once(tmp_path, capsys):
     quick = lambda arguments: main([*arguments, *(["--max-new-tokens", "12"] if arguments[0] == "regenerate" else [])])
@@ -86,6 +87,7 @@ def test_rows_are_trained_once(tmp_path, capsys):
     assert set(names) < set(ROWS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_bundled_target_answers_where_no_pair_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(ablations, "Recipe", lambda: RECIPE)

@@ -74,7 +74,7 @@ def losses(directory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_processes_train_together(data, processes, tmp_path):
     assert main(command(data, tmp_path / "alone", 4)) == 0
     group = start(command(data, tmp_path / "group", 4), processes)
