@@ -328,7 +328,8 @@ def _pair(options: PairOptions) -> int:
 
 def _ablate(options: AblateOptions) -> int:
     from dflash_jax.loading import enable_compilation_cache
-    from dflash_jax.train.toy.ablations import ROWS, ablate
+    from dflash_jax.train.plot import plot_ablations
+    from dflash_jax.train.toy.ablations import ROWS, ablate, read_results
 
     enable_compilation_cache()
     names = [name.strip() for name in options.rows.split(";")] if options.rows else list(ROWS)
@@ -341,6 +342,9 @@ def _ablate(options: AblateOptions) -> int:
         )
 
     ablate(options.out, options.pair, names, steps=options.steps, samples=options.samples, stage=main, report=report)
+    if options.plot:
+        results = read_results(Path(options.out) / "results.jsonl", options.steps, options.samples)
+        plot_ablations(list(results), options.plot)
     return 0
 
 

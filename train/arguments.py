@@ -236,6 +236,7 @@ class AblateOptions:
         rows: names of rows
         steps: of each row
         samples: held-out problems to decode
+        plot: draw tau of all rows that are done
     """
 
     out: Directory
@@ -243,6 +244,7 @@ class AblateOptions:
     rows: Annotated[str | None, optional(str, "A;B", "all")] = None
     steps: int = 300
     samples: int = 64
+    plot: Annotated[str | None, optional(str, "FILE.svg")] = None
 
 
 Stage = (

@@ -1,6 +1,7 @@
-"""Loss and tau over the steps of a run, as a PNG."""
+"""Loss and tau over the steps of a run, and tau of ablations."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,18 @@ def plot(run: str | Path, output: str | Path) -> None:
         axes.grid(alpha=0.3)
     figure.savefig(output, dpi=120, format="png")
     pyplot.close(figure)
+
+
+def plot_ablations(results: Sequence[Mapping[str, Any]], output: str | Path) -> None:
+    """Writes tau of each row, with its standard error over prompts; the file's name decides the format."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.8 + 0.35 * len(results)), layout="constrained")
+    axes = figure.add_subplot()
+    names = [f"{line['row']}, decoded at {line['decoded_block']}" for line in results]
+    errors = [line["tau_deviation_over_prompts"] / line["samples"] ** 0.5 for line in results]
+    axes.barh(names, [line["tau"] for line in results], xerr=errors, capsize=2, color="#1f6feb", height=0.65)
+    axes.invert_yaxis()
+    axes.set_xlabel("tau")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(output)

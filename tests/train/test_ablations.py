@@ -11,6 +11,7 @@ from dflash_jax import load_drafter, spec_generate
 from dflash_jax.drafters import dflash
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.blocks import draw_blocks
+from dflash_jax.train.plot import plot_ablations
 from dflash_jax.train.toy import ablations
 from dflash_jax.train.toy.ablations import ROWS, InputInjection
 from dflash_jax.train.toy.pair import build
@@ -95,6 +96,16 @@ def test_the_bundled_target_answers_where_no_pair_is_named(tmp_path, monkeypatch
     assert main(run) == 0
     (result,) = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert (result["row"], result["decoded_block"]) == ("block 4", 4)
+
+
+def test_results_are_drawn(tmp_path):
+    figures = {"steps": 5, "samples": 4, "tau": 3.0, "tau_deviation_over_prompts": 1.0, "decoded_block": 4}
+    lines = [json.dumps({"row": row} | figures) for row in ("block 4", "D-PACE")]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines))
+    plot_ablations(list(ablations.read_results(tmp_path / "results.jsonl", 5, 4)), tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").read_text().count("<svg") == 1
+    with pytest.raises(ValueError, match="results of 5 steps and 4 problems"):
+        list(ablations.read_results(tmp_path / "results.jsonl", 5, 5))
 
 
 def test_taps_of_the_embedding_are_the_text_alone(target, tmp_path):

@@ -199,7 +199,7 @@ FLAGS = {
     "export": "dtype out run step",
     "plot": "out run",
     "pair": "out",
-    "ablate": "out pair rows samples steps",
+    "ablate": "out pair plot rows samples steps",
 }
 
 

@@ -136,7 +136,7 @@ def ablate(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     results = directory / "results.jsonl"
-    done = {(line["row"], line["decoded_block"]) for line in _read(results, steps, samples)}
+    done = {(line["row"], line["decoded_block"]) for line in read_results(results, steps, samples)}
     made = directory if pair is None else Path(pair)
     source = bundled_pair()[0] if pair is None else made / "pair" / "target"
     if pair is None:
@@ -179,7 +179,8 @@ def ablate(
             report(result)
 
 
-def _read(path: Path, steps: int, samples: int) -> Iterator[dict[str, Any]]:
+def read_results(path: Path, steps: int, samples: int) -> Iterator[dict[str, Any]]:
+    """The lines of `results.jsonl`; raises ValueError for those of another budget."""
     if not path.exists():
         return
     for text in path.read_text(encoding="utf-8").splitlines():
