@@ -10,8 +10,11 @@ from tests import tiny
 
 ALIASES = [name for name in tiny.FAMILIES if name.endswith("_text")]
 DAILY = {"qwen3_5", "qwen3_next"}  # the others have only caches of positions
+SLOW = {"gemma4", "gpt_oss", "kimi_k25", "qwen3_moe"}
 FAMILIES = [
-    pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in tiny.FAMILIES if name not in ALIASES
+    pytest.param(name, marks=() if name in DAILY else pytest.mark.slow if name in SLOW else pytest.mark.exhaustive)
+    for name in tiny.FAMILIES
+    if name not in ALIASES
 ]
 HEAD = [(5 * i + 3) % 60 for i in range(24)]
 

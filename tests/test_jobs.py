@@ -105,6 +105,7 @@ def test_two_processes_never_write_one_output(pair, tmp_path, capsys):
     assert "another process is writing" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_process_that_dies_stops_no_other(pair, tmp_path):
     rows = [{"id": f"r{i}", "prompt_token_ids": [i % 60 + 1, 5], "max_new_tokens": 60} for i in range(40)]

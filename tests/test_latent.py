@@ -188,9 +188,13 @@ SLOW = [
     {"slots": 16, "axes": "model=4", "prefill_chunk": 16, "short_length": 64},
 ]
 
+MORE = [pytest.param(each, marks=pytest.mark.exhaustive) for each in SLOW[4:]]
+
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("settings", [FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW[:4]), *MORE], ids=str
+)
 def test_speculation_chunks_slots_prefixes_and_meshes_change_nothing(pair, plain, settings):
     got, engine = answers(pair, **settings)
     assert got == plain

@@ -14,7 +14,11 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("attacks", "counts"),
     [
-        (["fuzz", "faults"], [{"lines": 20}, {"faults": 1, "kinds": {"emptied_output": 1}}]),
+        pytest.param(
+            ["fuzz", "faults"],
+            [{"lines": 20}, {"faults": 1, "kinds": {"emptied_output": 1}}],
+            marks=pytest.mark.exhaustive,
+        ),
         (["kills"], [{"lost or doubled": 0, "differing": 0}]),
         (["server"], [{"ended": {"in progress": 16, "answered": 16}}]),
     ],

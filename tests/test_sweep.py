@@ -98,6 +98,7 @@ def test_the_most_at_no_less_interactivity(tmp_path):
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_sweep(pair, tmp_path, capsys):
     models = ["--target", str(pair / "target"), "--drafter", str(pair / "drafter"), "--max-new-tokens", "8"]

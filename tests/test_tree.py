@@ -242,7 +242,8 @@ def plain(target):
     [
         *(("dflash", asked) for asked in ("greedy", "sampled")),
         *((kind, "filtered") for kind in ("dflash2", "dspark")),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in itertools.product(KINDS, ASKED)),
+        *(pytest.param(kind, "filtered", marks=pytest.mark.slow) for kind in ("eagle3", "treeflash")),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in itertools.product(KINDS, ASKED)),
     ],
 )
 def test_the_output_never_depends_on_the_tree(kind, asked, directory, target, plain):

@@ -193,10 +193,18 @@ def test_a_drafter_of_gpt_oss_has_qwen3_layers(tmp_path):
     np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
 
 
-SOME = ["DFlash 2"]  # the rest on the slow track
+SOME = ["DFlash 2"]
+SLOW = ["full", "mixed windows", "scaled"]
 
 
-@pytest.mark.parametrize("name", [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in DRAFTERS])
+def when(name):
+    """Every day, slow, or by hand."""
+    return (
+        name if name in SOME else pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive)
+    )
+
+
+@pytest.mark.parametrize("name", list(map(when, DRAFTERS)))
 def test_generations_equal_the_official_loop(name, tmp_path):
     """Tokens always; acceptance lengths for rounds that begin at least a block before the budget's end."""
     their_target = make_target(tmp_path / "target")

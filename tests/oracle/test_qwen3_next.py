@@ -160,7 +160,9 @@ def test_a_long_prompt_and_every_commit_of_its_end(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["next, dense between", "dense", "experts"])
+@pytest.mark.parametrize(
+    "name", ["experts", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("next, dense between", "dense"))]
+)
 def test_generations_saving_speculation_and_mesh(name, tmp_path):
     theirs = make(tmp_path / "target", name)
     ours = load_target(tmp_path / "target")

@@ -150,6 +150,7 @@ RECIPE = Recipe(
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_one_command_makes_a_pair_and_continues(tmp_path, capsys):
     cut = lambda arguments: ["12" if before == "--max-new-tokens" else x for before, x in pairwise(["", *arguments])]
