@@ -61,7 +61,8 @@ def answered(prompt: str) -> dict[str, Any]:
     from dflash_jax import bundled_pair, load_drafter, load_target, spec_generate
     from dflash_jax.infer.text import GrowingText, Text
 
-    target, drafter = (load(path) for load, path in zip((load_target, load_drafter), bundled_pair(), strict=True))
+    target_directory, drafter_directory = bundled_pair()
+    target, drafter = load_target(target_directory), load_drafter(drafter_directory)
     text = Text(target.directory)
     done = spec_generate(target, drafter, text.encode_chat([{"role": "user", "content": prompt}]), max_new_tokens=256)
     tokens, lengths = done.tokens[0], done.acceptance_lengths[0]
