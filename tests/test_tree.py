@@ -2,13 +2,23 @@
 
 import heapq
 import itertools
+import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, load_drafter, load_target, spec_generate
+from dflash_jax import (
+    Engine,
+    begin_decoding,
+    load_drafter,
+    load_target,
+    make_round,
+    spec_generate,
+    speculative_step,
+)
 from dflash_jax.decoding.calibration import GREEDY, SHARPNESS, init_calibration
 from dflash_jax.decoding.growth import Options, grow
 from dflash_jax.decoding.proposal import Proposal, accept, make_block
@@ -266,6 +276,23 @@ def test_nor_on_its_size(nodes, asked, directory, target, plain):
     drafter = load_drafter(directory / "dflash")
     got = spec_generate(target, drafter, PROMPTS, tree=nodes, **SETTINGS, **ASKED[asked])
     assert got.tokens == plain[asked]
+
+
+@pytest.mark.parametrize(
+    "kind", ["dflash2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "dflash2")]
+)
+def test_no_vocabulary_is_sorted(kind, tmp_path):
+    """On CPU the few largest are found without."""
+    size = 512
+    tiny.write_target(tmp_path / "target", tiny.target_config(vocab_size=size))
+    tiny.write_drafter(tmp_path / kind, KINDS[kind] | {"vocab_size": size})
+    target = load_target(tmp_path / "target")
+    drafter = load_drafter(tmp_path / kind, num_target_layers=4)
+    state, _ = begin_decoding(target, drafter, [[1, 2, 3]])
+    for nodes in (0, 9):
+        step = partial(speculative_step, make_round(target, drafter, drafter.config.block_size, nodes=nodes))
+        program = jax.jit(step).lower(state).compile().as_text()
+        assert not re.findall(rf"f32\[[\d,]*{size}\]\S* sort\(|\(f32\[[\d,]*{size}\].* sort\(", program)
 
 
 @pytest.mark.slow

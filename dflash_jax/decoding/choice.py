@@ -24,6 +24,7 @@ from dflash_jax.decoding.sampling import (
     perturbed_scores,
     scaled_scores,
     select,
+    top_k,
 )
 from dflash_jax.decoding.tree import Ranked, best_nodes
 
@@ -231,7 +232,7 @@ class Choice(struct.PyTreeNode):
             keys, scale = greedy()
         else:
             keys, scale = if_any(self.sampling.temperature > 0, sampled, greedy)
-        best, places = jax.lax.top_k(keys, min(self.nodes, keys.shape[-1]))
+        best, places = top_k(keys, min(self.nodes, keys.shape[-1]))
         scores = scale * best - jax.nn.logsumexp(scale * keys, axis=-1, keepdims=True)
         scores = jnp.where(best > -jnp.inf, scores, -jnp.inf)  # nothing may follow a place without options
         # What may not be proposed gives way to another of the first one.

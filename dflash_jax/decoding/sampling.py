@@ -106,6 +106,15 @@ def if_any(rows: Bool[Array, " B"], then: Callable[[], Any], otherwise: Callable
     return jax.lax.switch(jnp.max(rows.astype(jnp.int32)), (otherwise, then))
 
 
+def top_k(scores: Float[Array, "B T V"], count: int) -> tuple[Float[Array, "B T C"], Int[Array, "B T C"]]:
+    """The largest scores in order, and where; of equal ones the first.
+
+    Without the barrier XLA looks through it at who uses a part of the result, and on CPU then sorts all of the scores.
+    """
+    best, at = jax.lax.optimization_barrier(jax.lax.top_k(scores, count))
+    return best, at
+
+
 def first_argmax(scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
     """The lowest index of the largest score; two plain reductions, which vectorise where argmax does not."""
     index = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]

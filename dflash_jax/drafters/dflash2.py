@@ -21,6 +21,7 @@ from dflash_jax.config import Raw, require
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.sampling import top_k
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, Lookup, dflash_fields, is_of
@@ -169,7 +170,7 @@ class Drafter(dflash.Drafter):
     ) -> Proposal:
         """A token for every slot, or a tree of them, given the one chosen for the slot before."""
         logits = choice.allowed(self.unembed(target, hidden), **self.choosable)
-        unary, candidates = jax.lax.top_k(logits, self.config.selector_top_k)
+        unary, candidates = top_k(logits, self.config.selector_top_k)
         candidates = candidates if self.vocabulary is None else self.vocabulary[candidates]
         gates = self.gates(hidden)
 

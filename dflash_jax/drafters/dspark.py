@@ -20,6 +20,7 @@ from dflash_jax.config import Raw, require
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.sampling import top_k
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, Lookup, dflash_fields, flag, is_of
@@ -151,7 +152,7 @@ class Drafter(dflash.Drafter):
     def best(self, choice: Choice, logits: Float[Array, "B P V"]) -> tuple[Float[Array, "B P C"], Int[Array, "B P C"]]:
         """The best allowed tokens of every slot, as the drafter numbers them."""
         allowed = choice.allowed(logits, **self.choosable)
-        best, ids = jax.lax.top_k(allowed, min(TREE_CANDIDATES, allowed.shape[-1]))
+        best, ids = top_k(allowed, min(TREE_CANDIDATES, allowed.shape[-1]))
         return best, ids
 
     def teacher_forced(
