@@ -84,9 +84,9 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
                 compiled = compile_training(raws, mesh, options.batch, options.max_length, options.anchors)
             else:
                 compiled = compile_step(raws, mesh, *shape, dtype=dtype_for(chip))
-        figures |= measured(compiled)
-        if options.parts:
-            figures["part_bytes"] = part_bytes(raws, mesh, *shape, dtype=dtype_for(chip))
+            figures |= measured(compiled)
+            if options.parts:
+                figures["part_bytes"] = part_bytes(raws, mesh, *shape, dtype=dtype_for(chip))
         if not options.training:
             figures |= {"parts": traced(raws, sizes, *shape)}
     figures["fits"] = figures["peak_bytes"] < CHIPS[chip].memory
