@@ -45,6 +45,32 @@ def _qwen3(hidden: int, inner: int, depth: int, heads: int, taps: tuple[int, ...
     return target, drafter
 
 
+def _llama() -> tuple[Raw, Raw]:
+    """Llama-3.1-8B and its drafter with blocks of 10."""
+    target, drafter = _qwen3(4096, 14336, 32, 32, (1, 8, 15, 22, 29), tied=False)
+    shape = {"vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 131072, "eos_token_id": 128009}
+    ends = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    scaling = {"rope_type": "llama3", "factor": 8.0, **ends}
+    target |= shape | {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_scaling": scaling}
+    drafter |= shape | {"intermediate_size": 12288, "block_size": 10}
+    drafter["dflash_config"] |= {"mask_token_id": 128002}  # a reserved token; which one is assumed
+    return target, drafter
+
+
+def _minimax() -> tuple[Raw, Raw]:
+    """MiniMax-M2.5 in FP8. Its drafter is assumed to have the rest of its shape from Qwen3's."""
+    target, drafter = _qwen3(3072, 1536, 62, 48, (1, 16, 30, 45, 59), tied=False)
+    shape = {"vocab_size": 200064, "rope_theta": 5000000.0, "max_position_embeddings": 196608, "eos_token_id": 200020}
+    experts = {"model_type": "minimax_m2", "num_local_experts": 256, "num_experts_per_tok": 8, "rotary_dim": 64}
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    target |= shape | experts | quantised
+    drafter |= shape | {"intermediate_size": 9216}
+    drafter |= {"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}
+    drafter |= {"use_sliding_window": True, "sliding_window": 2048}
+    drafter["dflash_config"] |= {"mask_token_id": 200054}
+    return target, drafter
+
+
 def _coder() -> tuple[Raw, Raw]:
     """Qwen3-Coder-30B-A3B and its drafter with eight layers."""
     target, drafter = _qwen3(2048, 6144, 48, 32, (1, 12, 23, 34, 45), tied=False)
@@ -309,6 +335,8 @@ PAIRS: dict[str, tuple[Raw, Raw]] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, (1, 9, 17, 25, 33), tied=False),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, (1, 10, 19, 28, 37), tied=False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, (1, 16, 31, 46, 61), tied=False),  # the drafter's shape is assumed
+    "llama-3.1-8b": _llama(),
+    "minimax-m2": _minimax(),
     "qwen3-coder-30b-a3b": _coder(),
     "qwen3-coder-next": _coder_next(),
     "qwen3.5-4b": _hybrid(2560, 9216, 32, (16, 4, 32), _EIGHT, tie_word_embeddings=True),
