@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine, generate, load_drafter, load_target, replay, spec_generate
-from dflash_jax.benchmarks.planning import collectives
+from dflash_jax.benchmarks.compiled import collectives
 from dflash_jax.benchmarks.step_times import StepTimes
 from dflash_jax.checkpoint import Reader, leaves
 from dflash_jax.decoding.state import init_state

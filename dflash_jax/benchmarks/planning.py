@@ -6,7 +6,6 @@ what is published of the chip; they say what a step cannot beat.
 """
 
 import math
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from dflash_jax import models, sharding
 from dflash_jax.benchmarks import step_times
+from dflash_jax.benchmarks.compiled import collectives, memory_bytes
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.benchmarks.presets import PAIRS, random_pair
 from dflash_jax.benchmarks.topologies import (
@@ -47,8 +47,6 @@ from dflash_jax.target import Target
 if TYPE_CHECKING:
     from dflash_jax.plan import PlanOptions
 
-_COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
-_BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64, "u64": 64, "f64": 64}
 
 Pair = tuple[Raw, Raw]
 
@@ -86,7 +84,8 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
                 compiled = compile_step(raws, mesh, *shape, dtype=dtype_for(chip))
             figures |= measured(compiled)
             if options.parts:
-                figures["part_bytes"] = part_bytes(raws, mesh, *shape, dtype=dtype_for(chip))
+                parts = part_bytes(raws, mesh, *shape, dtype=dtype_for(chip))
+                figures["part_bytes"] = {"step": figures["memory_bytes"]} | parts
         if not options.training:
             figures |= {"parts": traced(raws, sizes, *shape)}
     figures["fits"] = figures["peak_bytes"] < CHIPS[chip].memory
@@ -152,13 +151,9 @@ def compile_step(
 def part_bytes(
     raws: Pair, mesh: Mesh, batch: int, max_length: int, block_size: int | None, nodes: int, *, dtype: str
 ) -> dict[str, float]:
-    """Bytes that each part of a step moves per device, by the compiler's own count, each compiled alone.
-
-    It counts a weight again where it moves from memory into a core before it is used, so compare the parts.
-    """
+    """Bytes that each part of a step moves to and from a device's memory, each compiled alone; see `memory_bytes`."""
     how = {"block": block_size or _parsed(raws)[1].block_size, "nodes": nodes}
     parts = {
-        "step": partial(step_times.fused, **how),
         "draft": partial(step_times.draft, **how),
         "verify": partial(step_times.verify, **how),
         "verify of one token": lambda target, drafter, state: step_times.verify(target, None, state, block=0),
@@ -167,10 +162,10 @@ def part_bytes(
     found = {}
     for name, part in parts.items():
         pinned = lambda *pair, part=part: sharding.pin(part(*pair))
-        cost = _compiled(pinned, raws, mesh, batch, max_length, dtype).cost_analysis()
-        if not cost or "bytes accessed" not in cost:
-            raise ValueError("the compiler of this chip does not count bytes; --parts needs a TPU topology")
-        found[name] = cost["bytes accessed"]
+        try:
+            found[name] = memory_bytes(_compiled(pinned, raws, mesh, batch, max_length, dtype).as_text())
+        except jax.errors.JaxRuntimeError:  # some programs of v5p, with jax 0.10
+            raise ValueError("this program cannot be written down, so --parts cannot count its bytes") from None
     return found
 
 
@@ -214,9 +209,10 @@ def measured(compiled: Any) -> dict[str, Any]:
     """Per device, what the compiler says of a program."""
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}  # CUDA's tells none
     try:
-        found = collectives(compiled.as_text())
+        text = compiled.as_text()
+        found, moved = collectives(text), memory_bytes(text)
     except jax.errors.JaxRuntimeError:  # some programs of v5p, with jax 0.10
-        found = None
+        found = moved = None
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
     return {
@@ -225,33 +221,8 @@ def measured(compiled: Any) -> dict[str, Any]:
         "updated_in_place_bytes": memory.alias_size_in_bytes,
         "peak_bytes": peak,
         "collectives": found,
+        "memory_bytes": moved,
     } | {name.replace(" ", "_"): cost[name] for name in ("flops", "bytes accessed") if name in cost}
-
-
-def collectives(text: str) -> list[dict[str, Any]]:
-    """Collectives of a compiled program: kind, shape, bytes, and how often it stands there, largest first.
-
-    One that runs beside other work stands in the fusions that begin it, go on with it and end it; its channel tells.
-    """
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    begun = set()
-    for result, kind, rest in re.findall(rf"= (\S.*?) ({_COLLECTIVES})(?:-start)?\((.*)", text):
-        channel = re.search(r"channel_id=\d+", rest)
-        plain = re.sub(r"\{[^}]*\}", "", result)
-        if channel:
-            if (kind, plain, channel[0]) in begun:
-                continue
-            begun.add((kind, plain, channel[0]))
-        shapes = re.findall(r"(\w+)\[([\d,]*)\]", plain)
-        if "(" in result and len(shapes) % 2 == 0 and f"{kind}-start(" in text:
-            shapes = shapes[len(shapes) // 2 :]  # operands, then results
-        size = sum(
-            math.prod(map(int, filter(None, dims.split(",")))) * _BITS.get(kind_, 32) // 8 for kind_, dims in shapes
-        )
-        shape = " ".join(f"{kind_}[{dims}]" for kind_, dims in shapes)
-        entry = found.setdefault((kind, shape), {"kind": kind, "shape": shape, "bytes": size, "count": 0})
-        entry["count"] += 1
-    return sorted(found.values(), key=lambda c: -c["bytes"])
 
 
 # --------------------------------------------------------------------------------------------------

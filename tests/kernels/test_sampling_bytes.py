@@ -3,14 +3,12 @@
 A compiler counts a loop's body once, so that the search's passes are written out here, every one.
 """
 
-import math
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
 
-from dflash_jax.benchmarks.planning import collectives, compile_step, traced
+from dflash_jax.benchmarks.compiled import collectives, memory_bytes
+from dflash_jax.benchmarks.planning import compile_step, traced
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.topologies import compiling_for
 from dflash_jax.decoding import sampling
@@ -97,29 +95,9 @@ def test_split_vocabularies_exchange_counts_alone(certain):
     assert sum(c["count"] for c in found) <= 2 * 8 + 5
 
 
-ARRAY = re.compile(r"(?:f32|s32|u32)\[([\d,]+)\]\{[^{}]*?(S\(\d\))?\}")  # its shape, and whether it is on the chip
-INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\(([^()]*)\)")
-UNMOVED = {"get-tuple-element", "bitcast", "tuple", "parameter", "copy-done", "slice-done", "conditional"}
-
-
-def memory_bytes(program):
-    """What arrays over the vocabulary read from and write to the chip's own memory, not its on-chip one.
-
-    The compiler's count of bytes has both, and copies between them twice. Conditionals (penalties) are left out.
-    """
-    sizes, total = {}, 0
-    for line in (text := program.as_text())[text.index("\nENTRY") :].splitlines():
-        if not (found := INSTRUCTION.match(line)):
-            continue
-        name, result, operation, operands = found.groups()
-        arrays = [(4 * math.prod(map(int, shape.split(","))), on_chip) for shape, on_chip in ARRAY.findall(result)]
-        arrays = [(size, on_chip) for size, on_chip in arrays if size >= 4 * VOCABULARY]
-        sizes[name] = sum(size for size, on_chip in arrays if not on_chip)
-        if operation in ("copy-start", "slice-start"):  # from one memory to the other, of which one counts
-            total += min((size for size, _ in arrays), default=0)
-        elif operation not in UNMOVED:
-            total += sizes[name] + sum(sizes.get(operand.strip().lstrip("%"), 0) for operand in operands.split(","))
-    return total
+def scores_bytes(program):
+    """What arrays over the vocabulary read from and write to the chip's own memory; without conditions (penalties)."""
+    return memory_bytes(program.as_text(), lambda kind, size: kind in ("f32", "s32", "u32") and size >= 4 * VOCABULARY)
 
 
 @pytest.mark.exhaustive
@@ -132,11 +110,11 @@ def test_filters_add_less_than_15_percent_to_a_step(certain):
     plain, deeper, moved = (
         bytes_accessed(program),
         bytes_accessed(compile_pair(name, LAYERS + 2)),
-        memory_bytes(program),
+        scores_bytes(program),
     )
     certain(True)
     program = compile_pair(name, LAYERS)
-    added, moved = bytes_accessed(program) - plain, memory_bytes(program) - moved
+    added, moved = bytes_accessed(program) - plain, scores_bytes(program) - moved
     # Every layer of the target moves the same.
     step = plain + (deeper - plain) / 2 * (PAIRS[name][0]["num_hidden_layers"] - LAYERS)
     least = traced(PAIRS[name], dict.fromkeys(AXES, 1), ROWS, SLOTS, WIDTH)["bytes_accessed"]

@@ -1,0 +1,74 @@
+"""What the text of a compiled program says: its collectives, and what it moves to and from a TPU's memory."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+_COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
+_BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64, "u64": 64, "f64": 64}
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{[^{}]*?(S\(\d\))?\})?")  # type, shape, and a mark if it is on the chip
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\(([^()]*)\)(.*)")
+_ALIASED = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
+_UNMOVED = """
+    get-tuple-element bitcast tuple parameter constant copy-done slice-done conditional while after-all opt-barrier
+    async-update async-done
+""".split()
+
+
+def collectives(text: str) -> list[dict[str, Any]]:
+    """Collectives of a compiled program: kind, shape, bytes, and how often it stands there, largest first.
+
+    One that runs beside other work stands in the fusions that begin it, go on with it and end it; its channel tells.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    begun = set()
+    for result, kind, rest in re.findall(rf"= (\S.*?) ({_COLLECTIVES})(?:-start)?\((.*)", text):
+        channel = re.search(r"channel_id=\d+", rest)
+        plain = re.sub(r"\{[^}]*\}", "", result)
+        if channel:
+            if (kind, plain, channel[0]) in begun:
+                continue
+            begun.add((kind, plain, channel[0]))
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", plain)
+        if "(" in result and len(shapes) % 2 == 0 and f"{kind}-start(" in text:
+            shapes = shapes[len(shapes) // 2 :]  # operands, then results
+        size = sum(_bytes(*shape) for shape in shapes)
+        shape = " ".join(f"{kind_}[{dims}]" for kind_, dims in shapes)
+        entry = found.setdefault((kind, shape), {"kind": kind, "shape": shape, "bytes": size, "count": 0})
+        entry["count"] += 1
+    return sorted(found.values(), key=lambda c: -c["bytes"])
+
+
+def memory_bytes(text: str, counted: Callable[[str, int], bool] = lambda kind, size: True) -> int:
+    """What a TPU program reads from and writes to the chip's own memory, per device.
+
+    The compiler's own count also has what moves inside the chip, and counts a weight that is fetched before its use
+    twice. Here an array counts whole wherever an instruction reads or writes it in the chip's memory: also a cache that
+    attention reads, however much of it is committed. What a kernel updates in place is left out, and so are branches of
+    conditions and bodies of loops.
+
+    Args:
+        text: of the compiled program.
+        counted: whether arrays of this type ("bf16") and of this many bytes count.
+    """
+    sizes, total = {}, 0
+    for line in text[text.index("\nENTRY") :].splitlines():
+        if not (found := _INSTRUCTION.match(line)):
+            continue
+        name, result, operation, given, rest = found.groups()
+        arrays = [(kind, _bytes(kind, dims), on_chip) for kind, dims, on_chip in _ARRAY.findall(result)]
+        arrays = [(size, on_chip) for kind, size, on_chip in arrays if counted(kind, size)]
+        sizes[name] = sum(size for size, on_chip in arrays if not on_chip)
+        operands = [operand.split()[-1].lstrip("%") for operand in given.split(",") if operand.strip()]
+        if operation.endswith("-start"):  # from one memory to the other, of which one counts
+            total += min((size for size, _ in arrays if size > 64), default=0)  # smaller ones are flags
+        elif operation not in _UNMOVED:
+            total += sizes[name] + sum(sizes.get(operand, 0) for operand in operands)
+            for pairs in _ALIASED.findall(rest):
+                total -= 2 * sum(sizes.get(operands[int(at)], 0) for at in re.findall(r"\((\d+), \{", pairs))
+    return total
+
+
+def _bytes(kind: str, dims: str) -> int:
+    return math.prod(map(int, filter(None, dims.split(",")))) * _BITS.get(kind, 32) // 8
