@@ -150,8 +150,9 @@ def compile_step(
 
 def part_bytes(
     raws: Pair, mesh: Mesh, batch: int, max_length: int, block_size: int | None, nodes: int, *, dtype: str
-) -> dict[str, float]:
-    """Bytes that each part of a step moves to and from a device's memory, each compiled alone; see `memory_bytes`."""
+) -> dict[str, int | None]:
+    """Bytes that each part of a step moves to and from a device's memory, each compiled alone; see `memory_bytes`. None
+    where the program cannot be written down."""
     how = {"block": block_size or _parsed(raws)[1].block_size, "nodes": nodes}
     parts = {
         "draft": partial(step_times.draft, **how),
@@ -162,10 +163,8 @@ def part_bytes(
     found = {}
     for name, part in parts.items():
         pinned = lambda *pair, part=part: sharding.pin(part(*pair))
-        try:
-            found[name] = memory_bytes(_compiled(pinned, raws, mesh, batch, max_length, dtype).as_text())
-        except jax.errors.JaxRuntimeError:  # some programs of v5p, with jax 0.10
-            raise ValueError("this program cannot be written down, so --parts cannot count its bytes") from None
+        text = _text(_compiled(pinned, raws, mesh, batch, max_length, dtype))
+        found[name] = None if text is None else memory_bytes(text)
     return found
 
 
@@ -208,11 +207,7 @@ def _placed(tree: Any, shardings: Any) -> Any:
 def measured(compiled: Any) -> dict[str, Any]:
     """Per device, what the compiler says of a program."""
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}  # CUDA's tells none
-    try:
-        text = compiled.as_text()
-        found, moved = collectives(text), memory_bytes(text)
-    except jax.errors.JaxRuntimeError:  # some programs of v5p, with jax 0.10
-        found = moved = None
+    text = _text(compiled)
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
     return {
@@ -220,9 +215,16 @@ def measured(compiled: Any) -> dict[str, Any]:
         "temporary_bytes": memory.temp_size_in_bytes,
         "updated_in_place_bytes": memory.alias_size_in_bytes,
         "peak_bytes": peak,
-        "collectives": found,
-        "memory_bytes": moved,
+        "collectives": None if text is None else collectives(text),
+        "memory_bytes": None if text is None else memory_bytes(text),
     } | {name.replace(" ", "_"): cost[name] for name in ("flops", "bytes accessed") if name in cost}
+
+
+def _text(compiled: Any) -> str | None:
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:  # some programs of v5p and v6e, with jax 0.10
+        return None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -316,8 +318,9 @@ def table(figures: dict[str, Any]) -> str:
         share = 100 * shown["draft_upkeep"]
         lines.append(f"  {'upkeep of the draft':20} {share:.1f}% more bytes read by a step that does not speculate")
     for name, moved in figures.get("part_bytes", {}).items():
-        share = moved / figures["part_bytes"]["verify of one token"]
-        lines.append(f"  {'moved by ' + name:32} {size(moved):>12}, {share:.2f} times one token's")
+        one = figures["part_bytes"]["verify of one token"]
+        share = f", {moved / one:.2f} times one token's" if moved and one else ""
+        lines.append(f"  {'moved by ' + name:32} {size(moved) if moved else 'not known':>12}{share}")
     lines.append("")
     none = "   none" if figures["collectives"] is not None else "   not known without a compiler that writes them down"
     lines.append("collectives a step" + ("" if figures["collectives"] else none))
