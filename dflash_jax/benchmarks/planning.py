@@ -311,9 +311,10 @@ def table(figures: dict[str, Any]) -> str:
             lines.append(f"  {key.removesuffix('_bytes').replace('_', ' '):20} {size(shown[key])}")
     verdict = "fits" if figures["fits"] else "DOES NOT FIT"
     lines.append(f"  {'peak':20} {size(figures['peak_bytes'])} of {size(figures['chip_bytes'])}: {verdict}")
-    if "flops" in shown:
-        accessed = size(shown["bytes_accessed"])
-        lines.append(f"  {'operations a step':20} {shown['flops'] / 1e9:.1f} GFLOP, {accessed} read")
+    counted = figures.get("parts", figures)
+    if "flops" in counted:
+        accessed = size(counted["bytes_accessed"])
+        lines.append(f"  {'operations a step':20} {counted['flops'] / 1e9:.1f} GFLOP, {accessed} read")
     if "draft_upkeep" in shown:
         share = 100 * shown["draft_upkeep"]
         lines.append(f"  {'upkeep of the draft':20} {share:.1f}% more bytes read by a step that does not speculate")

@@ -369,18 +369,27 @@ def random_pair(
     Raises:
         ValueError: a configuration is unsupported, or the two do not belong together.
     """
-    target_config = models.target_config(target)
-    draft_config = drafters.drafter_config(drafter, target_config.num_hidden_layers)
+    first = random_target(target, dtype, mesh)
+    draft_config = drafters.drafter_config(drafter, first.config.num_hidden_layers)
     if draft_config.draft_vocab_size != draft_config.vocab_size:
         draft_config = dataclasses.replace(draft_config, own_head=True)
-    draft_config.check_pair(target_config)
-    layout, _ = (sharding.check_layout(config, mesh) for config in (target_config, draft_config))
-    family = models.family(target_config.model_type)
+    draft_config.check_pair(first.config)
+    sharding.check_layout(draft_config, mesh)
     kind = drafters.KINDS[drafters.kind_of(drafter)]
-    tables = family.tensors(target_config, layout), kind.tensors(draft_config, layout)
-    first, second = (_random(table, dtype) for table in tables)
-    where = {"layout": layout, "mesh": mesh}
-    return Target(first, config=target_config, **where), kind.Drafter(second, draft_config, **where)
+    second = _random(kind.tensors(draft_config, first.layout), dtype)
+    return first, kind.Drafter(second, draft_config, layout=first.layout, mesh=mesh)
+
+
+def random_target(raw: Raw, dtype: Any = jnp.bfloat16, mesh: AnyMesh | None = None) -> Target:
+    """A target of this configuration with random weights, in the shapes they have on a mesh.
+
+    Raises:
+        ValueError: the configuration is unsupported.
+    """
+    config = models.target_config(raw)
+    layout = sharding.check_layout(config, mesh)
+    weights = _random(models.family(config.model_type).tensors(config, layout), dtype)
+    return Target(weights, config=config, layout=layout, mesh=mesh)
 
 
 def _random(table: checkpoint.Table, dtype: Any) -> dict[str, Any]:
