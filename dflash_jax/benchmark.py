@@ -36,7 +36,7 @@ both warmed up.
   examples      (none: the bundled pair, on held-out problems)
                 --target DIR --drafter DIR --dataset gsm8k --max-samples 24 --json figures.json
                 --sweep 1,2,4,8 --plot sweep.svg
-                --drafter A --drafter B --temperature 0,1 --plot drafters.svg
+                --target DIR --drafters a=DIR,b=DIR --temperature 0,1 --plot drafters.svg
 """
 PROBLEM_SEED = 2  # of the held-out problems; any other asks other questions
 

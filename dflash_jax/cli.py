@@ -137,7 +137,7 @@ class ModelOptions:
 
     Attributes:
         target: target checkpoint: a directory, a GGUF file of the llama family, or a hub id
-        drafter: its drafter: DFlash, DFlash 2, DSpark or EAGLE-3
+        drafter: its drafter: DFlash, DFlash 2, DSpark, EAGLE-3 or TreeFlash
         mesh: devices, like data=2,model=4 (axes data, fsdp, model, expert; -1 is the rest); auto: heads over the
             devices of a host as far as they divide, rows over the others
         dtype: float32, bfloat16, float16, of all weights; auto: float32 on CPU, else bfloat16, or float16 on GPUs that

@@ -179,9 +179,11 @@ class PrefixCache:
 
     def __init__(self, state: State, entries: int, chunk: int):
         self.chunk = chunk
-        like = jax.eval_shape(lambda state: _snapshots(state, jnp.int32(0), jnp.int32(0), chunk), state)
-        sizes = size_in_bytes(_positions(like)), size_in_bytes(_states(like))
-        self.entries, self.states = within(entries, *sizes, chunk)
+        self.entries = self.states = 0
+        if entries:  # tracing a snapshot takes a while, and most engines for one answer keep none
+            like = jax.eval_shape(lambda state: _snapshots(state, jnp.int32(0), jnp.int32(0), chunk), state)
+            sizes = size_in_bytes(_positions(like)), size_in_bytes(_states(like))
+            self.entries, self.states = within(entries, *sizes, chunk)
         self._chunks, self._ends = Places(self.entries), Places(self.states)
         if self.entries:
             self._kept, self._kept_states = init_prefixes(state, (self.entries, self.states), chunk)

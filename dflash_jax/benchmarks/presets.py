@@ -51,10 +51,10 @@ def _llama() -> tuple[Raw, Raw]:
     shape = {"vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 131072, "eos_token_id": 128009}
     ends = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     scaling = {"rope_type": "llama3", "factor": 8.0, **ends}
-    target |= shape | {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_scaling": scaling}
-    drafter |= shape | {"intermediate_size": 12288, "block_size": 10}
-    drafter["dflash_config"] |= {"mask_token_id": 128002}  # a reserved token; which one is assumed
-    return target, drafter
+    own = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_scaling": scaling}
+    draft: Raw = {"intermediate_size": 12288, "block_size": 10}
+    draft["dflash_config"] = {**drafter["dflash_config"], "mask_token_id": 128002}  # which reserved token is assumed
+    return {**target, **shape, **own}, {**drafter, **shape, **draft}
 
 
 def _minimax() -> tuple[Raw, Raw]:
@@ -63,12 +63,14 @@ def _minimax() -> tuple[Raw, Raw]:
     shape = {"vocab_size": 200064, "rope_theta": 5000000.0, "max_position_embeddings": 196608, "eos_token_id": 200020}
     experts = {"model_type": "minimax_m2", "num_local_experts": 256, "num_experts_per_tok": 8, "rotary_dim": 64}
     quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    target |= shape | experts | quantised
-    drafter |= shape | {"intermediate_size": 9216}
-    drafter |= {"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}
-    drafter |= {"use_sliding_window": True, "sliding_window": 2048}
-    drafter["dflash_config"] |= {"mask_token_id": 200054}
-    return target, drafter
+    draft: Raw = {
+        "intermediate_size": 9216,
+        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 2048,
+        "dflash_config": {**drafter["dflash_config"], "mask_token_id": 200054},
+    }
+    return {**target, **shape, **experts, **quantised}, {**drafter, **shape, **draft}
 
 
 def _coder() -> tuple[Raw, Raw]:

@@ -102,14 +102,18 @@ def measure(options: ReadingOptions) -> dict[str, dict[str, float]]:
 def _cut(raw: Raw, layers: int | None, width: int | None) -> Raw:
     """A configuration with fewer layers, and of another width."""
     if "text_config" in raw:
-        return raw | {"text_config": _cut(raw["text_config"], layers, width)}
+        return {**raw, "text_config": _cut(raw["text_config"], layers, width)}
+    changed = dict(raw)
     if layers:
-        raw = raw | {"num_hidden_layers": layers}
-        raw |= {name: raw[name][:layers] for name in ("layer_types",) if name in raw}
+        changed["num_hidden_layers"] = layers
+        if "layer_types" in raw:
+            changed["layer_types"] = raw["layer_types"][:layers]
     if width:
-        scaled = {name for name in ("intermediate_size", "moe_intermediate_size") if raw.get(name)}
-        raw = raw | {name: -(-raw[name] * width // raw["hidden_size"]) for name in scaled} | {"hidden_size": width}
-    return raw
+        for name in ("intermediate_size", "moe_intermediate_size"):
+            if raw.get(name):
+                changed[name] = -(-raw[name] * width // raw["hidden_size"])
+        changed["hidden_size"] = width
+    return changed
 
 
 def _in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -154,12 +158,12 @@ def _read_alone(inputs: tuple[Array, ...], state: Float[Array, "1 K G H Hv"], wi
 
     def once(i: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         state, total = carry
-        part = [jax.lax.dynamic_slice_in_dim(x, i * width, width, axis=1) for x in inputs]
+        q, k, v, g, beta = (jax.lax.dynamic_slice_in_dim(x, i * width, width, axis=1) for x in inputs)
         if width > 1:
-            out, state = read_prompt(*part, state)
+            out, state = read_prompt(q, k, v, g, beta, state)
         else:
-            out, u, gamma = read_block(*part, state, None)
-            state = advance(state, part[1], u, gamma, jnp.ones(1, jnp.int32))
+            out, u, gamma = read_block(q, k, v, g, beta, state, None)
+            state = advance(state, k, u, gamma, jnp.ones(1, jnp.int32))
         return state, total + jnp.sum(out)
 
     return jax.lax.fori_loop(0, inputs[0].shape[1] // width, once, (state, jnp.zeros(())))
