@@ -20,22 +20,21 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from dflash_jax.infer import openai
 from dflash_jax.infer.jobs import answer, speculation, token_logprobs, usage
 from dflash_jax.infer.lines import plain_request, sample_count
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Completion, Request, RequestError
+from dflash_jax.infer.responses import EventStream, WholeAnswer
 from dflash_jax.infer.text import GrowingText, Text
 from dflash_jax.infer.worker import OverloadedError, Progress, Worker
 
 READERS = 4  # prompts that are turned into tokens at a time
 OWN = "stream", "stream_options", "speculation"  # fields of a body that a line of a batch has not
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-PART = 2**16  # bytes of an answer, that a client must take within the time limit
 
 
 @dataclass(frozen=True)
@@ -350,49 +349,6 @@ async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class WholeAnswer(Response):
-    """A body of JSON that is sent in parts, each when the client has taken the one before it.
-
-    Args:
-        ended: called when the client has taken all of it, or is gone.
-    """
-
-    def __init__(self, body: bytes, ended: Callable[[], None]):
-        super().__init__(body, media_type="application/json")
-        self._ended = ended
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            for at in range(0, len(self.body), PART):
-                part = self.body[at : at + PART]
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-                await asyncio.sleep(0)  # or a client that reads fast would hold up all others
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._ended()
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events.
-
-    Args:
-        ended: called however they end, also if the client leaves before the first.
-    """
-
-    def __init__(self, events: AsyncGenerator[bytes, None], ended: Callable[[], None]):
-        super().__init__(events, media_type="text/event-stream")
-        self._events, self._ended = events, ended
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with contextlib.suppress(ClientDisconnect):
-                await super().__call__(scope, receive, send)
-        finally:
-            self._ended()
-            await self._events.aclose()
 
 
 class AnswerStream:

@@ -65,6 +65,7 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
             "multiple of the 2 parts",
         ),
         (["--target", "qwen3-8b", "--topology", "h100:2", "--training"], "name a TPU topology"),
+        (["--target", "qwen3-8b", "--topology", "h100:1", "--parts"], "--parts needs a TPU topology"),
     ],
 )
 def test_what_cannot_be_planned(arguments, message, capsys, monkeypatch):
@@ -110,22 +111,40 @@ PROGRAM = """
   %inside = bf16[512,1024]{1,0} negate(%p)
 }
 
-ENTRY %main (a: bf16[512,1024], cache: f32[8,128]) -> (bf16[512,1024], f32[8,128]) {
+%nothing (p: s8[1024]) -> s8[1024] {
+  ROOT %p = s8[1024]{0} parameter(0)
+}
+
+%filter (p.1: s8[1024]) -> s8[1024] {
+  %p.1 = s8[1024]{0} parameter(0)
+  ROOT %filtered = s8[1024]{0} negate(%p.1)
+}
+
+%body (p.2: s8[1024]) -> s8[1024] {
+  %p.2 = s8[1024]{0} parameter(0)
+  ROOT %again = s8[1024]{0} conditional(%p.2, %p.2, %p.2), branch_computations={%filter, %nothing}
+}
+
+ENTRY %main (a: bf16[512,1024], cache: f32[8,128], s: s8[1024]) -> (bf16[512,1024], f32[8,128]) {
   %a = bf16[512,1024]{1,0:T(8,128)(2,1)} parameter(0)
   %cache = f32[8,128]{1,0:T(8,128)} parameter(1)
   %begun = (bf16[256,1024]{1,0:T(8,128)(2,1)S(1)}, bf16[512,1024]{1,0}, u32[]{:S(2)}) slice-start(%a), slice={[0:256]}
   %near = bf16[256,1024]{1,0:T(8,128)(2,1)S(1)} slice-done(%begun)
   %out = bf16[512,1024]{1,0:T(8,128)(2,1)} fusion(%near, %a), kind=kLoop, calls=%fused
   %kept = f32[8,128]{1,0:T(8,128)} custom-call(%cache), output_to_operand_aliasing={{}: (0, {})}
+  %s = s8[1024]{0} parameter(2)
+  %greedy = s8[1024]{0} conditional(%s, %s, %s), branch_computations={%nothing, %filter}
+  %loop = s8[1024]{0} while(%greedy), condition=%fused, body=%body, backend_config={"known_trip_count":{"n":"5"}}
   ROOT %both = (bf16[512,1024]{1,0}, f32[8,128]{1,0}) tuple(%out, %kept)
 }
 """
 
 
 def test_memory_traffic_is_read_from_a_programs_text():
-    """Half of an array is fetched, a product reads all of it and writes another, and a kernel writes in place."""
+    """Half of an array is fetched, a product reads all of it and writes another, and a kernel writes in place. Of a
+    condition the first branch counts, and the loop five times."""
     size = 2 * 512 * 1024
-    assert memory_bytes(PROGRAM) == size // 2 + 2 * size
+    assert memory_bytes(PROGRAM) == size // 2 + 2 * size + 5 * 2 * 1024
     assert memory_bytes(PROGRAM, lambda kind, _: kind == "f32") == 0
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.benchmarks import reading
-from dflash_jax.benchmarks.presets import random_target
+from dflash_jax.benchmarks.random_weights import random_target
 from tests import tiny
 
 

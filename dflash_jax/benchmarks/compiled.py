@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
@@ -10,10 +11,14 @@ _BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 1
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{[^{}]*?(S\(\d\))?\})?")  # type, shape, and a mark if it is on the chip
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\(([^()]*)\)(.*)")
 _ALIASED = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
+_BEGINNING = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")  # of a computation
+_CALLED = re.compile(r"(?:to_apply|body|branch_computations=\{)=?%([\w.\-]+)")  # of several branches, the first
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _UNMOVED = """
-    get-tuple-element bitcast tuple parameter constant copy-done slice-done conditional while after-all opt-barrier
-    async-update async-done
+    get-tuple-element bitcast tuple parameter constant after-all opt-barrier
+    copy-done slice-done async-update async-done
 """.split()
+_CALLS = "call", "conditional", "while"
 
 
 def collectives(text: str) -> list[dict[str, Any]]:
@@ -44,30 +49,44 @@ def memory_bytes(text: str, counted: Callable[[str, int], bool] = lambda kind, s
     """What a TPU program reads from and writes to the chip's own memory, per device.
 
     The compiler's own count also has what moves inside the chip, and counts a weight that is fetched before its use
-    twice. Here an array counts whole wherever an instruction reads or writes it in the chip's memory: also a cache that
-    attention reads, however much of it is committed. What a kernel updates in place is left out, and so are branches of
-    conditions and bodies of loops.
+    twice. Here an array counts whole wherever an instruction reads or writes it in the chip's memory, however little of
+    it is needed: also a cache that attention reads, and an embedding table. What a kernel updates in place does not
+    count. Of a condition the first branch counts, which in a step is that of rows that ask for nothing
+    (`sampling.if_any`); a loop counts as often as the program says that it runs, or once.
 
     Args:
         text: of the compiled program.
         counted: whether arrays of this type ("bf16") and of this many bytes count.
     """
-    sizes, total = {}, 0
-    for line in text[text.index("\nENTRY") :].splitlines():
-        if not (found := _INSTRUCTION.match(line)):
-            continue
-        name, result, operation, given, rest = found.groups()
-        arrays = [(kind, _bytes(kind, dims), on_chip) for kind, dims, on_chip in _ARRAY.findall(result)]
-        arrays = [(size, on_chip) for kind, size, on_chip in arrays if counted(kind, size)]
-        sizes[name] = sum(size for size, on_chip in arrays if not on_chip)
-        operands = [operand.split()[-1].lstrip("%") for operand in given.split(",") if operand.strip()]
-        if operation.endswith("-start"):  # from one memory to the other, of which one counts
-            total += min((size for size, _ in arrays if size > 64), default=0)  # smaller ones are flags
-        elif operation not in _UNMOVED:
-            total += sizes[name] + sum(sizes.get(operand, 0) for operand in operands)
-            for pairs in _ALIASED.findall(rest):
-                total -= 2 * sum(sizes.get(operands[int(at)], 0) for at in re.findall(r"\((\d+), \{", pairs))
-    return total
+    computations: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        if begun := _BEGINNING.match(line):
+            lines = computations[begun[2]] = []
+            entry = begun[2] if begun[1] else entry
+        lines.append(line)
+
+    @cache
+    def moved(name: str) -> int:
+        sizes, total = {}, 0
+        for found in filter(None, map(_INSTRUCTION.match, computations[name])):
+            name, result, operation, given, rest = found.groups()
+            arrays = [(kind, _bytes(kind, dims), on_chip) for kind, dims, on_chip in _ARRAY.findall(result)]
+            arrays = [(size, on_chip) for kind, size, on_chip in arrays if counted(kind, size)]
+            sizes[name] = sum(size for size, on_chip in arrays if not on_chip)
+            operands = [operand.split()[-1].lstrip("%") for operand in given.split(",") if operand.strip()]
+            if operation in _CALLS:
+                trips = _TRIPS.search(rest)
+                total += (int(trips[1]) if trips else 1) * sum(map(moved, _CALLED.findall(rest)))
+            elif operation.endswith("-start"):  # from one memory to the other, of which one counts
+                total += min((size for size, _ in arrays if size > 64), default=0)  # smaller ones are flags
+            elif operation not in _UNMOVED:
+                total += sizes[name] + sum(sizes.get(operand, 0) for operand in operands)
+                for pairs in _ALIASED.findall(rest):
+                    total -= 2 * sum(sizes.get(operands[int(at)], 0) for at in re.findall(r"\((\d+), \{", pairs))
+        return total
+
+    return moved(entry)
 
 
 def _bytes(kind: str, dims: str) -> int:

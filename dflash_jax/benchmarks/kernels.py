@@ -175,7 +175,8 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
     import jax.numpy as jnp
 
     from dflash_jax.benchmarks.costs import cost
-    from dflash_jax.benchmarks.presets import PAIRS, random_pair
+    from dflash_jax.benchmarks.presets import PAIRS
+    from dflash_jax.benchmarks.random_weights import random_pair
     from dflash_jax.benchmarks.step_times import StepTimes
     from dflash_jax.decoding.state import init_state
     from dflash_jax.decoding.step import make_round, speculative_step

@@ -19,10 +19,12 @@ from dflash_jax import models, sharding
 from dflash_jax.benchmarks import step_times
 from dflash_jax.benchmarks.compiled import collectives, memory_bytes
 from dflash_jax.benchmarks.costs import cost
-from dflash_jax.benchmarks.presets import PAIRS, random_pair
+from dflash_jax.benchmarks.presets import PAIRS
+from dflash_jax.benchmarks.random_weights import random_pair
 from dflash_jax.benchmarks.topologies import (
     CHIPS,
     GIB,
+    GPUS,
     Chip,
     compiling_for,
     dtype_for,
@@ -69,6 +71,8 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
     figures: dict[str, Any] = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
     figures |= {"batch": options.batch, "max_length": options.max_length, "chip_bytes": CHIPS[chip].memory}
     shape = options.batch, options.max_length, options.block_size, options.tree
+    if options.parts and chip in GPUS:
+        raise ValueError("--parts needs a TPU topology; programs for GPUs do not say what they update in place")
     if options.training and options.parts:
         raise ValueError("--parts are those of a decoding step; leave --training out")
     for name in [name for name in ("training", "parts") if getattr(options, name) and not compiling]:
@@ -318,8 +322,8 @@ def table(figures: dict[str, Any]) -> str:
     if "draft_upkeep" in shown:
         share = 100 * shown["draft_upkeep"]
         lines.append(f"  {'upkeep of the draft':20} {share:.1f}% more bytes read by a step that does not speculate")
+    one = figures.get("part_bytes", {}).get("verify of one token")
     for name, moved in figures.get("part_bytes", {}).items():
-        one = figures["part_bytes"]["verify of one token"]
         share = f", {moved / one:.2f} times one token's" if moved and one else ""
         lines.append(f"  {'moved by ' + name:32} {size(moved) if moved else 'not known':>12}{share}")
     lines.append("")

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 from tyro.conf import arg
 
 from dflash_jax import files
-from dflash_jax.benchmarks.presets import PAIRS, random_target
+from dflash_jax.benchmarks.presets import PAIRS
+from dflash_jax.benchmarks.random_weights import random_target
 from dflash_jax.cache import Cache, commit
 from dflash_jax.cli import optional, parse
 from dflash_jax.config import Raw

@@ -22,8 +22,6 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.decoding.sampling import if_any
-
 SHARPNESS = (1.0, 1.5, 2.0, 3.0, math.inf)  # candidates for c; the last one leaves the noise out
 GREEDY = (1.0, 0.7, 1.4, 2.0, 3.0)  # candidates for c0
 MOST = 1000.0  # stands for infinity in a file
@@ -126,14 +124,10 @@ class Calibration(struct.PyTreeNode):
         lessons, placed = lessons.along(path, depth)
         judged = judged if placed is None else judged & placed
         hits, likelihood = self.hits, self.likelihood
-        if (trials := lessons.trials) is not None:
-
-            def counted() -> Float[Array, "D C"]:
-                of = judged & sampled[:, None]
-                hit = (trials == right[:, :, None]) & of[:, :, None]
-                return _fading(hits, of, jnp.sum(hit, axis=0).astype(jnp.float32))
-
-            hits = if_any(sampled, counted, lambda: self.hits)
+        if lessons.trials is not None:
+            of = judged & sampled[:, None]
+            hit = (lessons.trials == right[:, :, None]) & of[:, :, None]
+            hits = _fading(hits, of, jnp.sum(hit, axis=0).astype(jnp.float32))
         if lessons.tokens is not None and lessons.likelihood is not None:
             of = judged & ~sampled[:, None]
             same = (lessons.tokens == right[:, :, None])[..., None]

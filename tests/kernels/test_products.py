@@ -6,7 +6,7 @@ import pytest
 from jax.extend import core
 from jax.lax import Precision
 
-from dflash_jax.benchmarks.presets import random_pair
+from dflash_jax.benchmarks.random_weights import random_pair
 from dflash_jax.cache import KV
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import attend

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from dflash_jax.benchmarks.presets import PAIRS, random_pair
+from dflash_jax.benchmarks.presets import PAIRS
+from dflash_jax.benchmarks.random_weights import random_pair
 from dflash_jax.benchmarks.topologies import compiling_for
 from dflash_jax.decoding.state import init_state
 from dflash_jax.decoding.step import make_round, run, speculative_step
