@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import checkpoint, models, sharding
 from dflash_jax.cache import Cache, Capacity, init_cache
-from dflash_jax.config import TargetConfig, parse_dtype, token_ids
+from dflash_jax.config import TargetConfig, parse_dtype
+from dflash_jax.config_json import token_ids
 from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
 from dflash_jax.models.attention import Pass

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax.benchmarks.presets import PAIRS
-from dflash_jax.config import check_fields
+from dflash_jax.config_json import check_fields
 from dflash_jax.drafters import drafter_config, kind_of
 from dflash_jax.models import target_config
 from dflash_jax.models.rope import rope_frequencies

@@ -12,7 +12,8 @@ import numpy as np
 
 from dflash_jax import checkpoint, files
 from dflash_jax.checkpoint import flat, leaves, nested
-from dflash_jax.config import AttentionConfig, RopeConfig, token_ids
+from dflash_jax.config import AttentionConfig, RopeConfig
+from dflash_jax.config_json import token_ids
 from dflash_jax.drafters import KINDS, drafter_config, kind_named, kind_of
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import default_target_layer_ids

@@ -10,13 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
-from dflash_jax.config import (
+from dflash_jax.config import DecoderConfig, LayerConfig, Raw, TargetConfig
+from dflash_jax.config_json import (
     DECODER_FIELDS,
     WINDOW_FIELDS,
-    DecoderConfig,
-    LayerConfig,
-    Raw,
-    TargetConfig,
     attention_config,
     check_fields,
     decoder_fields,

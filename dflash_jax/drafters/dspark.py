@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax import checkpoint, sharding
 from dflash_jax.cache import Cache
-from dflash_jax.config import Raw, require
+from dflash_jax.config import Raw
+from dflash_jax.config_json import require
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal

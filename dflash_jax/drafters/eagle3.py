@@ -22,16 +22,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import checkpoint
 from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
-from dflash_jax.config import (
-    DECODER_FIELDS,
-    WINDOW_FIELDS,
-    LayerConfig,
-    Raw,
-    attention_config,
-    check_fields,
-    layer_types,
-    require,
-)
+from dflash_jax.config import LayerConfig, Raw
+from dflash_jax.config_json import DECODER_FIELDS, WINDOW_FIELDS, attention_config, check_fields, layer_types, require
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax import checkpoint
 from dflash_jax.cache import Cache
-from dflash_jax.config import Raw, mapping
+from dflash_jax.config import Raw
+from dflash_jax.config_json import mapping
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal

@@ -14,12 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from dflash_jax.checkpoint import Table, copied
-from dflash_jax.config import (
+from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
+from dflash_jax.config_json import (
     DECODER_FIELDS,
-    ExpertsConfig,
-    LayerConfig,
-    Raw,
-    TargetConfig,
     check_fields,
     fp8_fields,
     mapping,

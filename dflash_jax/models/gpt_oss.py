@@ -6,12 +6,9 @@ Reference: transformers `models/gpt_oss/modeling_gpt_oss.py`; MXFP4 in `integrat
 from dataclasses import dataclass, replace
 
 from dflash_jax.checkpoint import Leaf, Merged, Part, QuantisedLeaf, Stored, Table, copied
-from dflash_jax.config import (
+from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
+from dflash_jax.config_json import (
     DECODER_FIELDS,
-    ExpertsConfig,
-    LayerConfig,
-    Raw,
-    TargetConfig,
     attention_config,
     check_fields,
     layer_types,

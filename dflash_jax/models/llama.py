@@ -6,16 +6,8 @@ Reference: transformers `models/llama/modeling_llama.py` and `models/mistral/mod
 from collections.abc import Mapping
 
 from dflash_jax.checkpoint import Table
-from dflash_jax.config import (
-    DECODER_FIELDS,
-    LayerConfig,
-    Raw,
-    TargetConfig,
-    attention_config,
-    check_fields,
-    require,
-    target_fields,
-)
+from dflash_jax.config import LayerConfig, Raw, TargetConfig
+from dflash_jax.config_json import DECODER_FIELDS, attention_config, check_fields, require, target_fields
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Attention

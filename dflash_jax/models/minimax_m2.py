@@ -4,18 +4,8 @@ Reference: transformers `models/minimax_m2/modeling_minimax_m2.py`.
 """
 
 from dflash_jax.checkpoint import Section, Stored, Table, copied, fused
-from dflash_jax.config import (
-    DECODER_FIELDS,
-    ExpertsConfig,
-    LayerConfig,
-    Raw,
-    TargetConfig,
-    check_fields,
-    fp8_fields,
-    partly_rotated,
-    require,
-    target_fields,
-)
+from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
+from dflash_jax.config_json import DECODER_FIELDS, check_fields, fp8_fields, partly_rotated, require, target_fields
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Attention

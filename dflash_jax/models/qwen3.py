@@ -6,12 +6,10 @@ Reference: transformers `models/qwen3/modeling_qwen3.py`.
 from dataclasses import replace
 
 from dflash_jax.checkpoint import Table
-from dflash_jax.config import (
+from dflash_jax.config import LayerConfig, Raw, TargetConfig
+from dflash_jax.config_json import (
     DECODER_FIELDS,
     WINDOW_FIELDS,
-    LayerConfig,
-    Raw,
-    TargetConfig,
     attention_config,
     check_fields,
     fp8_fields,

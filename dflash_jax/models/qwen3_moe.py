@@ -5,7 +5,8 @@ Reference: transformers `models/qwen3_moe/modeling_qwen3_moe.py`.
 
 from dataclasses import replace
 
-from dflash_jax.config import ExpertsConfig, Raw, TargetConfig, check_fields, require, token_ids
+from dflash_jax.config import ExpertsConfig, Raw, TargetConfig
+from dflash_jax.config_json import check_fields, require, token_ids
 from dflash_jax.models import qwen3
 
 _FIELDS = frozenset(

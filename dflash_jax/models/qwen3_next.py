@@ -16,13 +16,9 @@ from jaxtyping import Array, Float
 
 from dflash_jax.cache import Fresh
 from dflash_jax.checkpoint import Leaf, Part, Section, Stored, Table, copied, fused
-from dflash_jax.config import (
+from dflash_jax.config import AttentionConfig, ExpertsConfig, LayerConfig, Raw, TargetConfig
+from dflash_jax.config_json import (
     DECODER_FIELDS,
-    AttentionConfig,
-    ExpertsConfig,
-    LayerConfig,
-    Raw,
-    TargetConfig,
     check_fields,
     layer_types,
     partly_rotated,

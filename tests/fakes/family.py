@@ -11,16 +11,8 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.checkpoint import BlockScaled, Leaf, Part, QuantisedLeaf, Stored, copied
-from dflash_jax.config import (
-    DECODER_FIELDS,
-    AttentionConfig,
-    LayerConfig,
-    RopeConfig,
-    TargetConfig,
-    check_fields,
-    decoder_fields,
-    require,
-)
+from dflash_jax.config import AttentionConfig, LayerConfig, RopeConfig, TargetConfig
+from dflash_jax.config_json import DECODER_FIELDS, check_fields, decoder_fields, require
 from dflash_jax.mesh import HEADS, ROWS, WHOLE, on_every_device
 from dflash_jax.models.attention import Attention, run_layers
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, project

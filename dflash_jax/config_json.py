@@ -1,0 +1,303 @@
+"""Readers of the fields of a Hugging Face `config.json` that families and drafters share.
+
+A field that would change the arithmetic and is not implemented raises; none is silently ignored.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dflash_jax.config import AttentionConfig, Raw, RopeConfig
+from dflash_jax.quantised import BLOCK
+from dflash_jax.unsupported import check_needs, quantisation
+
+# What no real model exceeds: another number is a mistake, found before memory is asked for.
+_MOST = {"num_hidden_layers": 2**12, "num_target_layers": 2**12, "block_size": 2**10, "ttt_length": 2**10}
+_MOST |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok"), 2**16)
+_MOST |= dict.fromkeys(("num_experts", "num_local_experts", "markov_rank", "selector_rank", "selector_top_k"), 2**16)
+_MOST |= dict.fromkeys(("conv_kernel_size", "conv_group_size"), 2**16)
+_MOST |= {"hidden_size": 2**18, "intermediate_size": 2**20, "moe_intermediate_size": 2**20}
+_MOST |= {"vocab_size": 2**24, "draft_vocab_size": 2**24, "rms_norm_eps": 0.1, "rope_theta": 1e12, "factor": 1e6}
+_MOST |= {"partial_rotary_factor": 1.0}
+_MOST_ANYWHERE = 2**31 - 1
+_LEAST = {"rms_norm_eps": 1e-20, "rope_theta": 1.0, "factor": 1.0}
+
+# Fields that are true or false wherever they stand.
+_FLAGS = frozenset(
+    "tie_word_embeddings attention_bias mlp_bias use_sliding_window attention_k_eq_v enable_moe_block".split()
+)
+
+# Fields of `config.json` that describe bookkeeping or training, not the forward pass.
+_INERT = frozenset(
+    """
+    architectures model_type dtype torch_dtype transformers_version auto_map _name_or_path _model_name_or_path use_cache
+    initializer_range attention_dropout max_window_layers max_position_embeddings bos_token_id
+    eos_token_id pad_token_id unk_token_id id2label label2id problem_type return_dict return_dict_in_generate
+    output_attentions output_hidden_states is_encoder_decoder chunk_size_feed_forward
+    _attn_implementation _attn_implementation_autoset attn_implementation _commit_hash num_anchors loss_decay_gamma
+    pretraining_tp transformers.js_config
+""".split()
+)
+
+# Fields of published configs that change nothing while they are off (false, 0 or empty) and may when they are on.
+# A field belongs here only if off is how a model without it runs: `norm_topk_prob` or `use_qk_norm` do not.
+_INERT_WHEN_OFF = frozenset(
+    """
+    quantization_config pruned_heads torchscript use_bfloat16 tf_legacy_loss is_decoder add_cross_attention
+    tie_encoder_decoder task_specific_params output_scores output_router_logits remove_invalid_values
+    do_sample early_stopping min_length no_repeat_ngram_size encoder_no_repeat_ngram_size diversity_penalty
+    hidden_dropout hidden_dropout_prob residual_dropout resid_pdrop embd_pdrop attn_pdrop embedding_dropout
+    num_experts num_local_experts num_experts_per_tok mlp_only_layers num_nextn_predict_layers
+    use_mrope
+""".split()
+)
+
+
+def require(raw: Raw, name: str, kind: type = int) -> Any:
+    """Returns `raw[name]`, a positive int or a float; raises ValueError if it is missing or misshapen."""
+    value: Any = raw.get(name)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf") or (kind is int and value != int(value)):
+        raise ValueError(f"config.json must have a positive {kind.__name__} {name!r}, got {value!r:.80}")
+    if value > (most := _MOST.get(name, _MOST_ANYWHERE)):
+        raise ValueError(f"config.json: {name} must be at most {most}, got {value!r:.80}")
+    if value < (least := _LEAST.get(name, 0)):
+        raise ValueError(f"config.json: {name} must be at least {least}, got {value!r:.80}")
+    return kind(value)
+
+
+def token_ids(value: Any, file: str = "config.json") -> tuple[int, ...]:
+    """Normalises Hugging Face's None | int | list of ints; raises ValueError for anything else."""
+    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) <= _MOST_ANYWHERE for i in ids):
+        raise ValueError(f"{file}: token and layer ids must be integers below 2**31, got {value!r:.80}")
+    return ids
+
+
+def check_fields(raw: Raw, known: Iterable[str], expected: Raw, *, inert: Iterable[str] = ()) -> None:
+    """Raises ValueError for values other than `expected` and for fields nobody reads.
+
+    A field that is null is not set. An unknown one that is off (False, 0, empty) may still change the model, since
+    being on may be its default; it passes only if it is known to be inert when off.
+
+    Args:
+        known: fields that somebody reads.
+        expected: the one value that each of these fields may have.
+        inert: fields of a family that change nothing while they are off.
+    """
+    for name, value in expected.items():
+        if name in raw and raw[name] is not None and raw[name] != value:
+            raise ValueError(f"config.json: {name} = {raw[name]!r} is not supported, expected {value!r}")
+    for name in _FLAGS & raw.keys():
+        if not isinstance(raw[name], bool | None):
+            raise ValueError(f"config.json: {name} must be true or false, got {raw[name]!r:.80}")
+    read, inert = _INERT.union(known, expected), _INERT_WHEN_OFF.union(inert)
+    unknown = [k for k, v in raw.items() if v is not None and k not in read and (v or k not in inert)]
+    if unknown:
+        check_needs(raw, unknown)
+        listed = ", ".join(f"{name} = {raw[name]!r}" for name in sorted(unknown))
+        raise ValueError(
+            f"config.json has fields this model class does not know: {listed}. They may change the model's output, "
+            "on or off, so they are not ignored; remove them if they are inert."
+        )
+
+
+def text_config(raw: Raw, outside: Iterable[str]) -> tuple[Raw, bool]:
+    """The config of a text model, and whether it is one part of the model that `raw` describes.
+
+    Args:
+        outside: fields that such a model has besides; the other parts are not read.
+    """
+    if not isinstance(raw.get("text_config"), Mapping):
+        return raw, False
+    check_fields(raw, ["text_config", "tie_word_embeddings", *outside], {})
+    inherited = "eos_token_id", "tie_word_embeddings", "quantization_config"
+    own = {name: raw[name] for name in inherited if raw.get(name) is not None}
+    return {**own, **raw["text_config"]}, True
+
+
+def mapping(raw: Raw, name: str) -> Raw:
+    """Returns `raw[name]`, an object; empty if it is missing or null. Raises ValueError for anything else."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"config.json: {name} must be an object, got {value!r:.80}")
+    return value or {}
+
+
+def fp8_fields(raw: Raw) -> dict[str, Any]:
+    """What `quantization_config` says of FP8 with block scales, as keyword arguments of a target's config.
+
+    Raises:
+        ValueError: another quantisation, or patterns that are none.
+    """
+    given = mapping(raw, "quantization_config")
+    if not given:
+        return {}
+    if given.get("quant_method") != "fp8":
+        raise ValueError(f"config.json: quantization_config asks for {quantisation(given)}")
+    expected = {"weight_block_size": [BLOCK, BLOCK], "scale_fmt": "float"}
+    found = {"weight_block_size": given.get("weight_block_size"), "scale_fmt": given.get("scale_fmt") or "float"}
+    if found != expected:
+        raise ValueError(f"config.json: quantization_config of FP8 weights must say {expected}, got {found}")
+    plain = given.get("modules_to_not_convert")
+    plain = given.get("ignored_layers") if plain is None else plain  # MiniMax's name for it
+    if not isinstance(plain, list | None) or not all(map(_is_pattern, plain or [])):
+        raise ValueError(f"config.json: modules_to_not_convert must be a list of names or patterns, got {plain!r:.200}")
+    return {"fp8": True, "not_fp8": tuple(plain or [])}
+
+
+def _is_pattern(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(re.compile(value))
+    except re.error:
+        return False
+
+
+# What a config must give with each kind of rotary embedding.
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": ("partial_rotary_factor",),
+}
+
+
+def rope_config(raw: Raw) -> RopeConfig:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`; a missing theta raises."""
+    fields: dict[str, Any] = {}
+    for source in (raw.get("rope_scaling"), raw.get("rope_parameters")):
+        if source is not None and not isinstance(source, Mapping):
+            raise ValueError(f"config.json: rope parameters must be an object, got {source!r}")
+        for name, value in (source or {}).items():
+            name = "rope_type" if name == "type" else name
+            if value is None:
+                continue
+            if name in fields and fields[name] != value:
+                raise ValueError(f"config.json gives {name} twice: {fields[name]!r} and {value!r}")
+            fields[name] = value
+    theta = raw.get("rope_theta")
+    if theta is not None and fields.setdefault("rope_theta", theta) != theta:
+        raise ValueError(f"config.json gives rope_theta twice: {fields['rope_theta']!r} and {theta!r}")
+    for style in ("is_neox_style", "rope_is_neox_style"):
+        if raw.get(style) is False:
+            raise ValueError(f"config.json: {style} = False (interleaved rotary) is not supported")
+    # Sections of multimodal rotary coincide for text positions, which are the only ones here.
+    fields.pop("mrope_section", None)
+    fields.pop("mrope_interleaved", None)
+    if not isinstance(fields.get("truncate", True), bool):
+        raise ValueError(f"config.json: rope parameter truncate must be true or false, got {fields['truncate']!r:.80}")
+    kind = fields.pop("rope_type", "default")
+    if kind != "proportional" and fields.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("config.json: partial rotary embedding is not supported for this model_type")
+    if kind not in [*_ROPE_NEEDS]:
+        raise ValueError(f"config.json: rope_type must be one of {', '.join(_ROPE_NEEDS)}, got {kind!r:.80}")
+    if "rope_theta" not in fields:
+        raise ValueError("config.json must give rope_theta (libraries disagree on a default)")
+    if missing := [name for name in _ROPE_NEEDS[kind] if name not in fields]:
+        raise ValueError(f"config.json: rope_type {kind!r} must give {', '.join(missing)}")
+    theta = require(fields, "rope_theta", float)
+    for name, value in fields.items():
+        if not isinstance(value, int | float) or not abs(value) < float("inf"):
+            raise ValueError(f"config.json: rope parameter {name} must be a number, got {value!r:.80}")
+    factor = require({"factor": 1, **fields}, "factor", float)
+    require({"partial_rotary_factor": 1, **fields}, "partial_rotary_factor", float)
+    if kind == "default" and factor != 1:
+        raise ValueError(f"config.json: a rope factor of {factor!r} needs a rope_type, found none")
+    del fields["rope_theta"]
+    if unknown := set(fields) - (set(RopeConfig.__dataclass_fields__) - {"theta", "kind", "rotated"}):
+        raise ValueError(f"config.json: rope parameters {sorted(unknown)} are not supported")
+    return _checked(RopeConfig(theta=theta, kind=kind, **fields))
+
+
+def _checked(rope: RopeConfig) -> RopeConfig:
+    """Returns it; raises ValueError for bands of frequencies that cannot be."""
+    if rope.kind not in ("llama3", "yarn"):
+        return rope
+    require(vars(rope), "original_max_position_embeddings")
+    low, high = ("low_freq_factor", "high_freq_factor") if rope.kind == "llama3" else ("beta_slow", "beta_fast")
+    least, most = getattr(rope, low), getattr(rope, high)
+    if not 0 < least < most:
+        raise ValueError(f"config.json: {low} must be positive and below {high}, got {least} and {most}")
+    if rope.kind == "yarn" and (rope.theta == 1 or not (rope.attention_factor is None or rope.attention_factor > 0)):
+        theta, factor = rope.theta, rope.attention_factor
+        raise ValueError(
+            f"config.json: yarn needs a rope_theta above 1 and a positive attention_factor, got {theta} and {factor}"
+        )
+    return rope
+
+
+def partly_rotated(raw: Raw, default: float = 1.0) -> AttentionConfig:
+    """`attention_config` of a family that rotates the first dimensions of a head: `rotary_dim` of them, or the share
+    `partial_rotary_factor`, which may stand in two places.
+
+    Args:
+        default: share where the config gives none.
+    """
+    parameters, head_dim = dict(mapping(raw, "rope_parameters")), require(raw, "head_dim")
+    given = [parameters.pop("partial_rotary_factor", None)]
+    given = [value for value in (*given, raw.get("partial_rotary_factor")) if value is not None]
+    shares = [require({"partial_rotary_factor": value}, "partial_rotary_factor", float) for value in given]
+    sizes = {round(head_dim * share) for share in shares}
+    if raw.get("rotary_dim") is not None:
+        sizes.add(require(raw, "rotary_dim"))
+    rotated = sizes.pop() if sizes else round(head_dim * default)
+    if sizes or rotated % 2 or not 0 < rotated <= head_dim:
+        raise ValueError(
+            f"config.json must say once how much of a head of {head_dim} is rotated, got {rotated}, {sizes}"
+        )
+    attention = attention_config({**raw, "rope_parameters": parameters or None})
+    assert attention.rope is not None
+    return replace(attention, rope=replace(attention.rope, rotated=rotated))
+
+
+def attention_config(raw: Raw, *, window: int | None = None) -> AttentionConfig:
+    """The attention of a config whose layers are all alike but for window and causality; refine it by `replace`."""
+    heads, kv_heads = require(raw, "num_attention_heads"), require(raw, "num_key_value_heads")
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
+    head_dim = require(raw, "head_dim")
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even for rotary embedding, got {head_dim}")
+    return AttentionConfig(heads, kv_heads, head_dim, rope_config(raw), window)
+
+
+def decoder_fields(raw: Raw) -> dict[str, Any]:
+    """The fields every decoder config has, as keyword arguments (all but `layers`)."""
+    return {
+        "vocab_size": require(raw, "vocab_size"),
+        "hidden_size": require(raw, "hidden_size"),
+        "rms_norm_eps": require(raw, "rms_norm_eps", float),
+    }
+
+
+def target_fields(raw: Raw) -> dict[str, Any]:
+    """The fields every target config has, as keyword arguments (all but `layers` and `model_type`)."""
+    trained = raw.get("max_position_embeddings")
+    return decoder_fields(raw) | {
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings")),
+        "eos_token_ids": token_ids(raw.get("eos_token_id")),
+        "max_position_embeddings": require(raw, "max_position_embeddings") if trained else 0,
+    }
+
+
+DECODER_FIELDS = """
+    vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim
+    rms_norm_eps num_hidden_layers attention_bias
+    tie_word_embeddings rope_theta rope_scaling rope_parameters is_neox_style rope_is_neox_style
+""".split()
+
+WINDOW_FIELDS = "layer_types", "sliding_window", "use_sliding_window"
+
+
+def layer_types(raw: Raw, layers: int, known: tuple[str, ...] = ("full_attention", "sliding_attention")) -> list[str]:
+    """Returns `layer_types`, all full attention if absent; raises ValueError for a wrong length or name."""
+    types = raw.get("layer_types")
+    if types is None:
+        return ["full_attention"] * layers
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(f"layer_types must name {layers} layers, got {types!r}")
+    if bad := [kind for kind in types if kind not in known]:
+        raise ValueError(f"layer_types {bad} are not supported")
+    return types
