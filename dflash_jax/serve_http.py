@@ -99,7 +99,8 @@ def serve_http(
         engine = engine_for(loaded, needs, generation, engine_options, plain=not engine_options.deterministic)
         warm_up(engine)
         worker = Worker(engine, options.max_waiting)
-        name = Path(target.directory).name or "target"
+        given = models.target or str(target.directory)
+        name = Path(given).resolve().name if Path(given).exists() else given  # a hub id as it is
         app = make_app(worker, loaded.text, loaded.defaults, model=name, api_key=api_key, limits=limits)
         worker.start()
         here = f"http://{host}:{listener.getsockname()[1]}"
