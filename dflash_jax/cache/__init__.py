@@ -135,6 +135,8 @@ def init_cache(
 
 def _entry(make: Callable[[int, int], Entry], groups: Sequence[Group]) -> Entry:
     """An entry for groups of rows; one for all rows where its size does not depend on how long they are."""
+    if len(groups) == 1:
+        return make(*groups[0])
     rows = sum(group.rows for group in groups)
     sizes = [jax.eval_shape(lambda slots=slots: make(rows, slots)) for _, slots in groups]
     if all(size == sizes[0] for size in sizes):
