@@ -360,6 +360,6 @@ def _answer(options: ServeOptions, prompt: str) -> int:
 
 
 if __name__ == "__main__":
-    # Imports and traces make many objects that stay. To search them for garbage took a sixth of the first answer's time.
+    # Imports and traces make many objects that stay. To search them for garbage took a sixth of the first answer.
     gc.set_threshold(50_000, 20, 20)
     exit_quietly(main())
