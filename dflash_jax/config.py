@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from dflash_jax.cache import KV, Mixer
 from dflash_jax.mesh import Layout
@@ -81,7 +82,7 @@ class AttentionConfig:
         """See `cache.Mixer`."""
         return None if self.rope is None else (self.rope, self.head_dim)
 
-    def entry(self, rows: int, slots: int, dtype: Any, layout: Layout, widest: int) -> KV:
+    def entry(self, rows: int, slots: int, dtype: DTypeLike, layout: Layout, widest: int) -> KV:
         """An empty cache entry."""
         heads = self.num_kv_heads * layout.copies(self.num_kv_heads)
         return KV.allocate(rows, heads, slots, self.head_dim, dtype, window=self.window, widest=widest)

@@ -20,7 +20,8 @@ TRUST = 4.0  # steps of a request that count as much as what is known of the bat
 MARGIN = 1.03  # by how much a change must promise to pay
 BEGIN = 1.1  # the same to begin to speculate: slots that finish early wait for prompts to be read, and gain less
 CLOSE = 0.8  # a candidate that promises this share of the best is tried at the first pause for ever
-TRY = 4  # steps of a try
+TRY = 4  # steps of a try at most
+TRIED = 32  # steps of single rows that a try observes; with many rows it takes fewer steps
 PAUSES = (32, 128, 2048)  # steps between two tries: where speculation pays, at first where it does not, at last
 TIMING = 0.2  # how far one comparison moves a candidate's measured time; the first ones count for more
 HICCUP = 1.5  # no comparison changes a time by more than this factor
@@ -210,7 +211,8 @@ class Chooser(Generic[Name]):
 
     Attributes:
         candidates: by name.
-        trying: whether the last choice was a try, for which `TRY` steps are enough.
+        trying: whether the last choice was a try.
+        try_steps: how many steps are enough for a try.
     """
 
     def __init__(
@@ -227,7 +229,7 @@ class Chooser(Generic[Name]):
         self._last: Name | None = None  # of the last visit
         self._pause, self._since, self._tries = PAUSES[0], 0, 0  # steps to the next try, and since the last change
         self._pace = 1.0  # of the machine: what the last visits took, over what was measured
-        self.trying = False
+        self.trying, self.try_steps = False, TRY
 
     @property
     def used(self) -> dict[Name, int]:
@@ -237,6 +239,7 @@ class Chooser(Generic[Name]):
     def choose(self, rows: Iterable[Hashable]) -> Name:
         """The candidate for the next visit, given which requests are decoding."""
         rates = self.estimates.rates(rows)
+        self.try_steps = max(1, min(TRY, TRIED // len(rates)))
         gain = self.estimates.gain
         speed = {name: sum(gain(c, each) for each in rates) / c.seconds for name, c in self.candidates.items()}
         best = max(speed, key=lambda name: speed[name])
@@ -302,7 +305,7 @@ class Chooser(Generic[Name]):
         What changes while the candidate stays is the machine's pace, and tells nothing of the others; the first visit
         after a change compares the two.
         """
-        trust = min(1.0, steps / TRY)  # a short visit is mostly the way there and back
+        trust = min(1.0, steps / self.try_steps)  # a short visit is mostly the way there and back
         if changed:
             old, candidate.compared = candidate.seconds, candidate.compared + 1
             new = min(max(seconds / self._pace, old / HICCUP), old * HICCUP)

@@ -19,7 +19,7 @@ import numpy as np
 
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.decoding.step import Committed, sizes_within
-from dflash_jax.infer.chooser import TRY, Chooser, Draft, Estimates, Seen, block_sizes, tree_sizes
+from dflash_jax.infer.chooser import Chooser, Draft, Estimates, Seen, block_sizes, tree_sizes
 from dflash_jax.infer.engine_config import EngineConfig, check_block_size
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.rows import ActiveRequest
@@ -396,7 +396,7 @@ class Engine:
             draft, chooser = PLAIN, None
         if chooser:
             draft = chooser.choose(row.ticket for row in rows)
-            most = min(TRY, most) if chooser.trying else most
+            most = min(chooser.try_steps, most) if chooser.trying else most
         begin = time.perf_counter()
         trace = self.batch.decode(self._program(draft), most, leave_below, slots)
         end = time.perf_counter() if _is_ready(trace) else None  # small programs on CPU may run at once

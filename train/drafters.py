@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from dflash_jax import checkpoint, files
 from dflash_jax.checkpoint import flat, leaves, nested
@@ -183,7 +184,7 @@ def choose_mask_token(target: Target, token: int | None) -> int:
     return token
 
 
-def cast(params: Any, dtype: Any) -> Any:
+def cast(params: Any, dtype: DTypeLike) -> Any:
     """The parameters in the dtype of the computation; integers stay."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
 
@@ -216,7 +217,7 @@ def store_sharpness(directory: Path, sharpness: Sequence[float]) -> None:
     files.write_json(path, raw | {"proposal_sharpness": list(sharpness)})
 
 
-def save_drafter(directory: str | Path, drafter: Drafter, raw: dict[str, Any], dtype: Any = None) -> None:
+def save_drafter(directory: str | Path, drafter: Drafter, raw: dict[str, Any], dtype: DTypeLike | None = None) -> None:
     """Writes `config.json` and `model.safetensors`, in float32 unless another `dtype` is asked for.
 
     The directory appears whole or not at all: it is written beside and renamed.

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from dflash_jax import checkpoint, drafters, models, sharding
 from dflash_jax.config import Raw
@@ -14,7 +15,7 @@ from dflash_jax.target import Target
 
 
 def random_pair(
-    target: Raw, drafter: Raw, dtype: Any = jnp.bfloat16, mesh: AnyMesh | None = None
+    target: Raw, drafter: Raw, dtype: DTypeLike = jnp.bfloat16, mesh: AnyMesh | None = None
 ) -> tuple[Target, Drafter]:
     """A pair of these configurations with random weights, in the shapes they have on a mesh; `jax.eval_shape` of it
     gives the shapes alone.
@@ -33,7 +34,7 @@ def random_pair(
     return first, kind.Drafter(second, draft_config, layout=first.layout, mesh=mesh)
 
 
-def random_target(raw: Raw, dtype: Any = jnp.bfloat16, mesh: AnyMesh | None = None) -> Target:
+def random_target(raw: Raw, dtype: DTypeLike = jnp.bfloat16, mesh: AnyMesh | None = None) -> Target:
     """A target of this configuration with random weights, in the shapes they have on a mesh.
 
     Raises:
@@ -45,7 +46,7 @@ def random_target(raw: Raw, dtype: Any = jnp.bfloat16, mesh: AnyMesh | None = No
     return Target(weights, config=config, layout=layout, mesh=mesh)
 
 
-def _random(table: checkpoint.Table, dtype: Any) -> dict[str, Any]:
+def _random(table: checkpoint.Table, dtype: DTypeLike) -> dict[str, Any]:
     """Matrices N(0, 1 / width), norms one. Quantised ones are about as large, whatever their bits."""
     params: dict[str, Any] = {}
     for seed, (path, leaf) in enumerate(checkpoint.leaves(table)):

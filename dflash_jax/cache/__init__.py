@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache.attention import KV as KV
@@ -69,7 +70,7 @@ class Mixer(Protocol):
         """The rotary embedding of its heads (see `config.RopeConfig`) and their dimensions; None rotates nothing."""
         ...
 
-    def entry(self, rows: int, slots: int, dtype: Any, layout: Layout, widest: int) -> Entry: ...
+    def entry(self, rows: int, slots: int, dtype: DTypeLike, layout: Layout, widest: int) -> Entry: ...
     def indivisible(self, layout: Layout, block: int = 1) -> str | None:
         """Why it cannot be split so, or None.
 
@@ -87,7 +88,7 @@ class Cache(struct.PyTreeNode):
         of_layer: index of the entry that each layer reads; layers may share one.
     """
 
-    entries: tuple[Any, ...]
+    entries: tuple[Entry, ...]
     of_layer: tuple[int, ...] = struct.field(pytree_node=False)
 
     def begin(self, row: Int[Array, ""]) -> "Cache":
@@ -109,7 +110,7 @@ class Cache(struct.PyTreeNode):
 
 
 def init_cache(
-    mixers: Sequence[Mixer], rows: int, slots: Capacity, dtype: Any, layout: Layout = WHOLE, widest: int = 1
+    mixers: Sequence[Mixer], rows: int, slots: Capacity, dtype: DTypeLike, layout: Layout = WHOLE, widest: int = 1
 ) -> Cache:
     """Allocates an empty cache of `rows` rows with room for `slots` positions.
 

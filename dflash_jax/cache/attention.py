@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.anchored_attention import attend_anchored
@@ -50,7 +51,15 @@ class KV(struct.PyTreeNode):
 
     @classmethod
     def allocate(
-        cls, rows: int, heads: int, slots: int, size: int, dtype: Any, *, window: int | None = None, widest: int = 1
+        cls,
+        rows: int,
+        heads: int,
+        slots: int,
+        size: int,
+        dtype: DTypeLike,
+        *,
+        window: int | None = None,
+        widest: int = 1,
     ) -> "KV":
         """An empty entry; with a window, a ring that holds it. Slots are rounded up to what the writer can update in
         place for blocks of up to `widest` positions."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache.attention import KV, Fresh
@@ -20,7 +21,7 @@ class Latent(KV):
     """Committed vectors of one layer, as keys [R, 1, S, L] of a single head without values; an `Entry`."""
 
     @classmethod
-    def empty(cls, rows: int, slots: int, size: int, dtype: Any, widest: int) -> "Latent":
+    def empty(cls, rows: int, slots: int, size: int, dtype: DTypeLike, widest: int) -> "Latent":
         """An entry without positions; see `KV.allocate`."""
         return cls(jnp.zeros((rows, 1, room(slots, widest), size), dtype), None)
 

@@ -6,12 +6,13 @@ Shapes: R cache rows, B block rows, T block positions, J committed positions, K 
 H key dim, Hv value dim, W taps of the convolution but its own, C channels.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.delta_rule import advance
@@ -104,7 +105,7 @@ class Recurrent(struct.PyTreeNode):
 
 
 def allocate(
-    rows: int, heads: tuple[int, int], sizes: tuple[int, int], taps: int, channels: int, dtype: Any
+    rows: int, heads: tuple[int, int], sizes: tuple[int, int], taps: int, channels: int, dtype: DTypeLike
 ) -> Recurrent:
     """An empty entry.
 

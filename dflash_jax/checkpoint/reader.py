@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -125,7 +126,7 @@ Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
 def load(
     reader: Reader,
     table: Table,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     ignored: Callable[[str], bool] = lambda name: False,
     place: Place = lambda path, shape: None,
@@ -186,12 +187,12 @@ def flat(params: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _shard(reader: Reader, leaf: Leaf, dtype: Any, index: tuple[slice, ...] | None) -> np.ndarray:
+def _shard(reader: Reader, leaf: Leaf, dtype: DTypeLike, index: tuple[slice, ...] | None) -> np.ndarray:
     """`assemble` of what jax asks for; None is all of it."""
     return assemble(reader, leaf, (slice(None),) * len(leaf.shape) if index is None else index, dtype)
 
 
-def assemble(reader: Reader, leaf: Leaf, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+def assemble(reader: Reader, leaf: Leaf, index: tuple[slice, ...], dtype: DTypeLike) -> np.ndarray:
     """`parameter[index]` from the tensors it is made of; nothing else of them is kept.
 
     Raises:

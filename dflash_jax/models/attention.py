@@ -47,7 +47,7 @@ class Pass(struct.PyTreeNode):
     key_positions: Int[Array, "B F"] | None = None
     per_row: int | None = struct.field(pytree_node=False, default=None)
 
-    def tables(self, mixer: Mixer, dtype: Any) -> Rope | None:
+    def tables(self, mixer: Mixer, dtype: jnp.dtype) -> Rope | None:
         """Rotary tables for a layer."""
         if mixer.rotary is None:
             return None

@@ -16,6 +16,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dflash_jax.cache import Fresh
@@ -92,7 +93,7 @@ class LatentAttentionConfig:
         """See `cache.Mixer`."""
         return self.rope, self.qk_rope_head_dim
 
-    def entry(self, rows: int, slots: int, dtype: Any, layout: Layout, widest: int) -> Latent:
+    def entry(self, rows: int, slots: int, dtype: DTypeLike, layout: Layout, widest: int) -> Latent:
         """An empty cache entry."""
         return Latent.empty(rows, slots, self.vector, dtype, widest)
 
@@ -162,7 +163,7 @@ class LatentAttention(nn.Module):
         narrow = RMSNorm(c.q_lora_rank, c.eps, name="q_a_layernorm")(narrow)
         return Linear((c.q_lora_rank, size), name="q_b_proj")(narrow), vectors
 
-    def _up(self, dtype: Any) -> Float[Array, "N _ C"]:
+    def _up(self, dtype: jnp.dtype) -> Float[Array, "N _ C"]:
         """What makes keys and values from latents, by head."""
         c = self.config
         weight = parameter(self, "kv_b_proj", (c.num_heads * c.up_dim, c.kv_lora_rank))

@@ -6,11 +6,11 @@ channels of the convolution, W taps but a position's own.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.cache import Entry
@@ -62,7 +62,7 @@ class LinearAttentionConfig:
         """Of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
-    def entry(self, rows: int, slots: int, dtype: Any, layout: Layout, widest: int) -> Entry:
+    def entry(self, rows: int, slots: int, dtype: DTypeLike, layout: Layout, widest: int) -> Entry:
         """An empty cache entry."""
         heads, sizes = (self.num_key_heads, self.shared), (self.key_head_dim, self.value_head_dim)
         return allocate(rows, heads, sizes, self.conv_kernel_dim, self.channels, dtype)

@@ -5,7 +5,6 @@ import pytest
 
 from dflash_jax import Engine
 from dflash_jax.infer.chooser import (
-    TRY,
     Acceptance,
     Chooser,
     Draft,
@@ -35,7 +34,7 @@ def simulate(rate_of, visits, seed=0, costs=COSTS, rows=1, pace=lambda visit: 1.
         requests = [(slot, (visit + slot) // LIFE) for slot in range(rows)]
         size = chooser.choose(requests)
         sizes.append(size)
-        seen, steps = {}, TRY if chooser.trying else 16
+        seen, steps = {}, chooser.try_steps if chooser.trying else 16
         for row in requests:
             right = rng.random((steps, proposed(size))) < rate_of(visit)
             seen[row] = (1 + np.cumprod(right, axis=1).sum(axis=1)).astype(int).tolist()
@@ -111,7 +110,7 @@ def test_a_tree_is_chosen_where_it_pays(gain):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.8, 0.95])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 4, 32])
 def test_it_is_near_the_best_fixed_size(rate, rows):
     best = max(expected_tokens([rate] * 15, proposed(size)) / cost for size, cost in COSTS.items())
     speed, _ = simulate(lambda visit: rate, 600, rows=rows)
@@ -134,6 +133,18 @@ def test_it_is_nearly_as_fast_as_plain_decoding_where_speculation_never_pays():
     assert set(sizes[100:]) <= {1, 4}
     assert 2 <= sizes[100:].count(4) <= 20
     assert speed > 0.98
+
+
+def test_tries_are_short_where_many_rows_take_part():
+    """What a try costs is a step of the batch, and what it tells is a step of every row."""
+    chooser = Chooser(COSTS, proposed)
+    for rows, steps in ((1, 4), (8, 4), (16, 2), (32, 1), (256, 1)):
+        chooser.choose(range(rows))
+        assert chooser.try_steps == steps
+    costs = {1: 1.0, 4: 3.5, 8: 7.0, 16: 14.0}  # of a processor, with 32 rows
+    speed, sizes = simulate(lambda visit: 0.1, 180, rows=32, costs=costs, believed=costs)
+    assert sizes.count(4) >= 3
+    assert speed > 0.99
 
 
 def test_the_pace_of_the_machine_changes_no_choice():
