@@ -30,7 +30,8 @@ class Replay(NamedTuple):
             log-probabilities over temperature plus noise. Infinite for a token outside top-k or top-p.
         worst_index: where, counted in generated tokens.
         mismatches: tokens that are not the target's choice in this replay.
-        near_ties: of these, how many with a gap below `TIE`, so that rounding explains them.
+        near_ties: of these, how many with a gap that rounding explains: below `TIE`, or in a half-precision dtype below
+            `ROUNDINGS` rounding errors of the position's largest logit (over the temperature, if there is one).
     """
 
     worst_gap: float
@@ -40,6 +41,7 @@ class Replay(NamedTuple):
 
 
 TIE = 1e-4
+ROUNDINGS = 4
 
 
 def replay(
@@ -74,19 +76,19 @@ def replay(
     room = -(-len(sequence) // 256) * 256
     history = History(jnp.asarray(np.pad(sequence, (0, room - len(sequence)))[None]), jnp.asarray([len(prompt)]))
     with entered(target.mesh):
-        cache, gaps, start, end = target.init_cache(1, room), [], 0, 0
+        cache, found, start, end = target.init_cache(1, room), [], 0, 0
         while start < len(inputs):
             # No chunk holds scored positions and others: those before in it count as tokens of the answer.
             end = min(start + chunk, len(prompt) - 1 if start < len(prompt) - 1 else len(inputs))
             pad = (0, chunk - (end - start))
             piece = np.pad(inputs[start:end], pad)[None], np.pad(labels[start:end], pad)[None]
             count, length = np.array([end - start], np.int32), np.array([start], np.int32)
-            cache, gap = _gaps(target, cache, length, *piece, count, sampling, penalties, history)
-            gaps.append(np.asarray(gap)[0, : end - start])
+            cache, *gap_and_tie = _gaps(target, cache, length, *piece, count, sampling, penalties, history)
+            found.append(np.concatenate(gap_and_tie)[:, : end - start])
             start = end
-    gap = np.concatenate(gaps)[len(prompt) - 1 :]
+    gap, tie = np.concatenate(found, axis=1)[:, len(prompt) - 1 :]
     wrong = gap > 0
-    return Replay(float(gap.max()), int(gap.argmax()), int(wrong.sum()), int((wrong & (gap < TIE)).sum()))
+    return Replay(float(gap.max()), int(gap.argmax()), int(wrong.sum()), int((wrong & (gap < tie)).sum()))
 
 
 @partial(jax.jit, donate_argnames="cache")
@@ -100,11 +102,17 @@ def _gaps(
     sampling: Sampling,
     penalties: Penalties,
     history: History,
-) -> tuple[Cache, Float[Array, "B T"]]:
+) -> tuple[Cache, Float[Array, "B T"], Float[Array, "B T"]]:
+    """How far each label's score is below the best one, and how far rounding may put it."""
     positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None]
     hidden, _, fresh = target.forward(tokens, positions, None, cache, lengths)
     noise = gumbel_noise(sampling, positions + 1, target.config.vocab_size)
     choice = Choice(sampling, penalties, history, lengths + 1, noise, target.decodable)
-    scores = choice.chain_scores(target.unembed(hidden), labels[:, :-1])
+    logits = target.unembed(hidden)
+    scores = choice.chain_scores(logits, labels[:, :-1])
     chosen = jnp.take_along_axis(scores, labels[..., None], axis=-1)[..., 0]
-    return commit(cache, fresh, lengths, once_read(count, hidden)), jnp.max(scores, axis=-1) - chosen
+    gaps, temperature = jnp.max(scores, axis=-1) - chosen, sampling.temperature[:, None]
+    largest = jnp.max(jnp.abs(logits), axis=-1) / jnp.where(temperature > 0, temperature, 1)
+    half = jnp.finfo(target.dtype).bits < 32
+    ties = jnp.maximum(TIE, ROUNDINGS * float(jnp.finfo(target.dtype).eps) * largest if half else 0.0 * largest)
+    return commit(cache, fresh, lengths, once_read(count, hidden)), gaps, ties

@@ -23,6 +23,7 @@ SETTINGS = [
     {"temperature": 1.0, "proposals": "calibrated"},
     {"temperature": 1.0, "proposals": "independent"},
     {"temperature": 0.8, "top_k": 5, "top_p": 0.9},
+    {"temperature": 1.0, "proposals": "calibrated", "nodes": 7},
 ]
 
 
@@ -97,11 +98,11 @@ def p_value(counts, p):
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("settings", SETTINGS, ids=["coupled", "calibrated", "independent", "filtered"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=["coupled", "calibrated", "independent", "filtered", "tree"])
 def test_three_tokens_come_as_often_as_the_target_has_them(pair, settings):
     target, drafter = pair
-    asked = {name: value for name, value in settings.items() if name != "proposals"}
-    parts = make_round(target, drafter, BLOCK, settings.get("proposals", "coupled"))
+    asked = {name: value for name, value in settings.items() if name not in ("proposals", "nodes")}
+    parts = make_round(target, drafter, BLOCK, settings.get("proposals", "coupled"), settings.get("nodes", 0))
     counts, first = drawn(target, parts, drafter, **asked)
     p = exact(target, **asked)
     assert counts.sum() > 50_000

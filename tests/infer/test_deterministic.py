@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, load_drafter, load_target
+from dflash_jax import Engine, load_drafter, load_target, replay
 from tests import tiny
 
 HEAD = [(5 * i + 3) % 60 for i in range(24)]
@@ -58,6 +58,21 @@ def test_neighbours_arrival_prefixes_and_lengths_change_no_bit(of, request):
         assert other == first
     for i in everyone:  # nobody beside it
         assert answers(pair, [i]).items() <= first.items()
+
+
+@pytest.mark.parametrize("tree", [0, 9])
+def test_replay_explains_every_difference_by_rounding(pair, tree):
+    """In bfloat16 wide and narrow steps may choose otherwise, but only where scores are almost the same."""
+    asked = requests()
+    for request, done in zip(
+        asked, Engine(*pair, slots=3, max_length=96, tree=tree, logprobs=2).generate(asked), strict=True
+    ):
+        given = request.prompt_token_ids, done.token_ids
+        found = replay(pair[0], *given, request.params, request_id=request.id, chunk=16)
+        assert found.mismatches == found.near_ties
+    wrong = [*done.token_ids[:5], (done.token_ids[5] + 1) % 60, *done.token_ids[6:]]
+    found = replay(pair[0], request.prompt_token_ids, wrong, request.params, request_id=request.id, chunk=16)
+    assert found.mismatches > found.near_ties
 
 
 def test_nothing_is_chosen_by_the_clock(pair):
