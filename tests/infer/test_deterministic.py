@@ -1,5 +1,6 @@
 """`deterministic`: the bits of an answer follow from its request and the engine's configuration alone."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -73,6 +74,20 @@ def test_replay_explains_every_difference_by_rounding(pair, tree):
     wrong = [*done.token_ids[:5], (done.token_ids[5] + 1) % 60, *done.token_ids[6:]]
     found = replay(pair[0], request.prompt_token_ids, wrong, request.params, request_id=request.id, chunk=16)
     assert found.mismatches > found.near_ties
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replay_knows_how_far_a_dtype_rounds(dtype, tmp_path):
+    """Tokens 2k and 2k + 1 score alike but for one rounding error of bfloat16."""
+    target = load_target(tiny.write_target(tmp_path, tiny.target_config(tie_word_embeddings=False)), dtype=dtype)
+    twins = jnp.repeat(target.params["lm_head"][::2], 2, axis=0)
+    twins = twins.at[1::2].multiply(1 - 2.0**-8)
+    target = target.replace(params={**target.params, "lm_head": twins})
+    tokens = Engine(target, max_length=96).generate([tiny.ask(HEAD, 8)])[0].token_ids
+    assert replay(target, HEAD, tokens).mismatches == 0
+    found = replay(target, HEAD, [*tokens[:-1], tokens[-1] ^ 1])  # its twin
+    assert (found.mismatches, found.near_ties) == (1, int(dtype == "bfloat16"))
+    assert 0 < found.worst_gap < 0.1
 
 
 def test_nothing_is_chosen_by_the_clock(pair):
