@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from dflash_jax.infer.params import SamplingParams as SamplingParams
     from dflash_jax.infer.replay import replay as replay
     from dflash_jax.infer.requests import Request as Request
+    from dflash_jax.infer.text import Text as Text
+    from dflash_jax.mesh import make_mesh as make_mesh
+    from dflash_jax.mesh import parse_mesh as parse_mesh
     from dflash_jax.target import Target as Target
     from dflash_jax.target import load_target as load_target
 
@@ -35,6 +38,7 @@ _PUBLIC = {
     "Request": "infer.requests",
     "SamplingParams": "infer.params",
     "Target": "target",
+    "Text": "infer.text",
     "Round": "decoding.step",
     "begin_decoding": "infer.generate",
     "bundled_pair": "bundled",
@@ -42,7 +46,9 @@ _PUBLIC = {
     "generate": "infer.generate",
     "Proposal": "decoding.proposal",
     "init_state": "decoding.state",
+    "make_mesh": "mesh",
     "make_round": "decoding.step",
+    "parse_mesh": "mesh",
     "run": "decoding.step",
     "load_drafter": "drafters.loading",
     "load_target": "target",

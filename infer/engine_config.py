@@ -17,15 +17,16 @@ class EngineConfig:
     Attributes:
         slots: rows decoded at the same time.
         max_length: prompt and answer tokens a row can hold.
-        block_size: draft slots per step, at most the checkpoint's (the default); 1 does not speculate, but for drafters
-            whose anchor predicts, too. "auto" chooses a size for every visit, 1 included, by measured step times and
-            acceptance.
-        tree: nodes of the tree of likely paths that is verified in a chain's place; 0 verifies a chain. "auto", the
+        block_size: positions per step, at most the checkpoint's (the default); 1 does not speculate, but for drafters
+            whose anchor predicts, too. "auto" chooses a size for every device call, 1 included, by measured step times
+            and acceptance.
+        tree: number of nodes of the tree to verify; 0 verifies a chain. "auto", the
             default where the block size is "auto", chooses among chains and trees.
-        proposals: how the drafter picks tokens; see `Choice.for_drafting`.
+        proposals: how the drafter picks tokens when answers are sampled: "calibrated", "coupled", "argmax" or
+            "independent" (docs/sampling.md).
         seed: noise of requests without a seed of their own.
         prefill_chunk: prompts are read in chunks of at most this many tokens, of one prompt or of several together.
-        steps_per_visit: device steps between two looks of the host.
+        steps_per_visit: decoding steps of one device call.
         prefix_chunks: how many chunks of prompts to keep for requests that begin alike; each takes the cache memory of
             `prefill_chunk` tokens.
         logprobs: most alternatives per token that a request may ask the log-probabilities of; None serves none.
@@ -34,10 +35,10 @@ class EngineConfig:
             it moves to a long one when it needs more.
         long_slots: how many slots hold `max_length` tokens where there are short ones.
         plain: whether requests may ask for steps without speculation.
-        deterministic: nothing is chosen by the clock and lengths are fixed, so that the bits of an answer follow from
-            its request, the drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`, `prefill_chunk`, the
-            dtype and the kind of device alone. On CPU they do not follow from `max_length` either. "auto" is then the
-            checkpoint's block size, and no tree.
+        deterministic: nothing is chosen by measured times and lengths are fixed, so that the bits of an answer follow
+            from its request, the drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`, `prefill_chunk`,
+            the dtype and the kind of device alone. On CPU they do not follow from `max_length` either. "auto" is then
+            the checkpoint's block size, and no tree.
     """
 
     slots: int = 1

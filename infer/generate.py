@@ -58,8 +58,10 @@ def spec_generate(
         max_new_tokens: budget per row.
         seed: row i draws from this seed and i alone.
         stop_token_ids: tokens that end a row; None takes the checkpoint's, an empty list none.
-        block_size: draft slots per step up to the checkpoint's (the default); 1 does not speculate.
-        tree: nodes of the tree of likely paths that is verified instead of a chain; 0, or None, is a chain.
+        block_size: positions per step, at most the checkpoint's (the default); 1 does not speculate. "auto" measures
+            several sizes and uses the fastest.
+        tree: number of nodes of the tree to verify; 0 is a chain. None is a chain, or "auto" where block_size is
+            "auto".
         proposals: "calibrated", "coupled", "argmax" or "independent"; changes speed, never the output.
         max_length: cache slots per row; by default what the longest row needs, rounded up so that
             similar calls share compiled programs.
@@ -110,7 +112,7 @@ def begin_decoding(
     seed: int = 0,
     max_length: int = 2048,
 ) -> tuple[State, list[int]]:
-    """A decoding state behind these prompts, one for each row, for a loop of one's own over `speculative_step`.
+    """Prefills the prompts, one per row, and returns the decoding state for your own loop over `speculative_step`.
 
     Args:
         input_ids: see `spec_generate`; all are read in one pass.

@@ -25,12 +25,18 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: at most this many are generated, fewer if the engine's `max_length` is reached.
-        temperature, top_p, top_k, min_p: see `decoding.sampling.Sampling`.
-        repetition_penalty, presence_penalty, frequency_penalty: see `decoding.penalties.Penalties`.
+        temperature: divides the logits; 0 is greedy.
+        top_k: keeps the k likeliest tokens; 0 keeps all.
+        top_p: of those, keeps the smallest set whose probability reaches top_p; 1 keeps all.
+        min_p: then drops tokens that are less likely than min_p times the likeliest; 0 drops none.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or answer; 1 is none.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer, once, or once per
+            occurrence; 0 is none.
         seed: of this request; None derives its noise from the engine's seed and the request's id.
         logprobs: how many of the likeliest tokens to return the log-probabilities of, besides the chosen one's, at
             most the engine's `logprobs`; None returns none.
-        stop_token_ids: tokens that end the answer; the one that does is its last token.
+        stop_token_ids: tokens that end the answer; the one that does is its last token. None are set by default: pass
+            `target.config.eos_token_ids`.
     """
 
     max_new_tokens: int = 256

@@ -63,7 +63,7 @@ def _settings() -> type:
         read = parsed(_setting(each.name), shown, "*" if each.default == () else 1)
         fields.append((each.name, Annotated[Any, read, arg(help_behavior_hint=hint)], field(default=NOT_GIVEN)))
     text = (TrainConfig.__doc__ or "").replace(
-        "What `fit` does.", "The paper's recipe by default; they win over --config."
+        "What `fit` does.", "The paper's recipe by default; flags override --config."
     )
     return make_dataclass("Settings", fields, frozen=True, namespace={"__doc__": text, "__module__": __name__})
 
@@ -131,7 +131,8 @@ class CacheFeaturesOptions:
 
     Attributes:
         out: feature cache; continued if it is there
-        hidden: also what kl and total_variation need
+        hidden: also the target's last hidden states, which --kl, --total-variation, --negative-log-acceptance and
+            --lk-hybrid need
     """
 
     out: Directory
@@ -171,8 +172,8 @@ class EvaluateOptions:
         step: a checkpoint of the run instead
         max_samples: the first so many prompts
         json: write all figures
-        store_sharpness: write what these prompts teach of the sharpness of proposals into the config.json of --drafter,
-            where engines then begin; use held-out prompts and a --temperature
+        store_sharpness: store the learnt sharpness of proposals in config.json of --drafter; needs held-out prompts and
+            a --temperature
     """
 
     prompts: JsonLines
@@ -253,7 +254,8 @@ Stage = (
     | Annotated[FitOptions, subcommand("fit", description="train, or continue a run")]
     | Annotated[EvaluateOptions, subcommand("evaluate", description="decode held-out prompts")]
     | Annotated[
-        ExportOptions, subcommand("export", description="write a drafter for this package, dflash, vLLM and SGLang")
+        ExportOptions,
+        subcommand("export", description="write a drafter directory for this package and the official dflash package"),
     ]
     | Annotated[PlotOptions, subcommand("plot", description="draw loss and tau")]
     | Annotated[PairOptions, subcommand("pair", description="make the bundled pair")]

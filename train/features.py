@@ -68,7 +68,10 @@ class FeatureCache:
                 + ". Write it again with cache-features"
             )
         if hidden and not found["hidden"]:
-            raise ValueError(f"{directory} holds no hidden states for kl or total_variation; write it with --hidden")
+            raise ValueError(
+                f"{directory} holds no hidden states, which kl, total_variation, negative_log_acceptance and lk_hybrid "
+                "need; write it with --hidden"
+            )
         if found["done"] != len(examples):
             raise ValueError(
                 f"{directory} is not finished ({found['done']} of {len(examples)}); run cache-features again"

@@ -231,8 +231,10 @@ def make_round(
 
     Args:
         drafter: None decodes plainly, one token a step.
-        block_size: see `DraftModel.propose`; 0 proposes nothing, but keeps the drafter's state up to date.
-        nodes: of a tree, see `Choice`; 0 proposes a chain.
+        block_size: positions per step, the anchor included; 0 proposes nothing, but keeps the drafter's state up to
+            date.
+        proposals: "calibrated", "coupled", "argmax" or "independent" (docs/sampling.md).
+        nodes: number of nodes of a tree besides the anchor; 0 proposes a chain.
     """
     depth, propose = 0, nothing
     if drafter is not None and block_size > 0 and drafter.depth(block_size) > 0:
