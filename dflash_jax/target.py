@@ -68,7 +68,7 @@ class Target(struct.PyTreeNode):
         starts: Int[Array, "B T"] | None = None,
         counts: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]:
-        """One pass of a block behind the committed cache, which it only reads.
+        """One pass of a block after the committed cache, which it only reads.
 
         Args:
             tokens, positions: the block; positions are absolute.

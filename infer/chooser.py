@@ -96,7 +96,7 @@ class Candidate:
     """A program that may be chosen.
 
     Attributes:
-        proposed: tokens its step proposes one behind the other; 0 does not speculate.
+        proposed: tokens its step proposes one after the other; 0 does not speculate.
         seconds: of a step, as measured.
         nodes: of a tree; 0 is a chain.
         compared: how many measurements that rests on.
@@ -184,7 +184,7 @@ class Estimates:
         return expected_tokens(rates, candidate.proposed) * self.trees.ratio(candidate.nodes)
 
     def observe(self, row: Hashable, proposed: int, seen: Seen) -> None:
-        """What became of a request in steps that proposed so many tokens each, one behind the other."""
+        """What became of a request in steps that proposed so many tokens each, one after the other."""
         for i, count in enumerate(seen.committed):
             tried, right = proposed, count
             if seen.chain is not None:  # a tree says of its chain no more than what was committed can tell
@@ -205,7 +205,7 @@ class Chooser(Generic[Name]):
 
     Args:
         seconds: measured time of one step of each candidate, by its name.
-        proposed: tokens that a step of a candidate proposes one behind the other.
+        proposed: tokens that a step of a candidate proposes one after the other.
         estimates: shared by choosers for other numbers of rows.
         nodes: of a candidate's tree; 0 for a chain.
 

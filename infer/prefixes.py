@@ -98,7 +98,7 @@ def restore(
     """Commits a kept chunk to an idle row, as its prefill would; `tokens` are the chunk's own.
 
     Args:
-        states: kept states and the entry of that behind the chunk; None leaves the row's own as they are, for a chunk
+        states: kept states and the entry of that after the chunk; None leaves the row's own as they are, for a chunk
             that another one follows.
     """
     pick = lambda tree, entry: jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, entry, 1), tree)
@@ -169,7 +169,7 @@ class Places:
 
 
 class PrefixCache:
-    """Chunks on the device by key, and the states behind some of them.
+    """Chunks on the device by key, and the states after some of them.
 
     Args:
         state: whose rows they are of. Its programs must be called where the engine's are.
@@ -214,7 +214,7 @@ class PrefixCache:
         Returns:
             The state, and how many tokens of the prompt are committed now.
         """
-        found: list[tuple[int, int | None]] = []  # of the next chunks: their entry, and that of the state behind them
+        found: list[tuple[int, int | None]] = []  # of the next chunks: their entry, and that of the state after them
         if keys and filled % self.chunk == 0:
             most = (len(prompt) - 1) // self.chunk
             for key in keys[filled // self.chunk : most]:

@@ -136,7 +136,7 @@ class Slots:
             self.state = begin(self.state, np.int32(slot))
 
     def read(self, prompts: Sequence[Unread]) -> tuple[list[Read], Committed, float | None]:
-        """Commits the next tokens of some of these prompts, of the first one at least; behind its last token a row
+        """Commits the next tokens of some of these prompts, of the first one at least; after its last token a row
         decodes.
 
         Args:

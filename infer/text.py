@@ -196,7 +196,7 @@ def valid_text(value: str) -> str:
 class GrowingText:
     """The text of an answer while its tokens arrive.
 
-    A few tokens are decoded at a time: the new ones, behind those before them that may change how they read.
+    A few tokens are decoded at a time: the new ones, after those before them that may change how they read.
 
     Args:
         stops: the text ends before the first of these.

@@ -56,7 +56,7 @@ def test_path_and_row():
 
 @pytest.mark.parametrize(("slots", "ring"), [(16, False), (9, False), (8, True), (5, True), (12, True)])
 def test_a_snapshot_restores_into_an_entry_of_another_size(slots, ring):
-    """Rows move between slots of different lengths: what a window of 5 sees behind position 8 is there in all."""
+    """Rows move between slots of different lengths: what a window of 5 sees after position 8 is there in all."""
     for source, is_ring in ((16, False), (5, True), (8, True)):
         cache = commit(empty(2, source, is_ring), [numbered(2, 8)], jnp.asarray([0, 0]), jnp.asarray([8, 8]))
         snapshot = cache.snapshot(jnp.int32(1), jnp.int32(0), 8)

@@ -41,7 +41,7 @@ def pair(tmp_path_factory):
 
 
 def exact(target, temperature, top_k=VOCAB, top_p=1.0):
-    """p(t1) p(t2 | t1) p(t3 | t1, t2) behind prompt and anchor, [V, V, V]."""
+    """p(t1) p(t2 | t1) p(t3 | t1, t2) after prompt and anchor, [V, V, V]."""
     seconds = np.stack(np.meshgrid(np.arange(VOCAB), np.arange(VOCAB), indexing="ij"), axis=-1).reshape(-1, 2)
     tokens = np.concatenate([np.tile([*PROMPT, ANCHOR], (VOCAB**2, 1)), seconds], axis=1).astype(np.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
@@ -72,7 +72,7 @@ def drawn(target, parts, drafter, temperature, top_k=0, top_p=1.0, batches=BATCH
         calibration = init_calibration(drafter.depth(BLOCK), [2.0])  # which the steps go on changing
         state = tiled.replace(sampling=sampling, anchor=full(ANCHOR, jnp.int32), calibration=calibration)
         _, trace = run(partial(speculative_step, parts), state, jnp.int32(TOKENS), jnp.int32(0), TOKENS)
-        # [M, B, J] to [B, M J]: the steps' tokens behind one another, those that do not count last.
+        # [M, B, J] to [B, M J]: the steps' tokens after one another, those that do not count last.
         counts = jnp.arange(trace.tokens.shape[2])[None, None] < trace.count[:, :, None]
         flat = lambda x: x.swapaxes(0, 1).reshape(ROWS, -1)
         order = jnp.argsort(~flat(counts), axis=1, stable=True)[:, :TOKENS]

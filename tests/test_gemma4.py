@@ -214,7 +214,7 @@ def load(directory, target, **changes):
 
 
 def draft(target, drafter):
-    """Logits of four slots behind a context of random features."""
+    """Logits of four slots after a context of random features."""
     rng = np.random.default_rng(0)
     features = jnp.asarray(rng.standard_normal((1, 9, 64)), jnp.float32)
     at, nothing = jnp.arange(9)[None], jnp.zeros(1, jnp.int32)

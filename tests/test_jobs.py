@@ -258,7 +258,7 @@ def test_a_job_whose_output_is_emptied_ends_with_an_error_and_continues(pair, tm
 
     def emptied(self, record):
         append(self, record)
-        if next(count) == 4:  # behind the last answer
+        if next(count) == 4:  # after the last answer
             os.truncate(output, 0)
 
     monkeypatch.setattr(Journal, "append", emptied)

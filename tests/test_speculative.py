@@ -190,7 +190,7 @@ def test_caches_hold_exactly_the_positions_before_the_anchor(target, drafter):
                 n = tokens.shape[1]
                 np.testing.assert_allclose(entry.k[row, :, :n], block.k[0], atol=1e-5)
                 np.testing.assert_allclose(entry.v[row, :, :n], block.v[0], atol=1e-5)
-                assert not np.any(entry.k[row, :, n:])  # nothing behind the anchor, ever
+                assert not np.any(entry.k[row, :, n:])  # nothing after the anchor, ever
 
 
 def test_draft_reads_context_strictly_before_the_anchor(target, drafter):

@@ -20,14 +20,14 @@ def pair(tmp_path_factory):
 
 
 def drafted(target, drafter):
-    """States of the slots behind two anchors without context, and plain logits of theirs."""
+    """States of the slots after two anchors without context, and plain logits of theirs."""
     anchor, lengths = jnp.asarray([5, 9]), jnp.zeros(2, jnp.int32)
     both = drafter.denoise(target, anchor, drafter.init_state(2, 16), lengths, drafter.config.block_size)
     return anchor, both, drafter.unembed(target, both[..., drafter.config.hidden_size :])
 
 
 def by_formula(target, drafter, both, before):
-    """Logits of the slots of a row, each behind one token."""
+    """Logits of the slots of a row, each after one token."""
     D, eps, own = drafter.config.hidden_size, drafter.config.rms_norm_eps, drafter.params["ar_approximation"]
     weights = {name: np.asarray(own[name]["weight"], np.float64) for name in ("ug", "d", "norm")}
     rms = lambda x, eps: x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)

@@ -231,7 +231,7 @@ def write_tokenizer(directory: Path, *, chat: bool = True) -> Path:
 
 
 def choice_of(rows: int, depth: int, vocab_size: int, temperature: float = 0.0) -> Choice:
-    """How greedy rows, or sampled ones, choose tokens behind a prompt of one token."""
+    """How greedy rows, or sampled ones, choose tokens after a prompt of one token."""
     sampling = greedy_rows(rows).replace(temperature=jnp.full(rows, temperature))
     positions = jnp.ones((rows, 1), jnp.int32) + jnp.arange(depth + 1)[None]
     noise = gumbel_noise(sampling, positions, vocab_size)

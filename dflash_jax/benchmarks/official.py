@@ -47,7 +47,7 @@ class Official:
         return tokens, list(out.acceptance_lengths), out.time_per_output_token * len(tokens)
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, stop: Sequence[int]) -> tuple[list[int], float]:
-        """Tokens of transformers' `generate` behind the first, and their seconds.
+        """Tokens of transformers' `generate` after the first, and their seconds.
 
         It does not tell prefill and decoding apart, so the time of a one-token call is taken off.
         """

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def check_plot(path: Path) -> None:
-    """Raises ValueError or OSError if nothing could be drawn into this file: before a long run, not behind it."""
+    """Raises ValueError or OSError if nothing could be drawn into this file: before a long run, not after it."""
     figure = new_figure(1, 1)
     known = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
@@ -62,7 +62,7 @@ def plot_drafters(cells: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[st
     bars.axhline(1, color="gray", linewidth=0.8)
     bars.set_xticks(range(len(groups)), [f"{task}\nT = {temperature:g}" for task, temperature in groups])
     bars.set_ylabel("speedup over autoregressive decoding")
-    positions.set_xlabel("position behind the anchor")
+    positions.set_xlabel("position after the anchor")
     positions.set_ylabel("share of rounds that accept it")
     positions.set_ylim(0, 1)
     times.set_xlabel("draft, ms")

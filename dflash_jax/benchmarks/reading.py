@@ -129,7 +129,7 @@ def _in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, flo
 
 @partial(jax.jit, static_argnames="width")
 def _read(target: Target, tokens: Int[Array, "1 T"], cache: Cache, width: int) -> Cache:
-    """The cache behind all tokens, `width` of which are read in a pass."""
+    """The cache after all tokens, `width` of which are read in a pass."""
     kept = jnp.full(1, width, jnp.int32)
 
     def once(i: Int[Array, ""], cache: Cache) -> Cache:
@@ -155,7 +155,7 @@ def _inputs(linear: LinearAttentionConfig, tokens: int) -> tuple[tuple[Array, ..
 
 @partial(jax.jit, static_argnames="width")
 def _read_alone(inputs: tuple[Array, ...], state: Float[Array, "1 K G H Hv"], width: int) -> tuple[Array, Array]:
-    """The state behind the prompt, and the sum of all outputs, which keeps them from being left out."""
+    """The state after the prompt, and the sum of all outputs, which keeps them from being left out."""
 
     def once(i: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         state, total = carry

@@ -21,7 +21,7 @@ def sweep(
         requests: asked again where they are too few.
 
     Returns:
-        Of each: tokens per second, tokens per second and user (one answer, behind its first token), seconds to the
+        Of each: tokens per second, tokens per second and user (one answer, after its first token), seconds to the
         first token (median and 99th percentile) and tau.
     """
     rows = []

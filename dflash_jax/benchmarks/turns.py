@@ -65,7 +65,7 @@ class Turns:
 
     @property
     def tokens_per_second_and_user(self) -> float | None:
-        """The rate at which one answer grows behind its first token, on average; None if none grew."""
+        """The rate at which one answer grows after its first token, on average; None if none grew."""
         mean = float(np.mean(self._rest)) if self._rest else 0.0
         return 1 / mean if mean > 0 else None
 

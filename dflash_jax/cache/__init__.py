@@ -38,11 +38,11 @@ class Entry(Protocol):
         path: Int[Array, "B J"] | None,
         rows: Int[Array, " B"] | None,
     ) -> Self:
-        """The entry with the first `kept` positions of a block behind `lengths`; see `commit`."""
+        """The entry with the first `kept` positions of a block after `lengths`; see `commit`."""
         ...
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Any:
-        """What a row needs to continue behind its committed positions `start..start+count-1`, given all before them;
+        """What a row needs to continue after its committed positions `start..start+count-1`, given all before them;
         a pytree of arrays [1, ...] with a method `partition` of its own. The row must end there. One that has an
         attribute `whole` that is true needs none of those before, however many they are."""
         ...

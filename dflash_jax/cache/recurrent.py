@@ -1,7 +1,7 @@
 """The cache entry of a gated delta rule layer: a state of every head, and the last inputs of its convolution.
 
 A pass never changes it. What a block would add are its keys, corrections and convolution inputs; the accepted ones are
-applied. A long prompt, all of which is kept, comes with the state behind it instead.
+applied. A long prompt, all of which is kept, comes with the state after it instead.
 Shapes: R cache rows, B block rows, T block positions, J committed positions, K key heads, G value heads that share one,
 H key dim, Hv value dim, W taps of the convolution but its own, C channels.
 """
@@ -121,7 +121,7 @@ def allocate(
 def last_inputs(
     old: Float[Array, "B W C"], new: Float[Array, "B T C"], kept: Int[Array, " B"]
 ) -> Float[Array, "B W C"]:
-    """The last inputs behind the first `kept` new ones."""
+    """The last inputs after the first `kept` new ones."""
     both = jnp.concatenate([old, new.astype(old.dtype)], axis=1)
     at = kept[:, None] + jnp.arange(old.shape[1])[None]
     return jnp.take_along_axis(both, at[:, :, None], axis=1)

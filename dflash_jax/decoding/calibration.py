@@ -35,8 +35,8 @@ class Lessons(struct.PyTreeNode):
     A place is a context that the drafter looked at: the anchor, or a node that it went on from.
 
     Attributes:
-        trials: what each sharpness would have proposed behind each place; None where none is learnt.
-        tokens: the likeliest tokens behind each place, the best first; of a tree.
+        trials: what each sharpness would have proposed after each place; None where none is learnt.
+        tokens: the likeliest tokens after each place, the best first; of a tree.
         likelihood: their log-probabilities under each candidate for c0.
         places: place of each block position, -1 for a node that the drafter did not go on from. None: a place for each
             depth.

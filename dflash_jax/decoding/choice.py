@@ -81,7 +81,7 @@ class Choice(struct.PyTreeNode):
     greedy: Float[Array, " D"] | None = None
 
     def for_block(self, logits: Float[Array, "B T V"], block: Block) -> Int[Array, "B T"]:
-        """The target's token behind every position of a block, each given its own ancestors."""
+        """The target's token after every position of a block, each given its own ancestors."""
         if block.tree is None:
             seen, noise = None, self.noise[:, : logits.shape[1]]
         else:
@@ -91,7 +91,7 @@ class Choice(struct.PyTreeNode):
         return select(logits, noise, self.sampling)
 
     def chain_scores(self, logits: Float[Array, "B T V"], following: Int[Array, "B P"]) -> Float[Array, "B T V"]:
-        """What the target's tokens behind a chain are the largest of, given the tokens between its positions."""
+        """What the target's tokens after a chain are the largest of, given the tokens between its positions."""
         logits = self.masked(penalise(logits, self.penalties, self.history, self.known, following))
         return perturbed_scores(logits, self.noise, self.sampling)
 
@@ -190,10 +190,10 @@ class Choice(struct.PyTreeNode):
         vocabulary: Int[Array, " N"] | None = None,
         **given: Any,
     ) -> tuple[Ranked, Lessons]:
-        """The likeliest tokens behind W nodes of one depth, and what there is to learn of them.
+        """The likeliest tokens after W nodes of one depth, and what there is to learn of them.
 
         Args:
-            logits: of the tokens behind each node.
+            logits: of the tokens after each node.
             candidates: ids of these, already allowed (see `among`); None is the whole vocabulary.
             vocabulary, given: see `allowed`; `before` and `seen` are of each node.
         """

@@ -1,6 +1,6 @@
 """Proposals of drafters that choose a token given those before it: depth after depth, along a chain or in a tree.
 
-Shapes: B rows, W nodes of one depth, N options behind a node, Z nodes so far, d depth, P nodes of the tree.
+Shapes: B rows, W nodes of one depth, N options after a node, Z nodes so far, d depth, P nodes of the tree.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def grow(
 
     Args:
         depth: nodes of the longest path.
-        expand: options behind the tips of a depth, given what was carried to it; returns what to carry on, too.
+        expand: options after the tips of a depth, given what was carried to it; returns what to carry on, too.
         carried: to the anchor.
         width: of a tree, most nodes of a depth to go on from; None is as many as can matter.
         given: see `Choice.tokens`.

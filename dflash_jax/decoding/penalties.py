@@ -30,7 +30,7 @@ class History(struct.PyTreeNode):
     """The tokens of every row by position.
 
     Attributes:
-        tokens: committed ones and the anchor; what lies behind is left over.
+        tokens: committed ones and the anchor; the rest is ignored.
         prompt: how many of them are the prompt.
     """
 

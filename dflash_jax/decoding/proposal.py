@@ -1,4 +1,4 @@
-"""What a drafter proposes, and what of it is accepted: a chain or a tree of tokens behind the anchor.
+"""What a drafter proposes, and what of it is accepted: a chain or a tree of tokens after the anchor.
 
 Shapes: B rows, P proposed nodes, T = P + 1 block positions (the anchor is position 0), J committed positions.
 """
@@ -13,7 +13,7 @@ from dflash_jax.decoding.calibration import Lessons
 
 
 class Proposal(struct.PyTreeNode):
-    """Tokens proposed for the positions behind the anchor; they decide how much is accepted, never what.
+    """Tokens proposed for the positions after the anchor; they decide how much is accepted, never what.
 
     Attributes:
         tokens: of the nodes. Those of a chain follow one another.
@@ -50,7 +50,7 @@ class Tree(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What the target verifies: the anchor and the nodes behind it.
+    """What the target verifies: the anchor and the nodes after it.
 
     Attributes:
         tokens: of the anchor and the nodes.
@@ -63,7 +63,7 @@ class Block(NamedTuple):
     tree: Tree | None
 
     def positions(self, lengths: Int[Array, " B"]) -> Int[Array, "B T"]:
-        """Absolute positions: the anchor stands at `lengths`, a node as far behind it as it is deep."""
+        """Absolute positions: the anchor stands at `lengths`, a node as far after it as it is deep."""
         depth = jnp.arange(self.tokens.shape[1])[None] if self.tree is None else self.tree.depth
         return lengths[:, None] + depth
 
@@ -110,11 +110,11 @@ def accept(
 ) -> tuple[Accepted, Int[Array, " B"]]:
     """What each row commits, and how many tokens it may commit afterwards.
 
-    The longest path of proposals that the target itself would have chosen, and one token more, cut behind the first
+    The longest path of proposals that the target itself would have chosen, and one token more, cut after the first
     stop token and at the budget (method 5; paper section 3).
 
     Args:
-        chosen: the target's token behind every block position.
+        chosen: the target's token after every block position.
         remaining: tokens each row may still commit.
         stop_tokens: tokens that end a row.
     """

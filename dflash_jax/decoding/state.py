@@ -103,7 +103,7 @@ class DraftModel(Protocol):
         *,
         rows: Int[Array, " B"] | None = None,
     ) -> Proposal:
-        """Proposes for the positions behind the anchor, which stands at `lengths`.
+        """Proposes for the positions after the anchor, which stands at `lengths`.
 
         `rows` are rows of the state, as in `commit`. `choice` picks tokens under each row's settings, as the target
         will; it may be asked between passes of the drafter, and for scores instead.
@@ -122,7 +122,7 @@ class DraftModel(Protocol):
         *,
         rows: Int[Array, " B"] | None = None,
     ) -> Any:
-        """The state behind `kept` more committed positions: of a prompt's chunk, or accepted.
+        """The state after `kept` more committed positions: of a prompt's chunk, or accepted.
 
         Args:
             tokens, features, positions: of these positions, in order; what is not kept is arbitrary.

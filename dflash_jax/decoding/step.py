@@ -68,7 +68,7 @@ class Round(NamedTuple):
 
     Attributes:
         choosing: how tokens are chosen in this step.
-        propose: nodes behind each row's anchor; what they are never changes the output.
+        propose: nodes after each row's anchor; what they are never changes the output.
         verify: the target's logits of a block, and what is to be committed of it.
         commit: writes what was accepted to the target's cache and the drafter's state.
     """
@@ -154,7 +154,7 @@ def sizes_within(nodes: int) -> tuple[int, ...]:
 
 
 def choosing(target: TargetModel, depth: int) -> Callable[[State], Choice]:
-    """Noise for `depth` nodes and the token behind them, by depth."""
+    """Noise for `depth` nodes and the token after them, by depth."""
 
     def choice(state: State) -> Choice:
         positions = state.lengths[:, None] + 1 + jnp.arange(depth + 1)[None]

@@ -1,4 +1,4 @@
-"""Which of the likely paths behind an anchor make the tree that is verified.
+"""Which of the likely paths after an anchor make the tree that is verified.
 
 A node's score is the logarithm of the probability that it is right and all its ancestors are. Scores fall along a path,
 so the best nodes are closed under ancestors, and hold the best path of every depth that they reach. They are found with
@@ -19,7 +19,7 @@ MOST_STATIC = 32  # nodes up to which all candidates of independent depths are l
 
 
 class Nodes(NamedTuple):
-    """The nodes of a tree, the best first, and so each behind its parent.
+    """The nodes of a tree, the best first, and so each after its parent.
 
     Attributes:
         tokens: of the nodes.
@@ -95,7 +95,7 @@ def candidates(nodes: int, depths: int, ranks: int) -> Candidates:
 
 
 def best_nodes(ranked: Ranked, nodes: int) -> Nodes:
-    """The best nodes where the tokens of a depth are as likely behind any other: one `top_k` over all candidates, or
+    """The best nodes where the tokens of a depth are as likely after any other: one `top_k` over all candidates, or
     level by level where these would be too many.
 
     Args:
@@ -137,7 +137,7 @@ def levels_of(ranked: Ranked, nodes: int) -> list[Level]:
 
 
 def next_level(ranked: Ranked, before: Level | None, nodes: int) -> Level:
-    """The best candidates of a depth, given the likeliest tokens behind the first nodes of the depth before.
+    """The best candidates of a depth, given the likeliest tokens after the first nodes of the depth before.
 
     Args:
         ranked: its places are these nodes; of depth 1 the anchor alone.
@@ -160,7 +160,7 @@ def pruned(levels: Sequence[Level], nodes: int) -> Nodes:
 
 
 def _best(scores: Float[Array, "B C"], tokens: Int[Array, "B C"], parents: Int[Array, "B C"], nodes: int) -> Nodes:
-    """The best of candidates that stand behind their parents; of equal ones the first."""
+    """The best of candidates that stand after their parents; of equal ones the first."""
     best, chosen = jax.lax.top_k(scores, min(nodes, scores.shape[1]))
     pick = lambda x: jnp.take_along_axis(x, chosen, axis=1)
     of = pick(parents)

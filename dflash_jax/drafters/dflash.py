@@ -204,7 +204,7 @@ class Drafter(base.Drafter):
         *,
         rows: Int[Array, " B"] | None = None,
     ) -> Proposal:
-        """Tokens for the positions behind the anchor, every one chosen from its own slot of one pass."""
+        """Tokens for the positions after the anchor, every one chosen from its own slot of one pass."""
         logits = self.logits(target, anchor, state, lengths, block_size, rows=rows)
         return choice.propose(logits, **self.choosable)
 
@@ -284,7 +284,7 @@ class Drafter(base.Drafter):
         *,
         rows: Int[Array, " B"] | None = None,
     ) -> Float[Array, "B P V"]:
-        """Float32 logits of the proposals for positions a+1, a+2, ... behind the anchor.
+        """Float32 logits of the proposals for positions a+1, a+2, ... after the anchor.
 
         Args:
             target: supplies embedding and head where the checkpoint has none of its own.

@@ -98,7 +98,7 @@ def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
 class Convolution(nn.Module):
     """A causal convolution over a block's slots, whose coefficients depend on the sublayer's input.
 
-    One before the sublayer and one behind it. A channel's coefficients are its own plus those that its group has at
+    One before the sublayer and one after it. A channel's coefficients are its own plus those that its group has at
     this slot. Slots before the anchor are zeros; the committed context is not read.
     """
 
@@ -225,7 +225,7 @@ class Drafter(dflash.Drafter):
     def pairs(
         self, gate: Float[Array, "B R"], previous: Int[Array, "B W"], candidates: Int[Array, "B C"]
     ) -> Float[Array, "B W C"]:
-        """What is added to the logits of candidates behind each of some tokens, in float32."""
+        """What is added to the logits of candidates after each of some tokens, in float32."""
         selector = self.params["candidate_selector"]
         with entered(self.mesh):
             before = (selector["predecessor_codebook"][previous] * gate[:, None]).astype(jnp.float32)

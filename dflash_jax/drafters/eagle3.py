@@ -1,6 +1,6 @@
 """EAGLE-3: one layer that drafts token by token (arXiv 2503.01840; SafeAILab/EAGLE, DeepSpec, `speculators`).
 
-A pass takes a pair: what the drafter knows at a position, and the token behind it. The first one knows the target's
+A pass takes a pair: what the drafter knows at a position, and the token after it. The first one knows the target's
 fused features there, each further one what the pass before made. Keys and values of the pairs whose features the target
 has computed are committed. Position p's pair lies in slot p, and the pair of a row's last committed position waits for
 the anchor. Shapes: B rows, R rows of the state, J committed positions, T pairs of a pass, D width, FD tapped features
@@ -59,7 +59,7 @@ class Eagle3Config(DrafterConfig):
     Attributes:
         block_size: verified positions of a step: the anchor's, and one for each pass.
         qk_norm: whether heads of queries and keys have a norm, as Qwen3's do.
-        norm_before_residual: whether the residual stream begins behind the norm of what is known.
+        norm_before_residual: whether the residual stream begins after the norm of what is known.
         norm_before_fc: whether the features side by side have a norm before they are fused.
         fc_norm: whether each tapped layer's features have one (EAGLE-3.1).
         norm_output: whether a pass hands on what the final norm made, instead of what it was given (EAGLE-3.1).
@@ -151,7 +151,7 @@ class EagleState(struct.PyTreeNode):
 
 
 class Snapshot(struct.PyTreeNode):
-    """Pairs of some positions and the features behind them; see `cache.Entry.snapshot`."""
+    """Pairs of some positions and the features after them; see `cache.Entry.snapshot`."""
 
     pairs: tuple[Any, ...]
     feature: Float[Array, "1 D"]

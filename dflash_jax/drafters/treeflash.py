@@ -35,7 +35,7 @@ from dflash_jax.sharding import Rule
 CLASSES = r"TreeFlash(DraftModel|Model|ForCausalLM)"
 FIELDS = ("treeflash_config",)
 TOP = 16  # tokens of a slot that the next one is corrected for (reference `top_m`)
-CANDIDATES = 64  # tokens behind each of them that a tree looks at
+CANDIDATES = 64  # tokens after each of them that a tree looks at
 EPSILON = 1e-6  # of the norm of embeddings (reference `SwiGLUApproximation`)
 RULES = (
     Rule(r"ar_approximation/ug/weight", 2, PartitionSpec()),
@@ -119,7 +119,7 @@ class Model(dflash.Model):
             self.ar_approximation = Correction(self.config.hidden_size, self.config.inner)
 
     def final(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
-        """The states, and their final norm behind them."""
+        """The states, and their final norm after them."""
         return jnp.concatenate([x, self.norm(x)], axis=-1)
 
     def corrected(self, both: Float[Array, "B M E"], embedded: Float[Array, "B M D"]) -> Float[Array, "B M D"]:
@@ -183,7 +183,7 @@ class Drafter(dflash.Drafter):
     def behind(
         self, target: TargetModel, both: Float[Array, "B P E"], before: Int[Array, "B P M"]
     ) -> Float[Array, "B P M V"]:
-        """Logits of every slot behind each of some tokens before it."""
+        """Logits of every slot after each of some tokens before it."""
         B, P, M = before.shape
         embedded = self.embed(target, before.reshape(B, P * M)).astype(self.dtype)
         hidden = self._apply("corrected", jnp.repeat(both, M, axis=1), embedded)

@@ -1,4 +1,4 @@
-"""Attention of a block behind a committed cache, and the pass through a stack of layers around it.
+"""Attention of a block after a committed cache, and the pass through a stack of layers around it.
 
 Shapes: B rows, T block positions, D model width, N query heads, K key-value heads, H head dim, F tapped features.
 """

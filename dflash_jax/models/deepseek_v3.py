@@ -74,7 +74,7 @@ class DeepseekV3Config(TargetConfig):
         interleaved: whether the rotated dimensions that belong together are stored side by side.
         int4: whether the routed experts are stored in INT4, and stay so.
         nested: whether the text model's tensors stand inside another model's.
-        predicting: layers behind the last that predict further tokens, which are not read.
+        predicting: layers after the last that predict further tokens, which are not read.
     """
 
     shared_inner: int = 0

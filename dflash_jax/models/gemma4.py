@@ -167,7 +167,7 @@ def _shapes(raw: Raw, types: list[str]) -> list[Raw]:
 
 
 class Norm(RMSNorm):
-    """Rounded behind the product with the weight."""
+    """Rounded after the product with the weight."""
 
     rounded_last: bool = True
 

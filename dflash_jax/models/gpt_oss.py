@@ -80,7 +80,7 @@ def config(raw: Raw) -> GptOssConfig:
 
 
 class Norm(RMSNorm):
-    """Rounded behind the product with the weight."""
+    """Rounded after the product with the weight."""
 
     rounded_last: bool = True
 

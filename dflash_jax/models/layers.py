@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, in float32.
 
     Attributes:
-        rounded_last: whether it is rounded behind the product with the weight instead of before it, as Llama does.
+        rounded_last: whether it is rounded after the product with the weight instead of before it, as Llama does.
     """
 
     size: int

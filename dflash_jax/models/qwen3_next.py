@@ -137,7 +137,7 @@ def _experts(raw: Raw, model_type: str) -> ExpertsConfig | None:
 
 
 class Norm(nn.Module):
-    """A root-mean-square norm that multiplies by one plus its weight, and is rounded behind that."""
+    """A root-mean-square norm that multiplies by one plus its weight, and is rounded after that."""
 
     size: int
     eps: float

@@ -83,7 +83,7 @@ class Trial(NamedTuple):
         return q, k, v if self.apart else k[..., : self.Hv]
 
     def _attend(self, implementation: str, key: PRNGKeyArray, q: Array, k: Array, v: Array) -> Array:
-        """The call, behind a cache that holds NaN where nothing was written. Windowed rows have gone round it once."""
+        """The call, after a cache that holds NaN where nothing was written. Windowed rows have gone round it once."""
         from .api import attend
 
         keys = jax.random.split(jax.random.fold_in(key, 3), 4)

@@ -38,7 +38,7 @@ def append(
     ring: bool = False,
     implementation: Name | None = None,
 ) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"] | None]:
-    """Writes the first `kept` block positions behind `lengths`; what does not fit is dropped.
+    """Writes the first `kept` block positions after `lengths`; what does not fit is dropped.
 
     Position p goes to slot p, or to slot p modulo S of a ring. Other slots keep what they hold. Where the caches are
     donated, they are updated in place.

@@ -119,7 +119,7 @@ def _window(cache: Array, block: Array) -> int:
 
 
 def _place(length, j, window: int, slots: int, ring: bool):
-    """The j-th window of slots behind `length`, of all windows."""
+    """The j-th window of slots after `length`, of all windows."""
     windows = slots // window
     at = jax.lax.div(length, jnp.int32(window)) + j  # no sign to mind, unlike `//`
     return jax.lax.rem(at, jnp.int32(windows)) if ring else jnp.minimum(at, windows - 1)

@@ -32,7 +32,7 @@ def read_block(
     *,
     implementation: Name | None = None,
 ) -> tuple[Float[Array, "B T K G Hv"], Float[Array, "B T K G Hv"], Float[Array, "B T K G"]]:
-    """A block behind a state that it only reads.
+    """A block after a state that it only reads.
 
     Args:
         q, k: of unit length, q scaled.
@@ -67,7 +67,7 @@ def advance(
     gamma: Float[Array, "B J K G"],
     kept: Int[Array, " B"],
 ) -> Float[Array, "B K G H Hv"]:
-    """The state behind the first `kept` of these positions, which follow one another; what is not kept is arbitrary."""
+    """The state after the first `kept` of these positions, which follow one another; what is not kept is arbitrary."""
     rows = P(split_rows(k.shape[0]))
     heads, states = P(*rows, None, HEADS), P(*rows, HEADS)
     specs = (states, heads, heads, heads, rows)
@@ -92,7 +92,7 @@ def read_prompt(
         before: the document that the state is of.
 
     Returns:
-        Outputs, and the state behind the last position.
+        Outputs, and the state after the last position.
     """
     B, T = q.shape[:2]
     documents = jnp.zeros((B, T), jnp.int32) if documents is None else documents

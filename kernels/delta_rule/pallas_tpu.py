@@ -100,7 +100,7 @@ def _kernel(
         right = beta * (v_ref[i] - left * known[:T])
 
         def solve(t: Array, u: Array, system: Array = system) -> Array:
-            # Rows behind t do not count: the system is triangular.
+            # Rows after t do not count: the system is triangular.
             row = jnp.sum(jnp.where(at[0] == t, system, 0.0), axis=0, keepdims=True)
             return jnp.where(at[0][:, :1] == t, u - jnp.dot(row, u, **exact), u)
 

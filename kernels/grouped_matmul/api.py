@@ -28,7 +28,7 @@ def grouped_matmul(
 ) -> Float[Array, "M N"]:
     """`x[i] @ weights[e].T` for every row i of group e, summed and returned in float32.
 
-    The rows of a group lie side by side, and the groups in order. Rows behind the last group are zero, and a group
+    The rows of a group lie side by side, and the groups in order. Rows after the last group are zero, and a group
     without rows costs nothing: its weights are not read.
 
     Args:

@@ -37,7 +37,7 @@ class Trial(NamedTuple):
         return TOLERANCE[self.dtype]
 
     def run(self, implementation: str) -> Array:
-        """Groups of every size, one of them empty, and some rows behind them."""
+        """Groups of every size, one of them empty, and some rows after them."""
         from .api import grouped_matmul
 
         def call(key: PRNGKeyArray) -> Array:

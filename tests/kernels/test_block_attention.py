@@ -129,7 +129,7 @@ def test_bfloat16_stays_close_to_float32():
 
 
 def test_packed_documents_do_not_see_each_other():
-    """A chunk that holds the end of one document and the start of another, behind a cache of the first."""
+    """A chunk that holds the end of one document and the start of another, after a cache of the first."""
     length, T, starts = 140, 6, np.asarray([[0, 0, 142, 142, 142, 145]])
     q, k, v, prefix_k, prefix_v, positions = case(7, [length], T, 4, 2, 8, 160)
     got = attend(

@@ -216,7 +216,7 @@ def test_forward(name, tmp_path):
 
 
 def test_long_prompts_and_short_blocks(tmp_path):
-    """Chunks of 300 positions attend expanded, the second of them behind committed positions; blocks of 10 absorbed."""
+    """Chunks of 300 positions attend expanded, the second of them after committed positions; blocks of 10 absorbed."""
     theirs, ours = make(tmp_path, {"num_hidden_layers": 2}), load_target(tmp_path)
     ids = np.random.default_rng(0).integers(0, families.MASK, 620)
 

@@ -134,7 +134,7 @@ def test_a_long_prompt_and_every_commit_of_its_end(tmp_path):
         return ours.unembed(hidden), fresh
 
     def read(tokens):
-        """All of them, a hundred at a time; their logits and the cache behind them."""
+        """All of them, a hundred at a time; their logits and the cache after them."""
         cache, logits = ours.init_cache(1, 256), []
         for at in range(0, len(tokens), 100):
             piece = tokens[at : at + 100]

@@ -119,7 +119,7 @@ def test_a_long_prompt_by_chunks(theirs, ours, text):
     assert len(prompt) == 6000
     answer = Engine(ours, None, max_length=6144).generate([tiny.ask(prompt, 40)])[0]
     count, gap = compared(theirs, prompt, answer.token_ids, 40)
-    print(f"{count} tokens are equal behind 6,000; near tie: {gap}")
+    print(f"{count} tokens are equal after 6,000; near tie: {gap}")
 
 
 def test_a_batch_job(tmp_path, ours, text):

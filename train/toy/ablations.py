@@ -69,7 +69,7 @@ class InputInjection(dflash.Drafter):
         positions: Int[Array, "B J"],
         **where: Any,
     ) -> tuple[Fresh, ...]:
-        """Keys and values of positions behind a cache, by one causal pass of the layers."""
+        """Keys and values of positions after a cache, by one causal pass of the layers."""
         fused = self._apply("fuse", features.astype(self.dtype))
         causal = jnp.tril(jnp.ones((positions.shape[1], positions.shape[1]), bool))
         return self.forward(fused, positions, cache, lengths, visible=causal, **where)[1]
