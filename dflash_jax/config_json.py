@@ -230,16 +230,18 @@ def _checked(rope: RopeConfig) -> RopeConfig:
 
 def partly_rotated(raw: Raw, default: float = 1.0) -> AttentionConfig:
     """`attention_config` of a family that rotates the first dimensions of a head: `rotary_dim` of them, or the share
-    `partial_rotary_factor`, which may stand in two places.
+    `partial_rotary_factor`. Where both `rope_parameters` and the config itself give one, the former counts, as in
+    transformers.
 
     Args:
         default: share where the config gives none.
     """
     parameters, head_dim = dict(mapping(raw, "rope_parameters")), require(raw, "head_dim")
-    given = [parameters.pop("partial_rotary_factor", None)]
-    given = [value for value in (*given, raw.get("partial_rotary_factor")) if value is not None]
-    shares = [require({"partial_rotary_factor": value}, "partial_rotary_factor", float) for value in given]
-    sizes = {round(head_dim * share) for share in shares}
+    inside = parameters.pop("partial_rotary_factor", None)
+    shares = raw if inside is None else {"partial_rotary_factor": inside}
+    sizes = set[int]()
+    if shares.get("partial_rotary_factor") is not None:
+        sizes.add(round(head_dim * require(shares, "partial_rotary_factor", float)))
     if raw.get("rotary_dim") is not None:
         sizes.add(require(raw, "rotary_dim"))
     rotated = sizes.pop() if sizes else round(head_dim * default)

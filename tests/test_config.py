@@ -160,6 +160,15 @@ def test_targets_with_wrong_types_are_refused_by_name(change, named):
         target_config(tiny.target_config(**tiny.FAMILIES.get(change.get("model_type"), {}) | change))
 
 
+def test_rope_parameters_win_over_the_config_itself():
+    """As in transformers, which writes its default of `partial_rotary_factor` beside them."""
+    both = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}, "partial_rotary_factor": 0.5}
+    raw = tiny.target_config(model_type="qwen3_next", **tiny.FAMILIES["qwen3_next"])
+    config = target_config({key: value for key, value in raw.items() if key != "rope_theta"} | both)
+    rotated = {layer.attention.rope.rotated for layer in config.layers if hasattr(layer.mixer, "rope")}
+    assert rotated == {raw["head_dim"]}
+
+
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4}}
 
 
