@@ -264,6 +264,35 @@ def test_kimis_drafter_and_the_amplitude_of_its_rotations():
     assert amplitude(raw | {"rope_scaling": raw["rope_scaling"] | {"attention_factor": 1.4159}}) == 1.4159
 
 
+def test_auxiliary_ids_of_eagle3_are_layers_in_its_own_place_and_inputs_outside():
+    """SpecForge and ModelOpt write layers into `eagle_config`; `speculators` counts the embedding, too."""
+    name, raw = "eagle_aux_hidden_state_layer_ids", tiny.kinds()["eagle3"] | {"num_target_layers": 62}
+    del raw["target_layer_ids"]
+    read = lambda **change: drafter_config(raw | change).target_layer_ids
+    assert read() == read(eagle_config={name: []}) == (1, 30, 58)
+    assert read(eagle_config={name: [1, 30, 58], "use_aux_hidden_state": True}) == (1, 30, 58)
+    assert read(**{name: [2, 31, 59]}) == (1, 30, 58)
+    for outside in ([2, 31, 59], [1, 30, 58]):
+        assert read(eagle_config={name: [1, 30, 58]}, **{name: outside}) == (1, 30, 58)
+    with pytest.raises(ValueError, match="contradicts itself"):
+        read(eagle_config={name: [1, 30, 58]}, **{name: [3, 4, 5]})
+
+
+def test_what_modelopt_writes_of_eagle3():
+    exported = {
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": None,
+    }
+    raw = tiny.kinds()["eagle3"]
+    assert drafter_config(raw | {"eagle_config": exported}) == drafter_config(raw)
+    with pytest.raises(ValueError, match="use_mtp_layernorm.*not supported"):
+        drafter_config(raw | {"eagle_config": exported | {"use_mtp_layernorm": True}})
+
+
 def test_taps_default_to_the_rule():
     raw = tiny.drafter_config(num_target_layers=36, num_hidden_layers=5)
     del raw["dflash_config"]["target_layer_ids"]
@@ -339,7 +368,7 @@ SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "se
         ({"surprise": 3}, "surprise"),
         ({"dflash_config": {"block_size": 9}}, "contradicts"),
         ({"dflash_config": {"mask_token_id": 64}}, "mask_token_id"),
-        ({"eos_token_id": tiny.MASK}, "pad or end"),
+        ({"eos_token_id": tiny.MASK}, "must not be the end token"),
         ({"dflash_config": {"target_layer_ids": [1, 3]}}, "-1..2"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
         ({"block_size": 0}, "block_size"),

@@ -267,6 +267,31 @@ def test_own_embedding_and_head_are_used(target, drafter, tmp_path):
     np.testing.assert_allclose(ours, 2 * base, rtol=1e-5, atol=1e-5)
 
 
+def test_a_whole_vocabulary_may_have_a_map(target, drafter, tmp_path):
+    """SpecForge writes zeros for it; any other order is followed."""
+    from safetensors.numpy import load_file
+
+    directory, V = tiny.write_drafter(tmp_path, tiny.drafter_config(), own=True), target.config.vocab_size
+    tensors = load_file(directory / "model.safetensors")
+    plain = load_drafter(directory)
+    load = lambda d2t: load_drafter(
+        tiny.write(tmp_path, tiny.drafter_config(), tensors | {"d2t": d2t.astype(np.int64)})
+    )
+    unmoved = load(np.zeros(V))
+    assert "d2t" not in unmoved.params
+    assert unmoved.config == plain.config
+    order = np.random.default_rng(0).permutation(V)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    moved = load(order - np.arange(V))
+    assert moved.vocabulary.tolist() == order.tolist()
+    first, second = (spec_generate(target, one, PROMPTS, max_new_tokens=20) for one in (plain, moved))
+    assert first.tokens == second.tokens
+    assert first.acceptance_lengths == second.acceptance_lengths
+    state, _ = start(target, drafter, PROMPTS[:1])
+    proposals = [one.logits(target, state.anchor, state.draft, state.lengths, 8) for one in (plain, moved)]
+    np.testing.assert_allclose(proposals[0][..., order], proposals[1], rtol=1e-5, atol=1e-5)
+
+
 def test_accept_counts():
     tokens = jnp.asarray([[1, 2, 3, 4]] * 5)
     proposals = Proposal(jnp.asarray([[1, 2, 3], [9, 2, 3], [1, 9, 3], [1, 2, 3], [1, 2, 3]]))

@@ -194,7 +194,7 @@ def vocabulary_tensors(config: DrafterConfig) -> checkpoint.Table:
         table["embed_tokens"] = checkpoint.copied("embed_tokens.weight", config.vocab_size, config.hidden_size)
     if config.own_head:
         table["lm_head"] = checkpoint.copied("lm_head.weight", config.draft_vocab_size, config.hidden_size)
-    if (size := config.draft_vocab_size) != config.vocab_size:
+    if (size := config.draft_vocab_size) != config.vocab_size or config.own_vocabulary:
         source = checkpoint.Stored("d2t", (size,), ("I64", "I32"))
         table["d2t"] = checkpoint.Leaf((size,), (checkpoint.Part(source, (slice(0, size),)),), "int32")
     return table

@@ -37,6 +37,7 @@ class DrafterConfig(DecoderConfig):
         draft_vocab_size: tokens it can propose; `vocab_size` is the target's.
         proposal_sharpness: by depth, how far its scores are to be trusted at first (see `decoding.calibration`).
         own_embedding, own_head: whether the checkpoint carries its own instead of the target's.
+        own_vocabulary: whether it says which of the target's tokens its own are, though it may have all of them.
     """
 
     attention_bias: bool
@@ -48,6 +49,7 @@ class DrafterConfig(DecoderConfig):
     proposal_sharpness: tuple[float, ...] = field(default=(), kw_only=True)
     own_embedding: bool = field(default=False, kw_only=True)
     own_head: bool = field(default=False, kw_only=True)
+    own_vocabulary: bool = field(default=False, kw_only=True)
 
     def proposals(self, block_size: int) -> int:
         """Tokens proposed at this block size; the verify pass is one wider."""
@@ -62,6 +64,7 @@ class DrafterConfig(DecoderConfig):
         own = {"own_embedding": "embed_tokens.weight" in names, "own_head": "lm_head.weight" in names}
         if self.draft_vocab_size != self.vocab_size and not own["own_head"]:
             raise ValueError(f"a drafter with a vocabulary of {self.draft_vocab_size} must have lm_head.weight")
+        own["own_vocabulary"] = "d2t" in names
         return replace(self, **own)
 
     def check_pair(self, target: TargetConfig) -> None:
@@ -253,8 +256,8 @@ def dflash_fields(raw: Raw, own: Sequence[str] = ()) -> dict[str, Any]:
     mask = get("mask_token_id")
     if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < fields["vocab_size"]:
         raise ValueError(f"mask_token_id must be a token below vocab_size {fields['vocab_size']}, got {mask!r}")
-    if mask in token_ids(raw.get("eos_token_id")) + token_ids(raw.get("pad_token_id")):
-        raise ValueError(f"mask_token_id {mask} must not be the pad or end token")
+    if mask in token_ids(raw.get("eos_token_id")):
+        raise ValueError(f"mask_token_id {mask} must not be the end token")
     return fields | {
         "layers": _drafter_layers(raw, get, depth),
         "mask_token_id": mask,
@@ -304,14 +307,11 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
 
 
 def _taps(get: Lookup, num_target_layers: int | None, rule: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
-    taps = get("target_layer_ids")
-    taps = None if taps is None else list(token_ids(taps))
-    auxiliary = get("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
-    if auxiliary is not None:  # these count the embedding as 0, so they are one higher
-        shifted = [i - 1 for i in token_ids(auxiliary)]
-        if taps is not None and taps != shifted:
-            raise ValueError(f"target_layer_ids {taps} and auxiliary layer ids {auxiliary} disagree")
-        taps = shifted
+    taps = list(token_ids(get("target_layer_ids"))) or None
+    if auxiliary := auxiliary_taps(get):
+        if taps is not None and taps != auxiliary:
+            raise ValueError(f"target_layer_ids {taps} and the outputs of layers {auxiliary}, as auxiliary, disagree")
+        taps = auxiliary
     if taps is None:
         if num_target_layers is None:
             raise ValueError("config.json must give target_layer_ids or num_target_layers, found neither")
@@ -321,6 +321,25 @@ def _taps(get: Lookup, num_target_layers: int | None, rule: Callable[[int], tupl
     if not taps or not all(isinstance(i, int) and -1 <= i <= last for i in taps):
         raise ValueError(f"target_layer_ids must lie in -1..{last}, got {list(taps)}")
     return tuple(taps)
+
+
+def auxiliary_taps(get: Lookup) -> list[int]:
+    """The layers tapped by the ids of auxiliary hidden states; none if the config gives none.
+
+    The ids count the embedding as 0, so they are one higher than the layers. Only inside `eagle_config`, where
+    SpecForge and ModelOpt write them, they are the layers themselves; then either may stand outside as well.
+    """
+    names = "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"
+    if get.inside != "eagle_config":
+        return [i - 1 for i in token_ids(get(*names))]
+    inside, outside = ([list(token_ids(raw.get(name))) for name in names] for raw in (get.nested, get.raw))
+    given = [ids for ids in inside if ids] or [[i - 1 for i in ids] for ids in outside if ids]
+    layers = given[0] if given else []
+    if any(ids not in ([], layers) for ids in inside) or any(
+        ids not in ([], layers, [i + 1 for i in layers]) for ids in outside
+    ):
+        raise ValueError(f"config.json contradicts itself: auxiliary layers {inside} in eagle_config, and {outside}")
+    return layers
 
 
 def _drafter_layers(raw: Raw, get: Lookup, depth: int) -> tuple[LayerConfig, ...]:

@@ -209,6 +209,11 @@ class Drafter(base.Drafter):
         return choice.propose(logits, **self.choosable)
 
     @property
+    def first_slot(self) -> int:
+        """The first slot of the pass that predicts, or that predictions need."""
+        return 0 if self.config.anchor_predicts else 1
+
+    @property
     def choosable(self) -> dict[str, Any]:
         """What `Choice.tokens` must know of the drafter's vocabulary."""
         return {"forbidden": (self.config.mask_token_id,), "vocabulary": self.vocabulary}
@@ -313,7 +318,7 @@ class Drafter(base.Drafter):
         size = P if self.config.anchor_predicts else P + 1
         of_blocks = {"starts": flat(blocks.starts), "per_row": A, "remat": remat}
         hidden = self.denoise(target, flat(blocks.tokens), cache, flat(blocks.anchors), size, **of_blocks)
-        return hidden.reshape(B, A, P, -1)
+        return hidden.reshape(B, A, -1, hidden.shape[-1])
 
     def denoise(
         self,
@@ -328,7 +333,7 @@ class Drafter(base.Drafter):
         per_row: int | None = None,
         remat: bool = False,
     ) -> Float[Array, "B P _"]:
-        """Hidden states of the slots that predict; arguments as in `logits` and `forward`."""
+        """Hidden states of the slots from `first_slot` on; arguments as in `logits` and `forward`."""
         c = self.config
         tokens = jnp.full((anchor.shape[0], block_size), c.mask_token_id, jnp.int32).at[:, 0].set(anchor)
         positions = lengths[:, None] + jnp.arange(block_size)[None]
@@ -339,7 +344,7 @@ class Drafter(base.Drafter):
         if starts is not None:
             starts = jnp.broadcast_to(starts[:, None], positions.shape)
         hidden, _ = self.forward(x, positions, cache, lengths, rows=rows, starts=starts, per_row=per_row, remat=remat)
-        return hidden[:, 0 if c.anchor_predicts else 1 :]
+        return hidden[:, self.first_slot :]
 
     def unembed(self, target: TargetModel, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
         """Float32 logits of hidden states."""

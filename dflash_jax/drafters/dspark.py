@@ -119,18 +119,37 @@ class Drafter(dflash.Drafter):
         *,
         rows: Int[Array, " B"] | None = None,
     ) -> Proposal:
-        """One pass, then slot after slot a token."""
+        """One pass, then slot after slot a token. An "rnn" head also reads the slot of an anchor that predicts none."""
         hidden = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
         return self.chosen(target, anchor, hidden, choice)
 
+    @property
+    def first_slot(self) -> int:
+        return 0 if self._recurrent else super().first_slot
+
+    @property
+    def _recurrent(self) -> bool:
+        return self.config.markov_rank > 0 and self.config.markov_head_type == "rnn"
+
+    def begun(
+        self, anchor: Int[Array, " M"], hidden: Float[Array, "M S D"]
+    ) -> tuple[Float[Array, "M R"], Float[Array, "M P D"]]:
+        """What the head carries into the slots that predict, and their hidden states, of the M blocks' slots."""
+        carried = jnp.zeros((anchor.shape[0], self.config.markov_rank), self.dtype)
+        if self._recurrent and not self.config.anchor_predicts:
+            carried, _ = self.latent(carried, anchor, hidden[:, 0])
+            hidden = hidden[:, 1:]
+        return carried, hidden
+
     def chosen(
-        self, target: TargetModel, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice
+        self, target: TargetModel, anchor: Int[Array, " B"], hidden: Float[Array, "B S D"], choice: Choice
     ) -> Proposal:
         """A token for every slot, or a tree of them, given the one chosen for the slot before.
 
         In a tree, the head corrects a slot's `TREE_CANDIDATES` best tokens alone: logits of the whole vocabulary for
         every node would cost more than they bring.
         """
+        begun, hidden = self.begun(anchor, hidden)
         logits = self.unembed(target, hidden)
         if not self.config.markov_rank:
             return choice.propose(logits, **self.choosable)
@@ -148,7 +167,7 @@ class Drafter(dflash.Drafter):
             scores = best[:, slot, None] + self.bias_of(latent, among)
             return Options(scores, jnp.broadcast_to(tokens[:, None], scores.shape)), carried
 
-        return grow(choice, anchor, hidden.shape[1], expand, self.initial((anchor.shape[0], 1)), **self.choosable)
+        return grow(choice, anchor, hidden.shape[1], expand, begun[:, None], **self.choosable)
 
     def best(self, choice: Choice, logits: Float[Array, "B P V"]) -> tuple[Float[Array, "B P C"], Int[Array, "B P C"]]:
         """The best allowed tokens of every slot, as the drafter numbers them."""
@@ -170,12 +189,12 @@ class Drafter(dflash.Drafter):
         if not self.config.markov_rank:
             return hidden, hidden[..., :0]
         B, A, P = blocks.labels.shape
-        flat, previous = hidden.reshape(B * A, P, -1), blocks.previous.reshape(B * A, P)
-        carried, latents = self.initial((B * A,)), list[Array]()
+        carried, flat = self.begun(blocks.tokens.reshape(B * A), hidden.reshape(B * A, *hidden.shape[2:]))
+        previous, latents = blocks.previous.reshape(B * A, P), list[Array]()
         for slot in range(P):
             carried, latent = self.latent(carried, previous[:, slot], flat[:, slot])
             latents.append(latent)
-        return hidden, jnp.stack(latents, axis=1).reshape(B, A, P, -1)
+        return flat.reshape(B, A, P, -1), jnp.stack(latents, axis=1).reshape(B, A, P, -1)
 
     def heads(self) -> dict[str, Any]:
         return {"markov_w2": self.params["markov_head"]["markov_w2"]} if self.config.markov_rank else {}
@@ -184,10 +203,6 @@ class Drafter(dflash.Drafter):
         hidden, latent = seen
         logits = self.unembed(target, hidden[None])[0]
         return logits + project(latent[None], heads["markov_w2"])[0] if heads else logits
-
-    def initial(self, shape: tuple[int, ...]) -> Float[Array, "... R"]:
-        """What an "rnn" head carries into a block."""
-        return jnp.zeros((*shape, self.config.markov_rank), self.dtype)
 
     def latent(
         self, carried: Float[Array, "M R"], previous: Int[Array, " M"], hidden: Float[Array, "M D"]

@@ -43,8 +43,19 @@ _FIELDS = """
     block_size proposal_sharpness target_layer_ids num_target_layers target_hidden_size draft_vocab_size eagle_config
     aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids use_aux_hidden_state num_aux_hidden_states
     norm_before_residual norm_before_fc fc_norm norm_output embed_requires_grad
+    next_layer_regular parallel_draft_step parallel_draft_heads_num_layers use_input_layernorm_in_first_layer
+    use_last_layernorm use_mtp_layernorm
     ttt_length step_loss_decay draft_num_hidden_layers target_model_name_or_path speculators_version speculators_config
 """.split()
+# What ModelOpt writes of EAGLE-3 as it is; other values are other drafters.
+_MODELOPT = {
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
 
 
 def matches(raw: Raw) -> bool:
@@ -82,6 +93,8 @@ def config(raw: Raw) -> Eagle3Config:
     get = Lookup(raw, "eagle_config")
     if unknown := set(get.nested) - set(_FIELDS):
         raise ValueError(f"eagle_config has unknown fields {sorted(unknown)}; they are not ignored")
+    if others := {name: get(name) for name, value in _MODELOPT.items() if get(name) not in (None, value)}:
+        raise ValueError(f"an EAGLE-3 drafter with {others} is not supported")
     fixed = {"hidden_act": "silu", "mlp_bias": False, "pretraining_tp": 1, "num_hidden_layers": 1}
     known = [*DECODER_FIELDS, *WINDOW_FIELDS, *_FIELDS]
     check_fields(raw, known, fixed | {"use_aux_hidden_state": True, "draft_num_hidden_layers": 1})

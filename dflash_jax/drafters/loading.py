@@ -1,5 +1,6 @@
 """Drafters from checkpoints."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -31,4 +32,7 @@ def load_drafter(
     unread = lambda name: name.endswith(UNREAD)
     table = kind.tensors(config, layout)
     params = checkpoint.load(reader, table, array_type, ignored=unread, place=sharding.placement(mesh))
+    if config.own_vocabulary and config.draft_vocab_size == config.vocab_size and not params["d2t"].any():
+        del params["d2t"]  # all tokens, in the target's order
+        config = replace(config, own_vocabulary=False)
     return kind.Drafter(params, config, layout=layout, mesh=mesh)
