@@ -31,6 +31,8 @@ def flattened(raw: Raw) -> Raw:
     outer = {name: value for name, value in raw.items() if name not in _ONLY_OUTSIDE}
     if kind in ("dflash", "dspark"):  # defaults of the library
         outer.setdefault("sample_from_anchor", kind == "dspark")
+    if kind == "dflash2":
+        outer.setdefault("sliding_window_non_causal", True)
     if kind != "eagle3":
         outer.setdefault("block_size", 8)
     outer.setdefault("draft_vocab_size", 32000)

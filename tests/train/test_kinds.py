@@ -1,5 +1,6 @@
 """Drafters of every kind: trained from the states that decoding computes, saved, and begun from a DFlash drafter."""
 
+import dataclasses
 import json
 from functools import partial
 
@@ -71,9 +72,10 @@ def alone(target, drafter, kind, text, features, anchor, start, labels):
     hidden = drafter.denoise(target, text[anchor][None], state, lengths, size)
     if kind == "treeflash":
         return drafter.behind(target, hidden, previous[None, :, None])[0, :, 0]
+    if kind == "dspark":
+        carried, hidden = drafter.begun(text[anchor][None], hidden)
     logits = drafter.unembed(target, hidden)[0]
     if kind == "dspark":
-        carried = drafter.initial((1,))
         for i, token in enumerate(previous):
             carried, latent = drafter.latent(carried, token[None], hidden[:, i])
             logits = logits.at[i].add(drafter.bias(latent[:, None])[0, 0])
@@ -86,11 +88,15 @@ def alone(target, drafter, kind, text, features, anchor, start, labels):
         *((kind, {}) for kind in KINDS),
         ("dspark", {"markov_head_type": "gated"}),
         ("dspark", {"markov_head_type": "rnn"}),
+        ("dspark", {"markov_head_type": "rnn", "anchor_predicts": False}),
     ],
-    ids=[*KINDS, "gated", "rnn"],
+    ids=[*KINDS, "gated", "rnn", "rnn, masks predict"],
 )
 def test_training_sees_what_decoding_computes(kind, settings, target, batch):
-    config, drafter, _ = made(target, kind, **settings)
+    given = {name: value for name, value in settings.items() if name != "anchor_predicts"}
+    config, drafter, _ = made(target, kind, **given)
+    if "anchor_predicts" in settings:
+        drafter = drafter.replace(config=dataclasses.replace(drafter.config, anchor_predicts=False))
     blocks = drawn(config, drafter, batch)
     features, _ = target_features(target, drafter.taps, batch.tokens, batch.starts)
     seen = jax.jit(drafter.teacher_forced)(target, features, batch.starts, blocks)
