@@ -4,9 +4,9 @@ Families and drafters make them from a `config.json`; what they share for that i
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -234,6 +234,10 @@ class TargetConfig(DecoderConfig):
     fp8: bool = False
     not_fp8: tuple[str, ...] = ()
     embedding_scale: float = 1.0
+
+    def with_tensors(self, names: Collection[str]) -> Self:
+        """The configuration of a checkpoint that has these tensors, where they may be stored in several ways."""
+        return self
 
     @property
     def block(self) -> int:

@@ -112,9 +112,9 @@ def text_config(raw: Raw, outside: Iterable[str]) -> tuple[Raw, bool]:
     if not isinstance(raw.get("text_config"), Mapping):
         return raw, False
     check_fields(raw, ["text_config", "tie_word_embeddings", *outside], {})
-    inherited = "eos_token_id", "tie_word_embeddings", "quantization_config"
-    own = {name: raw[name] for name in inherited if raw.get(name) is not None}
-    return {**own, **raw["text_config"]}, True
+    given = lambda *names: {name: raw[name] for name in names if raw.get(name) is not None}
+    # The head belongs to the whole model, so what that says of it counts, as in transformers.
+    return {**given("eos_token_id", "quantization_config"), **raw["text_config"], **given("tie_word_embeddings")}, True
 
 
 def mapping(raw: Raw, name: str) -> Raw:
@@ -236,20 +236,21 @@ def partly_rotated(raw: Raw, default: float = 1.0) -> AttentionConfig:
     Args:
         default: share where the config gives none.
     """
-    parameters, head_dim = dict(mapping(raw, "rope_parameters")), require(raw, "head_dim")
+    place, head_dim = "rope_parameters" if mapping(raw, "rope_parameters") else "rope_scaling", require(raw, "head_dim")
+    parameters = dict(mapping(raw, place))
     inside = parameters.pop("partial_rotary_factor", None)
     shares = raw if inside is None else {"partial_rotary_factor": inside}
     sizes = set[int]()
     if shares.get("partial_rotary_factor") is not None:
-        sizes.add(round(head_dim * require(shares, "partial_rotary_factor", float)))
+        sizes.add(int(head_dim * require(shares, "partial_rotary_factor", float)))
     if raw.get("rotary_dim") is not None:
         sizes.add(require(raw, "rotary_dim"))
-    rotated = sizes.pop() if sizes else round(head_dim * default)
-    if sizes or rotated % 2 or not 0 < rotated <= head_dim:
+    rotated = sizes.pop() if sizes else int(head_dim * default)
+    if sizes or not 0 < rotated <= head_dim:
         raise ValueError(
             f"config.json must say once how much of a head of {head_dim} is rotated, got {rotated}, {sizes}"
         )
-    attention = attention_config({**raw, "rope_parameters": parameters or None})
+    attention = attention_config({**raw, place: parameters or None})
     assert attention.rope is not None
     return replace(attention, rope=replace(attention.rope, rotated=rotated))
 

@@ -126,10 +126,12 @@ def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | No
         ends := token_ids(checkpoint.read_json(generation).get("eos_token_id"), generation.name)
     ):
         config = dataclasses.replace(config, eos_token_ids=ends)
+    reader = checkpoint.Reader(directory)
+    config = config.with_tensors(reader.names())
     layout, family = sharding.check_layout(config, mesh), models.family(config.model_type)
     unread = family.ignored(config)
     params = checkpoint.load(
-        checkpoint.Reader(directory),
+        reader,
         family.tensors(config, layout),
         array_type,
         ignored=lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in unread),

@@ -4,9 +4,9 @@ have linear attention.
 Reference: transformers `models/qwen3_next/modeling_qwen3_next.py`, `models/qwen3_5/modeling_qwen3_5.py`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -73,11 +73,16 @@ class Qwen3NextConfig(TargetConfig):
         shared_inner: inner width of the expert that every token goes through; 0 where there are no experts.
         grouped: whether linear attention's projections are stored by key head, as in Qwen3-Next.
         nested: whether the text model's tensors stand inside another model's.
+        apart: whether each expert has tensors of its own, as in Qwen3-Next and in what transformers saves of Qwen3.5.
     """
 
     shared_inner: int = 0
     grouped: bool = False
     nested: bool = False
+    apart: bool = False
+
+    def with_tensors(self, names: Collection[str]) -> Self:
+        return replace(self, apart=any(".mlp.experts.0." in name for name in names))
 
 
 def config(raw: Raw) -> Qwen3NextConfig:
@@ -119,6 +124,7 @@ def config(raw: Raw) -> Qwen3NextConfig:
         shared_inner=require(raw, "shared_expert_intermediate_size") if experts else 0,
         grouped=model_type == "qwen3_next",
         nested=nested,
+        apart=model_type == "qwen3_next",
     )
 
 
@@ -222,7 +228,7 @@ def tensors(config: Qwen3NextConfig, layout: Layout = WHOLE) -> Table:
         mlp = f"{prefix}.mlp"
         if each.experts is None:
             return table | tables.swiglu(f"{path}/mlp", mlp, D, each.intermediate_size, layout)
-        if config.grouped:
+        if config.apart:
             table |= tables.experts(f"{path}/experts", mlp, D, each.experts, layout)
         else:
             table[f"{path}/experts/router"] = copied(f"{mlp}.gate.weight", each.experts.num_experts, D)
