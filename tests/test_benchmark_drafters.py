@@ -166,6 +166,7 @@ def test_what_is_measured_is_written_before_it_is_drawn(monkeypatch, tmp_path, c
     assert json.loads((tmp_path / "figures.json").read_text()) == {"sweep": []}
 
 
+@pytest.mark.slow
 def test_bytes_of_a_round():
     """DFlash reads its layers and the head once, DFlash 2 hardly more, EAGLE-3 its layer and the head every pass."""
     common = tiny.drafter_config(num_hidden_layers=2)

@@ -24,6 +24,7 @@ def test_shape_and_size():
     assert [config["dtype"] for config in configs] == ["bfloat16"] * 2
 
 
+@pytest.mark.slow
 def test_held_out_answers_are_right():
     target_directory, drafter_directory = bundled_pair()
     target, drafter = load_target(target_directory), load_drafter(drafter_directory)

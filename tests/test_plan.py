@@ -89,6 +89,7 @@ def test_a_training_step_by_its_compiler():
     assert figures["temporary_bytes"] < 3 * 2**30
 
 
+@pytest.mark.slow
 def test_four_chips_by_their_compiler(monkeypatch, capsys, tmp_path):
     pytest.importorskip("libtpu")
     monkeypatch.setitem(presets.PAIRS, "cut", cut(2))

@@ -91,6 +91,7 @@ def test_a_tree_is_that_of_a_heap(pair, nodes, monkeypatch):
     assert leaves > 0
 
 
+@pytest.mark.slow
 def test_without_the_correction_it_is_a_dflash_drafter(pair, tmp_path):
     raw = tiny.kinds()["treeflash"] | {"treeflash_config": {"candidate_tokens": 64, "ar_approximation": None}}
     loaded = load_drafter(tiny.write_drafter(tmp_path / "plain", raw))

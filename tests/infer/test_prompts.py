@@ -59,7 +59,14 @@ def outcome(completions):
     return [(c.token_ids, c.finish_reason) for c in completions]
 
 
-@pytest.mark.parametrize("more", [{}, {"prefix_chunks": 4}, {"steps_per_visit": 1}, {"warm_up": True}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"prefix_chunks": 4},
+        *(pytest.param(more, marks=pytest.mark.slow) for more in ({"steps_per_visit": 1}, {"warm_up": True})),
+    ],
+)
 def test_prompts_read_together_get_the_same_answers(target, drafter, more):
     alone = Engine(target, drafter, max_length=256, prefill_chunk=16, logprobs=2)
     warm_up = more.pop("warm_up", False) if (more := dict(more)) else False

@@ -37,7 +37,7 @@ def moves(monkeypatch):
     ("speculative", "settings"),
     [
         (True, {"slots": 5, "steps_per_visit": 3, "prefix_chunks": 4}),
-        (False, {"slots": 2}),
+        pytest.param(False, {"slots": 2}, marks=pytest.mark.slow),
         pytest.param(True, {"slots": 4, "long_slots": 3}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -193,18 +193,13 @@ def test_a_drafter_of_gpt_oss_has_qwen3_layers(tmp_path):
     np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
 
 
-SOME = ["DFlash 2"]
-SLOW = ["full", "mixed windows", "scaled"]
+SLOW = ["full", "DFlash 2", "mixed windows", "scaled"]
 
 
-def when(name):
-    """Every day, slow, or by hand."""
-    return (
-        name if name in SOME else pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive)
-    )
-
-
-@pytest.mark.parametrize("name", list(map(when, DRAFTERS)))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name if name in SLOW else pytest.param(name, marks=pytest.mark.exhaustive) for name in DRAFTERS]
+)
 def test_generations_equal_the_official_loop(name, tmp_path):
     """Tokens always; acceptance lengths for rounds that begin at least a block before the budget's end."""
     their_target = make_target(tmp_path / "target")

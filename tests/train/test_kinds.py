@@ -140,7 +140,9 @@ def test_the_selector_learns_from_the_scores_it_decodes_with(vocabulary, target)
     "vocabulary",
     [pytest.param(None, id="whole", marks=pytest.mark.exhaustive), pytest.param(list(range(0, 62, 2)), id="reduced")],
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("dflash", "eagle3") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_every_kind_learns_and_is_saved(kind, vocabulary, target, batch, tmp_path):
     config = TrainConfig(drafter=kind, learning_rate=3e-3, kl=0.5, **SMALL)
     drafter, raw = new_drafter(target, config, tiny.MASK, vocabulary)
