@@ -207,5 +207,5 @@ def test_the_bundled_pair_says_what_it_is(monkeypatch, capsys):
     monkeypatch.setattr("dflash_jax.bundled.installed_model", lambda: None)
     assert serve.main(["--prompt", "hi", "--max-new-tokens", "2"]) == 0
     said = capsys.readouterr().err
-    assert "test article" in said
+    assert "for testing only" in said
     assert "--target Qwen/" in said

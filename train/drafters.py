@@ -86,7 +86,8 @@ def _made(
     target: Target, config: TrainConfig, raw: dict[str, Any], given: Mapping[str, Any]
 ) -> tuple[Drafter, dict[str, Any]]:
     """A drafter with this `config.json`, and new parameters but for those that are given by their paths."""
-    kind, own = KINDS[kind_of(raw)], {"own_embedding": "embed_tokens" in given, "own_head": "lm_head" in given}
+    own = {"own_embedding": "embed_tokens" in given, "own_head": "lm_head" in given, "own_vocabulary": "d2t" in given}
+    kind = KINDS[kind_of(raw)]
     parsed = dataclasses.replace(drafter_config(raw), **own)
     parsed.check_pair(target.config)
     rng = np.random.default_rng(config.seed)
