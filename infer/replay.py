@@ -41,7 +41,7 @@ class Replay(NamedTuple):
 
 
 TIE = 1e-4
-ROUNDINGS = 4
+ROUNDINGS = 2
 
 
 def replay(
@@ -113,6 +113,6 @@ def _gaps(
     chosen = jnp.take_along_axis(scores, labels[..., None], axis=-1)[..., 0]
     gaps, temperature = jnp.max(scores, axis=-1) - chosen, sampling.temperature[:, None]
     largest = jnp.max(jnp.abs(logits), axis=-1) / jnp.where(temperature > 0, temperature, 1)
-    half = jnp.finfo(target.dtype).bits < 32
-    ties = jnp.maximum(TIE, ROUNDINGS * float(jnp.finfo(target.dtype).eps) * largest if half else 0.0 * largest)
+    precision = jnp.finfo(target.dtype)
+    ties = jnp.maximum(TIE, (ROUNDINGS * float(precision.eps) if precision.bits < 32 else 0.0) * largest)
     return commit(cache, fresh, lengths, once_read(count, hidden)), gaps, ties

@@ -169,6 +169,11 @@ def test_rope_parameters_win_over_the_config_itself():
     assert rotated == {raw["head_dim"]}
 
 
+def test_a_drafter_is_no_target():
+    with pytest.raises(ValueError, match="has dflash_config, so it is a drafter; name the model it was made for"):
+        target_config(tiny.drafter_config())
+
+
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4}}
 
 

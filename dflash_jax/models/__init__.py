@@ -52,6 +52,12 @@ def family(model_type: object) -> ModuleType:
     return FAMILIES[model_type]
 
 
+# Fields that only the config of a drafter has.
+OF_DRAFTERS = "dflash_config", "eagle_config", "treeflash_config", "speculators_model_type"
+
+
 def target_config(raw: Raw) -> TargetConfig:
     """Reads a target's `config.json`; raises ValueError for what is unknown or unsupported."""
+    if found := [name for name in OF_DRAFTERS if raw.get(name) is not None]:
+        raise ValueError(f"the target's config.json has {found[0]}, so it is a drafter; name the model it was made for")
     return family(raw.get("model_type")).config(raw)
