@@ -22,6 +22,7 @@ def draw_blocks(
     tokens: Int[Array, "B S"],
     starts: Int[Array, "B S"],
     supervised: Bool[Array, "B S"],
+    begins: Bool[Array, "B S"] | None = None,
     *,
     count: int,
     per_document: int,
@@ -32,8 +33,8 @@ def draw_blocks(
     """Draws anchors without replacement: up to `per_document`, and up to `count` per row (method, section 8.1).
 
     An anchor is an answer token followed by an answer token of the same document; with `placement` "fixed", only
-    every `block_size`-th answer token of the document, from its first. A block may reach past the end of its
-    document; such labels do not count. A row's draw follows from its key alone.
+    every `block_size`-th answer token of the document, from its first; with "decoded", only one of `begins`. A block
+    may reach past the end of its document; such labels do not count. A row's draw follows from its key alone.
     """
     S = tokens.shape[1]
     count = min(count, S)
@@ -42,6 +43,9 @@ def draw_blocks(
     if placement == "fixed":
         before = jnp.pad(jnp.cumsum(supervised, axis=1), ((0, 0), (1, 0)))[:, :-1]
         candidates &= (before - jnp.take_along_axis(before, starts, axis=1)) % block_size == 0
+    elif placement == "decoded":
+        assert begins is not None
+        candidates &= begins
     noise = jnp.where(candidates, jax.vmap(lambda key: jax.random.uniform(key, (S,)))(keys), -1.0)
     # Sorted by document and noise, a document's positions stay within its own stretch of the row.
     order = jnp.lexsort((-noise, starts), axis=1)

@@ -57,7 +57,8 @@ class TrainConfig:
         markov_head_type: of "dspark": what it looks at: the token before alone, the slot's state, too, or all before.
         length: tokens of a packed row; longer sequences are cut.
         anchors: blocks drawn per conversation at each visit.
-        anchor_placement: "random", drawn anew at each visit, or "fixed": every `block_size`-th answer token.
+        anchor_placement: "random", drawn anew at each visit, "fixed": every `block_size`-th answer token, or
+            "decoded": where steps began when the answers were regenerated with a drafter.
         row_anchors: blocks computed per packed row, of all its conversations; 0 takes half its tokens, or
             `anchors` if that is more.
         batch_size: packed rows per optimiser step.
@@ -108,7 +109,7 @@ class TrainConfig:
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     length: int = 3072
     anchors: int = 512
-    anchor_placement: Literal["random", "fixed"] = "random"
+    anchor_placement: Literal["random", "fixed", "decoded"] = "random"
     row_anchors: int = 0
     batch_size: int = 8
     accumulate: int = 1

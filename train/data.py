@@ -15,10 +15,17 @@ OPEN_ROWS = 16  # that packing chooses from
 
 
 class Example(NamedTuple):
-    """One conversation: its tokens, and which of them are answer (1) or prompt (0)."""
+    """One conversation.
+
+    Attributes:
+        tokens: of prompt and answer.
+        supervised: which of them are answer.
+        begins: after which of them a step began, where the answer was decoded with a drafter; None if not known.
+    """
 
     tokens: np.ndarray
     supervised: np.ndarray
+    begins: np.ndarray | None = None
 
 
 class Rows(NamedTuple):
@@ -28,11 +35,13 @@ class Rows(NamedTuple):
         tokens: [B, S], 0 where a row is not full.
         starts: where the document of each position begins, [B, S]; empty positions are documents of one.
         supervised: answer tokens, [B, S].
+        begins: tokens after which a step began, [B, S]; all answer tokens where that is not known.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     supervised: np.ndarray
+    begins: np.ndarray
 
 
 @dataclass
@@ -51,7 +60,8 @@ class Dataset:
 
 
 def read_examples(path: str | Path, length: int, vocab_size: int) -> Dataset:
-    """Reads `{"prompt_token_ids", "response_token_ids", "loss_mask"?}` or `{"token_ids", "loss_mask"}` lines.
+    """Reads `{"prompt_token_ids", "response_token_ids", "loss_mask"?}` or `{"token_ids", "loss_mask"}` lines, with
+    "anchors" if an answer was decoded with a drafter.
 
     Sequences longer than `length` are cut; what then has fewer than two consecutive answer tokens is left out.
 
@@ -64,7 +74,7 @@ def read_examples(path: str | Path, length: int, vocab_size: int) -> Dataset:
             if not line.strip():
                 continue
             try:
-                tokens, supervised = _parse(json.loads(line))
+                tokens, supervised, begins = _parse(json.loads(line))
             except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error!s:.200}") from error
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
@@ -72,7 +82,7 @@ def read_examples(path: str | Path, length: int, vocab_size: int) -> Dataset:
             data.cut += len(tokens) > length
             tokens, supervised = tokens[:length], supervised[:length]
             if np.any(supervised[:-1] & supervised[1:]):
-                data.examples.append(Example(tokens, supervised))
+                data.examples.append(Example(tokens, supervised, None if begins is None else begins[:length]))
             else:
                 data.without_answer += 1
     if not data.examples:
@@ -83,11 +93,23 @@ def read_examples(path: str | Path, length: int, vocab_size: int) -> Dataset:
     return data
 
 
-def _parse(row: Any) -> tuple[np.ndarray, np.ndarray]:
+def _parse(row: Any) -> Example:
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, got {type(row).__name__}")
     if "error" in row:  # a prompt that `regenerate` could not answer
-        return np.zeros(0, np.int32), np.zeros(0, bool)
+        return Example(np.zeros(0, np.int32), np.zeros(0, bool))
+    tokens, mask = _tokens(row)
+    if "anchors" not in row:
+        return Example(tokens, mask)
+    places = _ids(row["anchors"])
+    if places.size and not 0 <= places.min() <= places.max() < len(tokens):
+        raise ValueError(f"anchors must lie in 0..{len(tokens) - 1}")
+    begins = np.zeros(len(tokens), bool)
+    begins[places] = True
+    return Example(tokens, mask, begins)
+
+
+def _tokens(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     if "token_ids" in row and "loss_mask" in row:
         tokens, mask = _ids(row["token_ids"]), _ids(row["loss_mask"]).astype(bool)
         if len(tokens) != len(mask):
@@ -178,13 +200,14 @@ class Packing:
         """Rows holding the given examples."""
         shape = len(contents), self.length
         starts = np.broadcast_to(np.arange(self.length, dtype=np.int32), shape).copy()
-        rows = Rows(np.zeros(shape, np.int32), starts, np.zeros(shape, bool))
+        rows = Rows(np.zeros(shape, np.int32), starts, np.zeros(shape, bool), np.zeros(shape, bool))
         for row, indices in enumerate(contents):
             at = 0
             for index in indices:
-                tokens, supervised = self.examples[index]
+                tokens, supervised, begins = self.examples[index]
                 end = at + len(tokens)
                 rows.tokens[row, at:end], rows.supervised[row, at:end] = tokens, supervised
+                rows.begins[row, at:end] = supervised if begins is None else begins
                 rows.starts[row, at:end] = at
                 at = end
         return rows

@@ -38,7 +38,8 @@ def data_fingerprint(examples: Sequence[Example]) -> str:
     """Tells one list of examples from another."""
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(example.tokens.tobytes() + example.supervised.tobytes() + b";")
+        begins = b"" if example.begins is None else example.begins.tobytes()
+        digest.update(example.tokens.tobytes() + example.supervised.tobytes() + begins + b";")
     return digest.hexdigest()[:16]
 
 

@@ -71,6 +71,12 @@ class Run:
         mask = getattr(drafter.config, "mask_token_id", None)
         if mask is not None and any(np.any(example.tokens == mask) for example in examples):
             raise ValueError(f"the mask token {mask} occurs in the training data; choose another mask_token_id")
+        unknown = sum(example.begins is None for example in examples)
+        if config.anchor_placement == "decoded" and unknown:
+            raise ValueError(
+                f"anchor_placement 'decoded' needs answers that say where steps began; {unknown} of {len(examples)} do "
+                "not: make them with `regenerate --drafter`"
+            )
         if drafter.config.block_size != config.block_size:  # an export would claim what was not trained
             own = drafter.config.block_size
             raise ValueError(f"block_size {config.block_size} is not the drafter's {own}; see `with_block_size`")

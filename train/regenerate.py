@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dflash_jax.infer.journal import Journal
 from dflash_jax.infer.lines import Line
 from dflash_jax.infer.requests import Completion
@@ -29,10 +31,11 @@ def journal(
 
 def answer_record(line: Line, turns: Sequence[Completion]) -> dict[str, Any]:
     """The output line of an answer: the token ids of prompt and answer, and the loss mask over both, 1 on every
-    answer token, its end token included."""
+    answer token, its end token included. If a drafter helped, also the tokens after which its blocks began."""
     assert line.request is not None
     prompt, answer = list(line.request.prompt_token_ids), turns[0].token_ids
-    return {
+    committed = turns[0].acceptance_lengths
+    record = {
         "id": line.id,
         "index": line.index,
         "prompt_token_ids": prompt,
@@ -40,3 +43,6 @@ def answer_record(line: Line, turns: Sequence[Completion]) -> dict[str, Any]:
         "loss_mask": [0] * len(prompt) + [1] * len(answer),
         "finish_reason": turns[0].finish_reason,
     }
+    if committed and sum(committed) == len(answer) - 1:
+        record["anchors"] = np.cumsum([len(prompt), *committed[:-1]]).tolist()
+    return record

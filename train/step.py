@@ -39,6 +39,7 @@ class Batch(NamedTuple):
     """Packed rows of a step (see `data.Rows`), and the target's features if they were cached.
 
     Attributes:
+        begins: see `data.Rows`; only for anchors where steps began.
         features: tapped features, [B, S, FD].
         hidden: final-normed target states, [B, S, D]; only for distillation losses.
     """
@@ -46,6 +47,7 @@ class Batch(NamedTuple):
     tokens: Int[Array, "B S"]
     starts: Int[Array, "B S"]
     supervised: Bool[Array, "B S"]
+    begins: Bool[Array, "B S"] | None = None
     features: Float[Array, "B S FD"] | None = None
     hidden: Float[Array, "B S D"] | None = None
 
@@ -188,6 +190,7 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
         batch.tokens,
         batch.starts,
         batch.supervised,
+        batch.begins,
         count=config.blocks,
         per_document=config.anchors,
         block_size=config.block_size,

@@ -70,7 +70,8 @@ def test_input_injection_is_lossless(target, drafter):
 def test_rows_are_trained_once(tmp_path, capsys):
     quick = lambda arguments: main([*arguments, *(["--max-new-tokens", "12"] if arguments[0] == "regenerate" else [])])
     build(tmp_path / "made", RECIPE, quick, lambda *_: None)
-    names = ["target features off", "3 draft layers, input injection", "raw answers"]
+    halves = "two halves, the second on-policy"
+    names = ["target features off", "3 draft layers, input injection", "raw answers", "LK hybrid", halves]
     run = ["ablate", "--pair", str(tmp_path / "made"), "--out", str(tmp_path / "out"), "--steps", "2", "--samples", "3"]
     # One block size that is decoded narrower than it was trained, too.
     assert main([*run, "--rows", ";".join(["KV injection", *names])]) == 0

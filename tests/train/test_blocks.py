@@ -80,6 +80,19 @@ def test_fixed_anchors_divide_each_answer_into_blocks(rows):
     np.testing.assert_array_equal(drawn.anchors, draw(1).anchors)
 
 
+def test_anchors_where_steps_began(rows):
+    _, starts, supervised = (np.asarray(x) for x in rows)
+    begins = jnp.arange(LENGTH)[None] % 3 == jnp.asarray([[0], [1]])
+    counts = {"count": LENGTH, "per_document": LENGTH, "block_size": 4, "predictions": 3, "placement": "decoded"}
+    drawn = draw_blocks(jax.random.split(jax.random.key(0), 2), *rows, begins, **counts)
+    for row in range(2):
+        follows = lambda i, row=row: supervised[row, i + 1] and starts[row, i + 1] == starts[row, i]
+        expected = [i for i in range(LENGTH - 1) if supervised[row, i] and follows(i) and i % 3 == row]
+        used = np.asarray(drawn.labelled[row]).any(axis=-1)
+        assert np.asarray(drawn.anchors[row])[used].tolist() == expected
+        assert expected
+
+
 @pytest.mark.parametrize("predicts", [False, True])
 def test_anchors_and_labels_against_a_truth_table(rows, predicts):
     tokens, starts, supervised = (np.asarray(x) for x in rows)

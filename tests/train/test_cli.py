@@ -12,9 +12,13 @@ import pytest
 from dflash_jax import load_drafter
 from dflash_jax.benchmarks import planning
 from dflash_jax.infer import journal
+from dflash_jax.infer.lines import Line
+from dflash_jax.infer.params import SamplingParams
+from dflash_jax.infer.requests import Completion, Request
 from dflash_jax.infer.slots import Slots
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.arguments import parse_stage, settings_given
+from dflash_jax.train.regenerate import answer_record
 from tests import tiny
 
 SETTINGS = "--length 64 --anchors 16 --batch-size 2 --block-size 4 --num-layers 1 --epochs 4 --log-every 2".split()
@@ -67,6 +71,35 @@ def test_the_stages(place, capsys):
     assert len(stored.proposal_sharpness) == stored.block_size - 1
     assert "sharpness by depth" in capsys.readouterr().out
     assert main(["plot", "--run", run, "--out", str(place / "plot.png")]) == 0
+
+
+def test_anchors_of_an_answer():
+    line = Line(0, "a", Request([5, 6, 7], SamplingParams(8)))
+    done = Completion([1, 2, 3, 4, 5, 6, 7], "length", acceptance_lengths=[3, 1, 2])
+    assert answer_record(line, [done])["anchors"] == [3, 6, 7]
+    done.acceptance_lengths = []
+    assert "anchors" not in answer_record(line, [done])
+
+
+def test_answers_say_where_steps_began(place, tmp_path):
+    """Decoding with a drafter changes no answer, and training goes on where its steps began."""
+    drafter = tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config())
+    assert regenerate(place, "plain.jsonl") == 0
+    assert regenerate(place, "decoded.jsonl", "--drafter", str(drafter)) == 0
+    plain, decoded = (
+        {row["index"]: row for row in map(json.loads, (place / name).read_text().splitlines())}
+        for name in ("plain.jsonl", "decoded.jsonl")
+    )
+    for index, row in decoded.items():
+        anchors = row.pop("anchors")
+        assert row == plain[index]
+        prompt, size = len(row["prompt_token_ids"]), len(row["loss_mask"])
+        assert anchors[0] == prompt
+        assert anchors[-1] < size - 1
+        assert all(0 < b - a <= 8 for a, b in zip(anchors, [*anchors[1:], size - 1], strict=True))
+    data = ["--data", str(place / "decoded.jsonl"), "--anchor-placement", "decoded"]
+    fit = ["fit", "--target", str(place / "target"), *data, "--init-from", str(drafter), "--out", str(tmp_path / "run")]
+    assert main([*fit, "--length", "64", "--batch-size", "2", "--max-steps", "2"]) == 0
 
 
 @pytest.mark.slow

@@ -29,6 +29,17 @@ def test_forms_of_a_line(tmp_path):
     thinking = pair(2, 4) | {"loss_mask": [0, 0, 0, 0, 1, 1]}
     (example,) = read_examples(write(tmp_path / "b.jsonl", [thinking]), 64, 64).examples
     assert example.supervised.tolist() == [False] * 4 + [True] * 2
+    assert example.begins is None
+
+
+def test_where_steps_began(tmp_path):
+    lines = [pair(2, 4) | {"anchors": [2, 4]}, pair(2, 5) | {"anchors": [2, 6]}, pair(1, 3)]
+    data = read_examples(write(tmp_path / "a.jsonl", lines), 6, 64)
+    assert data.examples[0].begins.tolist() == [False, False, True, False, True, False]
+    assert data.examples[1].begins.tolist() == [False, False, True, False, False, False]
+    rows = Packing(data.examples, 12, 1, 0).rows([[0, 2], [1]])
+    assert np.flatnonzero(rows.begins[0]).tolist() == [2, 4, 7, 8, 9]  # of the last all answer tokens
+    assert np.flatnonzero(rows.begins[1]).tolist() == [2]
 
 
 def test_long_sequences_are_cut_and_counted(tmp_path):
@@ -47,6 +58,8 @@ def test_long_sequences_are_cut_and_counted(tmp_path):
         ({"prompt_token_ids": [1], "response_token_ids": [3, 64]}, "0..63"),
         ({"token_ids": [1, 2], "loss_mask": [1]}, "loss_mask 1"),
         ({"prompt_token_ids": [1], "response_token_ids": [3, 4], "loss_mask": [1]}, "have 3 tokens, loss_mask 1"),
+        ({"prompt_token_ids": [1], "response_token_ids": [3, 4], "anchors": [3]}, "anchors must lie in 0..2"),
+        ({"prompt_token_ids": [1], "response_token_ids": [3, 4], "anchors": 1}, "list of integers"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, row, message):

@@ -106,6 +106,10 @@ def test_another_run_is_refused(target, start, examples, whole, tmp_path):
     masked = [Example(np.asarray([1, 2, tiny.MASK, 4], np.int32), np.ones(4, bool))]
     with pytest.raises(ValueError, match="mask token 63 occurs"):
         Run(tmp_path / "a", target, *start, masked, CONFIG)
+    decoded = dataclasses.replace(CONFIG, anchor_placement="decoded")
+    known = [example._replace(begins=example.supervised) for example in examples]
+    with pytest.raises(ValueError, match="1 of 16 do not: make them with `regenerate --drafter`"):
+        Run(tmp_path / "c", target, *start, [*known[:-1], examples[-1]], decoded)
     with pytest.raises(ValueError, match="not the drafter's 4"):
         Run(tmp_path / "b", target, *start, examples, dataclasses.replace(CONFIG, block_size=8))
 

@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from dflash_jax.train.data import Example, read_examples
 from dflash_jax.train.drafters import choose_mask_token, new_drafter
 from dflash_jax.train.evaluate import evaluate
 from dflash_jax.train.fit import Run
-from dflash_jax.train.toy.pair import PROMPT_SEED, Recipe, conversations, prepare_drafter
+from dflash_jax.train.toy.pair import PROMPT_SEED, Recipe, conversations, prepare_drafter, regenerate_half
 from dflash_jax.train.toy.problems import problems
 
 EVALUATION_SEED = 3  # of the held-out problems
@@ -83,12 +83,15 @@ class Ablation:
         settings: what differs from the pair's own drafter with one layer.
         kind: its class; None is that of its settings.
         raw_answers: learn from the generator's answers instead of the target's.
+        continued: what differs in the second half of the steps, a run of its own with a learning-rate schedule of its
+            own; the answers to half of the prompts are regenerated with what the first half made. None is one run.
         blocks: sizes to decode with; empty is the trained one.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     kind: type[base.Drafter] | None = None
     raw_answers: bool = False
+    continued: dict[str, Any] | None = None
     blocks: tuple[int, ...] = ()
 
 
@@ -106,6 +109,12 @@ ROWS = {
     "no loss decay": Ablation({"gamma": 1e6}),
     "D-PACE": Ablation({"weighting": "dpace"}),
     "raw answers": Ablation(raw_answers=True),
+    "KL divergence": Ablation({"cross_entropy": 0.0, "kl": 1.0}),
+    "total variation": Ablation({"cross_entropy": 0.0, "total_variation": 1.0}),
+    "negative log acceptance": Ablation({"cross_entropy": 0.0, "negative_log_acceptance": 1.0}),
+    "LK hybrid": Ablation({"cross_entropy": 0.0, "lk_hybrid": 1.0}),
+    "two halves": Ablation(continued={}),
+    "two halves, the second on-policy": Ablation(continued={"anchor_placement": "decoded"}),
 }
 
 
@@ -158,7 +167,8 @@ def ablate(
         blocks = [block for block in row.blocks or (config.block_size,) if (name, block) not in done]
         if not blocks:
             continue
-        drafter = _train(directory / name.replace(" ", "-"), target, config, row.kind, _data(row, made, target, config))
+        place = directory / name.replace(" ", "-")
+        drafter = _train(place, target, config, row, _data(row, made, target, config), made, stage)
         for block in blocks:
             figures = evaluate(target, drafter, requests, params=SamplingParams(160), block_size=block, baseline=True)
             taus = [tau for tau in figures["tau_per_prompt"] if tau]
@@ -202,11 +212,34 @@ def _data(row: Ablation, made: Path, target: Target, config: TrainConfig) -> lis
 
 
 def _train(
-    directory: Path, target: Target, config: TrainConfig, kind: type[base.Drafter] | None, data: list[Example]
+    directory: Path,
+    target: Target,
+    config: TrainConfig,
+    row: Ablation,
+    data: list[Example],
+    made: Path,
+    stage: Callable[[list[str]], int],
 ) -> base.Drafter:
     drafter, raw = new_drafter(target, config, choose_mask_token(target, None))
-    if kind is not None:
-        drafter = kind(drafter.params, drafter.config)
+    if row.kind is not None:
+        drafter = row.kind(drafter.params, drafter.config)
+    if row.continued is None:
+        return _fit(directory, target, drafter, raw, data, config)
+    half = replace(config, max_steps=config.max_steps // 2)
+    drafter = _fit(directory, target, drafter, raw, data, half)
+    decoded = regenerate_half(directory, Path(target.directory), made / "prompts.jsonl", directory / "last", stage)
+    data = read_examples(decoded, config.length, target.config.vocab_size).examples
+    return _fit(directory / "second", target, drafter, raw, data, replace(half, **row.continued))
+
+
+def _fit(
+    directory: Path,
+    target: Target,
+    drafter: base.Drafter,
+    raw: dict[str, Any],
+    data: list[Example],
+    config: TrainConfig,
+) -> base.Drafter:
     run = Run(directory, target, drafter, raw, data, config)
     if run.steps != config.max_steps:
         raise ValueError(f"the answers suffice for {run.steps} of {config.max_steps} steps; make more or lower --steps")

@@ -147,6 +147,18 @@ def prepare_drafter(
     return answers, directory / "drafter.json"
 
 
+def regenerate_half(
+    directory: Path, target: Path, prompts: Path, drafter: Path, stage: Callable[[list[str]], int]
+) -> Path:
+    """Has the target answer half of these prompts with a drafter; the answers say where its steps began."""
+    lines = prompts.read_text(encoding="utf-8").splitlines(keepends=True)
+    files.write_text(directory / "half.jsonl", "".join(lines[: len(lines) // 2]))
+    answers = directory / "decoded.jsonl"
+    settings = {"batch_size": 32, "max_new_tokens": MOST_TOKENS}
+    _run(stage, "regenerate", target=target, drafter=drafter, input=directory / "half.jsonl", output=answers, **settings)
+    return answers
+
+
 def _run(stage: Callable[[list[str]], int], name: str, **options: Any) -> None:
     arguments = [name]
     for option, value in options.items():

@@ -96,7 +96,7 @@ def pretrain(
         step = jax.jit(partial(pretrain_step, config, steps), donate_argnums=1)
         for number in range(int(state.step), steps):
             rows = packing.batch(number)
-            state, loss = step(target, state, tuple(map(jnp.asarray, rows)))
+            state, loss = step(target, state, tuple(map(jnp.asarray, rows[:3])))
             done = number + 1
             if done % config.log_every == 0 or done == steps:
                 if not jnp.isfinite(loss):
