@@ -154,8 +154,8 @@ def regenerate_half(
     lines = prompts.read_text(encoding="utf-8").splitlines(keepends=True)
     files.write_text(directory / "half.jsonl", "".join(lines[: len(lines) // 2]))
     answers = directory / "decoded.jsonl"
-    settings = {"batch_size": 32, "max_new_tokens": MOST_TOKENS}
-    _run(stage, "regenerate", target=target, drafter=drafter, input=directory / "half.jsonl", output=answers, **settings)
+    settings = {"drafter": drafter, "batch_size": 32, "max_new_tokens": MOST_TOKENS}
+    _run(stage, "regenerate", target=target, input=directory / "half.jsonl", output=answers, **settings)
     return answers
 
 
