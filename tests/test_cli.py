@@ -3,14 +3,17 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from dflash_jax import __main__ as commands
-from dflash_jax import benchmark, load_target, plan, serve
+from dflash_jax import benchmark, load_drafter, load_target, plan, serve
 from dflash_jax.benchmarks import kernels
+from dflash_jax.bundled import smollm2_drafter
 from dflash_jax.cli import EngineOptions, GenerationOptions
 from dflash_jax.engines import engine_config, needs_of
+from dflash_jax.models import target_config
 from dflash_jax.train.arguments import parse_stage
 from tests import tiny
 
@@ -201,6 +204,22 @@ def test_words_are_completed(words, expected, capsys):
     )
     done = subprocess.run(["bash", "-c", capsys.readouterr().out + ask], capture_output=True, text=True, check=True)
     assert done.stdout.split() == expected
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_installed_model_speculates_with_its_drafter(monkeypatch, tmp_path, plain):
+    monkeypatch.setattr("dflash_jax.bundled.installed_model", lambda: tmp_path / "smol.gguf")
+    chosen = serve._with_default_models(replace(serve.ServeOptions(), no_speculation=plain))
+    assert chosen.models.target == str(tmp_path / "smol.gguf")
+    assert chosen.models.drafter == (None if plain else str(smollm2_drafter()))
+
+
+def test_the_drafter_of_smollm2():
+    """It fits the model, in the size that it is run at, and is small."""
+    drafter = load_drafter(smollm2_drafter(), dtype="float32")
+    shape = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    drafter.config.check_pair(target_config(tiny.target_config(vocab_size=49152, **shape)))
+    assert (smollm2_drafter() / "model.safetensors").stat().st_size <= 25_000_000
 
 
 def test_the_bundled_pair_says_what_it_is(monkeypatch, capsys):
