@@ -164,7 +164,11 @@ def test_serve_takes_the_installed_language_model(tmp_path, monkeypatch, capsys)
     (package / "__init__.py").write_text("raise ImportError('needs what is not here')")
     gguf_files.write(package / "Tiny.Q8_0.gguf")
     monkeypatch.syspath_prepend(package.parent)
-    shape = {"hidden_size": 64, "num_target_layers": 3, "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 5}}
+    shape = {
+        "hidden_size": 64,
+        "num_target_layers": 3,
+        "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 5},
+    }
     drafter = tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config(**shape))
     monkeypatch.setattr("dflash_jax.bundled.smollm2_drafter", lambda: drafter)
     assert serve.main(["--prompt", "abc", "--max-new-tokens", "4"]) == 0
