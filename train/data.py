@@ -35,7 +35,7 @@ class Rows(NamedTuple):
         tokens: [B, S], 0 where a row is not full.
         starts: where the document of each position begins, [B, S]; empty positions are documents of one.
         supervised: answer tokens, [B, S].
-        begins: tokens after which a step began, [B, S]; all answer tokens where that is not known.
+        begins: tokens after which a step began, [B, S]; none where that is not known.
     """
 
     tokens: np.ndarray
@@ -207,7 +207,7 @@ class Packing:
                 tokens, supervised, begins = self.examples[index]
                 end = at + len(tokens)
                 rows.tokens[row, at:end], rows.supervised[row, at:end] = tokens, supervised
-                rows.begins[row, at:end] = supervised if begins is None else begins
+                rows.begins[row, at:end] = False if begins is None else begins
                 rows.starts[row, at:end] = at
                 at = end
         return rows
