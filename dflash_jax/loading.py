@@ -111,7 +111,7 @@ def pair_sources(models: ModelOptions) -> tuple[str, str | None]:
     if models.target:
         return models.target, models.drafter
     if models.drafter:
-        raise ValueError("--drafter needs its --target; with neither, the bundled pair is used")
+        raise ValueError("--drafter needs its --target; name both, or neither")
     from dflash_jax.bundled import bundled_pair
 
     target, drafter = bundled_pair()
