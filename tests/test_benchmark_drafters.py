@@ -170,13 +170,15 @@ def test_what_is_measured_is_written_before_it_is_drawn(monkeypatch, tmp_path, c
 def test_bytes_of_a_round():
     """DFlash reads its layers and the head once, DFlash 2 hardly more, EAGLE-3 its layer and the head every pass."""
     common = tiny.drafter_config(num_hidden_layers=2)
-    gb = lambda raw: bytes_per_round(raw, 7)["draft_gb"]
+    gb = lambda raw, nodes=0: bytes_per_round(raw, 8, nodes)["draft_gb"]
     v1 = gb({**common, "num_hidden_layers": 5})
     nested = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
     second = tiny.drafter_config(num_hidden_layers=5, architectures=["DFlash2DraftModel"], dflash_config=nested)
     assert v1 == pytest.approx(5 * 0.386 + 1.24, rel=0.1)
     assert 1 < gb(second) / v1 < 1.05
-    assert gb(tiny.target_config() | EAGLE) > 2.5 * v1
+    eagle = tiny.target_config() | EAGLE
+    assert gb(eagle) > 2.5 * v1
+    assert gb(eagle, 60) == pytest.approx(gb(eagle), rel=0.05)  # a pass of each level of the tree
 
 
 def test_the_bound_of_a_ratio_of_taus():

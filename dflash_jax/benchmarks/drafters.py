@@ -96,7 +96,7 @@ def measure_drafters(options: Any, questions: Callable[[str, int], Any]) -> dict
     gigabytes = {}
     for cell in found["cells"][: len(names)]:
         raw = read_json(sources[cell["drafter"]] / "config.json")
-        gigabytes[cell["drafter"]] = bytes_per_round(raw, cell["proposals"])
+        gigabytes[cell["drafter"]] = bytes_per_round(raw, cell["block_size"], cell["nodes"])
     settings = {
         "tasks": {name: len(samples) for name, samples in asked.items()},
         "rounds": options.rounds,
@@ -215,6 +215,8 @@ def _cells(task: str, engines: Mapping[str, Engine], answered: Mapping[str, Answ
                 "samples": len(equal),
                 "equal_outputs": sum(equal),
                 "proposals": engines[name].width - 1,
+                "block_size": engines[name].block_size,
+                "nodes": engines[name].tree,
                 "tau": figures["tau"],
                 "tau_error": tau_error(own.answers),
                 "acceptance_per_position": figures["acceptance_per_position"],
@@ -264,13 +266,14 @@ def unequal(figures: Mapping[str, Any]) -> str | None:
     return f"answers in float32 differ from those of plain decoding: {', '.join(counts)}"
 
 
-def bytes_per_round(raw: Raw, depth: int) -> dict[str, float]:
+def bytes_per_round(raw: Raw, block_size: int, nodes: int = 0) -> dict[str, float]:
     """GB that products of a drafter of this kind and depth would read per round of a Qwen3-8B, in bfloat16 at batch 1
     after 1,024 tokens: what bounds a round on an accelerator. A reduced vocabulary has 32,000 tokens there.
 
     Args:
         raw: `config.json` of the drafter.
-        depth: tokens that it proposes.
+        block_size: that it drafts with.
+        nodes: of its tree; 0 is a chain.
     """
     from dflash_jax.benchmarks.planning import traced
     from dflash_jax.benchmarks.presets import PAIRS
@@ -278,16 +281,17 @@ def bytes_per_round(raw: Raw, depth: int) -> dict[str, float]:
     raw = kinds.flattened(raw)
     config = kinds.drafter_config(raw)
     target, common = PAIRS["qwen3-8b"]
-    layers, size = config.num_hidden_layers, next(n for n in range(depth + 2) if config.proposals(n) == depth)
-    common = {**common, "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers, "block_size": size}
+    layers = config.num_hidden_layers
+    common = {**common, "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    common["block_size"] = block_size
     common["sample_from_anchor"] = getattr(config, "anchor_predicts", False)
-    settings = SimpleNamespace(block_size=size, target_layer_ids=(), conv_group_size=16, selector_rank=256)
+    settings = SimpleNamespace(block_size=block_size, target_layer_ids=(), conv_group_size=16, selector_rank=256)
     settings.selector_top_k, settings.markov_rank = 16, 256
     settings.markov_head_type = getattr(config, "markov_head_type", "vanilla")
     fresh = dict(kinds.KINDS[kinds.kind_of(raw)].fresh(common, settings))
     if config.draft_vocab_size != config.vocab_size:
         fresh["draft_vocab_size"] = 32000
-    figures = traced((target, fresh), {"data": 1}, 1, 1024, None)
+    figures = traced((target, fresh), {"data": 1}, 1, 1024, None, nodes)
     return {"round_gb": figures["bytes_accessed"] / 1e9, "draft_gb": figures["draft_bytes"] / 1e9}
 
 
