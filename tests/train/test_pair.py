@@ -110,7 +110,8 @@ def test_an_interrupted_pretraining_ends_with_the_same_parameters(tmp_path, exam
     losses = []
     report = lambda step, steps, loss: losses.append(loss)
     whole = pretrain(tmp_path / "whole", start, examples, SETTINGS, report)
-    assert losses[-1] < float(jax.jit(language_loss)(start, *map(jnp.asarray, Packing(examples, 64, 2, 0).batch(0)[:3])))
+    rows = map(jnp.asarray, Packing(examples, 64, 2, 0).batch(0)[:3])
+    assert losses[-1] < float(jax.jit(language_loss)(start, *rows))
 
     def stop(step, steps, loss):
         if step == 5:
