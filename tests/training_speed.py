@@ -159,18 +159,19 @@ def main():
     parser.add_argument("--drafter", choices=["dflash", "eagle3"], default="dflash")
     parser.add_argument("--layers", type=int, default=4, help="of a dflash drafter")
     parser.add_argument("--rows", type=int, default=6, help="of 512 tokens, in a step")
-    parser.add_argument("--blocks", type=int, default=64, help="of a row, for dflash")
+    parser.add_argument("--blocks", type=int, default=64, help="of a row, for dflash; eagle3 begins at every token")
     parser.add_argument("--steps", type=int, default=8, help="of each side; one more warms up")
     options = parser.parse_args()
     eagle = options.drafter == "eagle3"
+    blocks = 512 if eagle else options.blocks
     loss = {"cross_entropy": 0.0, "kl": 1.0, "block_size": 8, "num_layers": 1}
     config = make_config(
         {
             "drafter": options.drafter,
             "num_layers": options.layers,
             "length": 512,
-            "anchors": options.blocks,
-            "row_anchors": options.blocks,
+            "anchors": blocks,
+            "row_anchors": blocks,
             "batch_size": options.rows,
             "accumulate": options.rows,
             "loss_chunk": 1024,
