@@ -277,7 +277,9 @@ def rollout(target, drafter, parts, state, steps):
 
 @pytest.mark.lossless
 @pytest.mark.parametrize("which", ["target", "toy", "latent", pytest.param("gemma4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ["warm", *(pytest.param(how, marks=pytest.mark.slow) for how in ("greedy", "hot"))])
+@pytest.mark.parametrize(
+    "how", ["warm", pytest.param("hot", marks=pytest.mark.slow), pytest.param("greedy", marks=pytest.mark.exhaustive)]
+)
 def test_random_trees_equal_autoregressive_decoding(request, drafter, which, how):
     target = request.getfixturevalue(which)
     plain, _, _ = rollout(target, None, make_round(target, None, 0), started(target, None, *SETTINGS[how]), WIDTH - 1)

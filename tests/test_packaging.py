@@ -64,8 +64,9 @@ def test_wheel_installs_and_imports_elsewhere(tmp_path):
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT))
     wheel = next(tmp_path.glob("*.whl"))
     files = zipfile.ZipFile(wheel).namelist()
-    for file in (ROOT / "dflash_jax" / "pair").rglob("*.*"):
-        assert str(file.relative_to(ROOT)) in files
+    for models in ("pair", "smollm2"):
+        for file in (ROOT / "dflash_jax" / models).rglob("*.*"):
+            assert str(file.relative_to(ROOT)) in files
     assert "dflash_jax/py.typed" in files
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in files)
     names = {name.split("/")[0] for name in files}
