@@ -8,6 +8,7 @@ import pytest
 
 from dflash_jax import benchmark
 from dflash_jax.benchmarks.datasets import SOURCES, Sample, load_dataset, training_prompts
+from dflash_jax.benchmarks.step_times import SAMPLES, samples_due
 
 
 @pytest.fixture
@@ -29,11 +30,19 @@ def test_figures(pair, tmp_path, capsys, temperature):
     assert figures["tau"] == pytest.approx(speculative["tokens"] / speculative["steps"])
     assert sum(k * n for k, n in enumerate(figures["acceptance_histogram"])) == speculative["tokens"]
     assert figures["speedup"] == pytest.approx(speculative["tokens_per_second"] / plain["tokens_per_second"])
-    assert set(figures["step_seconds"]) == {"autoregressive", "speculative", "draft", "verify", "commit"}
+    assert set(figures["step_seconds"]) == {"autoregressive", "speculative", "draft", "verify", "accept", "commit"}
     assert all(value > 0 for value in figures["step_seconds"].values())
     assert ("argmax_proposals" in figures) == (temperature == "1")
     assert figures["chat_template_kwargs"] == {"enable_thinking": False}
     assert "speedup" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("turns", [1, 2, 9, 10, 400])
+def test_the_times_of_a_step_are_spread_over_a_run(turns):
+    due = [samples_due(turn, turns) for turn in range(turns)]
+    assert sum(due) == SAMPLES
+    assert max(due) - min(due) <= 1
+    assert due[-1] > 0
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_answers_that_differ_end_with_a_status_of_their_own(monkeypatch, tmp_pat
     cell = {"drafter": "a", "task": "t", "temperature": 0.0, "tau": 2.0, "tau_error": 0.1, "speedup": 1.0}
     cell |= {"tokens_per_second": 9.0, "tokens_per_second_error": 1.0, "speedup_error": 0.1, "omega": 1.0}
     cell |= {"samples": 3, "equal_outputs": 2}
-    steps = [{"drafter": "a", "temperature": 0.0, "ms": {"draft": 1.0, "verify": 1.0, "commit": 1.0}}]
+    steps = [{"drafter": "a", "temperature": 0.0, "ms": dict.fromkeys(("draft", "verify", "accept", "commit"), 1.0)}]
     figures = {"cells": [cell], "steps": steps, "qwen3_8b": {}, "dtype": "float32"}
     monkeypatch.setattr(benchmark, "measure", lambda options: figures)
     asked = ["--drafters", "a=b", "--json", str(tmp_path / "figures.json")]

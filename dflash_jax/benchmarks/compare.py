@@ -10,7 +10,7 @@ import scipy
 
 from dflash_jax.benchmarks.experts import experts_hit
 from dflash_jax.benchmarks.official import Official
-from dflash_jax.benchmarks.step_times import StepTimes
+from dflash_jax.benchmarks.step_times import StepTimes, samples_due
 from dflash_jax.benchmarks.turns import side_by_side
 from dflash_jax.infer.chooser import block_sizes
 from dflash_jax.infer.engine import Engine
@@ -38,15 +38,15 @@ def compare(
     opponent = _Opponent(official, engines["speculative"].block_size) if official else None
     answers: dict[str, list[Completion]] = {name: [] for name in engines}
     size = engines["speculative"].slots
-    for start in range(0, len(requests), size):
+    starts = range(0, len(requests), size)
+    for turn, start in enumerate(starts):
         batch = requests[start : start + size]
         for name, engine in engines.items():
             answers[name] += engine.generate(batch)
-        steps.sample()
+        for _ in range(samples_due(turn, len(starts))):
+            steps.sample()
         if opponent:
             opponent.run(batch)
-    while steps.samples < 7:
-        steps.sample()
     if not all(engine.stats.decode_tokens for engine in engines.values()):
         raise ValueError("nothing was decoded: every answer ended with its first token; raise max_new_tokens")
     figures: dict[str, Any] = {name: _side(engine, answers[name]) for name, engine in engines.items()}
@@ -68,7 +68,7 @@ def compare(
         name: engines[name].stats.steps * seconds[name] / engines[name].stats.decode_seconds
         for name in ("autoregressive", "speculative")
     }
-    figures["fused_step_over_parts"] = seconds["speculative"] / sum(seconds[p] for p in ("draft", "verify", "commit"))
+    figures["fused_step_over_parts"] = steps.fused_over_parts()
     if experts:
         texts = zip(
             (r.prompt_token_ids for r in requests), (done.token_ids for done in answers["speculative"]), strict=True

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflash_jax import drafters as kinds
-from dflash_jax.benchmarks.step_times import StepTimes
+from dflash_jax.benchmarks.step_times import PARTS, StepTimes, samples_due
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.cli import EngineOptions
 from dflash_jax.config import Raw
@@ -25,7 +25,7 @@ from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.requests import Completion, Request
 from dflash_jax.loading import load, pair_sources
 
-PLAIN, PARTS = "autoregressive", ("draft", "verify", "commit")
+PLAIN = "autoregressive"
 MakeEngine = Callable[[str, float, Sequence[Request]], Engine]  # of a drafter or PLAIN, at a temperature
 
 
@@ -143,14 +143,13 @@ def compare_drafters(
             cells += [{"task": task, "temperature": temperature} | cell for cell in _cells(task, engines, answered)]
         for name, times in parts.items():
             seconds = times.seconds()
-            drafting = sum(seconds[part] for part in PARTS)
             steps.append(
                 {
                     "drafter": name,
                     "temperature": temperature,
                     "length": length,
                     "ms": {part: 1e3 * seconds[part] for part in (*PARTS, "speculative", PLAIN)},
-                    "fused_step_over_parts": seconds["speculative"] / drafting,
+                    "fused_step_over_parts": times.fused_over_parts(),
                 }
             )
     return {"cells": cells, "steps": steps}
@@ -184,8 +183,9 @@ def _answered(
                 found[name].answers[turn] += engine.generate(requests[start : start + slots])
                 found[name].tokens[turn, batch] = engine.stats.decode_tokens
                 found[name].seconds[turn, batch] = engine.stats.decode_seconds
-            for times in parts.values():
-                times.sample()
+            for _ in range(samples_due(turn * len(starts) + batch, rounds * len(starts))):
+                for times in parts.values():
+                    times.sample()
     return found
 
 
@@ -297,7 +297,7 @@ def bytes_per_round(raw: Raw, block_size: int, nodes: int = 0) -> dict[str, floa
 
 def markdown(cells: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> str:
     """The cells as a Markdown table."""
-    head = ["drafter", "task", "T", "tau", "speedup", "tokens/s", "omega", "draft", "verify", "commit ms", "equal"]
+    head = ["drafter", "task", "T", "tau", "speedup", "tokens/s", "omega", *PARTS[:-1], "commit ms", "equal"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     times = {(each["drafter"], each["temperature"]): each["ms"] for each in steps}
     for cell in cells:

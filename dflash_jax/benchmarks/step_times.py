@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.decoding.choice import Proposals
-from dflash_jax.decoding.proposal import Accepted, Block, Proposal, make_block
+from dflash_jax.decoding.proposal import Accepted, Block, Proposal, accept, make_block
 from dflash_jax.decoding.state import DraftModel, State, init_state
 from dflash_jax.decoding.step import Round, make_round, speculative_step
 from dflash_jax.infer.chooser import Draft
@@ -23,9 +23,17 @@ from dflash_jax.mesh import entered
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
+PARTS = ("draft", "verify", "accept", "commit")  # of a fused step
+SAMPLES = 9  # of the time of each part in a run
+
+
+def samples_due(turn: int, turns: int) -> int:
+    """How often parts are timed after one of the turns of a run, so that `SAMPLES` spread over all of it."""
+    return (turn + 1) * SAMPLES // turns - turn * SAMPLES // turns
+
 
 class StepTimes:
-    """Times of one autoregressive step, one fused speculative step, and its draft, verify and commit.
+    """Times of one autoregressive step, one fused speculative step, and its parts.
 
     Every part runs `loops` times inside one compiled loop with the engines' own batch and cache sizes and
     `length` committed positions a row, at one `temperature`. Blocks of other `widths` are verified as well.
@@ -48,23 +56,27 @@ class StepTimes:
         settings["nodes"] = speculative.tree
         where = length, loops, temperature
         self._parts = {"autoregressive": _Looped(partial(fused, block=0), target, None, plain, *where)}
-        for name, step in {"speculative": fused, "draft": draft, "verify": verify, "commit": commit}.items():
+        steps = dict(zip(PARTS, (draft, verify, choose, commit), strict=True))
+        for name, step in {"speculative": fused, **steps}.items():
             self._parts[name] = _Looped(partial(step, **settings), target, drafter, speculative, *where)
         for width in widths:
             narrow = partial(verify, **settings | {"block": width})
             self._parts[f"verify {width}"] = _Looped(narrow, target, drafter, speculative, *where)
         self._times: dict[str, list[float]] = {name: [] for name in self._parts}
-        self.samples = 0
 
     def sample(self) -> None:
         """Times every part once."""
-        self.samples += 1
         for name, part in self._parts.items():
             self._times[name].append(part.seconds())
 
     def seconds(self) -> dict[str, float]:
         """The median of each part."""
         return {name: sorted(values)[len(values) // 2] for name, values in self._times.items()}
+
+    def fused_over_parts(self) -> float:
+        """The time of a fused step over that of its parts one after the other."""
+        seconds = self.seconds()
+        return seconds["speculative"] / sum(seconds[part] for part in PARTS)
 
 
 class _Looped:
@@ -140,6 +152,17 @@ def verify(target: Target, drafter: DraftModel | None, state: State, **how: Any)
     parts = _round(target, drafter, **how)
     logits, _ = parts.verify(state, _some_block(target, parts, state))
     return state.replace(anchor=jnp.max(jnp.argmax(logits, axis=-1), axis=1).astype(jnp.int32))
+
+
+def choose(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
+    """The noise of a step, the target's choice of tokens by it, and how many of a block's are accepted."""
+    parts = _round(target, drafter, **how)
+    block = _some_block(target, parts, state)
+    like, _ = jax.eval_shape(parts.verify, state, block)
+    logits = jnp.broadcast_to((state.anchor[0] % 7).astype(like.dtype), like.shape)
+    chosen = parts.choosing(state).for_block(logits, block)
+    accepted, _ = accept(chosen, block, state.remaining, state.stop_tokens)
+    return state.replace(anchor=(state.anchor + accepted.count) % target.config.vocab_size)
 
 
 def commit(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
