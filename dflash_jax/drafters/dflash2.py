@@ -207,7 +207,8 @@ class Drafter(dflash.Drafter):
     ) -> tuple[Float[Array, " M"] | float, Bool[Array, " M"]]:
         """The selector's cross-entropy over its candidates, of which the label takes the last one's place if it is not
         among them."""
-        candidates = top_k(jax.lax.stop_gradient(logits)[None], self.config.selector_top_k)[1][0]
+        _, candidates = top_k(jax.lax.stop_gradient(logits)[None], self.config.selector_top_k)
+        candidates = candidates[0]
         found = jnp.any(candidates == labels[:, None], axis=1)
         candidates = candidates.at[:, -1].set(jnp.where(found, candidates[:, -1], labels))
         ids = candidates if self.vocabulary is None else self.vocabulary[candidates]
