@@ -68,7 +68,8 @@ class DFlashInTorch(TorchLoop):
         config.architectures, config._attn_implementation = ["DFlashDraftModel"], "sdpa"
         own = raw["dflash_config"]
         super().__init__(directory, own["target_layer_ids"], DFlashDraftModel(config))
-        self.mask, self.block, self.blocks, self.rng = own["mask_token_id"], raw["block_size"], blocks, np.random
+        self.mask, self.block, self.blocks = own["mask_token_id"], raw["block_size"], blocks
+        self.rng = np.random.default_rng(0)
         self.decay = torch.exp(-torch.arange(self.block - 1) / 7.0)
 
     def step(self, rows: Rows):
