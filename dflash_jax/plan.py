@@ -33,7 +33,7 @@ class PlanOptions:
         max_length: tokens of a row
         block_size: draft slots
         tree: nodes of a tree that is verified instead of a chain; also says which trees cost no time
-        parts: also compile draft, verify, the verify pass of one token, and commit, each alone, for the bytes they move
+        parts: also compile draft, verify (also of one token), accept and commit, each alone, for the bytes they move
         tau: tokens a step commits
         training: the training step of the drafter instead
         anchors: of a row, for --training

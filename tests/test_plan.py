@@ -1,6 +1,7 @@
 """The plan of a step: by the compiler where there is one for the chip, else by arithmetic."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
             "multiple of the 2 parts",
         ),
         (["--target", "qwen3-8b", "--topology", "h100:2", "--training"], "name a TPU topology"),
-        (["--target", "qwen3-8b", "--topology", "h100:1", "--parts"], "--parts needs a TPU topology"),
+        (["--target", "qwen3-8b", "--topology", "h100:1", "--parts"], "--parts is planned by a compiler"),
     ],
 )
 def test_what_cannot_be_planned(arguments, message, capsys, monkeypatch):
@@ -167,3 +168,21 @@ def test_what_the_parts_of_a_step_move(monkeypatch, capsys, tmp_path):
     assert "moved by verify of one token" in capsys.readouterr().out
     assert plan.main([*arguments, "--training"]) == 2
     assert "--parts are those of a decoding step" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("chips", ["v5e:1x1", "h100:1"])
+@pytest.mark.parametrize(("nodes", "share"), [(15, 0.05), (63, 0.1)])
+def test_what_choosing_and_walking_a_tree_moves(chips, nodes, share):
+    """Beside a chain's draft and acceptance, of a step of Qwen3-4B; the drafter's layers are the same in both."""
+    devices = topology(chips)
+    raws, sizes = presets.PAIRS["qwen3-4b"], parse_mesh("data=1", devices)
+    whole = planning.traced(raws, sizes, 1, 8192, 16)["bytes_accessed"]
+    nested = raws[1]["dflash_config"] | {"target_layer_ids": [1]}
+    cut = raws[0] | {"num_hidden_layers": 3}, raws[1] | {"num_hidden_layers": 1, "num_target_layers": 3}
+    cut[1]["dflash_config"] = nested
+    with compiling_for(chips):
+        part_bytes = partial(planning.part_bytes, cut, make_mesh(sizes, devices), 1, 8192, 16, dtype="bfloat16")
+        tree, chain = (part_bytes(n, names=("draft", "accept")) for n in (nodes, 0))
+    assert 0 < sum(tree.values()) - sum(chain.values()) < share * whole

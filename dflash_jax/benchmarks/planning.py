@@ -6,7 +6,7 @@ what is published of the chip; they say what a step cannot beat.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,8 +71,6 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
     figures: dict[str, Any] = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
     figures |= {"batch": options.batch, "max_length": options.max_length, "chip_bytes": CHIPS[chip].memory}
     shape = options.batch, options.max_length, options.block_size, options.tree
-    if options.parts and chip in GPUS:
-        raise ValueError("--parts needs a TPU topology; programs for GPUs do not say what they update in place")
     if options.training and options.parts:
         raise ValueError("--parts are those of a decoding step; leave --training out")
     for name in [name for name in ("training", "parts") if getattr(options, name) and not compiling]:
@@ -153,19 +151,35 @@ def compile_step(
 
 
 def part_bytes(
-    raws: Pair, mesh: Mesh, batch: int, max_length: int, block_size: int | None, nodes: int, *, dtype: str
+    raws: Pair,
+    mesh: Mesh,
+    batch: int,
+    max_length: int,
+    block_size: int | None,
+    nodes: int,
+    *,
+    dtype: str,
+    names: Sequence[str] | None = None,
 ) -> dict[str, int | None]:
-    """Bytes that each part of a step moves to and from a device's memory, each compiled alone; see `memory_bytes`. None
-    where the program cannot be written down."""
+    """Bytes that each part of a step moves to and from a device's memory, each compiled alone; see `memory_bytes`.
+
+    A program for a GPU does not say what it updates in place, so a cache counts whole there: compare a tree's parts with
+    a chain's, not parts with the step. None stands for a program that cannot be written down.
+
+    Args:
+        names: which parts; all of them if None.
+    """
     how = {"block": block_size or _parsed(raws)[1].block_size, "nodes": nodes}
     parts = {
         "draft": partial(step_times.draft, **how),
         "verify": partial(step_times.verify, **how),
         "verify of one token": lambda target, drafter, state: step_times.verify(target, None, state, block=0),
+        "accept": partial(step_times.choose, **how),
         "commit": partial(step_times.commit, **how),
     }
     found = {}
-    for name, part in parts.items():
+    for name in names or parts:
+        part = parts[name]
         pinned = lambda *pair, part=part: sharding.pin(part(*pair))
         text = _text(_compiled(pinned, raws, mesh, batch, max_length, dtype))
         found[name] = None if text is None else memory_bytes(text)
@@ -326,6 +340,8 @@ def table(figures: dict[str, Any]) -> str:
     for name, moved in figures.get("part_bytes", {}).items():
         share = f", {moved / one:.2f} times one token's" if moved and one else ""
         lines.append(f"  {'moved by ' + name:32} {size(moved) if moved else 'not known':>12}{share}")
+    if one and parse_topology(figures["topology"])[0] in GPUS:
+        lines.append("  (a program for a GPU does not say what it updates in place: caches count whole)")
     lines.append("")
     none = "   none" if figures["collectives"] is not None else "   not known without a compiler that writes them down"
     lines.append("collectives a step" + ("" if figures["collectives"] else none))
