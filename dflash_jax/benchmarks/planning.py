@@ -163,8 +163,8 @@ def part_bytes(
 ) -> dict[str, int | None]:
     """Bytes that each part of a step moves to and from a device's memory, each compiled alone; see `memory_bytes`.
 
-    A program for a GPU does not say what it updates in place, so a cache counts whole there: compare a tree's parts with
-    a chain's, not parts with the step. None stands for a program that cannot be written down.
+    A program for a GPU does not say what it updates in place, so a cache counts whole there: compare a tree's parts
+    with a chain's, not parts with the step. None stands for a program that cannot be written down.
 
     Args:
         names: which parts; all of them if None.
