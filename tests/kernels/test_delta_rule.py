@@ -137,7 +137,7 @@ def test_the_tpu_kernel_in_the_interpreter(T, tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chips", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("chips", ["v5e:2x2", pytest.param("v6e:2x2", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("T", [1, 16, 64])
 def test_the_tpu_kernel_compiles(chips, T):
     """With the heads of Qwen3.5-27B: the state is read once, and nothing of its size is made."""

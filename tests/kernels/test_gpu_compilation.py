@@ -72,7 +72,7 @@ def test_qwen3_8b_fits_one_gpu_and_copies_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chips", ["a100", "b200"])
+@pytest.mark.parametrize("chips", ["a100", pytest.param("b200", marks=pytest.mark.exhaustive)])
 def test_gpus_without_its_tensor_cores_take_xla(chips):
     """Neither Ampere nor Blackwell has WGMMA, which the kernel is made of: asked for there, it does not compile."""
     program = step(PAIRS["qwen3-4b"], chips, "data=1", 1, 1024)
@@ -117,7 +117,7 @@ def test_a_step_without_the_kernel_copies_nothing(chips):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chips", ["t4", "l4"])
+@pytest.mark.parametrize("chips", ["t4", pytest.param("l4", marks=pytest.mark.exhaustive)])
 def test_small_gpus(chips):
     """Neither has the kernel; a T4 has no bfloat16 either, and none may be left in its programs."""
     devices = topology(chips)
