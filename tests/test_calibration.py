@@ -30,6 +30,27 @@ def test_every_sharpness_is_tried():
     assert np.mean(ours.trials[..., -1] != coupled) > 0.1  # the control: the noise matters
 
 
+@pytest.mark.parametrize("c", SHARPNESS)
+def test_the_noise_decides_which_candidates_are_looked_at(c):
+    """A drafter that scores a few candidates gets those that may be picked: a row without noise the likeliest ones."""
+    choice = tiny.choice_of(2, DEPTH, V, 0.7)
+    temperature = jnp.asarray([0.0, 0.7])
+    choice = choice.replace(sampling=choice.sampling.replace(temperature=temperature))
+    logits = jax.random.normal(jax.random.key(1), (2, DEPTH, V)) * 2
+    ours = choice.replace(sharpness=jnp.full(DEPTH, SHARPNESS.index(c)))
+    noise = 0 if math.isinf(c) else np.asarray(choice.noise[1, :DEPTH]) / c
+    keys = np.stack([logits[0], logits[1] / 0.7 + noise])
+    scores, places = ours.best(logits, 4)
+    np.testing.assert_array_equal(np.sort(places), np.sort(np.argsort(-keys)[..., :4]))
+    np.testing.assert_array_equal(scores, np.take_along_axis(np.asarray(logits), np.asarray(places), axis=2))
+    likeliest = np.argsort(-np.asarray(logits))[..., :4]
+    greedy = choice.sampling.replace(temperature=jnp.zeros(2))
+    for other in (choice.replace(plain=True), choice.replace(sampling=greedy)):
+        np.testing.assert_array_equal(other.best(logits, 4)[1], likeliest)
+    differs = np.any(np.sort(places[1]) != np.sort(likeliest[1]))
+    assert differs == (not math.isinf(c))
+
+
 def test_greedy_rows_propose_the_best_token_beside_sampled_ones():
     choice = tiny.choice_of(2, DEPTH, V, 1.0)
     temperature = jnp.asarray([0.0, 1.0])

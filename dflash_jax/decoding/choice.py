@@ -216,13 +216,8 @@ class Choice(struct.PyTreeNode):
         c0 = jnp.ones((1, 1, 1)) if self.greedy is None else self.greedy[depths][None, :, None]
 
         def sampled() -> tuple[Array, Array]:
-            scores = scaled_scores(logits, self.sampling)
-            c = jnp.ones((1, 1, 1))
-            if self.sharpness is not None:
-                c = jnp.asarray(SHARPNESS)[self.sharpness[depths]][None, :, None]
-            with_noise = (self.sampling.temperature[:, None, None] > 0) & jnp.isfinite(c)
-            noisy = jnp.where(jnp.isfinite(c), c, 1.0) * scores + noise
-            return jnp.where(with_noise, noisy, scores), jnp.where(with_noise, 1.0, c0)
+            keys, with_noise = self._keys(logits, noise, depths)
+            return keys, jnp.where(with_noise, 1.0, c0)
 
         def greedy() -> tuple[Array, Array]:
             scale = jnp.broadcast_to(c0, jnp.broadcast_shapes((logits.shape[0], 1, 1), c0.shape))
@@ -246,6 +241,37 @@ class Choice(struct.PyTreeNode):
         learnt = if_any(self.sampling.temperature == 0, likelihood, nothing)
         trials = None if self.plain or self.sharpness is None else self._trials(logits, noise)
         return Ranked(scores, places), Lessons(trials, places, learnt)
+
+    def best(
+        self, logits: Float[Array, "B T N"], count: int, *, vocabulary: Int[Array, " N"] | None = None
+    ) -> tuple[Float[Array, "B T C"], Int[Array, "B T C"]]:
+        """Logits and places of the options that are most likely to be picked at the depths 0..T-1, for a drafter that
+        says of these alone what follows what.
+
+        With the noise that draft and target share, an unlikely token that the noise favours is among them.
+
+        Args:
+            logits: already allowed (see `allowed`).
+        """
+
+        def sampled() -> Int[Array, "B T C"]:
+            depth = logits.shape[1]
+            return top_k(self._keys(logits, self._noise(0, depth, vocabulary), slice(depth))[0], count)[1]
+
+        greedy = lambda: top_k(logits, count)[1]
+        places = greedy() if self.plain else if_any(self.sampling.temperature > 0, sampled, greedy)
+        return jnp.take_along_axis(logits, places, axis=2), places
+
+    def _keys(
+        self, logits: Float[Array, "B T N"], noise: Float[Array, "#B #T N"], depths: slice
+    ) -> tuple[Float[Array, "B T N"], Bool[Array, "B _ 1"]]:
+        """What picks at some depths are the largest of, and whether it has noise, where any row is sampled."""
+        scores = scaled_scores(logits, self.sampling)
+        c = jnp.ones((1, 1, 1))
+        if self.sharpness is not None:
+            c = jnp.asarray(SHARPNESS)[self.sharpness[depths]][None, :, None]
+        with_noise = (self.sampling.temperature[:, None, None] > 0) & jnp.isfinite(c)
+        return jnp.where(with_noise, jnp.where(jnp.isfinite(c), c, 1.0) * scores + noise, scores), with_noise
 
     def allowed(
         self,

@@ -171,7 +171,7 @@ class Drafter(dflash.Drafter):
     ) -> Proposal:
         """A token for every slot, or a tree of them, given the one chosen for the slot before."""
         logits = choice.allowed(self.unembed(target, hidden), **self.choosable)
-        unary, candidates = top_k(logits, self.config.selector_top_k)
+        unary, candidates = choice.best(logits, self.config.selector_top_k, vocabulary=self.vocabulary)
         candidates = candidates if self.vocabulary is None else self.vocabulary[candidates]
         gates = self.gates(hidden)
 

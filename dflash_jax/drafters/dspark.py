@@ -21,7 +21,6 @@ from dflash_jax.config_json import require
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.sampling import top_k
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, Lookup, dflash_fields, flag, is_of
@@ -146,8 +145,8 @@ class Drafter(dflash.Drafter):
     ) -> Proposal:
         """A token for every slot, or a tree of them, given the one chosen for the slot before.
 
-        In a tree, the head corrects a slot's `TREE_CANDIDATES` best tokens alone: logits of the whole vocabulary for
-        every node would cost more than they bring.
+        In a tree, the head corrects a slot's `TREE_CANDIDATES` best tokens alone (`Choice.best`): logits of the whole
+        vocabulary for every node would cost more than they bring.
         """
         begun, hidden = self.begun(anchor, hidden)
         logits = self.unembed(target, hidden)
@@ -172,8 +171,7 @@ class Drafter(dflash.Drafter):
     def best(self, choice: Choice, logits: Float[Array, "B P V"]) -> tuple[Float[Array, "B P C"], Int[Array, "B P C"]]:
         """The best allowed tokens of every slot, as the drafter numbers them."""
         allowed = choice.allowed(logits, **self.choosable)
-        best, ids = top_k(allowed, min(TREE_CANDIDATES, allowed.shape[-1]))
-        return best, ids
+        return choice.best(allowed, min(TREE_CANDIDATES, allowed.shape[-1]), vocabulary=self.vocabulary)
 
     def teacher_forced(
         self,
