@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.decoding.sampling import (
     Sampling,
@@ -14,8 +15,10 @@ from dflash_jax.decoding.sampling import (
     gumbel_noise,
     request_key,
     select,
+    top_k,
 )
 from dflash_jax.kernels.dispatch import using
+from dflash_jax.mesh import make_mesh, parse_mesh
 
 
 def settings(temperature, top_k, top_p, rows=1, min_p=0.0):
@@ -206,3 +209,12 @@ def test_the_tail_of_the_noise_is_there():
         deviation = np.sqrt(expected * (1 - share(threshold)))
         assert abs((largest > threshold).sum() - expected) < 4 * deviation
     assert (largest > 15.95).any()  # eleven are expected
+
+
+def test_the_best_of_a_split_vocabulary():
+    """With the barrier on `jax.lax.top_k`'s own result, XLA aborts here."""
+    mesh = make_mesh(parse_mesh("model=2", jax.devices()[:2]), jax.devices()[:2])
+    scores = jax.random.normal(jax.random.key(0), (2, 3, 64))
+    placed = jax.device_put(scores, NamedSharding(mesh, PartitionSpec(None, None, "model")))
+    for got, expected in zip(jax.jit(top_k, static_argnums=1)(placed, 4), jax.lax.top_k(scores, 4), strict=True):
+        np.testing.assert_array_equal(got, expected)

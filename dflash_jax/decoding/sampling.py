@@ -110,8 +110,11 @@ def top_k(scores: Float[Array, "B T V"], count: int) -> tuple[Float[Array, "B T 
     """The largest scores in order, and where; of equal ones the first.
 
     Without the barrier XLA looks through it at who uses a part of the result, and on CPU then sorts all of the scores.
+    In the order of `jax.lax.top_k`, XLA puts the barrier on its whole result, and aborts on a mesh that splits only the
+    vocabulary.
     """
-    best, at = jax.lax.optimization_barrier(jax.lax.top_k(scores, count))
+    best, at = jax.lax.top_k(scores, count)
+    at, best = jax.lax.optimization_barrier((at, best))
     return best, at
 
 
