@@ -245,8 +245,8 @@ class Choice(struct.PyTreeNode):
     def best(
         self, logits: Float[Array, "B T N"], count: int, *, vocabulary: Int[Array, " N"] | None = None
     ) -> tuple[Float[Array, "B T C"], Int[Array, "B T C"]]:
-        """Logits and places of the options that are most likely to be picked at the depths 0..T-1, for a drafter that
-        says of these alone what follows what.
+        """Logits and places of the `count` options most likely to be picked at each of the depths 0..T-1, for a drafter
+        that rescores only these, given the token before.
 
         With the noise that draft and target share, an unlikely token that the noise favours is among them.
 
@@ -265,7 +265,7 @@ class Choice(struct.PyTreeNode):
     def _keys(
         self, logits: Float[Array, "B T N"], noise: Float[Array, "#B #T N"], depths: slice
     ) -> tuple[Float[Array, "B T N"], Bool[Array, "B _ 1"]]:
-        """What picks at some depths are the largest of, and whether it has noise, where any row is sampled."""
+        """The scores whose largest is picked at some depths, and which include noise, in a step with a sampled row."""
         scores = scaled_scores(logits, self.sampling)
         c = jnp.ones((1, 1, 1))
         if self.sharpness is not None:
