@@ -86,6 +86,17 @@ class BenchmarkGeneration(GenerationOptions):
 
 
 @dataclass(frozen=True)
+class BenchmarkModels(ModelOptions):
+    """The models, and where they run.
+
+    Attributes:
+        target: target checkpoint: a directory, a GGUF file of the llama family, or a hub id
+    """
+
+    target: Annotated[str | None, optional(str, "DIR|FILE.gguf|ID", "the bundled pair")] = None
+
+
+@dataclass(frozen=True)
 class BenchmarkOptions:
     """Options of `python -m dflash_jax.benchmark`.
 
@@ -98,7 +109,7 @@ class BenchmarkOptions:
             --block-size auto: plain decoding, auto, and plain decoding that keeps the drafter's state up to date
         sweep: instead: for each of these numbers, so many requests at the same time; compares plain decoding, the block
             size and auto
-        drafters: instead: these drafters of the target side by side: tau, speedup, times and bytes of a round, on each
+        drafters: instead: these drafters of the target side by side: tau, speedup, times and bytes of a step, on each
             of the --tasks at each --temperature
         tasks: of --drafters: datasets, like gsm8k,mt-bench (default: the one of --dataset)
         rounds: of --drafters: how often all prompts are answered
@@ -122,7 +133,7 @@ class BenchmarkOptions:
     json: Annotated[str | None, optional(str, "FILE")] = None
     seed: Annotated[int, arg(metavar="N")] = 0
     official: bool = False
-    models: ModelOptions = field(default_factory=ModelOptions)
+    models: BenchmarkModels = field(default_factory=BenchmarkModels)
     generation: BenchmarkGeneration = field(default_factory=BenchmarkGeneration)
 
 
@@ -157,7 +168,7 @@ def _shown(options: BenchmarkOptions, figures: dict[str, Any]) -> str:
     if options.drafters:
         from dflash_jax.benchmarks.drafters import markdown
 
-        lines = [f"{name}: {one['round_gb']:.2f} GB a round" for name, one in figures["qwen3_8b"].items()]
+        lines = [f"{name}: {one['round_gb']:.2f} GB a step" for name, one in figures["qwen3_8b"].items()]
         cells = markdown(figures["cells"], figures["steps"])
         return "\n".join([cells, "", "on a Qwen3-8B in bfloat16, batch 1", *lines])
     from dflash_jax.benchmarks.sweep import sweep_table

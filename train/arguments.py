@@ -100,7 +100,7 @@ class DataOptions:
             (also DFLASH_KERNELS)
     """
 
-    target: Annotated[str, arg(metavar="DIR|ID")]
+    target: Annotated[str, arg(metavar="DIR|FILE.gguf|ID")]
     data: JsonLines
     config: Annotated[str | None, optional(str, "FILE")] = None
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"

@@ -79,7 +79,8 @@ class TrainConfig:
         weighting: "decay", or "dpace" (arXiv 2605.18810) with alpha 0.5.
         cross_entropy: coefficient of the loss against the data token.
         kl: coefficient of the divergence from the target's own distribution.
-        total_variation: coefficient of the distance from the target's own distribution.
+        total_variation: coefficient of the distance from the target's own distribution; alone it hardly learns from
+            scratch.
         negative_log_acceptance: coefficient of -log of the acceptance (arXiv 2602.23881).
         lk_hybrid: coefficient of the mixture of divergence and rejected share of arXiv 2602.23881.
         feature_noise: half width of uniform noise on the target features.

@@ -268,7 +268,7 @@ def unequal(figures: Mapping[str, Any]) -> str | None:
 
 def bytes_per_round(raw: Raw, block_size: int, nodes: int = 0) -> dict[str, float]:
     """GB that products of a drafter of this kind and depth would read per round of a Qwen3-8B, in bfloat16 at batch 1
-    after 1,024 tokens: what bounds a round on an accelerator. A reduced vocabulary has 32,000 tokens there.
+    after 1,024 tokens: what bounds a step on an accelerator. A reduced vocabulary has 32,000 tokens there.
 
     Args:
         raw: `config.json` of the drafter.

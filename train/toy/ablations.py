@@ -141,7 +141,7 @@ def ablate(
         ValueError: an unknown row, or results of another budget in the directory.
     """
     if unknown := [name for name in names if name not in ROWS]:
-        raise ValueError(f"unknown rows {', '.join(unknown)}; known are {', '.join(ROWS)}")
+        raise ValueError(f"unknown rows: {'; '.join(unknown)}; known are: {'; '.join(ROWS)}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     results = directory / "results.jsonl"
