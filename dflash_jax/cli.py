@@ -177,10 +177,10 @@ class GenerationOptions:
         top_p: in (0, 1]; 1 keeps every token
         top_k: 0 keeps every token
         min_p: in 0..1; 0 keeps every token
-        block_size: draft slots per step, up to the checkpoint's (default); auto measures what pays, no speculation
-            included (default of serve --input and --http). In bfloat16 block sizes round differently, and auto depends
-            on measured times, so answers may differ in their last bits from run to run; --deterministic of serve fixes
-            everything
+        block_size: positions of a block, the anchor included, up to the checkpoint's (default); auto measures what
+            pays, no speculation included (default of serve --input and --http). In bfloat16 block sizes round
+            differently, and auto depends on measured times, so answers may differ in their last bits from run to run;
+            --deterministic of serve fixes everything
         tree: nodes of the tree of likely paths that is verified instead of a chain; 0 is a chain; auto, together with
             --block-size auto, chooses among chains and trees
         batch_size: rows decoded together
@@ -231,7 +231,7 @@ class EngineOptions:
     long_slots: Annotated[int | None, optional(int, "N", "an eighth")] = None
     """rows of --max-length tokens where there are shorter ones"""
     prefix_chunks: Annotated[
-        int | None, optional(int, "N", "as many as prompts share, in no more memory than the slots take")
+        int | None, optional(int, "N", "as many as prompts share, in no more memory than the rows take")
     ] = None
     """chunks of prompts (32 to 256 tokens, by the longest prompt) to keep for those that begin alike; 0 keeps none"""
     stream_interval: Annotated[int, arg(metavar="N")] = 16

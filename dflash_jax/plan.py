@@ -31,7 +31,7 @@ class PlanOptions:
         mesh: like data=2,model=4 (see serve)
         batch: rows; of training, packed rows of a step
         max_length: tokens of a row
-        block_size: draft slots
+        block_size: positions of a block, the anchor included
         tree: nodes of a tree that is verified instead of a chain; also says which trees cost no time
         parts: also compile draft, verify (also of one token), accept and commit, each alone, for the bytes they move
         tau: tokens a step commits
