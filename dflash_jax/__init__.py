@@ -8,7 +8,10 @@ from dflash_jax.version import __version__ as __version__
 if TYPE_CHECKING:
     from dflash_jax.bundled import bundled_pair as bundled_pair
     from dflash_jax.decoding.proposal import Proposal as Proposal
+    from dflash_jax.decoding.state import DraftModel as DraftModel
+    from dflash_jax.decoding.state import State as State
     from dflash_jax.decoding.state import init_state as init_state
+    from dflash_jax.decoding.step import Committed as Committed
     from dflash_jax.decoding.step import Round as Round
     from dflash_jax.decoding.step import choosing as choosing
     from dflash_jax.decoding.step import make_round as make_round
@@ -18,12 +21,16 @@ if TYPE_CHECKING:
     from dflash_jax.drafters.loading import load_drafter as load_drafter
     from dflash_jax.infer.engine import Engine as Engine
     from dflash_jax.infer.engine_config import EngineConfig as EngineConfig
+    from dflash_jax.infer.generate import Generation as Generation
     from dflash_jax.infer.generate import begin_decoding as begin_decoding
     from dflash_jax.infer.generate import generate as generate
     from dflash_jax.infer.generate import spec_generate as spec_generate
     from dflash_jax.infer.params import SamplingParams as SamplingParams
+    from dflash_jax.infer.replay import Replay as Replay
     from dflash_jax.infer.replay import replay as replay
+    from dflash_jax.infer.requests import Completion as Completion
     from dflash_jax.infer.requests import Request as Request
+    from dflash_jax.infer.requests import RequestError as RequestError
     from dflash_jax.infer.text import Text as Text
     from dflash_jax.mesh import make_mesh as make_mesh
     from dflash_jax.mesh import parse_mesh as parse_mesh
@@ -32,10 +39,17 @@ if TYPE_CHECKING:
 
 # Imported on first use, so that `python -m dflash_jax.serve --help` need not import jax.
 _PUBLIC = {
+    "Committed": "decoding.step",
+    "Completion": "infer.requests",
+    "DraftModel": "decoding.state",
     "Drafter": "drafters.base",
     "Engine": "infer.engine",
     "EngineConfig": "infer.engine_config",
+    "Generation": "infer.generate",
+    "Replay": "infer.replay",
     "Request": "infer.requests",
+    "RequestError": "infer.requests",
+    "State": "decoding.state",
     "SamplingParams": "infer.params",
     "Target": "target",
     "Text": "infer.text",

@@ -185,7 +185,7 @@ def _check_plot(options: BenchmarkOptions) -> None:
     from dflash_jax.benchmarks.plots import check_plot
 
     if not options.sweep and not options.drafters:
-        raise ValueError("--plot draws the figures of --sweep or --drafters; give both")
+        raise ValueError("--plot needs --sweep or --drafters, whose figures it draws")
     assert options.plot
     check_plot(options.plot)
 
@@ -219,6 +219,8 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
     if options.official and (generation.temperature > 0 or (generation.batch_size != 1 and not options.jobs)):
         raise ValueError("--official compares greedy decoding at batch size 1 only")
     source, draft_source = pair_sources(options.models)
+    if not draft_source:
+        raise ValueError("--drafter is needed: benchmark compares decoding with it and without")
     dataset = options.dataset or ("gsm8k" if options.models.target else "problems")
     samples, is_correct = questions(dataset, options.max_samples)
     if options.sweep and (options.jobs or options.official):

@@ -177,14 +177,14 @@ class GenerationOptions:
         top_p: in (0, 1]; 1 keeps every token
         top_k: 0 keeps every token
         min_p: in 0..1; 0 keeps every token
-        block_size: positions of a block, the anchor included, up to the checkpoint's (default); auto measures what
-            pays, no speculation included (default of serve --input and --http). In bfloat16 block sizes round
-            differently, and auto depends on measured times, so answers may differ in their last bits from run to run;
-            --deterministic of serve fixes everything
+        block_size: positions of a block, with the anchor; at most, and by default, the checkpoint's. auto measures
+            several sizes, and plain decoding, and uses the fastest; it is the default of serve --input and --http. It
+            depends on measured times, so bfloat16 answers may differ in their last bits from run to run, which
+            --deterministic of serve prevents
         tree: nodes of the tree of likely paths that is verified instead of a chain; 0 is a chain; auto, together with
             --block-size auto, chooses among chains and trees
         batch_size: rows decoded together
-        proposals: how the drafter picks tokens at temperature > 0; never changes the answers
+        proposals: how the drafter picks tokens at temperature > 0; changes the speed, and in float32 never the answers
         chat_template_kwargs: arguments of the chat template, a JSON object like {"enable_thinking": false}
     """
 
@@ -235,7 +235,7 @@ class EngineOptions:
     ] = None
     """chunks of prompts (32 to 256 tokens, by the longest prompt) to keep for those that begin alike; 0 keeps none"""
     stream_interval: Annotated[int, arg(metavar="N")] = 16
-    """decoding steps of one device call: fewer stream sooner, more have less overhead"""
+    """most decoding steps of one device call: with fewer, tokens show sooner; with more, there is less overhead"""
     deterministic: bool = False
     """the bits of an answer are the same in every run: nothing is chosen by measured times or by the other prompts.
     --block-size auto is the checkpoint's own, and --max-length is 2048 (4096 with --http) unless it is given"""

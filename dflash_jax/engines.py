@@ -149,7 +149,7 @@ def _check_options(generation: GenerationOptions, options: EngineOptions) -> Non
     if options.long_slots is not None and options.short_length is None:
         raise ValueError("--long-slots needs --short-length")
     if options.short_length is not None and options.deterministic:
-        raise ValueError("--short-length and --deterministic exclude each other: where a row stands decides bits")
+        raise ValueError("--short-length and --deterministic exclude each other: the length of a row changes last bits")
 
 
 def _given_lengths(

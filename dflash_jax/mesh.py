@@ -77,7 +77,16 @@ def parse_mesh(text: str, devices: Sequence[object] | None = None) -> dict[str, 
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:  # pyright: ignore[reportInvalidTypeForm] (a compiled class)
-    """The mesh of these axis sizes, all axes automatic."""
+    """The mesh of these axis sizes, all axes automatic.
+
+    Args:
+        sizes: of all four axes: data, fsdp, model and expert, as `parse_mesh` returns them.
+        devices: as many as the sizes multiply to; None is all of this program.
+
+    Raises:
+        KeyError: an axis is missing.
+        ValueError: another number of devices.
+    """
     types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(sizes[name] for name in AXES), AXES, axis_types=types, devices=devices)
 

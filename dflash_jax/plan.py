@@ -14,9 +14,9 @@ from dflash_jax.cli import optional, parse
 DESCRIPTION = """\
 Memory, operations, collectives and the least time of a step, per device, on machines that are not here.
 
-  examples      --target qwen3-8b --topology v5e:2x2 --batch 8 --max-length 8192
-                --target qwen3-8b --topology v5e:4x4 --training --batch 16 --max-length 3072
-                --target config.json --drafter config.json --topology h100:4 --mesh model=4
+  examples      --target qwen3-8b --topology v5e:2x2 --batch-size 8 --max-length 8192
+                --target qwen3-8b --topology v5e:4x4 --training --batch-size 16 --max-length 3072
+                --target TARGET/config.json --drafter DRAFTER/config.json --topology h100:4 --mesh model=4
 """
 
 
@@ -25,33 +25,33 @@ class PlanOptions:
     """Memory, operations, collectives and the least time of a step, per device.
 
     Attributes:
-        target: name (qwen3-8b), config.json or its folder
+        target: a name such as qwen3-8b (an unknown one lists all), config.json or its folder
         topology: TPU, like v5e:2x2, or GPU and number, like h100:4
-        drafter: likewise
+        drafter: config.json or its folder
         mesh: like data=2,model=4 (see serve)
-        batch: rows; of training, packed rows of a step
+        batch_size: rows; of training, packed rows of a step
         max_length: tokens of a row
         block_size: positions of a block, the anchor included
         tree: nodes of a tree that is verified instead of a chain; also says which trees cost no time
         parts: also compile draft, verify (also of one token), accept and commit, each alone, for the bytes they move
         tau: tokens a step commits
         training: the training step of the drafter instead
-        anchors: of a row, for --training
+        row_anchors: blocks of a packed row, for --training
         json: write the figures, too
     """
 
     target: Annotated[str, arg(metavar="CONFIG")]
     topology: Annotated[str, arg(metavar="CHIP:SHAPE")]
-    drafter: Annotated[str | None, optional(str, "CONFIG", "that of a target named by name")] = None
+    drafter: Annotated[str | None, optional(str, "CONFIG", "the published one of a target given by name")] = None
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
-    batch: int = 8
+    batch_size: int = 8
     max_length: int = 8192
     block_size: Annotated[int | None, optional(int, "N", "the drafter's")] = None
     tree: int = 0
     parts: bool = False
     tau: float = 6.49
     training: bool = False
-    anchors: int = 512
+    row_anchors: int = 512
     json: Annotated[Path | None, optional(Path, "FILE")] = None
 
 

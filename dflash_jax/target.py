@@ -106,10 +106,11 @@ class Target(struct.PyTreeNode):
 
 
 def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Target:
-    """Loads a target from a local directory or a hub id.
+    """Loads a target from a local directory, a GGUF file or a hub id.
 
     Args:
-        source: directory with `config.json` and safetensors (single file or sharded), or `owner/name`.
+        source: directory with `config.json` and safetensors (single file or sharded), a `.gguf` file of the llama
+            family, or `owner/name`.
         dtype: "float32", "bfloat16" or "float16", of all weights. None or "auto" is float32 on CPU and bfloat16
             elsewhere, and leaves weights quantised that are stored so.
         mesh: devices to spread the weights over (see `mesh`); each shard is read straight to its device.

@@ -17,9 +17,9 @@ class EngineConfig:
     Attributes:
         slots: rows decoded at the same time.
         max_length: prompt and answer tokens a row can hold.
-        block_size: positions per step, at most the checkpoint's (the default); 1 does not speculate, but for drafters
-            whose anchor predicts, too. "auto" chooses a size for every device call, 1 included, by measured step times
-            and acceptance.
+        block_size: positions per step, at most the checkpoint's (the default). 1 is plain decoding, except with a
+            drafter that predicts at the anchor, too, which then proposes one token. "auto" chooses a size for every
+            device call, 1 included, by measured step times and acceptance.
         tree: number of nodes of the tree to verify; 0 verifies a chain. "auto", the
             default where the block size is "auto", chooses among chains and trees.
         proposals: how the drafter picks tokens when answers are sampled: "calibrated", "coupled", "argmax" or
@@ -36,9 +36,12 @@ class EngineConfig:
         long_slots: how many slots hold `max_length` tokens where there are short ones.
         plain: whether requests may ask for steps without speculation.
         deterministic: nothing is chosen by measured times and lengths are fixed, so that the bits of an answer follow
-            from its request, the drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`, `prefill_chunk`,
-            the dtype and the kind of device alone. On CPU they do not follow from `max_length` either. "auto" is then
-            the checkpoint's block size, and no tree.
+            from its request, target, drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`,
+            `prefill_chunk`, the dtype, the mesh and the kind of device alone. On CPU they do not follow from
+            `max_length` either. "auto" is then the checkpoint's block size, and no tree.
+
+    Raises:
+        ValueError: a setting out of range, or two that exclude each other.
     """
 
     slots: int = 1
@@ -83,10 +86,10 @@ class EngineConfig:
                 )
             if self.deterministic:
                 raise ValueError(
-                    "slots of two lengths and deterministic exclude each other: where a row stands decides bits"
+                    "slots of two lengths and deterministic exclude each other: the length of a row changes last bits"
                 )
         if self.plain and self.deterministic:
-            raise ValueError("plain and deterministic exclude each other: steps of all rows would follow from one")
+            raise ValueError("plain and deterministic exclude each other: one plain request changes the steps of all")
         if self.proposals not in get_args(Proposals):
             raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {self.proposals!r}")
 

@@ -50,7 +50,8 @@ def spec_generate(
     prefill_chunk: int = 256,
     **sampling: Any,
 ) -> Generation:
-    """Generates with speculation; the tokens are those `generate` returns for the same arguments.
+    """Generates with speculation. In float32 the tokens are those of `generate` with the same arguments, up to ties; in
+    bfloat16 and float16 they may differ by rounding (docs/sampling.md).
 
     Args:
         target, drafter: a pair from `load_target` and `load_drafter`.
@@ -58,11 +59,13 @@ def spec_generate(
         max_new_tokens: budget per row.
         seed: row i draws from this seed and i alone.
         stop_token_ids: tokens that end a row; None takes the checkpoint's, an empty list none.
-        block_size: positions per step, at most the checkpoint's (the default); 1 does not speculate. "auto" measures
-            several sizes and uses the fastest.
+        block_size: positions per step, at most the checkpoint's (the default). 1 is plain decoding, except with a
+            drafter that predicts at the anchor, too, which then proposes one token. "auto" measures several sizes and
+            uses the fastest.
         tree: number of nodes of the tree to verify; 0 is a chain. None is a chain, or "auto" where block_size is
             "auto".
-        proposals: "calibrated", "coupled", "argmax" or "independent"; changes speed, never the output.
+        proposals: "calibrated", "coupled", "argmax" or "independent"; changes the speed, and in float32 never the
+            tokens.
         max_length: cache slots per row; by default what the longest row needs, rounded up so that
             similar calls share compiled programs.
         prefill_chunk: prompt tokens per prefill pass.
@@ -99,7 +102,7 @@ def spec_generate(
 
 
 def generate(target: Target, input_ids: Prompts, *, max_new_tokens: int, **settings: Any) -> Generation:
-    """The autoregressive baseline: `spec_generate` without a drafter; same arguments, same tokens."""
+    """Plain decoding: `spec_generate` without a drafter, with the same arguments."""
     return spec_generate(target, None, input_ids, max_new_tokens=max_new_tokens, **settings)
 
 
@@ -115,8 +118,9 @@ def begin_decoding(
     """Prefills the prompts, one per row, and returns the decoding state for your own loop over `speculative_step`.
 
     Args:
+        drafter: not checked here: call `drafter.config.check_pair(target.config)` first.
         input_ids: see `spec_generate`; all are read in one pass.
-        params: settings of every row.
+        params: settings of every row; None is greedy, without tokens that end an answer.
         seed: row i draws from this seed and i alone, as in `spec_generate`.
         max_length: tokens that a row can hold.
 

@@ -185,7 +185,7 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> 
         request, stop, messages, later = plain_request(row, str(line_id), text, defaults)
         n = sample_count(row)
         if n > 1 and later:
-            raise RequestError("invalid_parameter", "n is of a single prompt, not of a conversation's turns")
+            raise RequestError("invalid_parameter", "n works with a single prompt, not with a conversation's turns")
     except RequestError as error:
         return Line(index, line_id, error=error, named=named, is_batch=is_batch)
     return Line(

@@ -38,9 +38,8 @@ class BatchLine(NamedTuple):
 def plain_line(row: Mapping[str, Any]) -> tuple[dict[str, Any], BatchLine]:
     """The plain form of a batch line `{"custom_id", "method", "url", "body"}`; raises RequestError."""
     if row.get("method") != "POST" or row.get("url") not in (CHAT, TEXT):
-        raise RequestError(
-            "invalid_request", f"a batch line needs method POST and url {CHAT} or {TEXT}, got {row.get('url')!r:.80}"
-        )
+        found = f"method {row.get('method')!r:.80} and url {row.get('url')!r:.80}"
+        raise RequestError("invalid_request", f"a batch line needs method POST and url {CHAT} or {TEXT}, got {found}")
     body = row.get("body")
     if not isinstance(body, dict):
         raise RequestError("invalid_request", f"body must be an object, got {type(body).__name__}")

@@ -35,8 +35,10 @@ class SamplingParams:
         seed: of this request; None derives its noise from the engine's seed and the request's id.
         logprobs: how many of the likeliest tokens to return the log-probabilities of, besides the chosen one's, at
             most the engine's `logprobs`; None returns none.
-        stop_token_ids: tokens that end the answer; the one that does is its last token. None are set by default: pass
-            `target.config.eos_token_ids`.
+        stop_token_ids: tokens that end the answer, at most 8; the one that does is its last token. None are set by
+            default: pass `target.config.eos_token_ids`.
+
+    Values are checked when a request is given to an engine, which raises `RequestError`, a ValueError.
     """
 
     max_new_tokens: int = 256

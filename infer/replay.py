@@ -30,8 +30,8 @@ class Replay(NamedTuple):
             log-probabilities over temperature plus noise. Infinite for a token outside top-k or top-p.
         worst_index: where, counted in generated tokens.
         mismatches: tokens that are not the target's choice in this replay.
-        near_ties: of these, how many with a gap that rounding explains: below `TIE`, or in a half-precision dtype below
-            `ROUNDINGS` rounding errors of the position's largest logit (over the temperature, if there is one).
+        near_ties: of these, how many with a gap that rounding explains: below 1e-4, or in bfloat16 and float16 below
+            two rounding errors of the position's largest logit (over the temperature, if there is one).
     """
 
     worst_gap: float
@@ -61,10 +61,14 @@ def replay(
     The settings must be those of the run: `spec_generate(seed=s)` gives row i the request id str(i).
 
     Args:
+        prompt, tokens: token ids of the prompt, and those generated after it, the stop token included.
         params: of the request.
         seed: of the engine, for a request without a seed of its own.
         request_id, sample: of the request.
         settings: fields of `SamplingParams` by name, which win over `params`.
+
+    Raises:
+        ValueError: an empty prompt or answer.
     """
     if not prompt or not tokens:
         raise ValueError("replay needs a prompt and generated tokens, got an empty sequence")

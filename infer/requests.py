@@ -29,10 +29,11 @@ class Request:
         params: how its tokens are chosen.
         sample: number of this answer, where a prompt is answered more than once; each has noise of its own.
         id: any string; it decides the noise of a request without a seed.
-        find_stop: given the tokens so far and how many of them are new, how many to keep if the answer
-            ends within them, else None (stop strings; called on the host as tokens arrive).
-        speculative: whether the drafter may propose its tokens, which changes how fast they come and not what they are;
-            without, an engine needs `EngineConfig.plain`, and others that run at the same time do not speculate either.
+        find_stop: for stop strings. Called on the host as `find_stop(tokens, new)`, where the last `new` of `tokens`
+            have just come; returns how many tokens to keep if the answer ends there, or None to go on.
+        speculative: whether the drafter may propose its tokens, which changes the speed, and in float32 never the
+            tokens. False needs an engine with `EngineConfig(plain=True)`; requests that run at the same time do not
+            speculate either.
     """
 
     prompt_token_ids: Sequence[int]

@@ -41,7 +41,7 @@ def test_collectives_are_read_from_a_program():
 
 def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(planning, "has_compiler", lambda name: False)
-    arguments = ["--target", "qwen3-8b", "--topology", "h100:4", "--max-length", "1024", "--batch", "1"]
+    arguments = ["--target", "qwen3-8b", "--topology", "h100:4", "--max-length", "1024", "--batch-size", "1"]
     assert plan.main([*arguments, "--json", str(tmp_path / "f.json")]) == 0
     figures = json.loads((tmp_path / "f.json").read_text())
     weights = 8.19e9 + 1.05e9  # as the two are known to be
@@ -51,7 +51,7 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "h100:4   4 devices   model 4" in out
     assert "fits" in out
-    assert plan.main(["--target", "qwen3-32b", "--topology", "h100", "--max-length", "40000", "--batch", "8"]) == 0
+    assert plan.main(["--target", "qwen3-32b", "--topology", "h100", "--max-length", "40000", "--batch-size", "8"]) == 0
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
@@ -62,7 +62,7 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
         (["--target", "nowhere", "--topology", "h100"], "--drafter is needed, unless --target is one of qwen3-4b"),
         (["--target", "qwen3-8b", "--topology", "h100:4", "--mesh", "model=3"], "there are 4 devices"),
         (
-            ["--target", "qwen3-8b", "--topology", "h100:2", "--mesh", "data=2", "--batch", "3"],
+            ["--target", "qwen3-8b", "--topology", "h100:2", "--mesh", "data=2", "--batch-size", "3"],
             "multiple of the 2 parts",
         ),
         (["--target", "qwen3-8b", "--topology", "h100:2", "--training"], "name a TPU topology"),
@@ -94,7 +94,7 @@ def test_a_training_step_by_its_compiler():
 def test_four_chips_by_their_compiler(monkeypatch, capsys, tmp_path):
     pytest.importorskip("libtpu")
     monkeypatch.setitem(presets.PAIRS, "cut", cut(2))
-    arguments = ["--target", "cut", "--topology", "v5e:2x2", "--batch", "4", "--max-length", "2048"]
+    arguments = ["--target", "cut", "--topology", "v5e:2x2", "--batch-size", "4", "--max-length", "2048"]
     assert plan.main([*arguments, "--json", str(tmp_path / "f.json")]) == 0
     figures = json.loads((tmp_path / "f.json").read_text())
     assert figures["mesh"] == {"data": 1, "fsdp": 1, "expert": 1, "model": 4}
@@ -155,7 +155,7 @@ def test_what_the_parts_of_a_step_move(monkeypatch, capsys, tmp_path):
     """A block reads what a single token does, each weight once, and little besides; commit writes a block's entries."""
     pytest.importorskip("libtpu")
     monkeypatch.setitem(presets.PAIRS, "cut", cut(2))
-    arguments = ["--target", "cut", "--topology", "v5e:2x2", "--batch", "4", "--max-length", "2048", "--parts"]
+    arguments = ["--target", "cut", "--topology", "v5e:2x2", "--batch-size", "4", "--max-length", "2048", "--parts"]
     assert plan.main([*arguments, "--json", str(tmp_path / "f.json")]) == 0
     figures = json.loads((tmp_path / "f.json").read_text())
     moved = figures["part_bytes"]

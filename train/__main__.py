@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return stages[type(options)](options)
     except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
+        continues = not isinstance(options, EvaluateOptions | ExportOptions | PlotOptions)
+        print(f"interrupted{'; the same command continues' if continues else ''}", file=sys.stderr)
         return 1
     except ImportError as error:
         print(f"error: {error}; training needs more packages: pip install '.[train]' in the checkout", file=sys.stderr)
@@ -232,7 +233,7 @@ def _evaluate(options: EvaluateOptions) -> int:
     if bool(options.run) == bool(options.models.drafter):
         raise ValueError("give either --run or --drafter")
     if options.step is not None and not options.run:
-        raise ValueError("--step is of a --run")
+        raise ValueError("--step needs --run")
 
     from dflash_jax.drafters.loading import load_drafter
     from dflash_jax.loading import choose_mesh, enable_compilation_cache, use_kernels

@@ -36,7 +36,8 @@ Trains a drafter for a target: DFlash, DFlash 2, DSpark, EAGLE-3 or TreeFlash.
                 fit --target DIR --data answers.jsonl --out run
                 export --run run --out drafter
 
-  exit status   0 done, 1 stopped on the way (what is done is kept), 2 unusable
+  exit status   0 done, 1 interrupted, stopped by an infinite loss, or (regenerate)
+                some line has an error record; what is done is kept. 2 unusable
                 arguments or files
 """
 NOT_GIVEN: Any = object()  # None is a value of settings
@@ -95,7 +96,7 @@ class DataOptions:
             over all of them
         distributed: this is process I (from 0) of N that train together, with the first at HOST:PORT; without a value
             as the environment says (TPU pods, Slurm)
-        init_from: continue from a published drafter
+        init_from: begin with this drafter, which `export` wrote or others published
         kernels: which implementation of the kernels runs; auto checks each Pallas kernel against XLA at its first use
             (also DFLASH_KERNELS)
     """
@@ -114,7 +115,8 @@ class RegenerateOptions:
     """Options of `regenerate`.
 
     Attributes:
-        input: prompts, in every form `serve` takes; or gsm8k, the training questions of that set from the hub
+        input: a plain file of JSON lines, in every form `serve` takes; or gsm8k, the training questions of
+            that set from the hub
         output: answers; continued if it exists
     """
 
@@ -234,7 +236,7 @@ class AblateOptions:
     Attributes:
         out: runs and results.jsonl; continued if it is there
         pair: made by pair
-        rows: names of rows
+        rows: names of rows, in quotes
         steps: of each row
         samples: held-out problems to decode
         plot: draw tau of all rows that are done

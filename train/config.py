@@ -64,7 +64,7 @@ class TrainConfig:
         batch_size: packed rows per optimiser step.
         accumulate: parts a step's rows are processed in, one after the other; divides `batch_size`.
         epochs: visits of the data.
-        max_steps: stops earlier; 0 does not.
+        max_steps: ends after so many steps; 0 sets no such limit.
         optimizer: "adamw", or "muon" for matrices with adamw for the rest.
         learning_rate: peak; of the matrices for muon, whose rest gets a tenth.
         schedule: "cosine", "wsd" (warmup, stable, decay over the last fifth) or "constant"; all warm up.
@@ -170,7 +170,7 @@ class TrainConfig:
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate {self.accumulate} must divide batch_size {self.batch_size}")
         if not any(self.losses):
-            raise ValueError(f"all losses are off: set {', '.join(Coefficients._fields)}")
+            raise ValueError(f"all losses are off: at least one must be above 0 of {', '.join(Coefficients._fields)}")
 
     @property
     def losses(self) -> Coefficients:

@@ -66,11 +66,13 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
     else:
         sizes = sharding.auto_mesh(_parsed(raws), len(devices), len(devices))
     parts = sizes["data"] * sizes["fsdp"]
-    if options.batch % parts:
-        raise ValueError(f"--batch {options.batch} must be a multiple of the {parts} parts the mesh splits rows in")
+    if options.batch_size % parts:
+        raise ValueError(
+            f"--batch-size {options.batch_size} must be a multiple of the {parts} parts the mesh splits rows in"
+        )
     figures: dict[str, Any] = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
-    figures |= {"batch": options.batch, "max_length": options.max_length, "chip_bytes": CHIPS[chip].memory}
-    shape = options.batch, options.max_length, options.block_size, options.tree
+    figures |= {"batch": options.batch_size, "max_length": options.max_length, "chip_bytes": CHIPS[chip].memory}
+    shape = options.batch_size, options.max_length, options.block_size, options.tree
     if options.training and options.parts:
         raise ValueError("--parts are those of a decoding step; leave --training out")
     for name in [name for name in ("training", "parts") if getattr(options, name) and not compiling]:
@@ -81,7 +83,7 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
         mesh = make_mesh(sizes, devices)
         with compiling_for(options.topology):
             if options.training:
-                compiled = compile_training(raws, mesh, options.batch, options.max_length, options.anchors)
+                compiled = compile_training(raws, mesh, options.batch_size, options.max_length, options.row_anchors)
             else:
                 compiled = compile_step(raws, mesh, *shape, dtype=dtype_for(chip))
             figures |= measured(compiled)
@@ -91,7 +93,7 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
         if not options.training:
             figures |= {"parts": traced(raws, sizes, *shape)}
     figures["fits"] = figures["peak_bytes"] < CHIPS[chip].memory
-    return figures | least_time(CHIPS[chip], figures, None if options.training else options.tau, options.batch)
+    return figures | least_time(CHIPS[chip], figures, None if options.training else options.tau, options.batch_size)
 
 
 def _configs(target: str, drafter: str | None) -> Pair:

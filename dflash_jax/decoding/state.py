@@ -133,7 +133,7 @@ class DraftModel(Protocol):
 
 
 class State(struct.PyTreeNode):
-    """Everything a decoding batch carries from step to step; donated to every program.
+    """Everything a decoding batch carries from step to step. The engine's own programs donate it.
 
     Attributes:
         anchor: last committed token of each row. Its keys and values are not in the caches yet: it sits

@@ -88,7 +88,7 @@ def speculative_step(parts: Round, state: State, *, logprobs: int | None = None)
 
     Args:
         parts: the models, as functions.
-        state: consumed.
+        state: before the step; it stays valid unless your `jax.jit` donates it.
         logprobs: alternatives to return the log-probabilities of; None returns none.
 
     Raises:
@@ -154,7 +154,7 @@ def sizes_within(nodes: int) -> tuple[int, ...]:
 
 
 def choosing(target: TargetModel, depth: int) -> Callable[[State], Choice]:
-    """Noise for `depth` nodes and the token after them, by depth."""
+    """A function State -> `Choice`: settings, and noise [B, depth + 1, V] of `depth` nodes and the token after them."""
 
     def choice(state: State) -> Choice:
         positions = state.lengths[:, None] + 1 + jnp.arange(depth + 1)[None]
