@@ -18,13 +18,13 @@ from tests.test_speculative import start
 
 VOCAB, PROMPT, ANCHOR = 8, [3, 1, 4, 1], 5
 ROWS, BATCHES, TOKENS, BLOCK = 4096, 13, 3, 4
-SETTINGS = [
-    {"temperature": 1.0},
-    {"temperature": 1.0, "proposals": "calibrated"},
-    {"temperature": 1.0, "proposals": "independent"},
-    {"temperature": 0.8, "top_k": 5, "top_p": 0.9},
-    {"temperature": 1.0, "proposals": "calibrated", "nodes": 7},
-]
+SETTINGS = {
+    "coupled": {"temperature": 1.0},
+    "calibrated": {"temperature": 1.0, "proposals": "calibrated"},
+    "independent": {"temperature": 1.0, "proposals": "independent"},
+    "filtered": {"temperature": 0.8, "top_k": 5, "top_p": 0.9},
+    "tree": {"temperature": 1.0, "proposals": "calibrated", "nodes": 7},
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,13 @@ def p_value(counts, p):
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("settings", SETTINGS, ids=["coupled", "calibrated", "independent", "filtered", "tree"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(each, id=name, marks=[pytest.mark.slow] * (name not in ("coupled", "tree")))
+        for name, each in SETTINGS.items()
+    ],
+)
 def test_three_tokens_come_as_often_as_the_target_has_them(pair, settings):
     target, drafter = pair
     asked = {name: value for name, value in settings.items() if name not in ("proposals", "nodes")}

@@ -9,8 +9,8 @@ from dflash_jax.infer import prefixes
 from tests import tiny
 
 ALIASES = [name for name in tiny.FAMILIES if name.endswith("_text")]
-DAILY = {"qwen3_5", "qwen3_next"}  # the others have only caches of positions
-SLOW = {"gemma4", "gpt_oss", "kimi_k25", "qwen3_moe"}
+DAILY = {"qwen3_5"}  # it has states beside caches of positions
+SLOW = {"gemma4", "gpt_oss", "kimi_k25", "qwen3_moe", "qwen3_next"}
 FAMILIES = [
     pytest.param(name, marks=() if name in DAILY else pytest.mark.slow if name in SLOW else pytest.mark.exhaustive)
     for name in tiny.FAMILIES

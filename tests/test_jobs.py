@@ -274,7 +274,8 @@ def test_a_part_may_be_merged_before_it_is_closed(tmp_path):
         (tmp_path / "out.jsonl").unlink()
 
 
-@pytest.mark.parametrize("cause", ["limit", pytest.param("deleted", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", ["limit", pytest.param("deleted", marks=pytest.mark.exhaustive)])
 def test_a_failed_write_ends_the_command(pair, tmp_path, cause):
     """It printed its error and then stayed for ever, with requests in the slots of its engine."""
     rows = [row | {"id": f"{row['id']}-{i}"} for i in range(60) for row in ROWS]

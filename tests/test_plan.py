@@ -39,6 +39,7 @@ def test_collectives_are_read_from_a_program():
     ]
 
 
+@pytest.mark.slow
 def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(planning, "has_compiler", lambda name: False)
     arguments = ["--target", "qwen3-8b", "--topology", "h100:4", "--max-length", "1024", "--batch-size", "1"]

@@ -198,6 +198,7 @@ def test_impossible_settings_are_refused(bad):
         check_sampling(*bad)
 
 
+@pytest.mark.slow
 def test_the_tail_of_the_noise_is_there():
     """Of 100,000 equal tokens the largest noise exceeds 15.94 in 1.2% of draws; a coarse uniform never does."""
     vocabulary, draws, chunk = 100_000, 900, 100

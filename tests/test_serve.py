@@ -297,6 +297,7 @@ def thinking(pair, tmp_path):
     return tmp_path / "thinking"
 
 
+@pytest.mark.slow
 def test_arguments_of_the_chat_template(thinking, tmp_path, capsys):
     """The job's, over them the line's own, in later turns too; noted, so that no other job continues this one."""
     chat = {"messages": [{"role": "user", "content": "abc"}]}

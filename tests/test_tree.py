@@ -251,8 +251,8 @@ def plain(target):
     ("kind", "asked"),
     [
         *(("dflash", asked) for asked in ("greedy", "sampled")),
-        *((kind, "filtered") for kind in ("dflash2", "dspark")),
-        *(pytest.param(kind, "filtered", marks=pytest.mark.slow) for kind in ("eagle3", "treeflash")),
+        ("dflash2", "filtered"),
+        *(pytest.param(kind, "filtered", marks=pytest.mark.slow) for kind in ("dspark", "eagle3", "treeflash")),
         *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in itertools.product(KINDS, ASKED)),
     ],
 )
@@ -278,9 +278,8 @@ def test_nor_on_its_size(nodes, asked, directory, target, plain):
     assert got.tokens == plain[asked]
 
 
-@pytest.mark.parametrize(
-    "kind", ["dflash2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "dflash2")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_vocabulary_is_sorted(kind, tmp_path):
     """On CPU the few largest are found without."""
     size = 512

@@ -110,7 +110,7 @@ def test_a_tree_is_chosen_where_it_pays(gain):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.8, 0.95])
-@pytest.mark.parametrize("rows", [1, 4, 32])
+@pytest.mark.parametrize("rows", [1, 4, pytest.param(32, marks=pytest.mark.slow)])
 def test_it_is_near_the_best_fixed_size(rate, rows):
     best = max(expected_tokens([rate] * 15, proposed(size)) / cost for size, cost in COSTS.items())
     speed, _ = simulate(lambda visit: rate, 600, rows=rows)

@@ -81,6 +81,7 @@ def test_anchors_of_an_answer():
     assert "anchors" not in answer_record(line, [done])
 
 
+@pytest.mark.slow
 def test_answers_say_where_steps_began(place, tmp_path):
     """Decoding with a drafter changes no answer, and training goes on where its steps began."""
     drafter = tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config())
@@ -270,6 +271,7 @@ def test_distributed_takes_a_value_or_none():
         assert parse_stage([*fit, *more, "--seed", "1"]).source.distributed == found
 
 
+@pytest.mark.slow
 def test_regenerating_notes_the_arguments_of_the_chat_template(place, capsys):
     (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "abc"}]}\n')
     given = ["--input", str(place / "chat.jsonl"), "--deterministic"]

@@ -141,7 +141,7 @@ def test_the_selector_learns_from_the_scores_it_decodes_with(vocabulary, target)
     [pytest.param(None, id="whole", marks=pytest.mark.exhaustive), pytest.param(list(range(0, 62, 2)), id="reduced")],
 )
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ("dflash", "eagle3") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+    "kind", [kind if kind == "dflash" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_every_kind_learns_and_is_saved(kind, vocabulary, target, batch, tmp_path):
     config = TrainConfig(drafter=kind, learning_rate=3e-3, kl=0.5, **SMALL)
@@ -170,7 +170,9 @@ def test_every_kind_learns_and_is_saved(kind, vocabulary, target, batch, tmp_pat
     "vocabulary",
     [pytest.param(None, id="whole", marks=pytest.mark.exhaustive), pytest.param(list(range(1, 62, 2)), id="reduced")],
 )
-@pytest.mark.parametrize("kind", ["dflash2", "dspark", "treeflash"])
+@pytest.mark.parametrize(
+    "kind", ["dflash2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dspark", "treeflash"))]
+)
 def test_a_dflash_drafter_becomes_another_kind(kind, vocabulary, target, tmp_path):
     _, started, raw = made(target, "dflash", vocabulary)
     config = TrainConfig(drafter=kind, **SMALL)
