@@ -178,7 +178,7 @@ def template_arguments(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError("invalid_parameter", f"chat_template_kwargs must be an object, got {value!r:.80}")
     if reserved := sorted(RESERVED & value.keys()):
-        raise RequestError("invalid_parameter", f"chat_template_kwargs cannot give {', '.join(reserved)}")
+        raise RequestError("invalid_parameter", f"chat_template_kwargs may not set {', '.join(reserved)}")
     return value
 
 

@@ -84,7 +84,7 @@ def test_wrong_usage_exits_2_and_says_what_to_do(capsys):
         "invalid choice": ["--prompt", "a", "--proposals", "mine"],
         "must be a JSON object": ["--prompt", "a", "--chat-template-kwargs", "{broken"],
         "must be an": ["--prompt", "a", "--chat-template-kwargs", "[1]"],
-        "cannot give tokenize": ["--prompt", "a", "--chat-template-kwargs", '{"tokenize": true}'],
+        "may not set": ["--prompt", "a", "--chat-template-kwargs", '{"tokenize": true}'],
     }
     for message, arguments in cases.items():
         with pytest.raises(SystemExit) as error:
