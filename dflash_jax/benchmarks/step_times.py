@@ -57,8 +57,11 @@ class StepTimes:
         where = length, loops, temperature
         self._parts = {"autoregressive": _Looped(partial(fused, block=0), target, None, plain, *where)}
         steps = dict(zip(PARTS, (draft, verify, choose, commit), strict=True))
+        shape = speculative.slots, drafter.depth(speculative.block_size) + 1, target.config.vocab_size
+        given = {"draft": (jax.random.gumbel(jax.random.key(0), shape),)}
         for name, step in {"speculative": fused, **steps}.items():
-            self._parts[name] = _Looped(partial(step, **settings), target, drafter, speculative, *where)
+            step = partial(step, **settings)
+            self._parts[name] = _Looped(step, target, drafter, speculative, *where, given.get(name, ()))
         for width in widths:
             narrow = partial(verify, **settings | {"block": width})
             self._parts[f"verify {width}"] = _Looped(narrow, target, drafter, speculative, *where)
@@ -82,7 +85,8 @@ class StepTimes:
 
 
 class _Looped:
-    """One part, compiled into a loop whose state starts at `length` committed positions."""
+    """One part, compiled into a loop whose state starts at `length` committed positions; `given` are arguments of the
+    part that another part makes."""
 
     def __init__(
         self,
@@ -93,6 +97,7 @@ class _Looped:
         length: int,
         loops: int,
         temperature: float,
+        given: tuple[jax.Array, ...] = (),
     ):
         length, rows = min(length, engine.max_length - engine.width), engine.slots
         options = engine.batch.compiler_options(Draft(engine.block_size, engine.tree), rows) if drafter else None
@@ -108,15 +113,15 @@ class _Looped:
                 )
             )
 
-        def loop(target: Target, drafter: DraftModel | None, state: State) -> State:
+        def loop(target: Target, drafter: DraftModel | None, state: State, *given: jax.Array) -> State:
             # Each iteration starts at the same length, and on what the last one left.
             def once(_, state: State) -> State:
-                after = step(target, drafter, state)
+                after = step(target, drafter, state, *given)
                 return after.replace(lengths=jnp.minimum(after.lengths, 0) + length)
 
             return pin(jax.lax.fori_loop(0, loops, once, state))
 
-        self._arguments, self._loops, self._mesh = (target, drafter), loops, target.mesh
+        self._arguments, self._given, self._loops, self._mesh = (target, drafter), given, loops, target.mesh
         with entered(self._mesh):
             self._state = jax.jit(made)()
         self._program = jax.jit(loop, donate_argnums=2, compiler_options=options)
@@ -125,7 +130,7 @@ class _Looped:
     def seconds(self) -> float:
         begin = time.perf_counter()
         with entered(self._mesh):
-            self._state = jax.block_until_ready(self._program(*self._arguments, self._state))
+            self._state = jax.block_until_ready(self._program(*self._arguments, self._state, *self._given))
         return (time.perf_counter() - begin) / self._loops
 
 
@@ -140,12 +145,9 @@ def _round(
     return make_round(target, drafter, block, proposals, nodes)
 
 
-def draft(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
-    """What a step does before it verifies, but for the noise."""
+def draft(target: Target, drafter: DraftModel, state: State, noise: jax.Array, **how: Any) -> State:
+    """What a step does before it verifies, but for the noise, which `choose` makes."""
     parts = _round(target, drafter, **how)
-    # The noise is made outside: it is of the step, not of the draft. Of zeros, the compiler would leave out the sum.
-    shape = jax.eval_shape(parts.choosing, state).noise.shape
-    noise = jnp.broadcast_to((state.anchor % 7).astype(jnp.float32)[:, None, None], shape)
     choice = parts.choosing(state).replace(noise=noise)
     return state.replace(anchor=parts.propose(state, choice).tokens[:, -1])  # the next iteration depends on this one
 
