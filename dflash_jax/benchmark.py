@@ -168,7 +168,7 @@ def _shown(options: BenchmarkOptions, figures: dict[str, Any]) -> str:
     if options.drafters:
         from dflash_jax.benchmarks.drafters import markdown
 
-        lines = [f"{name}: {one['round_gb']:.2f} GB a step" for name, one in figures["qwen3_8b"].items()]
+        lines = [f"{name}: {one['step_gb']:.2f} GB a step" for name, one in figures["qwen3_8b"].items()]
         cells = markdown(figures["cells"], figures["steps"])
         return "\n".join([cells, "", "on a Qwen3-8B in bfloat16, batch 1", *lines])
     from dflash_jax.benchmarks.sweep import sweep_table

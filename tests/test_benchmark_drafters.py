@@ -12,7 +12,7 @@ import pytest
 from dflash_jax import benchmark, load_drafter
 from dflash_jax.benchmarks import plots
 from dflash_jax.benchmarks.compare import tau_ratio
-from dflash_jax.benchmarks.drafters import bytes_per_round, relative_error, tau_error
+from dflash_jax.benchmarks.drafters import bytes_per_step, relative_error, tau_error
 from dflash_jax.infer.requests import Completion
 from tests import tiny
 
@@ -167,10 +167,10 @@ def test_what_is_measured_is_written_before_it_is_drawn(monkeypatch, tmp_path, c
 
 
 @pytest.mark.slow
-def test_bytes_of_a_round():
+def test_bytes_of_a_step():
     """DFlash reads its layers and the head once, DFlash 2 hardly more, EAGLE-3 its layer and the head every pass."""
     common = tiny.drafter_config(num_hidden_layers=2)
-    gb = lambda raw, nodes=0: bytes_per_round(raw, 8, nodes)["draft_gb"]
+    gb = lambda raw, nodes=0: bytes_per_step(raw, 8, nodes)["draft_gb"]
     v1 = gb({**common, "num_hidden_layers": 5})
     nested = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
     second = tiny.drafter_config(num_hidden_layers=5, architectures=["DFlash2DraftModel"], dflash_config=nested)

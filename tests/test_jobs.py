@@ -275,7 +275,7 @@ def test_a_part_may_be_merged_before_it_is_closed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cause", ["limit", pytest.param("deleted", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("cause", ["limit", "deleted"])
 def test_a_failed_write_ends_the_command(pair, tmp_path, cause):
     """It printed its error and then stayed for ever, with requests in the slots of its engine."""
     rows = [row | {"id": f"{row['id']}-{i}"} for i in range(60) for row in ROWS]

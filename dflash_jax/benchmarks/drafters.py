@@ -96,7 +96,7 @@ def measure_drafters(options: Any, questions: Callable[[str, int], Any]) -> dict
     gigabytes = {}
     for cell in found["cells"][: len(names)]:
         raw = read_json(sources[cell["drafter"]] / "config.json")
-        gigabytes[cell["drafter"]] = bytes_per_round(raw, cell["block_size"], cell["nodes"])
+        gigabytes[cell["drafter"]] = bytes_per_step(raw, cell["block_size"], cell["nodes"])
     settings = {
         "tasks": {name: len(samples) for name, samples in asked.items()},
         "rounds": options.rounds,
@@ -266,8 +266,8 @@ def unequal(figures: Mapping[str, Any]) -> str | None:
     return f"answers in float32 differ from those of plain decoding: {', '.join(counts)}"
 
 
-def bytes_per_round(raw: Raw, block_size: int, nodes: int = 0) -> dict[str, float]:
-    """GB that products of a drafter of this kind and depth would read per round of a Qwen3-8B, in bfloat16 at batch 1
+def bytes_per_step(raw: Raw, block_size: int, nodes: int = 0) -> dict[str, float]:
+    """GB that products of a drafter of this kind and depth would read per step of a Qwen3-8B, in bfloat16 at batch 1
     after 1,024 tokens: what bounds a step on an accelerator. A reduced vocabulary has 32,000 tokens there.
 
     Args:
@@ -292,7 +292,7 @@ def bytes_per_round(raw: Raw, block_size: int, nodes: int = 0) -> dict[str, floa
     if config.draft_vocab_size != config.vocab_size:
         fresh["draft_vocab_size"] = 32000
     figures = traced((target, fresh), {"data": 1}, 1, 1024, None, nodes)
-    return {"round_gb": figures["bytes_accessed"] / 1e9, "draft_gb": figures["draft_bytes"] / 1e9}
+    return {"step_gb": figures["bytes_accessed"] / 1e9, "draft_gb": figures["draft_bytes"] / 1e9}
 
 
 def markdown(cells: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> str:
