@@ -124,4 +124,4 @@ def test_wrong_sweeps_are_refused(capsys):
         benchmark.main(["--sweep", "1,x"])
     assert "like 1,2,4" in capsys.readouterr().err
     assert benchmark.main(["--plot", "a.svg"]) == 2
-    assert "give both" in capsys.readouterr().err
+    assert "--plot needs --sweep or --drafters" in capsys.readouterr().err
