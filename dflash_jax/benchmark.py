@@ -20,6 +20,7 @@ from dflash_jax.cli import (
     parsed,
 )
 from dflash_jax.engines import engine_for, needs_of
+from dflash_jax.infer.interrupt import exit_quietly, exit_status
 from dflash_jax.loading import Loaded, load, pair_sources
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ both warmed up.
                 --target DIR --drafter DIR --dataset gsm8k --max-samples 24 --json figures.json
                 --sweep 1,2,4,8 --plot sweep.svg
                 --target DIR --drafters a=DIR,b=DIR --temperature 0,1 --plot drafters.svg
+
+  exit status   0 measured, 1 measured, but answers in float32 differed (--drafters), 2
+                unusable arguments or files, 130 interrupted
 """
 PROBLEM_SEED = 2  # of the held-out problems; any other asks other questions
 
@@ -144,20 +148,20 @@ def parse_options(argv: Sequence[str] | None = None) -> BenchmarkOptions:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
-    try:
-        if options.json:
-            Path(options.json).open("ab").close()
-        if options.plot:
-            _check_plot(options)
-        figures = measure(options)
-        if options.json:  # before all else that may fail
-            files.write_json(Path(options.json), figures)
-        print(_shown(options, figures))
-        if options.plot:
-            _plot(options, figures)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_status(lambda: _measured(options))
+
+
+def _measured(options: BenchmarkOptions) -> int:
+    if options.json:
+        Path(options.json).open("ab").close()
+    if options.plot:
+        _check_plot(options)
+    figures = measure(options)
+    if options.json:  # before all else that may fail
+        files.write_json(Path(options.json), figures)
+    print(_shown(options, figures))
+    if options.plot:
+        _plot(options, figures)
     if wrong := _wrong(options, figures):
         print(f"error: {wrong}", file=sys.stderr)
     return 1 if wrong else 0
@@ -394,4 +398,4 @@ def questions(dataset: str, count: int) -> "tuple[list[Sample], Callable[[int, s
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_quietly(main())

@@ -15,8 +15,10 @@ def replace(path: Path, data: bytes) -> None:
     try:
         beside.write_bytes(data)
         beside.replace(path)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # the one that the user knows of
         raise
 
 

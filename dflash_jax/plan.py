@@ -10,6 +10,7 @@ from tyro.conf import arg
 
 from dflash_jax import files
 from dflash_jax.cli import optional, parse
+from dflash_jax.infer.interrupt import exit_quietly, exit_status
 
 DESCRIPTION = """\
 Memory, operations, collectives and the least time of a step, per device, on machines that are not here.
@@ -17,6 +18,8 @@ Memory, operations, collectives and the least time of a step, per device, on mac
   examples      --target qwen3-8b --topology v5e:2x2 --batch-size 8 --max-length 8192
                 --target qwen3-8b --topology v5e:4x4 --training --batch-size 16 --max-length 3072
                 --target TARGET/config.json --drafter DRAFTER/config.json --topology h100:4 --mesh model=4
+
+  exit status   0 planned, whether it fits or not, 1 no program fits, 2 unusable arguments or files, 130 interrupted
 """
 
 
@@ -57,16 +60,14 @@ class PlanOptions:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options: PlanOptions = parse(PlanOptions, argv, prog="python -m dflash_jax.plan", description=DESCRIPTION)
+    return exit_status(lambda: _planned(options), packages="a TPU topology needs pip install '.[tpu]'")
+
+
+def _planned(options: PlanOptions) -> int:
     from dflash_jax.benchmarks.planning import plan, table
 
     try:
         figures = plan(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        print(f"error: {error}; a TPU topology needs pip install '.[tpu]'", file=sys.stderr)
-        return 2
     except RuntimeError as error:  # the compiler's
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -79,4 +80,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_quietly(main())

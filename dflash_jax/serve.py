@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,7 @@ from dflash_jax.cli import (
     parsed,
 )
 from dflash_jax.engines import check_length, engine_for, needs_of, needs_of_lines
-from dflash_jax.infer.interrupt import INTERRUPTED, exit_quietly
+from dflash_jax.infer.interrupt import exit_quietly, exit_status
 from dflash_jax.infer.progress import LOG_PAUSE, engine_rates
 from dflash_jax.loading import describe, load, pair_sources
 from dflash_jax.serve_http import HttpOptions, serve_http
@@ -172,19 +173,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, why in _without_effect(options):
         print(f"note: {name} has no effect {why}", file=sys.stderr)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # without torch it warns, but needs none here
-    try:
-        if options.prompt is not None:
-            return _answer(options, options.prompt)
-        if options.http is not None:
-            return _http(options, options.http)
-        return _serve(options, options.input or ())
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        rest = "; the answers finished so far are in the output, and the same command continues"
-        print(f"interrupted{rest if options.input else ''}", file=sys.stderr)
-        return INTERRUPTED
+    if options.prompt is not None:
+        return exit_status(partial(_answer, options, options.prompt))
+    if options.http is not None:
+        return exit_status(partial(_http, options, options.http))
+    kept = "interrupted; the answers finished so far are in the output, and the same command continues"
+    return exit_status(partial(_serve, options, options.input or ()), interrupted=kept)
 
 
 def _with_default_models(options: ServeOptions) -> ServeOptions:

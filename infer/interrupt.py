@@ -1,11 +1,11 @@
-"""Stopping work in good order: the first signal asks, the second insists."""
+"""How a command ends: its exit status and last words; of signals, the first asks it to stop and the second insists."""
 
 import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 INTERRUPTED = 130  # status of a command that a signal ended
@@ -32,6 +32,33 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         for name, handler in zip(names, before, strict=True):
             signal.signal(name, handler)
+
+
+def exit_status(work: Callable[[], int], *, interrupted: str = "interrupted", packages: str | None = None) -> int:
+    """Runs the work of a command; what ends it is said on stderr.
+
+    Args:
+        interrupted: what to say of an interrupt.
+        packages: how to install what may be missing; None lets an ImportError pass.
+
+    Returns:
+        What `work` returns; 2 for unusable arguments, files or a missing package; 130 for an interrupt.
+    """
+    try:
+        return work()
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return INTERRUPTED
+    except OSError as error:
+        of_a_file = error.filename is not None and error.strerror
+        print(f"error: {f'{error.filename}: {error.strerror}' if of_a_file else error}", file=sys.stderr)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except ImportError as error:
+        if packages is None:
+            raise
+        print(f"error: {error}; {packages}", file=sys.stderr)
+    return 2
 
 
 def exit_quietly(status: int) -> NoReturn:

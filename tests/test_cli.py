@@ -1,5 +1,6 @@
 """The command lines: every flag, every form of an argument, and what is said of wrong ones."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dflash_jax.benchmarks import kernels
 from dflash_jax.bundled import smollm2_drafter
 from dflash_jax.cli import EngineOptions, GenerationOptions
 from dflash_jax.engines import engine_config, needs_of
+from dflash_jax.infer.interrupt import exit_status
 from dflash_jax.models import target_config
 from dflash_jax.train.arguments import parse_stage
 from tests import tiny
@@ -128,10 +130,34 @@ def test_flags_without_effect_are_noted(arguments, noted):
     assert [name for name, _ in found] == noted
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ValueError("--x is wrong"), 2, "error: --x is wrong"),
+        (FileNotFoundError(2, "No such file or directory", "gone"), 2, "error: gone: No such file or directory"),
+        (OSError("the disk is full"), 2, "error: the disk is full"),
+        (ImportError("No module named 'a'"), 2, "error: No module named 'a'; pip install a"),
+        (KeyboardInterrupt(), 130, "interrupted; nothing is lost"),
+    ],
+)
+def test_what_ends_a_command_is_said(error, status, said, capsys):
+    def work():
+        raise error
+
+    assert exit_status(work, interrupted="interrupted; nothing is lost", packages="pip install a") == status
+    assert capsys.readouterr().err == said + "\n"
+
+
+def test_a_result_is_the_status_and_what_a_developer_must_see_passes():
+    assert exit_status(lambda: 1) == 1
+    with pytest.raises(ImportError):
+        exit_status(lambda: importlib.import_module("no_such_package"))
+
+
 def test_help_needs_no_jax():
     code = (
         "import sys; from dflash_jax import serve, benchmark; from dflash_jax.train.arguments import parse_stage; "
-        "serve.parse_options(['--prompt', 'a']); parse_stage(['pair', '--out', 'x']); print('jax' in sys.modules)"
+        "serve.parse_options(['--prompt', 'a']); parse_stage(['pair', '--output', 'x']); print('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 

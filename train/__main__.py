@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_jax import files
 from dflash_jax.cli import log_to_stderr
+from dflash_jax.infer.interrupt import exit_quietly, exit_status, stop_signals
 from dflash_jax.infer.progress import engine_rates, progress_bar, warm_up
 from dflash_jax.train.arguments import (
     AblateOptions,
@@ -44,27 +45,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         PairOptions: _pair,
         AblateOptions: _ablate,
     }
-    try:
-        return stages[type(options)](options)
-    except KeyboardInterrupt:
-        continues = not isinstance(options, EvaluateOptions | ExportOptions | PlotOptions)
-        print(f"interrupted{'; the same command continues' if continues else ''}", file=sys.stderr)
-        return 1
-    except ImportError as error:
-        print(f"error: {error}; training needs more packages: pip install '.[train]' in the checkout", file=sys.stderr)
-        return 2
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except NotFiniteError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
+
+    def work() -> int:
+        try:
+            return stages[type(options)](options)
+        except NotFiniteError as error:
+            print(f"stopped: {error}", file=sys.stderr)
+            return 1
+
+    continues = not isinstance(options, EvaluateOptions | ExportOptions | PlotOptions)
+    return exit_status(
+        work,
+        interrupted=f"interrupted{'; the same command continues' if continues else ''}",
+        packages="training needs more packages: pip install '.[train]' in the checkout",
+    )
 
 
 def _regenerate(options: RegenerateOptions) -> int:
     from dflash_jax.benchmarks.datasets import training_prompts
     from dflash_jax.engines import engine_for, needs_of_lines
-    from dflash_jax.infer.interrupt import stop_signals
     from dflash_jax.infer.jobs import job_settings, run_job
     from dflash_jax.infer.lines import read_lines
     from dflash_jax.loading import load
@@ -175,7 +174,7 @@ def _cache_features(options: CacheFeaturesOptions) -> int:
 
     with progress_bar(len(data.examples), "conversation") as bar:
         done_so_far = write_features(
-            options.out, target, drafter.taps, data.examples, config.length, hidden=options.hidden
+            options.output, target, drafter.taps, data.examples, config.length, hidden=options.hidden
         )
         for done in done_so_far:
             bar.update(done - bar.n)
@@ -194,15 +193,15 @@ def _fit(options: FitOptions) -> int:
     features, evaluation = None, None
     if options.features:
         features = FeatureCache(options.features, target, drafter.taps, data.examples, config.losses.distill)
-    if config.evaluate_every and not options.eval_prompts:
-        raise ValueError("evaluate_every needs --eval-prompts FILE.jsonl")
-    if options.eval_prompts:
+    if config.evaluate_every and not options.evaluate_prompts:
+        raise ValueError("evaluate_every needs --evaluate-prompts FILE.jsonl")
+    if options.evaluate_prompts:
         arguments = dict(options.chat_template_kwargs)
-        requests = read_prompts(options.eval_prompts, target, config.evaluate_samples, arguments)
+        requests = read_prompts(options.evaluate_prompts, target, config.evaluate_samples, arguments)
         params = SamplingParams(config.evaluate_max_new_tokens, config.evaluate_temperature)
         decode = partial(evaluate, target, requests=requests, params=params, block_size=config.block_size)
         evaluation = lambda drafter: decode(drafter) | {"chat_template_kwargs": arguments}
-    run = Run(options.out, target, drafter, raw, data.examples, config, features=features, evaluate=evaluation)
+    run = Run(options.output, target, drafter, raw, data.examples, config, features=features, evaluate=evaluation)
     writer = None
     if options.tensorboard:
         from tensorboardX import SummaryWriter
@@ -297,18 +296,18 @@ def _export(options: ExportOptions) -> int:
     from dflash_jax.train.drafters import save_drafter
     from dflash_jax.train.fit import load_run
 
-    if Path(options.out).exists():
-        raise ValueError(f"{options.out} exists; choose a new directory")
+    if Path(options.output).exists():
+        raise ValueError(f"{options.output} exists; choose a new directory")
     drafter, raw = load_run(options.run, options.step)
-    save_drafter(options.out, drafter, raw, parse_dtype(options.dtype))
-    print(f"wrote {options.out}")
+    save_drafter(options.output, drafter, raw, parse_dtype(options.dtype))
+    print(f"wrote {options.output}")
     return 0
 
 
 def _plot(options: PlotOptions) -> int:
     from dflash_jax.train.plot import plot
 
-    plot(options.run, options.out)
+    plot(options.run, options.output)
     return 0
 
 
@@ -322,7 +321,7 @@ def _pair(options: PairOptions) -> int:
             bar.update(step - bar.n)
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
 
-        pair = build(options.out, recipe, main, progress)
+        pair = build(options.output, recipe, main, progress)
     print(f"wrote {pair}")
     return 0
 
@@ -342,14 +341,12 @@ def _ablate(options: AblateOptions) -> int:
             flush=True,
         )
 
-    ablate(options.out, options.pair, names, steps=options.steps, samples=options.samples, stage=main, report=report)
+    ablate(options.output, options.pair, names, steps=options.steps, samples=options.samples, stage=main, report=report)
     if options.plot:
-        results = read_results(Path(options.out) / "results.jsonl", options.steps, options.samples)
+        results = read_results(Path(options.output) / "results.jsonl", options.steps, options.samples)
         plot_ablations(list(results), options.plot)
     return 0
 
 
 if __name__ == "__main__":
-    from dflash_jax.infer.interrupt import exit_quietly
-
     exit_quietly(main())

@@ -33,12 +33,12 @@ Trains a drafter for a target: DFlash, DFlash 2, DSpark, EAGLE-3 or TreeFlash.
     ablate          the paper's ablations on that pair   directory/ -> results.jsonl
 
   examples      regenerate --target DIR --input prompts.jsonl --output answers.jsonl
-                fit --target DIR --data answers.jsonl --out run
-                export --run run --out drafter
+                fit --target DIR --data answers.jsonl --output run
+                export --run run --output drafter
 
-  exit status   0 done, 1 interrupted, stopped by an infinite loss, or (regenerate)
-                some line has an error record; what is done is kept. 2 unusable
-                arguments or files
+  exit status   0 done, 1 stopped by an infinite loss, or (regenerate) some line has
+                an error record; what is done is kept. 2 unusable arguments or
+                files, 130 interrupted
 """
 NOT_GIVEN: Any = object()  # None is a value of settings
 Directory = Annotated[str, arg(metavar="DIR")]
@@ -132,12 +132,12 @@ class CacheFeaturesOptions:
     """Options of `cache-features`.
 
     Attributes:
-        out: feature cache; continued if it is there
+        output: feature cache; continued if it is there
         hidden: also the target's last hidden states, which --kl, --total-variation, --negative-log-acceptance and
             --lk-hybrid need
     """
 
-    out: Directory
+    output: Directory
     source: DataOptions
     hidden: bool = False
     settings: Annotated[Any, SETTINGS] = field(default_factory=Settings)
@@ -148,17 +148,17 @@ class FitOptions:
     """Options of `fit`.
 
     Attributes:
-        out: the run; continued if it is there
+        output: the run; continued if it is there
         features: a feature cache, instead of computing features online
-        eval_prompts: held-out prompts; decoded to choose `best`
-        chat_template_kwargs: of --eval-prompts: arguments of the chat template, a JSON object
+        evaluate_prompts: held-out prompts; decoded to choose `best`
+        chat_template_kwargs: of --evaluate-prompts: arguments of the chat template, a JSON object
         tensorboard: also log there
     """
 
-    out: Directory
+    output: Directory
     source: DataOptions
     features: Annotated[str | None, optional(str, "DIR")] = None
-    eval_prompts: Annotated[str | None, optional(str, "FILE.jsonl")] = None
+    evaluate_prompts: Annotated[str | None, optional(str, "FILE.jsonl")] = None
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
     tensorboard: Annotated[str | None, optional(str, "DIR")] = None
     settings: Annotated[Any, SETTINGS] = field(default_factory=Settings)
@@ -194,13 +194,13 @@ class ExportOptions:
 
     Attributes:
         run: made by fit
-        out: a new directory
+        output: a new directory
         step: checkpoint
         dtype: float32, bfloat16 or float16
     """
 
     run: Directory
-    out: Directory
+    output: Directory
     step: Annotated[int | None, optional(int, "N", "`best` if the run was evaluated, else newest")] = None
     dtype: str = "bfloat16"
 
@@ -211,11 +211,11 @@ class PlotOptions:
 
     Attributes:
         run: made by fit
-        out: the picture
+        output: the picture
     """
 
     run: Directory
-    out: Annotated[str, arg(metavar="FILE.png")]
+    output: Annotated[str, arg(metavar="FILE.png")]
 
 
 @dataclass(frozen=True)
@@ -223,10 +223,10 @@ class PairOptions:
     """Options of `pair`.
 
     Attributes:
-        out: all stages' results; continued if it is there
+        output: all stages' results; continued if it is there
     """
 
-    out: Directory
+    output: Directory
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class AblateOptions:
     """Options of `ablate`.
 
     Attributes:
-        out: runs and results.jsonl; continued if it is there
+        output: runs and results.jsonl; continued if it is there
         pair: made by pair
         rows: names of rows, in quotes
         steps: of each row
@@ -242,7 +242,7 @@ class AblateOptions:
         plot: draw tau of all rows that are done
     """
 
-    out: Directory
+    output: Directory
     pair: Annotated[str | None, optional(str, "DIR", "the bundled pair, whose answers are made first")] = None
     rows: Annotated[str | None, optional(str, "A;B", "all")] = None
     steps: int = 300

@@ -7,7 +7,6 @@ and `sweep.svg` from `sweep.json`. With `--prompt TEXT`, the bundled pair first 
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 from dflash_jax import files
 from dflash_jax.benchmarks.plots import new_figure, plot_sweep
 from dflash_jax.cli import optional, parse
+from dflash_jax.infer.interrupt import exit_quietly, exit_status
 
 COLOURS = "#cfe8ff", "#d9f2d0", "#ffe7b8", "#f6d5e8", "#dcd8fb"
 COLUMNS, CHARACTER, LINE, MARGIN = 84, 8.4, 26, 16  # characters of a line; the rest in pixels
@@ -39,20 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(
         PictureOptions, argv, prog="python -m dflash_jax.benchmarks.pictures", description=str(PictureOptions.__doc__)
     )
-    folder = options.directory
-    try:
-        if options.prompt is not None:
-            files.write_json(folder / "answer.json", answered(options.prompt))
-        read = lambda path: json.loads(path.read_text())
-        if (found := folder / "answer.json").exists():
-            (folder / "answer.svg").write_text(answer_picture(read(found)))
-        if speeds := sorted(folder.glob("speed-*.json")):
-            plot_speeds([read(path) for path in speeds], folder / "speed.svg")
-        if (found := folder / "sweep.json").exists():
-            plot_sweep(read(found), folder / "sweep.svg")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_status(lambda: _drawn(options.directory, options.prompt))
+
+
+def _drawn(folder: Path, prompt: str | None) -> int:
+    if prompt is not None:
+        files.write_json(folder / "answer.json", answered(prompt))
+    read = lambda path: json.loads(path.read_text())
+    if (found := folder / "answer.json").exists():
+        (folder / "answer.svg").write_text(answer_picture(read(found)))
+    if speeds := sorted(folder.glob("speed-*.json")):
+        plot_speeds([read(path) for path in speeds], folder / "speed.svg")
+    if (found := folder / "sweep.json").exists():
+        plot_sweep(read(found), folder / "sweep.svg")
     return 0
 
 
@@ -132,4 +131,4 @@ def plot_speeds(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_quietly(main())

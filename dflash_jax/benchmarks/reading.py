@@ -4,7 +4,6 @@ Each is one compiled loop of passes and commits of the same target. For targets 
 rule of one layer is timed alone, too.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from dflash_jax.benchmarks.random_weights import random_target
 from dflash_jax.cache import Cache, commit
 from dflash_jax.cli import optional, parse
 from dflash_jax.config import Raw
+from dflash_jax.infer.interrupt import exit_quietly, exit_status
 from dflash_jax.kernels.delta_rule import advance, read_block, read_prompt
 from dflash_jax.models.linear_attention import LinearAttentionConfig
 from dflash_jax.target import Target, load_target
@@ -58,11 +58,11 @@ class ReadingOptions:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options: ReadingOptions = parse(ReadingOptions, argv, prog=PROG, description=DESCRIPTION)
-    try:
-        figures = measure(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_status(lambda: _shown(options))
+
+
+def _shown(options: ReadingOptions) -> int:
+    figures = measure(options)
     for name, one in figures.items():
         chunks, single = one["chunks"], one["one at a time"]
         text = f"{name}: {1e3 * chunks:.1f} ms in chunks, {1e3 * single:.1f} one at a time"
@@ -171,4 +171,4 @@ def _read_alone(inputs: tuple[Array, ...], state: Float[Array, "1 K G H Hv"], wi
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_quietly(main())

@@ -72,7 +72,8 @@ def test_rows_are_trained_once(tmp_path, capsys):
     build(tmp_path / "made", RECIPE, quick, lambda *_: None)
     halves = "two halves, the second on-policy"
     names = ["target features off", "3 draft layers, input injection", "raw answers", "LK hybrid", halves]
-    run = ["ablate", "--pair", str(tmp_path / "made"), "--out", str(tmp_path / "out"), "--steps", "2", "--samples", "3"]
+    run = ["ablate", "--pair", str(tmp_path / "made"), "--output", str(tmp_path / "out")]
+    run += ["--steps", "2", "--samples", "3"]
     # One block size that is decoded narrower than it was trained, too.
     assert main([*run, "--rows", ";".join(["KV injection", *names])]) == 0
     results = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
@@ -93,7 +94,7 @@ def test_rows_are_trained_once(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_bundled_target_answers_where_no_pair_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(ablations, "Recipe", lambda: RECIPE)
-    run = ["ablate", "--out", str(tmp_path), "--steps", "2", "--samples", "2", "--rows", "block 4"]
+    run = ["ablate", "--output", str(tmp_path), "--steps", "2", "--samples", "2", "--rows", "block 4"]
     assert main(run) == 0
     (result,) = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert (result["row"], result["decoded_block"]) == ("block 4", 4)

@@ -49,17 +49,17 @@ def test_the_stages(place, capsys):
         assert len(row["loss_mask"]) == len(row["prompt_token_ids"]) + len(row["response_token_ids"])
         assert sum(row["loss_mask"]) == len(row["response_token_ids"])
     models, data = ["--target", str(place / "target")], ["--data", str(answers)]
-    assert main(["cache-features", *models, *data, *SETTINGS, "--out", str(place / "features")]) == 0
+    assert main(["cache-features", *models, *data, *SETTINGS, "--output", str(place / "features")]) == 0
     run, prompts = str(place / "run"), str(place / "prompts.jsonl")
-    fit = ["fit", *models, *data, *SETTINGS, "--features", str(place / "features"), "--out", run]
-    assert main([*fit, "--eval-prompts", prompts, "--evaluate-max-new-tokens", "8", "--tensorboard", run]) == 0
+    fit = ["fit", *models, *data, *SETTINGS, "--features", str(place / "features"), "--output", run]
+    assert main([*fit, "--evaluate-prompts", prompts, "--evaluate-max-new-tokens", "8", "--tensorboard", run]) == 0
     assert '"tau"' in capsys.readouterr().out
     figures = place / "figures.json"
     evaluation = ["evaluate", *models, "--run", run, "--prompts", prompts, "--max-new-tokens", "8"]
     assert main([*evaluation, "--json", str(figures)]) == 0
     assert json.loads(figures.read_text())["equal_outputs"] == 6
     assert "tau" in capsys.readouterr().out
-    assert main(["export", "--run", run, "--out", str(place / "drafter"), "--dtype", "float32"]) == 0
+    assert main(["export", "--run", run, "--output", str(place / "drafter"), "--dtype", "float32"]) == 0
     assert load_drafter(place / "drafter").config.mask_token_id == tiny.MASK
     evaluation = ["evaluate", *models, "--drafter", str(place / "drafter"), "--prompts", prompts, "--store-sharpness"]
     for wrong in ([], ["--temperature", "1", "--proposals", "coupled"]):
@@ -70,7 +70,7 @@ def test_the_stages(place, capsys):
     stored = load_drafter(place / "drafter").config
     assert len(stored.proposal_sharpness) == stored.block_size - 1
     assert "sharpness by depth" in capsys.readouterr().out
-    assert main(["plot", "--run", run, "--out", str(place / "plot.png")]) == 0
+    assert main(["plot", "--run", run, "--output", str(place / "plot.png")]) == 0
 
 
 def test_anchors_of_an_answer():
@@ -99,7 +99,8 @@ def test_answers_say_where_steps_began(place, tmp_path):
         assert anchors[-1] < size - 1
         assert all(0 < b - a <= 8 for a, b in zip(anchors, [*anchors[1:], size - 1], strict=True))
     data = ["--data", str(place / "decoded.jsonl"), "--anchor-placement", "decoded"]
-    fit = ["fit", "--target", str(place / "target"), *data, "--init-from", str(drafter), "--out", str(tmp_path / "run")]
+    fit = ["fit", "--target", str(place / "target"), "--output", str(tmp_path / "run"), *data]
+    fit += ["--init-from", str(drafter)]
     assert main([*fit, "--length", "64", "--batch-size", "2", "--max-steps", "2"]) == 0
 
 
@@ -115,11 +116,12 @@ def test_an_official_eagle_drafter_is_continued(place, tmp_path):
     tiny.write_tokenizer(deep)
     models, answers = ["--target", str(deep)], tmp_path / "answers.jsonl"
     answers.write_text('{"prompt_token_ids": [1, 4], "response_token_ids": [2, 3, 4, 9, 8, 7, 6, 5, 4, 3]}\n' * 2)
-    run = ["fit", *models, "--data", str(answers), "--init-from", str(started), "--out", str(tmp_path / "run")]
+    run = ["fit", *models, "--data", str(answers), "--init-from", str(started), "--output", str(tmp_path / "run")]
     assert main([*run, "--length", "16", "--anchors", "8", "--batch-size", "1", "--max-steps", "1"]) == 0
     evaluation = ["evaluate", *models, "--prompts", str(place / "prompts.jsonl"), "--max-new-tokens", "8"]
     assert main([*evaluation, "--drafter", str(started), "--max-samples", "2"]) == 0
-    assert main(["export", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "new"), "--dtype", "float32"]) == 0
+    export = ["export", "--run", str(tmp_path / "run"), "--output", str(tmp_path / "new")]
+    assert main([*export, "--dtype", "float32"]) == 0
     assert load_drafter(tmp_path / "new").taps == (1, 2, 2)
     assert planning._parsed((tiny.target_config(num_hidden_layers=6), raw))[1].target_layer_ids == (1, 2, 2)
 
@@ -157,7 +159,7 @@ def test_an_interrupt_ends_regenerating(place, monkeypatch, capsys):
         with monkeypatch.context() as patched:
             patched.setattr(*patch)
             patched.setattr(journal, "open_locked", lambda path, wait: Full(path, "ab"))
-            assert regenerate(place, "stopped.jsonl") == 1
+            assert regenerate(place, "stopped.jsonl") == 130
         assert signals
         assert "the same command continues" in capsys.readouterr().err
     assert regenerate(place, "stopped.jsonl") == 0
@@ -176,20 +178,20 @@ def test_unusable_arguments_exit_2(place, tmp_path, capsys):
     models, data = ["--target", str(place / "target")], ["--data", str(tmp_path / "data.jsonl")]
     (tmp_path / "good.jsonl").write_text('{"prompt_token_ids": [1], "response_token_ids": [2, 3, 4]}\n')
     good = ["--data", str(tmp_path / "good.jsonl"), "--length", "16"]
-    fine = ["fit", *models, *good, "--out", str(tmp_path / "never")]
+    fine = ["fit", *models, *good, "--output", str(tmp_path / "never")]
     tiny.write_drafter(tmp_path / "d", tiny.drafter_config())
     cases = {
-        "nothing to train on": ["fit", *models, *data, "--out", str(tmp_path / "run")],
-        "unknown settings": ["fit", *models, *data, "--out", "x", "--config", str(tmp_path / "c.yaml")],
-        "No such file": ["fit", *models, "--data", str(tmp_path / "gone"), "--out", "x"],
-        "drafter.json": ["export", "--run", str(tmp_path), "--out", str(tmp_path / "new")],
-        "exists; choose": ["export", "--run", str(tmp_path), "--out", str(tmp_path)],
-        "evaluate_every needs": ["fit", *models, *good, "--out", str(tmp_path / "r"), "--evaluate-every", "3"],
+        "nothing to train on": ["fit", *models, *data, "--output", str(tmp_path / "run")],
+        "unknown settings": ["fit", *models, *data, "--output", "x", "--config", str(tmp_path / "c.yaml")],
+        "No such file": ["fit", *models, "--data", str(tmp_path / "gone"), "--output", "x"],
+        "drafter.json": ["export", "--run", str(tmp_path), "--output", str(tmp_path / "new")],
+        "exists; choose": ["export", "--run", str(tmp_path), "--output", str(tmp_path)],
+        "evaluate_every needs": ["fit", *models, *good, "--output", str(tmp_path / "r"), "--evaluate-every", "3"],
         "--init-from decides mask": [*fine, "--init-from", str(tmp_path / "d"), "--mask-token-id", "3"],
         "above the drafter's 8": [*fine, "--init-from", str(tmp_path / "d"), "--block-size", "9"],
         "either --run or --drafter": ["evaluate", *models, "--prompts", "x"],
         "needs --drafter, a directory": ["evaluate", *models, "--prompts", "x", "--run", "y", "--store-sharpness"],
-        "that `fit` wrote": ["plot", "--run", str(tmp_path), "--out", str(tmp_path / "p.png")],
+        "that `fit` wrote": ["plot", "--run", str(tmp_path), "--output", str(tmp_path / "p.png")],
     }
     (tmp_path / "c.yaml").write_text("lr: 3\n")
     for message, arguments in cases.items():
@@ -201,7 +203,7 @@ def test_unusable_arguments_exit_2(place, tmp_path, capsys):
         "--learning-rate": [*fine, "--learning-rat", "1"],
         "one of adamw, muon": [*fine, "--optimizer", "sgd"],
         "takes one HOST:PORT": [*fine, "--distributed", "a:1,0/2", "b"],
-        "--target": ["fit", *data, "--out", "x"],
+        "--target": ["fit", *data, "--output", "x"],
     }
     for message, arguments in wrong.items():
         with pytest.raises(SystemExit) as error:
@@ -219,7 +221,7 @@ SETTINGS_FLAGS = """
     weight-decay weighting drafter draft-vocab-size conv-group-size selector-rank selector-top-k markov-rank
     markov-head-type negative-log-acceptance lk-hybrid
 """
-DATA = "config data distributed init-from kernels mesh out target " + SETTINGS_FLAGS
+DATA = "config data distributed init-from kernels mesh output target " + SETTINGS_FLAGS
 GENERATION = """
     batch-size block-size drafter dtype max-new-tokens mesh min-p proposals target temperature top-k top-p tree
     chat-template-kwargs kernels
@@ -228,12 +230,12 @@ FLAGS = {
     "regenerate": GENERATION
     + "input output seed max-length prefix-chunks deterministic stream-interval long-slots short-length",
     "cache-features": DATA + "hidden",
-    "fit": DATA + "features eval-prompts chat-template-kwargs tensorboard",
+    "fit": DATA + "features evaluate-prompts chat-template-kwargs tensorboard",
     "evaluate": GENERATION + "prompts run step max-samples json store-sharpness",
-    "export": "dtype out run step",
-    "plot": "out run",
-    "pair": "out",
-    "ablate": "out pair plot rows samples steps",
+    "export": "dtype output run step",
+    "plot": "output run",
+    "pair": "output",
+    "ablate": "output pair plot rows samples steps",
 }
 
 
@@ -261,12 +263,12 @@ def test_the_flags(stage, capsys):
     ],
 )
 def test_settings_on_the_command_line(arguments, given):
-    options = parse_stage(["fit", "--target", "t", "--data", "d", "--out", "o", *arguments.split()])
+    options = parse_stage(["fit", "--target", "t", "--data", "d", "--output", "o", *arguments.split()])
     assert settings_given(options.settings) == given
 
 
 def test_distributed_takes_a_value_or_none():
-    fit = ["fit", "--target", "t", "--data", "d", "--out", "o"]
+    fit = ["fit", "--target", "t", "--data", "d", "--output", "o"]
     for more, found in ([], None), (["--distributed"], ""), (["--distributed", "h:1,0/2"], "h:1,0/2"):
         assert parse_stage([*fit, *more, "--seed", "1"]).source.distributed == found
 
