@@ -30,7 +30,8 @@ def test_figures(pair, tmp_path, capsys, temperature):
     assert figures["tau"] == pytest.approx(speculative["tokens"] / speculative["steps"])
     assert sum(k * n for k, n in enumerate(figures["acceptance_histogram"])) == speculative["tokens"]
     assert figures["speedup"] == pytest.approx(speculative["tokens_per_second"] / plain["tokens_per_second"])
-    assert set(figures["step_seconds"]) == {"autoregressive", "speculative", "draft", "verify", "accept", "commit"}
+    parts = {"draft", "verify", "accept", "commit", "parts in turn"}
+    assert set(figures["step_seconds"]) == {"autoregressive", "speculative", *parts}
     assert all(value > 0 for value in figures["step_seconds"].values())
     assert ("argmax_proposals" in figures) == (temperature == "1")
     assert figures["chat_template_kwargs"] == {"enable_thinking": False}
