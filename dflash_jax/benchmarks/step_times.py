@@ -40,8 +40,9 @@ class StepTimes:
     Every part runs `loops` times inside one compiled loop with the engines' own batch and cache sizes and
     `length` committed positions a row, at one `temperature`. Blocks of other `widths` are verified as well.
 
-    A part that is looped alone may keep its weights in a cache of the processor, as it cannot in a step. So a fused step
-    is compared with its parts in turn: one loop over all of them, each on inputs of its own, kept apart by barriers.
+    A part that is looped alone may keep its weights in a cache of the processor, as it cannot in a step. So a fused
+    step is compared with its parts in turn: one loop over all of them, each on inputs of its own, kept apart by
+    barriers.
     """
 
     def __init__(
