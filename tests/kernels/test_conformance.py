@@ -5,6 +5,7 @@ plain ones. Slots beyond a row's length are poisoned with NaN.
 """
 
 from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -83,21 +84,12 @@ def check(implementation, shape, lengths, *, dtype=None, mask=None, seed=0, valu
     own = mask if mask is not None else np.tril(np.ones((T, F), bool), F - T) if shape.causal else np.ones((T, F), bool)
     expected = dense(shape, *arrays, positions, count, sinks, np.broadcast_to(own, (len(lengths), T, F)))
     visible = ("causal" if shape.causal else "full") if mask is None else jnp.asarray(mask)
+    how = {"visible": visible, "window": shape.window, "softcap": shape.softcap, "implementation": implementation}
+    key_positions = None if fresh is None else count[:, None] + jnp.arange(fresh)[None]
+    call = lambda *block, **arrays: attend(*block, **arrays, **how)
+    cache = KV(cache_k, cache_v if shape.values is None else None)
     with INTERPRETED[implementation]():
-        got = attend(
-            q,
-            positions,
-            k,
-            v,
-            KV(cache_k, cache_v if shape.values is None else None),
-            count,
-            visible=visible,
-            window=shape.window,
-            softcap=shape.softcap,
-            sinks=sinks,
-            key_positions=None if fresh is None else count[:, None] + jnp.arange(fresh)[None],
-            implementation=implementation,
-        )
+        got = jax.jit(call)(q, positions, k, v, cache, count, sinks=sinks, key_positions=key_positions)
     assert got.dtype == q.dtype
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=tolerance(got))
 
@@ -248,20 +240,21 @@ def test_expanded_latents_are_keys_and_values(lengths):
     fill = lambda *size: jnp.asarray(rng.standard_normal(size), jnp.float32)
     q, latents, cached = fill(2, T, N, plain + R), fill(2, 1, T, C + R), fill(2, 1, SLOTS, C + R)
     up, count = fill(N, plain + Hv, C) * C**-0.5, jnp.asarray(lengths, jnp.int32)
-    k, v = expand(latents, up, plain + R)
-    keys, values = expand(cached, up, plain + R)
+    expanded = jax.jit(expand, static_argnums=2)
+    k, v = expanded(latents, up, plain + R)
+    keys, values = expanded(cached, up, plain + R)
     shape, positions = Shape(T, N, N, plain + R), count[:, None] + jnp.arange(T)[None]
     own = np.tril(np.ones((2, T, T), bool))
     expected = dense(shape, q, k, v, keys, values, positions, count, None, own)
     held = jnp.arange(SLOTS)[None, None, :, None] < count[:, None, None, None]
     cache = KV(jnp.where(held, cached, jnp.nan), None)
-    got = attend(q, positions, k, v, cache, count, visible="causal", up=up)
+    attended = jax.jit(partial(attend, visible="causal"), static_argnames="scale")
+    got = attended(q, positions, k, v, cache, count, up=up)
     np.testing.assert_allclose(got, expected, atol=tolerance(got))
-    one = attend(q[1:], positions[1:], k[1:], v[1:], cache, count[1:], visible="causal", up=up, rows=jnp.asarray([1]))
+    one = attended(q[1:], positions[1:], k[1:], v[1:], cache, count[1:], up=up, rows=jnp.asarray([1]))
     np.testing.assert_allclose(one, expected[1:], atol=tolerance(got))
     absorbed = jnp.concatenate([jnp.einsum("btnh,nhc->btnc", q[..., :plain], up[:, :plain]), q[..., plain:]], axis=-1)
-    how = {"visible": "causal", "scale": (plain + R) ** -0.5}
-    short = attend(absorbed, positions, latents, latents[..., :C], cache, count, **how)
+    short = attended(absorbed, positions, latents, latents[..., :C], cache, count, scale=(plain + R) ** -0.5)
     np.testing.assert_allclose(jnp.einsum("btnc,nvc->btnv", short, up[:, plain:]), expected, atol=tolerance(got))
 
 
@@ -279,18 +272,9 @@ def test_a_ring_reads_what_a_plain_cache_holds(implementation, length, slots):
     )
     few = [r.at[1].set(jnp.nan).at[1, :, :3].set(x[1, :, :3]) for r, x in ((ring.k, cache_k), (ring.v, cache_v))]
     expected = dense(shape, q, k, v, cache_k, cache_v, positions, lengths, None, np.tril(np.ones((2, 4, 4), bool)))
+    call = partial(attend, visible="causal", window=shape.window, implementation=implementation)
     with INTERPRETED[implementation]():
-        got = attend(
-            q,
-            positions,
-            k,
-            v,
-            KV(*few, ring=True),
-            lengths,
-            visible="causal",
-            window=shape.window,
-            implementation=implementation,
-        )
+        got = jax.jit(call)(q, positions, k, v, KV(*few, ring=True), lengths)
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=tolerance(got))
 
 
@@ -300,10 +284,10 @@ def test_rows_and_documents(implementation):
     shape = Shape(4, 4, 2, 64)
     q, k, v, cache_k, cache_v, positions, lengths, _ = draw(shape, [200, 250], SLOTS, exact(implementation))
     starts = jnp.asarray([[140, 140, 252, 252]])
-    call = {"visible": "causal", "rows": jnp.asarray([1]), "starts": starts}
+    call = partial(attend, visible="causal", implementation=implementation)
     block = q[1:], positions[1:], k[1:], v[1:], KV(cache_k, cache_v), lengths[1:]
     with INTERPRETED[implementation]():
-        got = attend(*block, **call, implementation=implementation)
+        got = jax.jit(call)(*block, rows=jnp.asarray([1]), starts=starts)
     arrays = [np.asarray(x)[1:] for x in (q, k, v, cache_k, cache_v)]
     arrays[3], arrays[4] = arrays[3][:, :, 140:], arrays[4][:, :, 140:]
     own = np.tril(np.ones((1, 4, 4), bool))
@@ -328,13 +312,15 @@ PACKED = [
 def test_packed_rows_without_a_cache(implementation, shape):
     call, arguments, expected = packed_rows(shape)
     with INTERPRETED[implementation]():
-        np.testing.assert_allclose(call(implementation, *arguments), expected, atol=1e-5)
+        got = jax.jit(call, static_argnums=0)(implementation, *arguments)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", PACKED[1:])
 def test_gradients_of_packed_rows(shape):
     call, arguments, _ = packed_rows(shape)
-    of = lambda name: jax.grad(lambda *x: jnp.sum(jnp.sin(call(name, *x))), argnums=(0, 1, 2))(*arguments)
+    gradient = lambda name: jax.grad(lambda *x: jnp.sum(jnp.sin(call(name, *x))), argnums=(0, 1, 2))
+    of = lambda name: jax.jit(gradient(name))(*arguments)
     with INTERPRETED["tpu"]():
         mine = of("tpu")
     for one, other in zip(mine, of("xla"), strict=True):
@@ -361,12 +347,12 @@ def packed_rows(shape):
     empty = jnp.zeros((2, shape.K, 0, shape.H))
     expected = dense(shape, q, k, v, empty, empty, positions, lengths, sinks, own)
 
-    def call(implementation, q, k, v):
-        options = {"window": shape.window, "softcap": shape.softcap, "sinks": sinks, "starts": jnp.asarray(starts)}
+    def call(implementation, q, k, v, starts, sinks):
+        options = {"window": shape.window, "softcap": shape.softcap, "sinks": sinks, "starts": starts}
         block = q, positions, k, v, KV(empty, empty), lengths
         return attend(*block, visible="causal", **options, implementation=implementation)
 
-    return call, (q, k, v), expected
+    return call, (q, k, v, jnp.asarray(starts), sinks), expected
 
 
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.H <= 256])
