@@ -127,11 +127,12 @@ def test_chunks_give_the_logits_of_one_pass(toy):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"slots": 1},
-        {"slots": 3, "prefill_chunk": 7},
-        {"slots": 2, "prefill_chunk": 4, "steps_per_visit": 1},  # rows decode between the chunks of another's prompt
+        pytest.param({"slots": 1}, marks=pytest.mark.slow),
+        pytest.param({"slots": 3, "prefill_chunk": 7}, marks=pytest.mark.slow),
+        # Rows decode between the chunks of another's prompt.
+        pytest.param({"slots": 2, "prefill_chunk": 4, "steps_per_visit": 1}, marks=pytest.mark.slow),
         {"slots": 2, "prefill_chunk": 4, "prefix_chunks": 8},
-        {"slots": 2, "block_size": 3},
+        pytest.param({"slots": 2, "block_size": 3}, marks=pytest.mark.slow),
         {"slots": 3, "prefill_chunk": 4, "short_length": 16},
     ],
     ids=str,
@@ -214,7 +215,7 @@ def test_a_slice_that_cannot_be_honoured_raises(directory):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"slots": 2, "prefill_chunk": 4},
+        pytest.param({"slots": 2, "prefill_chunk": 4}, marks=pytest.mark.slow),
         {"slots": 2, "prefill_chunk": 4, "prefix_chunks": 8},
         {"slots": 3, "prefill_chunk": 4, "short_length": 16, "forked": True},
         pytest.param({"slots": 2, "prefix_chunks": 8, "block_size": "auto", "forked": True}, marks=pytest.mark.slow),
@@ -228,6 +229,7 @@ def test_a_drafter_whose_state_is_no_cache(toy, plain, settings):
     assert engine.stats.tau > 1  # and at times it is right
 
 
+@pytest.mark.slow
 @pytest.mark.lossless
 def test_a_foreign_drafter_on_a_mesh(directory, plain):
     mesh = make_mesh(parse_mesh("data=2,model=2", jax.devices()[:4]), jax.devices()[:4])
@@ -276,7 +278,9 @@ def rollout(target, drafter, parts, state, steps):
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("which", ["target", "toy", "latent", pytest.param("gemma4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "which", ["target", *(pytest.param(each, marks=pytest.mark.slow) for each in ("toy", "latent", "gemma4"))]
+)
 @pytest.mark.parametrize(
     "how", ["warm", pytest.param("hot", marks=pytest.mark.slow), pytest.param("greedy", marks=pytest.mark.exhaustive)]
 )

@@ -144,6 +144,7 @@ def test_an_interrupt_finishes_what_is_in_progress(pair, tmp_path, monkeypatch, 
     assert records(output) == records(tmp_path / "whole.jsonl")
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_stops_at_once(pair, tmp_path, monkeypatch, capsys):
     source, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     assert serve.main(command(pair, source, tmp_path / "whole.jsonl")) == 0

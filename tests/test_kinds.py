@@ -11,7 +11,7 @@ from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 
 KINDS = tiny.kinds()
-ONE_OF_EACH = "dflash", "dflash2", "dspark", "eagle3", "treeflash"  # without their variants
+EVERY_DAY = "dflash", "dflash2", "eagle3"
 # What states have in common shows with a cache of one pass, and of one pass for each token.
 TWO = [kind if kind in ("dflash", "eagle3") else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS]
 PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2, 19, 50]]
@@ -88,7 +88,7 @@ def test_a_mesh_gives_the_same_answers_and_acceptance(kind, axes, directory, tar
 
 @pytest.mark.lossless
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
-@pytest.mark.parametrize("kind", [k if k in ONE_OF_EACH else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize("kind", [k if k in EVERY_DAY else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_the_output_never_depends_on_the_drafter(kind, temperature, directory, target):
     settings = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
     plain = spec_generate(target, None, PROMPTS, **settings).tokens

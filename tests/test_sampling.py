@@ -20,6 +20,8 @@ from dflash_jax.decoding.sampling import (
 from dflash_jax.kernels.dispatch import using
 from dflash_jax.mesh import make_mesh, parse_mesh
 
+filtered, selected = jax.jit(filter_scores), jax.jit(select)
+
 
 def settings(temperature, top_k, top_p, rows=1, min_p=0.0):
     return Sampling(
@@ -49,7 +51,7 @@ def probabilities(logits, temperature, top_k, top_p):
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 0.05])
 def test_filters_keep_what_a_sort_keeps(top_k, top_p):
     logits = 3 * jax.random.normal(jax.random.key(top_k), (1, 6, 200))
-    got = filter_scores(logits, settings(1.0, top_k, top_p))
+    got = filtered(logits, settings(1.0, top_k, top_p))
     for row, kept in zip(logits[0], np.asarray(got[0]), strict=True):
         np.testing.assert_array_equal(np.isfinite(kept), probabilities(row, 1.0, top_k, top_p) > 0)
         np.testing.assert_array_equal(kept[np.isfinite(kept)], np.asarray(row)[np.isfinite(kept)])
@@ -58,11 +60,11 @@ def test_filters_keep_what_a_sort_keeps(top_k, top_p):
 @pytest.mark.parametrize("min_p", [0.05, 0.5, 1.0])
 def test_min_p_is_a_share_of_the_best(min_p):
     logits = 3 * jax.random.normal(jax.random.key(2), (1, 6, 200))
-    kept = np.isfinite(filter_scores(logits, settings(1.0, 0, 1.0, min_p=min_p)))
+    kept = np.isfinite(filtered(logits, settings(1.0, 0, 1.0, min_p=min_p)))
     p = np.asarray(jax.nn.softmax(logits, axis=-1))
     np.testing.assert_array_equal(kept, p >= min_p * p.max(axis=-1, keepdims=True) * (1 - 1e-6))
-    both = np.isfinite(filter_scores(logits, settings(1.0, 5, 0.9, min_p=min_p)))
-    np.testing.assert_array_equal(both, kept & np.isfinite(filter_scores(logits, settings(1.0, 5, 0.9))))
+    both = np.isfinite(filtered(logits, settings(1.0, 5, 0.9, min_p=min_p)))
+    np.testing.assert_array_equal(both, kept & np.isfinite(filtered(logits, settings(1.0, 5, 0.9))))
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
@@ -71,8 +73,9 @@ def test_every_platform_searches_for_the_same_cut(platform, top_k, top_p):
     """And a tail of rare tokens counts: top_p = 0.99999 ends among those of 1e-9. Sums of float32 may put the end of a
     top-p where float64 would with 2e-7 more or less."""
     logits = 3 * jax.random.normal(jax.random.key(1), (2, 3, 20_000))
+    own = jax.jit(lambda *given: filter_scores(*given))  # traced for this platform
     with using(None, platform):
-        got = filter_scores(logits, settings(1.0, top_k, top_p, rows=2))
+        got = own(logits, settings(1.0, top_k, top_p, rows=2))
     for row, kept in zip(np.asarray(logits).reshape(6, -1), np.asarray(got).reshape(6, -1), strict=True):
         least, most = (probabilities(row, 1.0, top_k, top_p + error) > 0 for error in (-2e-7, 2e-7))
         assert np.isfinite(kept)[least].all()
@@ -86,11 +89,11 @@ def test_ties_with_the_last_token_are_kept(platform):
     """By top-k and by top-p; zeros of both signs are apart, minus infinity is never kept, and equal tokens all are."""
     inf, count = jnp.inf, lambda kept: np.isfinite(kept).sum(axis=-1).tolist()
     logits = jnp.asarray([[[2.0, 1.0, 1.0, 1.0, 0.0, -0.0, -1.0, -inf], [-3.0] * 8, [5.0, *[-inf] * 7]]])
-    filtered = jax.jit(lambda sampling: filter_scores(logits, sampling))
+    own = jax.jit(lambda sampling: filter_scores(logits, sampling))  # traced for this platform
     with using(None, platform):
-        kept = {k: count(filtered(settings(1.0, k, 1.0))) for k in (1, 2, 4, 5, 6, 7)}
-        mass = {p: count(filtered(settings(1.0, 0, p))) for p in (0.3, 0.6, 0.9, 1.0)}
-        both = count(filtered(settings(1.0, 2, 0.5)))
+        kept = {k: count(own(settings(1.0, k, 1.0))) for k in (1, 2, 4, 5, 6, 7)}
+        mass = {p: count(own(settings(1.0, 0, p))) for p in (0.3, 0.6, 0.9, 1.0)}
+        both = count(own(settings(1.0, 2, 0.5)))
     assert kept == {1: [[1, 8, 1]], 2: [[4, 8, 1]], 4: [[4, 8, 1]], 5: [[5, 8, 1]], 6: [[6, 8, 1]], 7: [[7, 8, 1]]}
     # Of 17.9: 7.4, thrice 2.7, twice 1 and 0.4.
     assert mass == {0.3: [[1, 8, 1]], 0.6: [[4, 8, 1]], 0.9: [[5, 8, 1]], 1.0: [[7, 8, 1]]}
@@ -113,7 +116,7 @@ def test_rows_are_filtered_by_their_own_settings():
         jnp.zeros(3),
         jax.random.split(jax.random.key(1), 3),
     )
-    kept = np.isfinite(filter_scores(logits, mixed)).sum(axis=-1)[:, 0]
+    kept = np.isfinite(filtered(logits, mixed)).sum(axis=-1)[:, 0]
     assert kept[0] == 50
     assert kept[1] == 3
     assert 1 <= kept[2] < 50
@@ -126,7 +129,7 @@ def test_samples_follow_the_exact_distribution(temperature, top_k, top_p):
     logits = 1.5 * jax.random.normal(jax.random.key(3), (V,))
     sampling = settings(temperature, top_k, top_p)
     noise = gumbel_noise(sampling, jnp.arange(draws)[None], V)
-    tokens = np.asarray(select(jnp.broadcast_to(logits, (1, draws, V)), noise, sampling)[0])
+    tokens = np.asarray(selected(jnp.broadcast_to(logits, (1, draws, V)), noise, sampling)[0])
     expected = probabilities(logits, temperature, top_k, top_p) * draws
     seen = np.bincount(tokens, minlength=V)
     assert not np.any(seen[expected == 0])
@@ -146,7 +149,7 @@ def test_greedy_rows_ignore_everything_else():
     )
     noise = gumbel_noise(sampling, jnp.broadcast_to(jnp.arange(3)[None], (2, 3)), 40)
     assert not np.any(noise[0])
-    np.testing.assert_array_equal(select(logits, noise, sampling)[0], jnp.argmax(logits[0], axis=-1))
+    np.testing.assert_array_equal(selected(logits, noise, sampling)[0], jnp.argmax(logits[0], axis=-1))
 
 
 def test_float_edges_stay_near_greedy():
@@ -154,7 +157,7 @@ def test_float_edges_stay_near_greedy():
     for temperature, top_p in ((1e-38, 1.0), (1e-30, 0.5), (1.0, float(np.finfo(np.float32).tiny))):
         sampling = settings(temperature, 0, top_p)
         noise = gumbel_noise(sampling, jnp.asarray([[3]]), 4)
-        assert select(logits, noise, sampling).tolist() == [[1]]
+        assert selected(logits, noise, sampling).tolist() == [[1]]
 
 
 def test_ties_go_to_the_lowest_id_and_nan_stays_in_range():

@@ -57,7 +57,9 @@ def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
 
 @pytest.mark.lossless
 @pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "filtered"])
-@pytest.mark.parametrize("block_size", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    "block_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow), 8]
+)
 def test_speculative_equals_autoregressive(target, drafter, settings, block_size):
     plain = generate(target, PROMPTS, max_new_tokens=30, seed=4, stop_token_ids=[], **settings)
     ours = spec_generate(
@@ -267,6 +269,7 @@ def test_own_embedding_and_head_are_used(target, drafter, tmp_path):
     np.testing.assert_allclose(ours, 2 * base, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_whole_vocabulary_may_have_a_map(target, drafter, tmp_path):
     """SpecForge writes zeros for it; any other order is followed."""
     from safetensors.numpy import load_file

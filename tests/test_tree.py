@@ -26,7 +26,7 @@ from dflash_jax.decoding.tree import Ranked, best_nodes, levels_of, pruned
 from tests import tiny
 
 B = 40  # cases at once
-
+best_of = jax.jit(best_nodes, static_argnums=1)
 
 KINDS = tiny.kinds()
 
@@ -84,7 +84,7 @@ def paths_of(best, row):
 @pytest.mark.parametrize("depth", [1, 7, 15])
 def test_selection_equals_a_heap(nodes, depth):
     ranked = ranked_cases(depth, nodes, seed=nodes)
-    best = jax.jit(best_nodes, static_argnums=1)(ranked, nodes)
+    best = best_of(ranked, nodes)
     tokens, scores = np.asarray(ranked.tokens), np.asarray(ranked.scores)
     for row in range(B):
         expected = by_heap(scores[row], nodes)
@@ -100,7 +100,8 @@ def test_selection_equals_a_heap(nodes, depth):
 @pytest.mark.parametrize("ties", [False, True])
 def test_level_by_level_finds_the_same_nodes(nodes, ties):
     ranked = ranked_cases(6, nodes, ties=ties)
-    one, other = best_nodes(ranked, nodes), pruned(levels_of(ranked, nodes), nodes)
+    by_levels = jax.jit(lambda ranked: pruned(levels_of(ranked, nodes), nodes))
+    one, other = best_of(ranked, nodes), by_levels(ranked)
     np.testing.assert_array_equal(one.scores, other.scores)
     for row in range(B):
         paths_of(one, row)
@@ -111,7 +112,7 @@ def test_level_by_level_finds_the_same_nodes(nodes, ties):
 
 def test_ranks_of_one_are_the_chain():
     ranked = ranked_cases(7, 7)
-    best = best_nodes(Ranked(ranked.scores[..., :1], ranked.tokens[..., :1]), 7)
+    best = best_of(Ranked(ranked.scores[..., :1], ranked.tokens[..., :1]), 7)
     np.testing.assert_array_equal(best.tokens, ranked.tokens[..., 0])
     np.testing.assert_array_equal(best.parents, np.tile(np.arange(7), (B, 1)))
 
@@ -129,7 +130,7 @@ def test_growth_finds_the_best_paths_where_tokens_depend_on_those_before(nodes, 
         return Options(jax.vmap(lambda of, tokens: of[tokens])(table[:, d], carried % V)), carried
 
     anchor = jnp.arange(rows)
-    grown = grow(choice, anchor, depth, expand, jnp.zeros((rows, 1), jnp.int32))
+    grown = jax.jit(lambda choice: grow(choice, anchor, depth, expand, jnp.zeros((rows, 1), jnp.int32)))(choice)
     noise = np.asarray(choice.noise)
     for row in range(rows):
         frontier, found = [(0.0, (), row)], []
@@ -156,7 +157,7 @@ def test_a_chain_is_grown_from_the_same_options():
         return Options(jax.vmap(lambda of, tokens: of[tokens])(table[:, d], tips.tokens)), carried
 
     choice = tiny.choice_of(rows, depth, V, 1.0)
-    chain = grow(choice, jnp.zeros(rows, jnp.int32), depth, expand)
+    chain = jax.jit(lambda choice: grow(choice, jnp.zeros(rows, jnp.int32), depth, expand))(choice)
     assert chain.parents is None
     token = np.zeros(rows, int)
     for d in range(depth):
@@ -198,15 +199,16 @@ def test_scores_are_those_of_the_choice_that_draft_and_target_share():
     logits = jax.random.normal(jax.random.key(2), (rows, depth, V)) * 2
     for temperature in (0.0, 0.7):
         choice = tiny.choice_of(rows, depth, V, temperature).replace(nodes=V)
+        scored = jax.jit(lambda own: (own.ranked(logits, own.noise[:, :depth], slice(depth))[0], own.picks(logits)))
         for best, c in enumerate(SHARPNESS):
             own = choice.replace(sharpness=jnp.full(depth, best), greedy=jnp.full(depth, 1.4))
-            ranked, _ = own.ranked(logits, own.noise[:, :depth], slice(depth))
+            ranked, picks = scored(own)
             if temperature and np.isfinite(c):
                 expected = jax.nn.log_softmax(c * logits / temperature + own.noise[:, :depth])
             else:
                 expected = jax.nn.log_softmax(1.4 * logits / (temperature or 1))
             np.testing.assert_allclose(ranked.scores, -jnp.sort(-expected), atol=1e-5)
-            np.testing.assert_array_equal(ranked.tokens[..., 0], own.picks(logits).tokens)
+            np.testing.assert_array_equal(ranked.tokens[..., 0], picks.tokens)
 
 
 def test_greedy_sharpness_is_learnt_by_likelihood():
@@ -217,7 +219,7 @@ def test_greedy_sharpness_is_learnt_by_likelihood():
     calibration = init_calibration(depth)
     assert calibration.greedy.tolist() == [1.0, 1.0]
     choice = tiny.choice_of(rows, depth, V).replace(nodes=6)
-    _, lessons = choice.ranked(x, choice.noise[:, :depth], slice(depth))
+    _, lessons = jax.jit(lambda choice: choice.ranked(x, choice.noise[:, :depth], slice(depth)))(choice)
     judged, nobody = jnp.ones((rows, depth), bool).at[:, 1].set(False), jnp.zeros(rows, bool)
     after = calibration.learn(lessons, right, None, judged, nobody)
     assert after.greedy.tolist() == [2.0, 1.0]

@@ -190,6 +190,7 @@ def test_a_visit_of_unknown_duration_counts_for_acceptance_alone():
     assert {name: candidate.seconds for name, candidate in chooser.candidates.items()} == COSTS
 
 
+@pytest.mark.slow
 def test_the_choice_never_changes_the_answers(target, drafter):
     requests = [tiny.ask([i + 1, 5, 9], 40, temperature=0.4 * (i % 2), id=str(i)) for i in range(5)]
     expected = [done.token_ids for done in Engine(target, None, max_length=64).generate(requests)]

@@ -20,6 +20,7 @@ def requests():
     ]
 
 
+@pytest.mark.slow
 def test_neighbours_order_and_allocation_do_not_matter(target, drafter):
     alone = {}
     engine = Engine(target, None, slots=1, max_length=64)
@@ -35,7 +36,7 @@ def test_neighbours_order_and_allocation_do_not_matter(target, drafter):
                 assert done.finish_reason == "length"
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 64])
 def test_chunks_of_the_prompt_do_not_matter(target, drafter, chunk):
     prompt = [(7 * i + 3) % 60 for i in range(41)]
     expected = generate(target, prompt, max_new_tokens=20, max_length=64)

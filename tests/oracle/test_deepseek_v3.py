@@ -247,6 +247,7 @@ def test_when_long_blocks_attend_expanded(tmp_path):
     assert models.target_config(raw).layers[0].mixer.absorbed == float("inf")
 
 
+@pytest.mark.slow
 def test_kimi_as_published(tmp_path):
     theirs = make_kimi(tmp_path)
     ours = load_target(tmp_path)
@@ -260,7 +261,11 @@ def test_kimi_as_published(tmp_path):
     families.assert_dequantised(tmp_path, ours)
 
 
-@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None, "qk_nope_head_dim": 96}], ids=["whole", "moved"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"q_lora_rank": None, "qk_nope_head_dim": 96}, marks=pytest.mark.slow)],
+    ids=["whole", "moved"],
+)
 def test_forward_in_fp8(changes, tmp_path):
     """Also where rotated dimensions stand in two blocks, and are put in another order."""
     theirs = make(tmp_path, LARGE | changes, in_fp8)
