@@ -17,7 +17,7 @@ def replace(path: Path, data: bytes) -> None:
         beside.replace(path)
     except BaseException as error:
         beside.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno is not None:
             error.filename = str(path)  # the one that the user knows of
         raise
 

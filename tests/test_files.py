@@ -33,6 +33,13 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
+def test_what_cannot_be_written_is_named(tmp_path):
+    path = tmp_path / "gone" / "figures.json"
+    with pytest.raises(FileNotFoundError) as failed:
+        files.write_json(path, {})
+    assert failed.value.filename == str(path)
+
+
 def test_links_stay_and_pipes_are_written_to(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "file")
     files.write_text(tmp_path / "link", "text")
