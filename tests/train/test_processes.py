@@ -34,7 +34,7 @@ def command(data, out, steps):
     settings = {
         "target": data / "target",
         "data": data / "answers.jsonl",
-        "out": out,
+        "output": out,
         "mask-token-id": tiny.MASK,
         "block-size": 4,
         "num-layers": 1,

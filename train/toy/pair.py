@@ -117,9 +117,9 @@ def build(
     if not target.exists():
         _make_target(directory, target, recipe, progress)
     answers, settings = prepare_drafter(directory, target, recipe, stage)
-    _run(stage, "fit", target=target, data=answers, out=directory / "run", config=settings)
+    _run(stage, "fit", target=target, data=answers, output=directory / "run", config=settings)
     if not drafter.exists():
-        _run(stage, "export", run=directory / "run", out=drafter)
+        _run(stage, "export", run=directory / "run", output=drafter)
     if "proposal_sharpness" not in checkpoint.read_json(drafter / "config.json"):
         prompts = _write_prompts(
             directory / "sharpness.jsonl", problems(SHARPNESS_SEED, held_out=True), recipe.sharpness
