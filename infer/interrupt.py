@@ -1,4 +1,4 @@
-"""How a command ends: its exit status and last words; of signals, the first asks it to stop and the second insists."""
+"""How a command ends: exit status and message. The first signal asks it to stop, a second one stops it at once."""
 
 import contextlib
 import os

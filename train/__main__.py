@@ -24,7 +24,7 @@ from dflash_jax.train.arguments import (
     parse_stage,
     settings_given,
 )
-from dflash_jax.train.config import NotFiniteError, TrainConfig, make_config, read_settings
+from dflash_jax.train.config import NotFiniteError, StageError, TrainConfig, make_config, read_settings
 
 if TYPE_CHECKING:
     from dflash_jax.drafters.base import Drafter
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         try:
             return stages[type(options)](options)
-        except NotFiniteError as error:
+        except (NotFiniteError, StageError) as error:
             print(f"stopped: {error}", file=sys.stderr)
             return 1
 

@@ -13,6 +13,10 @@ class NotFiniteError(RuntimeError):
     """The loss or a gradient became infinite or NaN; the last good state is saved."""
 
 
+class StageError(RuntimeError):
+    """A stage that is run by another one failed; it has said why."""
+
+
 class Coefficients(NamedTuple):
     """What of a prediction's losses counts, against q, what the drafter says, and p, what the target does.
 

@@ -161,7 +161,7 @@ def _round(
 def draft(target: Target, drafter: DraftModel, state: State, noise: jax.Array | None = None, **how: Any) -> State:
     """What a step does before it verifies, but for the noise, which `choose` makes.
 
-    Without `noise`, numbers that are in no memory stand for it: bytes are then those of the draft alone.
+    Without `noise`, numbers that need not be read from memory take its place: to count the bytes of the draft alone.
     """
     parts = _round(target, drafter, **how)
     if noise is None:  # not zeros: the compiler would leave out the sum

@@ -11,9 +11,10 @@ import optax
 import pytest
 
 from dflash_jax import load_drafter, load_target, spec_generate
+from dflash_jax.infer.interrupt import INTERRUPTED
 from dflash_jax.infer.text import Text
 from dflash_jax.train.__main__ import main
-from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.config import StageError, TrainConfig
 from dflash_jax.train.data import Example, Packing
 from dflash_jax.train.toy.pair import Recipe, build, conversations
 from dflash_jax.train.toy.pretrain import language_loss, new_target, pretrain
@@ -176,5 +177,7 @@ def test_one_command_makes_a_pair_and_continues(tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in pair.rglob("*") if path.is_file()} == before
     with pytest.raises(ValueError, match="another recipe"):
         build(tmp_path, Recipe(), quick, lambda *_: None)
-    with pytest.raises(RuntimeError, match="regenerate failed"):
+    with pytest.raises(StageError, match="regenerate failed"):
         build(tmp_path / "other", RECIPE, lambda arguments: 2, lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "other", RECIPE, lambda arguments: INTERRUPTED, lambda *_: None)

@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from dflash_jax import checkpoint, files, models
+from dflash_jax.infer.interrupt import INTERRUPTED
 from dflash_jax.infer.text import Text
 from dflash_jax.target import Target
-from dflash_jax.train.config import make_config
+from dflash_jax.train.config import StageError, make_config
 from dflash_jax.train.data import Example
 from dflash_jax.train.toy.pretrain import new_target, pretrain
 from dflash_jax.train.toy.problems import Problem, problems
@@ -105,7 +106,8 @@ def build(
 
     Raises:
         ValueError: the directory was made by another recipe.
-        RuntimeError: a stage failed; it has said why.
+        StageError: a stage failed; it has said why.
+        KeyboardInterrupt: a stage was interrupted.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -163,8 +165,11 @@ def _run(stage: Callable[[list[str]], int], name: str, **options: Any) -> None:
     arguments = [name]
     for option, value in options.items():
         arguments += ["--" + option.replace("_", "-"), *([] if value is True else [str(value)])]
-    if stage(arguments):
-        raise RuntimeError(f"stage {name} failed; the same command continues from there")
+    status = stage(arguments)
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    if status:
+        raise StageError(f"stage {name} failed; the same command continues from there")
 
 
 def _make_target(directory: Path, out: Path, recipe: Recipe, progress: Callable[[int, int, float], None]) -> None:
