@@ -5,7 +5,11 @@ import io
 import json
 import os
 import re
+import resource
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -271,6 +275,30 @@ def test_distributed_takes_a_value_or_none():
     fit = ["fit", "--target", "t", "--data", "d", "--output", "o"]
     for more, found in ([], None), (["--distributed"], ""), (["--distributed", "h:1,0/2"], "h:1,0/2"):
         assert parse_stage([*fit, *more, "--seed", "1"]).source.distributed == found
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_the_last_good_checkpoint(place, tmp_path):
+    """In a process of its own: a failed write leaves coroutines of orbax behind, which warn in whatever runs next."""
+    answers, run = tmp_path / "answers.jsonl", tmp_path / "run"
+    answers.write_text('{"prompt_token_ids": [1, 4], "response_token_ids": [2, 3, 4, 9, 8, 7, 6, 5, 4, 3]}\n' * 100)
+    command = [sys.executable, "-m", "dflash_jax.train", "fit", "--target", str(place / "target")]
+    command += ["--data", str(answers), *SETTINGS, "--length", "16", "--save-every", "20", "--output", str(run)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        while process.poll() is None and not (run / "checkpoints" / "20").exists():
+            time.sleep(0.02)
+        # From here on every file ends in the middle of a checkpoint.
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        _, error = process.communicate(timeout=120)
+    assert process.returncode not in (0, 130), error
+    assert "File too large" in error
+    kept = max(int(name) for name in os.listdir(run / "checkpoints") if name.isdigit())
+    assert 20 <= kept < 200
+    logged = (run / "metrics.jsonl").read_text().splitlines()[: kept // 2]  # with the times of the first process
+    subprocess.run(command, capture_output=True, check=True)
+    whole = (run / "metrics.jsonl").read_text().splitlines()
+    assert whole[: kept // 2] == logged
+    assert json.loads(whole[-1])["step"] == 200
 
 
 @pytest.mark.slow
