@@ -194,7 +194,7 @@ def test_the_kernels_are_chosen_before_anything_is_loaded(pair, monkeypatch, cap
 
     chosen = []
     monkeypatch.setattr(dispatch, "set_policy", chosen.append, raising=False)
-    models = ["--target", str(pair / "target"), "--drafter", str(pair / "drafter"), "--max-new-tokens", "2"]
+    models = ["--target", str(pair / "target"), "--no-speculation", "--max-new-tokens", "2"]
     assert serve.main([*models, "--prompt", "a"]) == 0
     assert chosen == []
     assert serve.main([*models, "--prompt", "a", "--kernels", "xla"]) == 0
@@ -250,7 +250,7 @@ def test_the_drafter_of_smollm2():
 
 def test_the_bundled_pair_says_what_it_is(monkeypatch, capsys):
     monkeypatch.setattr("dflash_jax.bundled.installed_model", lambda: None)
-    assert serve.main(["--prompt", "hi", "--max-new-tokens", "2"]) == 0
+    assert serve.main(["--prompt", "hi", "--max-new-tokens", "2", "--block-size", "4"]) == 0
     said = capsys.readouterr().err
     assert "for testing only" in said
     assert "--target Qwen/" in said

