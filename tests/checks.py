@@ -9,9 +9,9 @@ _CONF = BeartypeConf(is_pep484_tower=True)  # an int is a float, as pyright has 
 
 
 def checked(function: Callable) -> Callable:
-    """`function` with its calls checked, except for constructors: `jax.eval_shape` and `jax.tree.map` fill a pytree's
-    fields with shapes, None and anything else."""
-    if function.__name__ == "__init__":
+    """`function` with its calls checked, except for constructors (`jax.eval_shape` and `jax.tree.map` fill a pytree's
+    fields with shapes, None and anything else) and functions inside others, whose checkers are made at each call."""
+    if function.__name__ == "__init__" or "<locals>" in function.__qualname__:
         return function
     hints = function.__annotations__.items()
     function.__annotations__ = {name: hint if _checkable(hint) else Any for name, hint in hints}

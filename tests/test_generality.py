@@ -282,7 +282,7 @@ def rollout(target, drafter, parts, state, steps):
     "which", ["target", *(pytest.param(each, marks=pytest.mark.slow) for each in ("toy", "latent", "gemma4"))]
 )
 @pytest.mark.parametrize(
-    "how", ["warm", pytest.param("hot", marks=pytest.mark.slow), pytest.param("greedy", marks=pytest.mark.exhaustive)]
+    "how", ["warm", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("hot", "greedy"))]
 )
 def test_random_trees_equal_autoregressive_decoding(request, drafter, which, how):
     target = request.getfixturevalue(which)

@@ -62,7 +62,8 @@ def alone(directory):
     "axes",
     [
         "data=2,model=4",
-        *(pytest.param(axes, marks=pytest.mark.slow) for axes in ("model=2", "model=8", "data=4", "fsdp=2,model=2")),
+        *(pytest.param(axes, marks=pytest.mark.slow) for axes in ("model=8", "fsdp=2,model=2")),
+        *(pytest.param(axes, marks=pytest.mark.exhaustive) for axes in ("model=2", "data=4")),
     ],
 )
 def test_every_mesh_gives_the_same_answers(directory, alone, axes, how):
@@ -230,7 +231,7 @@ def test_a_shard_reads_its_rows_alone(directory, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", ["data=8", "fsdp=4,model=2"])
+@pytest.mark.parametrize("axes", [pytest.param("data=8", marks=pytest.mark.exhaustive), "fsdp=4,model=2"])
 def test_training_is_the_same_on_every_mesh(directory, axes, tmp_path):
     rng = np.random.default_rng(0)
     sizes = rng.integers(12, 30, 24)

@@ -26,7 +26,7 @@ def widths(monkeypatch):
     [
         pytest.param(True, {"short_length": 40, "prefill_chunk": 8}, marks=pytest.mark.slow),
         pytest.param(True, {"block_size": "auto"}, marks=pytest.mark.exhaustive),
-        pytest.param(False, {}, marks=pytest.mark.slow),
+        pytest.param(False, {}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ from tests.oracle.test_parity import MASK, TARGETS, _on_cpu, make_target, prompt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tied", "yarn"])
+@pytest.mark.parametrize("name", ["tied", pytest.param("yarn", marks=pytest.mark.exhaustive)])
 def test_exported_drafters_decode_alike(name, tmp_path):
     their_target = make_target(tmp_path / "target", **TARGETS[name])
     target, budget = load_target(tmp_path / "target"), 40

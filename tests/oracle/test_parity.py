@@ -193,7 +193,7 @@ def test_a_drafter_of_gpt_oss_has_qwen3_layers(tmp_path):
     np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
 
 
-SLOW = ["full", "DFlash 2", "mixed windows", "scaled"]
+SLOW = ["DFlash 2", "mixed windows"]
 
 
 @pytest.mark.slow
