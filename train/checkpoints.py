@@ -1,5 +1,6 @@
 """Resumable state of a run, by orbax. A checkpoint appears whole or not at all."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,22 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, state: TrainState) -> None:
-        """Writes the state under its step; the step is complete on disk when this returns."""
+        """Writes the state under its step; the step is complete on disk when this returns.
+
+        Raises:
+            OSError: it could not be written, as to a full disk; checkpoints before it are as they were.
+        """
         step = int(state.step)
-        if step not in self.steps:
+        if step in self.steps:
+            return
+        try:
             self._manager.save(step, args=ocp.args.StandardSave(state))
             self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:  # tensorstore raises ValueError for what the system refuses
+            # The writes of the other arrays fail as well, and each would be logged with its traceback.
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+            so = "the same command continues from the one before"
+            raise OSError(f"the checkpoint of step {step} could not be written; {so}: {error}") from error
 
     def restore(self, like: Any, step: int | None = None) -> TrainState:
         """The newest state, or that of `step`, in the shapes of `like`.
