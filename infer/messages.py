@@ -29,7 +29,7 @@ def template_messages(messages: Any, template: str) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError(
-            "invalid_messages", f"messages must be a list of role and content objects, got {messages!r:.80}"
+            "invalid_request", f"messages must be a list of role and content objects, got {messages!r:.80}"
         )
     return [_message(message, place, template) for place, message in enumerate(messages)]
 

@@ -239,7 +239,7 @@ class Service:
             if (choice := streams[index].add(progress)) is None:
                 return None
             fields: dict[str, Any] = {"choices": [choice | {"index": index}]}
-            if asked.always_usage:
+            if asked.always_usage or progress.finished:  # load generators look for it there, asked for or not
                 fields["usage"] = tokens()
             if progress.finished:
                 done = progress.completion
