@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dflash_jax.config_json import token_ids
 from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
 from dflash_jax.models.attention import Pass
+from dflash_jax.overrides import overridden
 from dflash_jax.vocabulary import decodable_tokens
 
 
@@ -105,7 +107,32 @@ class Target(struct.PyTreeNode):
             return model.apply({"params": self.params}, *args, method=method)
 
 
-def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Target:
+def read_target_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> TargetConfig:
+    """What a checkpoint directory says of its target, without its weights.
+
+    End tokens are those of `generation_config.json`, where that names some: published ones name more there.
+
+    Args:
+        overrides: fields of `config.json` to replace (see `overrides.overridden`); end tokens among them win.
+
+    Raises:
+        ValueError: unknown or unsupported fields, or files that cannot be read.
+    """
+    config = models.target_config(overridden(checkpoint.read_json(directory / "config.json"), overrides))
+    generation = directory / "generation_config.json"
+    if "eos_token_id" in (overrides or {}) or not generation.is_file():
+        return config
+    ends = token_ids(checkpoint.read_json(generation).get("eos_token_id"), generation.name)
+    return dataclasses.replace(config, eos_token_ids=ends) if ends else config
+
+
+def load_target(
+    source: str | Path,
+    *,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Target:
     """Loads a target from a local directory, a GGUF file or a hub id.
 
     Args:
@@ -114,6 +141,7 @@ def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | No
         dtype: "float32", "bfloat16" or "float16", of all weights. None or "auto" is float32 on CPU and bfloat16
             elsewhere, and leaves weights quantised that are stored so.
         mesh: devices to spread the weights over (see `mesh`); each shard is read straight to its device.
+        overrides: fields of `config.json` to replace, by name.
 
     Raises:
         ValueError: unsupported configuration, a mesh that its heads cannot be split over, or files that are missing,
@@ -121,12 +149,7 @@ def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | No
     """
     array_type = parse_dtype(dtype)
     directory = checkpoint.resolve(source, "target")
-    config = models.target_config(checkpoint.read_json(directory / "config.json"))
-    generation = directory / "generation_config.json"
-    if generation.is_file() and (
-        ends := token_ids(checkpoint.read_json(generation).get("eos_token_id"), generation.name)
-    ):
-        config = dataclasses.replace(config, eos_token_ids=ends)
+    config = read_target_config(directory, overrides)
     reader = checkpoint.Reader(directory)
     config = config.with_tensors(reader.names())
     layout, family = sharding.check_layout(config, mesh), models.family(config.model_type)

@@ -35,7 +35,7 @@ def read_prompts(
     text = Text(target.directory, template_arguments)
     stops = target.config.eos_token_ids or ((text.end_token,) if text.end_token is not None else ())
     with Path(path).open("rb") as file:
-        lines = read_lines(file, text, SamplingParams(stop_token_ids=stops))
+        lines = read_lines(file, text, SamplingParams(eos_token_ids=tuple(stops)))
     for number, line in enumerate(lines, 1):
         try:
             if line.error is not None:
@@ -74,7 +74,7 @@ def evaluate(
         Figures; at a temperature also the sharpness of proposals that these prompts taught, which may be stored with
         the drafter (`proposal_sharpness` of its `config.json`).
     """
-    own = [replace(params, stop_token_ids=request.params.stop_token_ids) for request in requests]
+    own = [replace(params, stop_token_ids=request.params.ends) for request in requests]
     requests = [replace(request, params=each) for request, each in zip(requests, own, strict=True)]
     longest = max(len(r.prompt_token_ids) for r in requests) + params.max_new_tokens
     parts = rows_of(target.mesh)

@@ -1,4 +1,4 @@
-"""Penalties on tokens that a request has already read or written.
+"""Penalties on tokens that a request has already read or written, and end tokens that come too early.
 
 They depend on nothing but the request's own tokens before a position, so they keep speculation exact: within a block,
 the proposals before a position are its history if they are accepted, and else the position is not kept.
@@ -19,11 +19,13 @@ class Penalties(struct.PyTreeNode):
         repetition: divides positive logits, and multiplies negative ones, of tokens in prompt or answer; 1 is none.
         presence: subtracted once from the logits of tokens in the answer; 0 is none.
         frequency: subtracted once per occurrence in the answer; 0 is none.
+        min_tokens: how many tokens of the answer may not be stop tokens, the first ones; 0 is none.
     """
 
     repetition: Float[Array, " B"]
     presence: Float[Array, " B"]
     frequency: Float[Array, " B"]
+    min_tokens: Int[Array, " B"]
 
 
 class History(struct.PyTreeNode):
@@ -49,7 +51,7 @@ def check_penalties(repetition: float, presence: float, frequency: float) -> Non
 
 def no_penalties(rows: int) -> Penalties:
     """Neutral penalties for `rows` rows."""
-    return Penalties(jnp.ones(rows), jnp.zeros(rows), jnp.zeros(rows))
+    return Penalties(jnp.ones(rows), jnp.zeros(rows), jnp.zeros(rows), jnp.zeros(rows, jnp.int32))
 
 
 def empty_history(rows: int, positions: int) -> History:
@@ -130,3 +132,33 @@ def penalise(
 
     some = (penalties.repetition != 1) | (penalties.presence != 0) | (penalties.frequency != 0)
     return if_any(some, applied, lambda: logits)
+
+
+def withhold(
+    logits: Float[Array, "B T V"],
+    stops: Int[Array, "B Q"],
+    penalties: Penalties,
+    history: History,
+    known: Int[Array, " B"],
+    depth: Int[Array, "#B #T"],
+    *,
+    vocabulary: Int[Array, " V"] | None = None,
+) -> Float[Array, "B T V"]:
+    """Minus infinity for a row's stop tokens while it has written fewer than `min_tokens`; costs next to nothing where
+    every row has.
+
+    Args:
+        stops: stop tokens of each row, padded with -1.
+        known: tokens of the history that count.
+        depth: tokens between those and each position.
+        vocabulary: the id of each of the logits; None is 0, 1, 2, ...
+    """
+    ids = jnp.arange(logits.shape[-1]) if vocabulary is None else vocabulary
+    least = penalties.min_tokens[:, None]
+    early = jnp.broadcast_to((known - history.prompt)[:, None] + depth < least, logits.shape[:2]) & (least > 0)
+
+    def held() -> Float[Array, "B T V"]:
+        ends = jnp.any(ids[None, :, None] == stops[:, None], axis=2)
+        return jnp.where(early[:, :, None] & ends[:, None], -jnp.inf, logits)
+
+    return if_any(jnp.any(early, axis=1), held, lambda: logits)

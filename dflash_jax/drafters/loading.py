@@ -1,30 +1,39 @@
 """Drafters from checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 
 from dflash_jax import checkpoint, drafters, sharding
 from dflash_jax.config import parse_dtype
 from dflash_jax.drafters.base import UNREAD, Drafter
+from dflash_jax.overrides import overridden
 
 
 def load_drafter(
-    source: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None, num_target_layers: int | None = None
+    source: str | Path,
+    *,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    num_target_layers: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Drafter:
     """Loads a drafter of any kind from a local directory or a hub id; see `load_target` for the arguments.
 
     Args:
         num_target_layers: depth of the target. The official EAGLE-3 drafters do not say which layers they tap; it
             follows from this.
+        overrides: fields of `config.json` to replace, by name.
 
     Raises:
         ValueError: as `load_target`; or the layers that it taps are not known.
     """
     array_type = parse_dtype(dtype)
     directory = checkpoint.resolve(source, "drafter")
-    raw = checkpoint.read_json(directory / "config.json")
+    raw = overridden(checkpoint.read_json(directory / "config.json"), overrides)
     kind, config = drafters.KINDS[drafters.kind_of(raw)], drafters.drafter_config(raw, num_target_layers)
     reader = checkpoint.Reader(directory, kind.canonical_name)
     config = config.with_tensors(reader.names())
