@@ -90,7 +90,8 @@ def counted(url: str) -> dict[str, float]:
 def differences(report: Report, before: dict[str, float], after: dict[str, float]) -> list[str]:
     """What a client reports otherwise than the engine counted."""
     grown = lambda name: after[name] - before[name]
-    acceptance = report.expected_acceptance or grown("dflash_step_tokens_total") / grown("dflash_steps_total")
+    count = after.__getitem__ if report.since_start else grown
+    acceptance = report.expected_acceptance or count("dflash_step_tokens_total") / count("dflash_steps_total")
     expected = {
         "requests": (report.completed, QUESTIONS),
         "tokens": (report.output_tokens + report.warm_up, grown("dflash_generated_tokens_total")),

@@ -91,7 +91,8 @@ class Report:
         acceptance: tokens per decoding step.
         cached_tokens: prompt tokens that were in the server's cache.
         warm_up: tokens of answers that are in none of the other figures.
-        expected_acceptance: what `acceptance` must be, where it is not the mean over all steps of the run.
+        since_start: whether `acceptance` is that of all steps since the server's start, and not only of the run.
+        expected_acceptance: what `acceptance` must be, where it is no mean over steps.
     """
 
     completed: int
@@ -100,6 +101,7 @@ class Report:
     acceptance: float | None = None
     cached_tokens: int | None = None
     warm_up: int = 0
+    since_start: bool = False
     expected_acceptance: float | None = None
 
 
@@ -344,7 +346,7 @@ def sglang(setting: Setting, endpoint: str) -> Report:
     said = json.loads(report.read_text())
     if any(said["errors"]):
         raise FailedError(f"requests failed: {''.join(said['errors'])[:1500]}")
-    return Report(said["completed"], None, said["total_output_tokens"], said["accept_length"])
+    return Report(said["completed"], None, said["total_output_tokens"], said["accept_length"], since_start=True)
 
 
 CLIENTS = {
