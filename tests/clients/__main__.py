@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -28,11 +27,11 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from prometheus_client.parser import text_string_to_metric_families
 
 from dflash_jax.bundled import bundled_pair
 from dflash_jax.train.toy.problems import problems
-from tests.clients.runs import AT_ONCE, CLIENTS, FailedError, MissingError, Report, Setting, environments
+from tests.clients.figures import counted, differences
+from tests.clients.runs import AT_ONCE, CLIENTS, FailedError, MissingError, Setting, environments
 
 QUESTIONS = 8
 
@@ -77,35 +76,6 @@ def server(said: Path) -> Iterator[str]:
             process.terminate()
 
 
-def counted(url: str) -> dict[str, float]:
-    """The figures of /metrics, by name; those with labels are summed."""
-    figures: dict[str, float] = {}
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
-        for family in text_string_to_metric_families(response.read().decode()):
-            for sample in family.samples:
-                figures[sample.name] = figures.get(sample.name, 0.0) + sample.value
-    return figures
-
-
-def differences(report: Report, before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """What a client reports otherwise than the engine counted."""
-    grown = lambda name: after[name] - before[name]
-    count = after.__getitem__ if report.since_start else grown
-    acceptance = report.expected_acceptance or count("dflash_step_tokens_total") / count("dflash_steps_total")
-    expected = {
-        "requests": (report.completed, QUESTIONS),
-        "tokens": (report.output_tokens + report.warm_up, grown("dflash_generated_tokens_total")),
-        "prompt tokens": (report.prompt_tokens, grown("dflash_prompt_tokens")),
-        "cached tokens": (report.cached_tokens, grown("dflash_prompt_tokens_copied")),
-        "tokens per step": (report.acceptance, acceptance),
-    }
-    return [
-        f"{said:g} {name}, expected {true:g}"
-        for name, (said, true) in expected.items()
-        if said is not None and abs(said - true) > 1e-6
-    ]
-
-
 def main() -> int:
     options = tyro.cli(Options, prog="python -m tests.clients")
     if options.install:
@@ -131,7 +101,7 @@ def main() -> int:
                 failures[name] = f"{type(error).__name__}: {error}"
                 print(f"{name:<28}{'':>27}  failed, see below", flush=True)
                 continue
-            if wrong := differences(report, before, counted(url)):
+            if wrong := differences(report, QUESTIONS, before, counted(url)):
                 failures[name] = "; ".join(wrong)
             rate = "-" if report.acceptance is None else f"{report.acceptance:.3f}"
             result = failures.get(name, "as the engine counted")

@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from unittest.mock import patch
 
+from tests.clients.figures import Report
+
 LENGTH = 48  # tokens of an answer
 AT_ONCE = 2  # requests in progress
 LONGEST = 300  # seconds of a run
@@ -78,31 +80,6 @@ class Setting:
         for path in (self.clients / "wheels").glob(f"{name}-*.whl"):
             return str(path)
         raise MissingError(f"no wheel of {name} in {self.clients / 'wheels'}")
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a client says of its run; None is what it says nothing about.
-
-    Attributes:
-        completed: requests that it counts as answered.
-        prompt_tokens: of these requests.
-        output_tokens: of their answers.
-        acceptance: tokens per decoding step.
-        cached_tokens: prompt tokens that were in the server's cache.
-        warm_up: tokens of answers that are in none of the other figures.
-        since_start: whether `acceptance` is that of all steps since the server's start, and not only of the run.
-        expected_acceptance: what `acceptance` must be, where it is no mean over steps.
-    """
-
-    completed: int
-    prompt_tokens: int | None
-    output_tokens: int
-    acceptance: float | None = None
-    cached_tokens: int | None = None
-    warm_up: int = 0
-    since_start: bool = False
-    expected_acceptance: float | None = None
 
 
 def run(command: Sequence[str], **variables: str) -> str:
