@@ -65,7 +65,7 @@ def evaluate(
     """Decodes all prompts speculatively and returns tau and how the steps went.
 
     Args:
-        params: how tokens are chosen; each prompt keeps its own stop tokens. Noise follows from the prompt's id.
+        params: how tokens are chosen; each prompt keeps its own stop tokens, too. Noise follows from the prompt's id.
         block_size, tree, proposals: as in `EngineConfig`.
         batch_size: rows at a time.
         baseline: also decode autoregressively, taking turns, for `speedup` and `equal_outputs`.
@@ -74,8 +74,11 @@ def evaluate(
         Figures; at a temperature also the sharpness of proposals that these prompts taught, which may be stored with
         the drafter (`proposal_sharpness` of its `config.json`).
     """
-    own = [replace(params, stop_token_ids=request.params.ends) for request in requests]
-    requests = [replace(request, params=each) for request, each in zip(requests, own, strict=True)]
+    ends = lambda asked: {
+        "eos_token_ids": asked.eos_token_ids,
+        "stop_token_ids": params.stop_token_ids + asked.stop_token_ids,
+    }
+    requests = [replace(request, params=replace(params, **ends(request.params))) for request in requests]
     longest = max(len(r.prompt_token_ids) for r in requests) + params.max_new_tokens
     parts = rows_of(target.mesh)
     slots, max_length = -(-min(batch_size, len(requests)) // parts) * parts, -(-longest // 256) * 256

@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decoding.calibration import GREEDY, SHARPNESS, Calibration, Lessons
-from dflash_jax.decoding.penalties import History, Penalties, penalise, withhold
+from dflash_jax.decoding.penalties import History, Penalties, penalise
 from dflash_jax.decoding.proposal import Block, Proposal
 from dflash_jax.decoding.sampling import (
     Sampling,
@@ -89,14 +89,12 @@ class Choice(struct.PyTreeNode):
         else:
             seen, depth = block.tree.ancestors[:, :, 1:], block.tree.depth
             noise = jnp.take_along_axis(self.noise, depth[:, :, None], axis=1)
-        logits = penalise(logits, self.penalties, self.history, self.known, block.proposal.tokens, seen)
-        return select(self.masked(self._without_early_stops(logits, depth)), noise, self.sampling)
+        logits = self._penalised(logits, block.proposal.tokens, seen, depth=depth)
+        return select(self.masked(logits), noise, self.sampling)
 
     def chain_scores(self, logits: Float[Array, "B T V"], following: Int[Array, "B P"]) -> Float[Array, "B T V"]:
         """What the target's tokens after a chain are the largest of, given the tokens between its positions."""
-        logits = penalise(logits, self.penalties, self.history, self.known, following)
-        logits = self._without_early_stops(logits, jnp.arange(logits.shape[1])[None])
-        return perturbed_scores(self.masked(logits), self.noise, self.sampling)
+        return perturbed_scores(self.masked(self._penalised(logits, following)), self.noise, self.sampling)
 
     def tokens(
         self, logits: Float[Array, "B T N"], *, depth: int = 0, vocabulary: Int[Array, " N"] | None = None, **given: Any
@@ -290,21 +288,25 @@ class Choice(struct.PyTreeNode):
         no logits here may end it, whatever their depth: that is exact at depth 0, and deeper ones are proposals."""
         if before is not None and seen is None:
             seen = jnp.ones((1, logits.shape[1], before.shape[1]), bool)
-        of = self.penalties, self.history, self.known, before, seen
-        logits = penalise(logits, *of, vocabulary=vocabulary, vocab_size=self.noise.shape[2])
+        logits = self._penalised(logits, before, seen, vocabulary=vocabulary, depth=jnp.zeros((1, 1), jnp.int32))
         ids = jnp.arange(logits.shape[-1]) if vocabulary is None else vocabulary
         if forbidden:
             taken = jnp.any(ids[:, None] == jnp.asarray(forbidden)[None], axis=1)
             logits = jnp.where(taken[None, None], -jnp.inf, logits)
-        return self.masked(self._without_early_stops(logits, jnp.zeros((1, 1), jnp.int32), vocabulary), vocabulary)
+        return self.masked(logits, vocabulary)
 
-    def _without_early_stops(
-        self, logits: Float[Array, "B T N"], depth: Int[Array, "#B #T"], vocabulary: Int[Array, " N"] | None = None
+    def _penalised(
+        self,
+        logits: Float[Array, "B T N"],
+        before: Int[Array, "B P"] | None,
+        seen: Bool[Array, "#B T P"] | None = None,
+        *,
+        vocabulary: Int[Array, " N"] | None = None,
+        depth: Int[Array, "#B #T"] | None = None,
     ) -> Float[Array, "B T N"]:
-        """Minus infinity for stop tokens of rows that may not end yet; see `penalties.withhold`."""
-        if self.stops is None:
-            return logits
-        return withhold(logits, self.stops, self.penalties, self.history, self.known, depth, vocabulary=vocabulary)
+        """See `penalties.penalise`."""
+        where = {"vocabulary": vocabulary, "vocab_size": self.noise.shape[2], "stops": self.stops, "depth": depth}
+        return penalise(logits, self.penalties, self.history, self.known, before, seen, **where)
 
     def _noise(self, depth: int, count: int, vocabulary: Int[Array, " N"] | None) -> Float[Array, "B T N"]:
         """Of so many depths, for the tokens of a vocabulary."""

@@ -1,11 +1,13 @@
 """What answers say of how they were made, and what a body asks for."""
 
+import contextlib
 import json
 
 import pytest
 
 from dflash_jax.infer import reports
 from dflash_jax.infer.asked import read_body
+from dflash_jax.infer.fields import BODY, INERT, NEUTRAL, UNSUPPORTED
 from dflash_jax.infer.openai import CHAT, TEXT
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Completion, RequestError
@@ -89,3 +91,33 @@ def test_bodies_that_are_no_objects():
     for raw in (b"", b"[]", b"\xff", b"[" * 100_000, b"null", b'{"prompt": "\\ud800"}'):
         with pytest.raises(RequestError):
             read_body(raw, CHAT, Text(""), SamplingParams(16), "m")
+
+
+HOSTILE = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    2**70,
+    1e999,
+    float("nan"),
+    "",
+    "a",
+    "\ud800",
+    [],
+    [[]],
+    {},
+    {"a": None},
+    [None],
+    [2**70],
+]
+
+
+def test_any_value_of_any_field_is_read_or_an_error_of_that_request():
+    names = sorted(BODY | INERT | NEUTRAL.keys() | UNSUPPORTED | {"stream", "stream_options", "speculation", "no such"})
+    for endpoint in (TEXT, CHAT):
+        for name in names:
+            for value in HOSTILE:
+                with contextlib.suppress(RequestError):
+                    read(endpoint, **{name: value})
