@@ -227,7 +227,7 @@ def guidellm(setting: Setting, endpoint: str) -> Report:
 
 def aiperf(setting: Setting, endpoint: str) -> Report:
     """`aiperf profile`, counting what the server says."""
-    rows = [{"text": question, "max_tokens": LENGTH} for question in setting.questions]
+    rows = [{"text": question, "output_length": LENGTH} for question in setting.questions]
     out = setting.work / "aiperf"
     options = flags(
         model=setting.model,
@@ -295,15 +295,19 @@ def vllm(setting: Setting, endpoint: str) -> Report:
 
 
 def sglang(setting: Setting, endpoint: str) -> Report:
-    """SGLang's `bench_serving`, which takes the acceptance from /server_info, over all requests since the start. It
-    counts the tokens it asked for unless the server says in chunks how many there are."""
+    """SGLang's `bench_serving`, which takes the acceptance from /server_info, over all requests since the start.
+
+    It reports the length it asked for, unless the server says how many tokens there are. In completions it reads that
+    from chunks with text only, and misses the tokens without text that follow an ignored end of text. So it is told in
+    chat completions only.
+    """
     if endpoint == CHAT:
         rows = [{"messages": [{"role": "user", "content": question}]} for question in setting.questions]
-        data, usage = "openai", "include_usage"
+        data, extra = "openai", {"stream_options": {"include_usage": True}}
     else:
         turns = lambda question: [{"role": "user", "content": question}, {"role": "assistant", "content": "unused"}]
         rows = [{"conversations": turns(question)} for question in setting.questions]
-        data, usage = "custom", "continuous_usage_stats"
+        data, extra = "custom", {}
     report = setting.work / "sglang.jsonl.report"
     report.unlink(missing_ok=True)
     from_wheel(
@@ -316,7 +320,7 @@ def sglang(setting: Setting, endpoint: str) -> Report:
         dataset_path=setting.data("sglang.jsonl", rows),
         sharegpt_output_len=LENGTH,
         warmup_requests=0,
-        extra_request_body=json.dumps({"stream_options": {usage: True}}),
+        extra_request_body=json.dumps(extra),
         output_file=report,
         output_details=True,
     )

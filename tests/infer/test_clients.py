@@ -82,6 +82,11 @@ BODIES = {
     "sglang, chat": (CHAT, STREAMED, {"messages": PLAIN, "max_completion_tokens": LENGTH, "temperature": 0.0}),
     "sglang, text": (
         TEXT,
+        {"stream": True},
+        {"prompt": "hello there", "max_tokens": LENGTH, "best_of": 1, "temperature": 0.0},
+    ),
+    "sglang, text, counted": (
+        TEXT,
         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
         {"prompt": "hello there", "max_tokens": LENGTH, "best_of": 1, "temperature": 0.0},
     ),
@@ -97,17 +102,16 @@ def test_streams_have_what_load_generators_read(name, url):
     kind = "chat.completion.chunk" if endpoint == CHAT else "text_completion"
     assert {event["object"] for event in events} == {kind}
     assert len({event["id"] for event in events}) == 1
-    usages = [event["usage"] for event in events if event.get("usage")]
-    assert usages[-1]["completion_tokens"] == LENGTH
-    assert usages[-1]["prompt_tokens"] == after["dflash_prompt_tokens"] - before["dflash_prompt_tokens"]
-    assert usages[-1]["prompt_tokens_details"]["cached_tokens"] <= usages[-1]["prompt_tokens"]
-    ends_with_usage = "include_usage" in streaming["stream_options"]
-    assert [bool(event["choices"]) for event in events] == [True] * (len(events) - ends_with_usage) + [
-        False
-    ] * ends_with_usage
-    if "continuous_usage_stats" in streaming["stream_options"]:
-        assert len(usages) == len(events)
-    reported = events[-1]["metrics"]["speculative_decoding"]
+    options = streaming.get("stream_options", {})
+    last = ["include_usage"] if "include_usage" in options else []
+    assert [event["choices"] == [] for event in events] == [False] * (len(events) - len(last)) + [True] * len(last)
+    usages = [event["usage"] for event in events if "usage" in event]
+    assert len(usages) == (len(events) if "continuous_usage_stats" in options else len(last))
+    for usage in usages:
+        assert usage["prompt_tokens"] == after["dflash_prompt_tokens"] - before["dflash_prompt_tokens"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
+    assert [usage["completion_tokens"] for usage in usages[-1:]] in ([], [LENGTH])
+    (reported,) = [event["metrics"]["speculative_decoding"] for event in events if "metrics" in event]
     histogram = reported["acceptance_histogram"]
     assert sum(histogram) == reported["num_spec_steps"] == after["dflash_steps_total"] - before["dflash_steps_total"]
     accepted = sum(j * count for j, count in enumerate(histogram))
