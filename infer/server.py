@@ -243,8 +243,10 @@ class Service:
                 fields["usage"] = tokens()
             if progress.finished:
                 done = progress.completion
-                fields |= {"speculation": reports.timed(done, progress.alone), "metrics": reports.metrics(done)}
+                fields["speculation"] = reports.timed(done, progress.alone)
                 fields |= {"meta_info": reports.meta_info(done)} if asked.with_meta_info else {}
+                if not asked.with_usage:  # clients add up what they find, so an answer has it once
+                    fields["metrics"] = reports.metrics(done)
             return event(**fields)
 
         try:

@@ -106,7 +106,7 @@ def test_streams_have_what_load_generators_read(name, url):
     last = ["include_usage"] if "include_usage" in options else []
     assert [event["choices"] == [] for event in events] == [False] * (len(events) - len(last)) + [True] * len(last)
     usages = [event["usage"] for event in events if "usage" in event]
-    # The last chunk of an answer has its usage, asked for or not: some load generators look for it there.
+    # The last chunk of an answer has it, too, asked for or not.
     assert len(usages) == (len(events) if "continuous_usage_stats" in options else 1 + len(last))
     for usage in usages:
         assert usage["prompt_tokens"] == after["dflash_prompt_tokens"] - before["dflash_prompt_tokens"]
