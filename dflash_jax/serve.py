@@ -225,7 +225,8 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     if (interval := options.stats_interval) is not None and not 0 <= interval < math.inf:
         raise ValueError(f"--stats-interval must be at least 0 and finite, got {interval}")
     from dflash_jax.infer.batch_job import Job, JobFiles, LocalEngine
-    from dflash_jax.infer.lines import input_lines, read_lines
+    from dflash_jax.infer.inputs import input_lines
+    from dflash_jax.infer.lines import read_lines
 
     process, processes = _share(options.processes)
     files = JobFiles(
@@ -259,7 +260,8 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
 
 def _serve_with_ray(options: ServeOptions, sources: Sequence[str], files: "JobFiles", begin: float) -> int:
     from dflash_jax.infer.batch_job import Job
-    from dflash_jax.infer.lines import input_lines, read_lines
+    from dflash_jax.infer.inputs import input_lines
+    from dflash_jax.infer.lines import read_lines
 
     if options.processes is not None:
         raise ValueError("--ray and --processes are two ways to share a job; give one of them")
