@@ -36,8 +36,8 @@ def said(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def reading(path: str | Path) -> Iterator[None]:
-    """Makes one line that names the file or directory of whatever is raised while it is read.
+def reading(path: Path) -> Iterator[Path]:
+    """Makes one line that names the file or directory of whatever is raised while it is read. Yields the path.
 
     A damaged file may provoke anything in the code that reads it. What is not installed is not the file's fault.
 
@@ -47,7 +47,7 @@ def reading(path: str | Path) -> Iterator[None]:
         ImportError: a package is missing.
     """
     try:
-        yield
+        yield path
     except ImportError:
         raise
     except OSError as error:
@@ -62,12 +62,12 @@ def reading(path: str | Path) -> Iterator[None]:
         raise ValueError(_about(path, error)) from error
 
 
-def _about(path: str | Path, error: BaseException) -> str:
+def _about(path: Path, error: BaseException) -> str:
     """What an exception says, with the file it is about."""
     text, name = one_line(said(error)), one_line(path)
     if name in text:
         return text
-    if text.startswith(short := one_line(Path(path).name)):
+    if (short := one_line(path.name)) and text.startswith(short):
         return name + text[len(short) :]
     return f"{name}: {text}"
 

@@ -3,9 +3,11 @@
 Like `cli`, nothing here imports jax before there is work for it.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_jax.cli import GenerationOptions, ModelOptions
+from dflash_jax.files import reading
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -56,7 +58,8 @@ def load(
         drafter = load_drafter(draft_source, dtype=models.dtype, mesh=mesh, num_target_layers=depth)
     target = load_target(source, dtype=models.dtype, mesh=mesh)
     if drafter:
-        drafter.config.check_pair(target.config)
+        with reading(Path(draft_source or "")):
+            drafter.config.check_pair(target.config)
     return Loaded(target, drafter, *_text(target.directory, target.config, generation, max_length))
 
 
@@ -84,7 +87,8 @@ def describe(models: ModelOptions, generation: GenerationOptions, *, max_length:
     from dflash_jax.models import target_config
 
     directory = checkpoint.resolve(pair_sources(models)[0], "target")
-    config = target_config(checkpoint.read_json(directory / "config.json"))
+    with reading(directory / "config.json") as path:
+        config = target_config(checkpoint.read_json(path))
     return Described(str(directory), config, *_text(str(directory), config, generation, max_length))
 
 
@@ -146,8 +150,8 @@ def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool =
         return make_mesh(parse_mesh("fsdp=-1"))
     configs: list[Any] = [target_config(target)]
     if drafter:
-        raw = checkpoint.read_json(checkpoint.resolve(drafter, "drafter") / "config.json")
-        configs.append(drafter_config(raw, configs[0].num_hidden_layers))
+        with reading(checkpoint.resolve(drafter, "drafter") / "config.json") as path:
+            configs.append(drafter_config(checkpoint.read_json(path), configs[0].num_hidden_layers))
     return make_mesh(sharding.auto_mesh(configs, len(jax.devices()), jax.local_device_count()))
 
 
@@ -155,7 +159,8 @@ def target_config(source: str) -> "TargetConfig":
     """Of a target in a directory, a `.gguf` file or on the hub; nothing else of it is read."""
     from dflash_jax import checkpoint, models
 
-    return models.target_config(checkpoint.read_json(checkpoint.resolve(source, "target") / "config.json"))
+    with reading(checkpoint.resolve(source, "target") / "config.json") as path:
+        return models.target_config(checkpoint.read_json(path))
 
 
 def enable_compilation_cache() -> None:

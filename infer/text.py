@@ -5,10 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.files import read_json, said
 from dflash_jax.infer.requests import RequestError
 
 LEAST_BYTES = 16  # that a text may have per token, however short the tokens of a vocabulary are
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER_JSON = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"
+)  # fmt: skip
 # What `apply_chat_template` takes itself, or is given here: no arguments of a template.
 RESERVED = frozenset(
     "self conversation messages chat_template tokenize add_generation_prompt continue_final_message padding truncation "
@@ -43,8 +47,10 @@ class Text:
         logging.set_verbosity_error()
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+            self._tokenizer.decode(self._tokenizer.encode("a"))  # some values are only looked at when they are needed
         except Exception as error:  # tokenizer files are read by several libraries, which raise what they like
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            _check_tokenizer_files(Path(directory))
+            reason = said(error).strip().splitlines()[0]
             raise ValueError(f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}") from error
         if most_tokens is not None:
             longest = max((len(token.encode(errors="replace")) for token in self._tokenizer.get_vocab()), default=1)
@@ -225,6 +231,15 @@ class GrowingText:
     def end(self, tokens: Sequence[int]) -> str:
         """What is left of the answer, which has these tokens in all."""
         return (cut_at_stop(self._text.decode(tokens), self._stops) or "")[self.sent :]
+
+
+def _check_tokenizer_files(directory: Path) -> None:
+    """Raises ValueError naming the file, if a tokenizer's file can be told to be damaged."""
+    for name in TOKENIZER_JSON:
+        if (path := directory / name).exists():
+            longest = read_json(path).get("model_max_length")
+            if not isinstance(longest, int | float | None):
+                raise ValueError(f"{path}: model_max_length must be a number, got {longest!r:.60}")
 
 
 def settled(text: str, stops: Sequence[str]) -> str:
