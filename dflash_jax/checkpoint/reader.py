@@ -310,6 +310,10 @@ def save(directory: str | Path, params: Mapping[str, Any], table: Table, config:
                 piece = piece.transpose(np.argsort(part.order))
             tensor[np.ix_(*places)] = piece.reshape([len(at) for at in places])
     tensors = {name: value for source, whole in sources.items() for name, value in source.write(whole).items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)  # written for its owner alone otherwise
+    path = directory / "model.safetensors"
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # what the system refuses, as on a full disk
+        raise OSError(f"{path} could not be written: {error}") from error
+    path.chmod(0o644)  # written for its owner alone otherwise
     files.write_json(directory / "config.json", config)
