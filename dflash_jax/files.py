@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # how a full disk is reported
 MOST_DIGITS = 308  # of a whole number in a file of settings, so that it can become a float
-LONGEST_WORD = 500  # characters of a word in a message, such as the name of a tensor
+LONGEST_WORD, LONGEST_LINE = 500, 4000  # characters in a message: of a word, such as a tensor's name, and in all
 
 T = TypeVar("T")
 
@@ -22,7 +22,8 @@ T = TypeVar("T")
 def one_line(text: object) -> str:
     """A message as one line: line ends and what else cannot be printed are escaped, and very long words are cut."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
-    return re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:200]}...{word[0][-100:]}", shown)
+    shown = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:200]}...{word[0][-100:]}", shown)
+    return shown if len(shown) <= LONGEST_LINE else f"{shown[: LONGEST_LINE - 500]} ... {shown[-400:]}"
 
 
 def said(error: BaseException) -> str:

@@ -88,9 +88,7 @@ class JobFiles:
             raise ValueError(f"--output and --summary are both {self.output}; choose two files")
         for path in results:
             if kept := next((other for other in beside if _same(path, other)), None):
-                raise ValueError(
-                    f"{path} is kept by the job itself ({kept.name}, beside its output); choose another file"
-                )
+                raise ValueError(f"{path} is {kept.name}, which the job keeps beside its output; choose another file")
         for source in input_paths(self.input, self.own):
             for path in (*results, *beside):
                 if source != "-" and _same(Path(source), path):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.files import read_json, said
+from dflash_jax.files import one_line, read_json, said
 from dflash_jax.infer.requests import RequestError
 
 LEAST_BYTES = 16  # that a text may have per token, however short the tokens of a vocabulary are
@@ -51,7 +51,8 @@ class Text:
         except Exception as error:  # tokenizer files are read by several libraries, which raise what they like
             _check_tokenizer_files(Path(directory))
             reason = said(error).strip().splitlines()[0]
-            raise ValueError(f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}") from error
+            wrong = f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}"
+            raise ValueError(one_line(wrong)) from error
         if most_tokens is not None:
             longest = max((len(token.encode(errors="replace")) for token in self._tokenizer.get_vocab()), default=1)
             self._most_bytes = most_tokens * max(longest, LEAST_BYTES)

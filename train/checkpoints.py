@@ -7,8 +7,9 @@ import shutil
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -39,7 +40,7 @@ class Checkpoints:
     def __init__(self, directory: str | Path, keep: int = 2):
         self._directory = Path(directory).resolve()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        with reading(self._directory):
+        with reading(self._directory), _Quiet():
             self._manager = ocp.CheckpointManager(
                 self._directory, item_handlers=ocp.StandardCheckpointHandler(), options=options
             )
@@ -59,17 +60,23 @@ class Checkpoints:
         step = int(state.step)
         if step in self.steps:
             return
-        try:
-            with _reported_once():
-                self._manager.save(step, args=ocp.args.StandardSave(state))
-                self._manager.wait_until_finished()
-                if jax.process_index() == 0:
-                    place = self._directory / str(step)
-                    write_json(place / CHECKSUMS, {"files": _checksums(place)})
-        except (OSError, ValueError) as error:  # tensorstore raises ValueError for what the system refuses
-            so = "the same command continues from the one before"
-            message = f"the checkpoint of step {step} could not be written; {so}: {one_line(error)}"
-            raise OSError(message) from error
+        with contextlib.ExitStack() as quiet:
+            quiet.enter_context(_Quiet())
+            try:
+                self._write(step, state)
+            except (OSError, ValueError) as error:  # tensorstore raises ValueError for what the system refuses
+                quiet.pop_all()  # it stays so, for threads may come late
+                warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+                so = "the same command continues from the one before"
+                message = f"the checkpoint of step {step} could not be written; {so}: {one_line(error)}"
+                raise OSError(message) from error
+
+    def _write(self, step: int, state: TrainState) -> None:
+        self._manager.save(step, args=ocp.args.StandardSave(state))
+        self._manager.wait_until_finished()
+        if jax.process_index() == 0:
+            place = self._directory / str(step)
+            write_json(place / CHECKSUMS, {"files": _checksums(place)})
 
     def restore(self, like: Any, step: int | None = None) -> TrainState:
         """The newest state that is whole, or that of `step`, in the shapes of `like`. A damaged one is left out with a
@@ -114,7 +121,8 @@ class Checkpoints:
                 damaged[candidate] = wrong
                 continue
             try:
-                found = read(candidate)
+                with _Quiet():
+                    found = read(candidate)
             except Exception as error:  # whatever orbax and tensorstore raise
                 why = one_line(f"{said(error):.300}")
                 if (place / CHECKSUMS).exists():
@@ -135,7 +143,8 @@ class Checkpoints:
             place.rename(aside)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"step {step} is put aside")
-        self._manager.reload()
+        with _Quiet():
+            self._manager.reload()
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -168,28 +177,26 @@ def _wrong(place: Path) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def _reported_once() -> Iterator[None]:
-    """Leaves a failure to the error that is raised: else every thread that orbax and tensorstore write with prints it
-    with its traceback. After a failure it stays so, since threads may come late."""
+class _Quiet:
+    """Keeps the threads of orbax and tensorstore from printing errors. Each of them prints a traceback of its own, beside
+    the exception that is raised."""
 
-    def threads_are_quiet(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
-            before(kind, error, trace)
-
-    before = sys.excepthook
-    sys.excepthook = threads_are_quiet  # by it, threads of C++ show what a callback raises
     logs = logging.getLogger("absl"), logging.getLogger("asyncio")
-    for log in logs:
-        log.addFilter(_no_error)
-    try:
-        yield
-    except BaseException:
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        raise
-    sys.excepthook = before
-    for log in logs:
-        log.removeFilter(_no_error)
+
+    def __enter__(self) -> None:
+        self._hook = sys.excepthook
+        sys.excepthook = self._show  # by it, threads of C++ show what a callback raises
+        for log in self.logs:
+            log.addFilter(_no_error)
+
+    def __exit__(self, *_: object) -> None:
+        sys.excepthook = self._hook
+        for log in self.logs:
+            log.removeFilter(_no_error)
+
+    def _show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._hook(kind, error, trace)
 
 
 def _no_error(record: logging.LogRecord) -> bool:

@@ -202,7 +202,11 @@ def read_config(path: str | Path | None, overrides: dict[str, Any] | None = None
 
 
 def read_settings(path: str | Path | None, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Reads a YAML or JSON file of `TrainConfig` fields; `overrides` win. Raises ValueError if it is unreadable."""
+    """Reads a YAML or JSON file of `TrainConfig` fields; `overrides` win.
+
+    Raises:
+        ValueError: it is unreadable, or these are not the settings of a run.
+    """
     given: dict[str, Any] = {}
     if path is not None:
         import yaml
@@ -215,7 +219,15 @@ def read_settings(path: str | Path | None, overrides: dict[str, Any] | None = No
             if not isinstance(given, dict):
                 raise ValueError(f"{path} must hold named settings, got {type(given).__name__}")
             _checked(given)
-    return given | (overrides or {})
+    merged = given | (overrides or {})
+    try:
+        make_config(merged)
+    except ValueError:
+        if path is not None:
+            with reading(Path(path)):
+                make_config(given)  # if it is the file that is wrong, it is named
+        raise
+    return merged
 
 
 def make_config(given: dict[str, Any]) -> TrainConfig:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from dflash_jax.files import one_line
+
 _MATH = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 _CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 
@@ -98,9 +100,9 @@ def _local(path: Path) -> list[Sample]:
         try:
             row = json.loads(line)
             rows.append(ask(row))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:  # values of any other type
             expected = '{"turns": [...]}, {"messages": [...]} or {"question" | "problem" | "prompt": str}'
-            raise ValueError(f"{path}, line {number}: a row must be {expected}; {error!r:.100}") from error
+            raise ValueError(one_line(f"{path}, line {number}: a row must be {expected}; {error!r:.100}")) from error
     return rows
 
 
