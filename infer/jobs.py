@@ -16,9 +16,9 @@ from dflash_jax.files import read_json_lines, write
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.journal import when_there_is_room
-from dflash_jax.infer.lines import Line
+from dflash_jax.infer.lines import Line, refusal
 from dflash_jax.infer.params import SamplingParams
-from dflash_jax.infer.requests import Completion, Request, RequestError
+from dflash_jax.infer.requests import Completion, Request
 from dflash_jax.infer.stats import Stats
 from dflash_jax.infer.text import Text, cut_at_stop
 
@@ -96,8 +96,8 @@ class Answering:
             answers: list[Completion] = []
             for sample in range(line.n):
                 self._tickets[self._engine.submit(replace(line.request, sample=sample))] = line, answers
-        except RequestError as error:
-            yield error_record(replace(line, error=error)), []
+        except Exception as error:
+            yield error_record(replace(line, error=refusal(error))), []
 
     def turn(self, admit: bool) -> Iterator[Event]:
         """One turn of the engine's work; see `Engine.step`."""
@@ -117,8 +117,8 @@ class Answering:
                 else:
                     answers.sort(key=lambda completion: completion.sample)
                     yield self._record(line, answers), answers
-            except RequestError as error:  # the conversation has outgrown the engine
-                yield error_record(replace(line, error=error)), answers
+            except Exception as error:  # such as a conversation that has outgrown the engine
+                yield error_record(replace(line, error=refusal(error))), answers
 
     def close(self) -> None:
         """Drops what is not finished."""

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dflash_jax.files import said
 from dflash_jax.infer import openai
 from dflash_jax.infer.inputs import input_lines as input_lines
 from dflash_jax.infer.inputs import zstd as zstd
@@ -128,8 +129,8 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> 
         n = sample_count(row)
         if n > 1 and later:
             raise RequestError("invalid_parameter", "n works with a single prompt, not with a conversation's turns")
-    except RequestError as error:
-        return Line(index, line_id, error=error, named=named, is_batch=is_batch)
+    except Exception as error:  # whatever a line provokes is its own fault, and stops no other
+        return Line(index, line_id, error=refusal(error), named=named, is_batch=is_batch)
     return Line(
         index,
         line_id,
@@ -143,6 +144,13 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> 
         batch=batch,
         is_batch=is_batch,
     )
+
+
+def refusal(error: Exception) -> RequestError:
+    """What a request is told whose content provoked this error."""
+    if isinstance(error, RequestError):
+        return error
+    return RequestError("invalid_request", f"the request cannot be read: {said(error):.200}")
 
 
 def plain_request(

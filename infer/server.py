@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from dflash_jax.infer import openai
 from dflash_jax.infer.jobs import answer, speculation, token_logprobs, usage
-from dflash_jax.infer.lines import plain_request, sample_count
+from dflash_jax.infer.lines import plain_request, refusal, sample_count
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.responses import EventStream, WholeAnswer
@@ -202,7 +202,13 @@ class Service:
         return asked
 
     def _parse(self, raw: bytes, endpoint: str) -> Asked:
-        """What a body asks for; raises RequestError."""
+        """What a body asks for; raises RequestError, whatever is in it."""
+        try:
+            return self._asked(raw, endpoint)
+        except Exception as error:
+            raise refusal(error) from error
+
+    def _asked(self, raw: bytes, endpoint: str) -> Asked:
         try:
             body = json.loads(raw)
             if not isinstance(body, dict):

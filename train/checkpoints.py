@@ -178,7 +178,7 @@ def _wrong(place: Path) -> str:
 
 
 class _Quiet:
-    """Keeps the threads of orbax and tensorstore from printing errors. Each of them prints a traceback of its own, beside
+    """Keeps the threads of orbax and tensorstore from printing errors: each would print a traceback of its own, beside
     the exception that is raised."""
 
     logs = logging.getLogger("absl"), logging.getLogger("asyncio")
