@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 
 import jax
@@ -111,6 +112,56 @@ def test_another_run_is_refused(target, start, examples, whole, tmp_path):
         Run(tmp_path / "c", target, *start, [*known[:-1], examples[-1]], decoded)
     with pytest.raises(ValueError, match="not the drafter's 4"):
         Run(tmp_path / "b", target, *start, examples, dataclasses.replace(CONFIG, block_size=8))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("run.json", b"[]", "must hold a JSON object"),
+        ("run.json", b"{", "must be JSON"),
+        ("run.json", b"[" * 100_000, "must be JSON: it is nested too deeply"),
+        ("run.json", b"{}", "holds another run"),
+        ("run.json", None, "must hold run.json"),
+        ("config.json", b'{"a": \xff}', "must be JSON"),
+        ("drafter.json", b"null", "must hold a JSON object"),
+        ("metrics.jsonl", b'{"step": 1, "loss": 1.0}\n{"step"\n', "is damaged in line 2"),
+        ("metrics.jsonl", b'{"step": null}\n', "is damaged in line 1: step must be a whole number"),
+        ("metrics.jsonl", b'{"step": 1, "tau": []}\n', "is damaged in line 1: tau must be a number"),
+        ("checkpoints", b"no directory", "checkpoints"),
+    ],
+)
+def test_a_damaged_run_is_refused_in_a_line_that_names_the_file(
+    target, start, examples, whole, name, content, named, tmp_path
+):
+    directory = shutil.copytree(whole[1], tmp_path / "run")
+    path = directory / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises((ValueError, OSError), match=named) as failed:
+        Run(directory, target, *start, examples, CONFIG)
+    assert str(directory) in str(failed.value)
+    assert str(failed.value).isprintable()
+
+
+def test_a_damaged_checkpoint_is_trained_again_to_the_same_parameters(target, start, examples, whole, tmp_path, caplog):
+    directory = shutil.copytree(whole[1], tmp_path / "run")
+    newest = directory / "checkpoints" / str(whole[0].steps)
+    largest = max(newest.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    largest.write_bytes(data)
+    load_run(directory)
+    again = Run(directory, target, *start, examples, CONFIG)
+    assert int(again.state.step) < whole[0].steps
+    for told in (f"the checkpoint of step {whole[0].steps} cannot be read", f"step {int(again.state.step)} is taken"):
+        assert caplog.text.count(told) == 2  # when it was loaded, too
+    again.fit()
+    assert equal(again.state, whole[0].state)
+    assert newest.is_dir()
 
 
 def test_what_is_not_finite_stops_the_run_and_keeps_the_state(target, start, examples, tmp_path):
