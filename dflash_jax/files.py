@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -175,6 +176,27 @@ def replace(path: Path, data: bytes) -> None:
         if isinstance(error, OSError) and error.errno is not None:
             error.filename, error.filename2 = str(path), None  # the one that the user knows of
         raise
+
+
+@contextlib.contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """A new directory to fill. It then takes the place of `directory`, or, if it could not be filled, is removed; links
+    stay."""
+    target = followed(directory)
+    beside, old = (target.with_name(f".{secrets.token_hex(8)}.{end}") for end in ("writing", "old"))
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        if target.exists():
+            target.rename(old)
+        beside.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    finally:
+        for left in (beside, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def write(path: Path, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """Files that appear whole or not at all."""
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -142,3 +143,22 @@ def test_what_is_no_file_is_not_read(tmp_path):
     for name in ("pipe", "zero", "."):
         with pytest.raises(ValueError, match="must be a file"):
             files.read_json(tmp_path / name)
+
+
+def test_a_directory_is_replaced_whole_and_what_lies_beside_it_stays(tmp_path):
+    for name in ("far", "far.old", "far.writing"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "before").touch()
+    (tmp_path / "link").symlink_to("far")
+    with contextlib.suppress(ZeroDivisionError), files.replacing(tmp_path / "link") as directory:
+        (directory / "never").touch()
+        raise ZeroDivisionError
+    assert os.listdir(tmp_path / "far") == ["before"]
+    with files.replacing(tmp_path / "link") as directory:
+        (directory / "after").touch()
+    assert (tmp_path / "link").is_symlink()
+    assert os.listdir(tmp_path / "far") == ["after"]
+    assert sorted(os.listdir(tmp_path)) == ["far", "far.old", "far.writing", "link"]
+    with files.replacing(tmp_path / "new" / "deep") as directory:
+        (directory / "after").touch()
+    assert os.listdir(tmp_path / "new" / "deep") == ["after"]
