@@ -106,16 +106,20 @@ def _block_size(given: Sequence[str]) -> int | str:
         raise ValueError(f"must be a number or auto, got {given[0]!r}") from error
 
 
-def _template_arguments(given: Sequence[str]) -> dict[str, Any]:
-    from dflash_jax.infer.text import template_arguments
-
+def _json_object(given: Sequence[str]) -> dict[str, Any]:
     try:
         value = json.loads(given[0])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"must be a JSON object, got {given[0]!r:.80} ({error!s:.100})") from error
-    if value is None:
-        raise ValueError("must be a JSON object, got null")
-    return template_arguments(value)
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a JSON object, got {given[0]!r:.80}")
+    return value
+
+
+def _template_arguments(given: Sequence[str]) -> dict[str, Any]:
+    from dflash_jax.infer.text import template_arguments
+
+    return template_arguments(_json_object(given))
 
 
 Tree = Annotated[
@@ -133,6 +137,8 @@ TemplateArguments = Annotated[
     parsed(_template_arguments, "JSON"),
     arg(help_behavior_hint="(default: the template's own)"),
 ]
+Overrides = Annotated[Mapping[str, Any], parsed(_json_object, "JSON"), arg(help_behavior_hint="(default: none)")]
+TokenIds = Annotated[tuple[int, ...], arg(metavar="ID...", help_behavior_hint="(default: none)")]
 Kernels = Annotated[Literal["auto", "xla", "pallas"] | None, arg(metavar="auto|xla|pallas", help_behavior_hint="")]
 
 
@@ -146,6 +152,8 @@ class ModelOptions:
     Attributes:
         target: target checkpoint: a directory, a GGUF file of the llama family, or a hub id
         drafter: its drafter: DFlash, DFlash 2, DSpark, EAGLE-3 or TreeFlash
+        target_config: fields of the target's config.json to replace, a JSON object like {"rope_theta": 1000000}
+        drafter_config: fields of the drafter's config.json to replace, like {"sample_from_anchor": false}
         mesh: devices, like data=2,model=4 (axes data, fsdp, model, expert; -1 is the rest); auto: heads over the
             devices of a host as far as they divide, rows over the others
         dtype: float32, bfloat16, float16, of all weights; auto: float32 on CPU, else bfloat16, or float16 on GPUs that
@@ -156,9 +164,16 @@ class ModelOptions:
 
     target: Annotated[str | None, optional(str, "DIR|FILE.gguf|ID", DEFAULT_TARGET)] = None
     drafter: Annotated[str | None, optional(str, "DIR|ID")] = None
+    target_config: Overrides = field(default_factory=dict)
+    drafter_config: Overrides = field(default_factory=dict)
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
     dtype: str = "auto"
     kernels: Kernels = None
+
+    @property
+    def overrides(self) -> dict[str, dict[str, Any]]:
+        """Replaced fields of both configurations, by the option that names them."""
+        return {"target_config": dict(self.target_config), "drafter_config": dict(self.drafter_config)}
 
 
 @dataclass(frozen=True)
@@ -191,6 +206,9 @@ class GenerationOptions:
         batch_size: rows decoded together
         proposals: how the drafter picks tokens at temperature > 0; changes the speed, and in float32 never the answers
         chat_template_kwargs: arguments of the chat template, a JSON object like {"enable_thinking": false}
+        min_tokens: of the first so many tokens of an answer none ends it
+        ignore_eos: do not stop at the model's end tokens, as load tests need it
+        stop_token_ids: further tokens that end an answer
     """
 
     max_new_tokens: int = 256
@@ -203,9 +221,12 @@ class GenerationOptions:
     batch_size: int = 1
     proposals: Literal["calibrated", "coupled", "argmax", "independent"] = "calibrated"
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: TokenIds = ()
 
-    def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> "SamplingParams":
-        """The settings of a request that names none."""
+    def sampling(self, eos_token_ids: tuple[int, ...] = ()) -> "SamplingParams":
+        """The settings of a request that names none, of a model with these end tokens."""
         from dflash_jax.infer.params import SamplingParams
 
         return SamplingParams(
@@ -214,7 +235,10 @@ class GenerationOptions:
             self.top_p,
             self.top_k,
             self.min_p,
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=self.stop_token_ids,
+            eos_token_ids=eos_token_ids,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
         )
 
 

@@ -3,6 +3,7 @@
 Like `cli`, nothing here imports jax before there is work for it.
 """
 
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +13,7 @@ from dflash_jax.files import reading
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from dflash_jax.config import TargetConfig
+    from dflash_jax.config import DecoderConfig, TargetConfig
     from dflash_jax.drafters.base import Drafter
     from dflash_jax.infer.params import SamplingParams
     from dflash_jax.infer.text import Text
@@ -52,11 +53,17 @@ def load(
     from dflash_jax.drafters.loading import load_drafter
     from dflash_jax.target import load_target
 
-    mesh, drafter = choose_mesh(models.mesh, source, draft_source if speculative else None), None
+    config = target_config(source, models.target_config)
+    mesh, drafter = choose_mesh(models.mesh, models_on_mesh(models, config, speculative=speculative)), None
     if speculative and draft_source:  # the smaller one first: what is wrong with it is said at once
-        depth = target_config(source).num_hidden_layers
-        drafter = load_drafter(draft_source, dtype=models.dtype, mesh=mesh, num_target_layers=depth)
-    target = load_target(source, dtype=models.dtype, mesh=mesh)
+        drafter = load_drafter(
+            draft_source,
+            dtype=models.dtype,
+            mesh=mesh,
+            num_target_layers=config.num_hidden_layers,
+            overrides=models.drafter_config,
+        )
+    target = load_target(source, dtype=models.dtype, mesh=mesh, overrides=models.target_config)
     if drafter:
         with reading(Path(draft_source or "")):
             drafter.config.check_pair(target.config)
@@ -84,11 +91,9 @@ def describe(models: ModelOptions, generation: GenerationOptions, *, max_length:
         max_length: tokens of a row that were asked for.
     """
     from dflash_jax import checkpoint
-    from dflash_jax.models import target_config
 
     directory = checkpoint.resolve(pair_sources(models)[0], "target")
-    with reading(directory / "config.json") as path:
-        config = target_config(checkpoint.read_json(path))
+    config = target_config(directory, models.target_config)
     return Described(str(directory), config, *_text(str(directory), config, generation, max_length))
 
 
@@ -100,10 +105,10 @@ def _text(
 
     longest = min(filter(None, (max_length, config.max_position_embeddings)), default=None)
     text = Text(directory, generation.chat_template_kwargs, longest)
-    stops = config.eos_token_ids
-    if not stops and text.end_token is not None:
-        stops = (text.end_token,)
-    return text, generation.sampling(tuple(stops))
+    ends = config.eos_token_ids
+    if not ends and text.end_token is not None:
+        ends = (text.end_token,)
+    return text, generation.sampling(tuple(ends))
 
 
 def pair_sources(models: ModelOptions) -> tuple[str, str | None]:
@@ -130,15 +135,17 @@ def use_kernels(name: str | None) -> None:
         set_policy(name)
 
 
-def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool = False) -> "Mesh | None":
+def choose_mesh(text: str, configs: "Iterable[DecoderConfig]" = (), *, training: bool = False) -> "Mesh | None":
     """The mesh that `--mesh` names, or None for a single device.
 
     Several CPU devices are the same cores; they are used only where the mesh is named.
+
+    Args:
+        configs: of the models that it is for, which "auto" looks at.
     """
     import jax
 
-    from dflash_jax import checkpoint, sharding
-    from dflash_jax.drafters import drafter_config
+    from dflash_jax import sharding
     from dflash_jax.mesh import make_mesh, parse_mesh
 
     if text != "auto":
@@ -148,19 +155,34 @@ def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool =
         return None
     if training:
         return make_mesh(parse_mesh("fsdp=-1"))
-    configs: list[Any] = [target_config(target)]
-    if drafter:
-        with reading(checkpoint.resolve(drafter, "drafter") / "config.json") as path:
-            configs.append(drafter_config(checkpoint.read_json(path), configs[0].num_hidden_layers))
-    return make_mesh(sharding.auto_mesh(configs, len(jax.devices()), jax.local_device_count()))
+    return make_mesh(sharding.auto_mesh(list(configs), len(jax.devices()), jax.local_device_count()))
 
 
-def target_config(source: str) -> "TargetConfig":
-    """Of a target in a directory, a `.gguf` file or on the hub; nothing else of it is read."""
-    from dflash_jax import checkpoint, models
+def models_on_mesh(
+    models: ModelOptions, target: "TargetConfig", *, speculative: bool = True
+) -> "Iterator[DecoderConfig]":
+    """What `choose_mesh` looks at: the target, and the drafter if there is to be one. The latter's file is read when it
+    is asked for."""
+    from dflash_jax.checkpoint import read_json, resolve
+    from dflash_jax.drafters import drafter_config
+    from dflash_jax.overrides import overridden
 
-    with reading(checkpoint.resolve(source, "target") / "config.json") as path:
-        return models.target_config(checkpoint.read_json(path))
+    yield target
+    if speculative and (source := pair_sources(models)[1]):
+        with reading(resolve(source, "drafter") / "config.json") as path:
+            yield drafter_config(overridden(read_json(path), models.drafter_config), target.num_hidden_layers)
+
+
+def target_config(source: "str | Path", overrides: Mapping[str, Any] | None = None) -> "TargetConfig":
+    """Of a target in a directory, a `.gguf` file or on the hub; its weights are not read.
+
+    Args:
+        overrides: fields of its `config.json` to replace.
+    """
+    from dflash_jax.checkpoint import resolve
+    from dflash_jax.target import read_target_config
+
+    return read_target_config(resolve(source, "target"), overrides)
 
 
 def enable_compilation_cache() -> None:

@@ -2,14 +2,14 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import arg
 
 from dflash_jax import files
-from dflash_jax.cli import optional, parse
+from dflash_jax.cli import Overrides, optional, parse
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
 
 DESCRIPTION = """\
@@ -31,6 +31,8 @@ class PlanOptions:
         target: a name such as qwen3-8b (an unknown one lists all), config.json or its folder
         topology: TPU, like v5e:2x2, or GPU and number, like h100:4
         drafter: config.json or its folder
+        target_config: fields of the target's config.json to replace, a JSON object
+        drafter_config: fields of the drafter's config.json to replace
         mesh: like data=2,model=4 (see serve)
         batch_size: rows; of training, packed rows of a step
         max_length: tokens of a row
@@ -46,6 +48,8 @@ class PlanOptions:
     target: Annotated[str, arg(metavar="CONFIG")]
     topology: Annotated[str, arg(metavar="CHIP:SHAPE")]
     drafter: Annotated[str | None, optional(str, "CONFIG", "the published one of a target given by name")] = None
+    target_config: Overrides = field(default_factory=dict)
+    drafter_config: Overrides = field(default_factory=dict)
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
     batch_size: int = 8
     max_length: int = 8192

@@ -301,7 +301,8 @@ def _settings(
     engine = options.engine
     source = None if options.no_speculation else pair_sources(options.models)[1]
     fixed = engine.fixed(options.generation, source)
-    return job_settings(directory, dtype, text, defaults, lines, engine.seed, engine.max_length, fixed)
+    more = fixed, options.models.overrides
+    return job_settings(directory, dtype, text, defaults, lines, engine.seed, engine.max_length, *more)
 
 
 def _notes(options: ServeOptions) -> dict[str, Any]:
@@ -311,6 +312,7 @@ def _notes(options: ServeOptions) -> dict[str, Any]:
         "tree": options.generation.tree,
         "deterministic": options.engine.deterministic,
         "chat_template_kwargs": options.generation.chat_template_kwargs,
+        **options.models.overrides,
     }
 
 

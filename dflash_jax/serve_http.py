@@ -101,7 +101,7 @@ def serve_http(
         worker = Worker(engine, options.max_waiting)
         given = models.target or str(target.directory)
         name = Path(given).resolve().name if Path(given).exists() else given  # a hub id as it is
-        app = make_app(worker, loaded.text, loaded.defaults, model=name, api_key=api_key, limits=limits)
+        app = make_app(worker, loaded.text, loaded.defaults, model=name, root=given, api_key=api_key, limits=limits)
         worker.start()
         here = f"http://{host}:{listener.getsockname()[1]}"
         print(f"answering at {here}/v1; a page to try it: {here}/", file=sys.stderr)

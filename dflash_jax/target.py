@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dflash_jax.config_json import token_ids
 from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
 from dflash_jax.models.attention import Pass
+from dflash_jax.overrides import overridden
 from dflash_jax.vocabulary import decodable_tokens
 
 
@@ -106,7 +108,33 @@ class Target(struct.PyTreeNode):
             return model.apply({"params": self.params}, *args, method=method)
 
 
-def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Target:
+def read_target_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> TargetConfig:
+    """What a checkpoint directory says of its target, without its weights.
+
+    End tokens are those of `generation_config.json`, where that names some: published ones name more there.
+
+    Args:
+        overrides: fields of `config.json` to replace (see `overrides.overridden`); end tokens among them win.
+
+    Raises:
+        ValueError: unknown or unsupported fields, or files that cannot be read.
+    """
+    with files.reading(directory / "config.json") as path:
+        config = models.target_config(overridden(checkpoint.read_json(path), overrides))
+    with files.reading(directory / "generation_config.json") as path:
+        if "eos_token_id" in (overrides or {}) or not path.exists():
+            return config
+        ends = token_ids(checkpoint.read_json(path).get("eos_token_id"), path.name)
+        return dataclasses.replace(config, eos_token_ids=ends) if ends else config
+
+
+def load_target(
+    source: str | Path,
+    *,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Target:
     """Loads a target from a local directory, a GGUF file or a hub id.
 
     Args:
@@ -115,6 +143,7 @@ def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | No
         dtype: "float32", "bfloat16" or "float16", of all weights. None or "auto" is float32 on CPU and bfloat16
             elsewhere, and leaves weights quantised that are stored so.
         mesh: devices to spread the weights over (see `mesh`); each shard is read straight to its device.
+        overrides: fields of `config.json` to replace, by name.
 
     Raises:
         ValueError: unsupported configuration, a mesh that its heads cannot be split over, or files that are missing,
@@ -122,11 +151,7 @@ def load_target(source: str | Path, *, dtype: str | None = None, mesh: Mesh | No
     """
     array_type = parse_dtype(dtype)
     directory = checkpoint.resolve(source, "target")
-    with files.reading(directory / "config.json") as path:
-        config = models.target_config(checkpoint.read_json(path))
-    with files.reading(directory / "generation_config.json") as path:
-        if path.exists() and (ends := token_ids(checkpoint.read_json(path).get("eos_token_id"), path.name)):
-            config = dataclasses.replace(config, eos_token_ids=ends)
+    config = read_target_config(directory, overrides)
     with files.reading(directory):
         return _read(directory, config, array_type, mesh, dequantise=dtype not in (None, "auto"))
 

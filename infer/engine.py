@@ -345,6 +345,7 @@ class Engine:
             for read in reads:
                 row = filling[read.slot]
                 self.stats.prefix_tokens += read.copied
+                row.completion.cached_tokens += read.copied
                 self.stats.prompt_tokens += read.filled - row.filled
                 row.filled = read.filled
             for read in (one for one in reads if not filling[one.slot].left):
@@ -403,6 +404,11 @@ class Engine:
         of_slot = dict(enumerate(self._rows))
         return Visit(draft, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, end)
 
+    def _proposed(self, draft: Draft) -> int:
+        """Tokens that a step with this draft proposes for a row."""
+        drafter, block_size = self.drafter, self._program(draft).block_size
+        return draft.nodes or (drafter.depth(block_size) if drafter and block_size else 0)
+
     def _look(self, visit: Visit) -> list[ActiveRequest]:
         """Waits for a visit and hands its tokens to the rows, which are returned."""
         timed = visit.end is not None or not _is_ready(visit.trace)  # or it has been done for who knows how long
@@ -431,6 +437,7 @@ class Engine:
             self.stats.row_steps += len(taken)
             if self.drafter:
                 row.completion.acceptance_lengths.extend(taken)
+                row.completion.proposed_tokens += len(taken) * self._proposed(visit.draft)
             chain = None if trace.forecast is None else trace.forecast.chain[:, at].tolist()
             # What cut a row's last step was its end or that of its slot, not a wrong proposal.
             whole = slice(-1 if row.completion.finish_reason or row.outgrown else None)

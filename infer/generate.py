@@ -43,6 +43,7 @@ def spec_generate(
     max_new_tokens: int,
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
+    ignore_eos: bool = False,
     block_size: int | Literal["auto"] | None = None,
     tree: int | Literal["auto"] | None = None,
     proposals: Proposals = "calibrated",
@@ -59,6 +60,7 @@ def spec_generate(
         max_new_tokens: budget per row.
         seed: row i draws from this seed and i alone.
         stop_token_ids: tokens that end a row; None takes the checkpoint's, an empty list none.
+        ignore_eos: the checkpoint's end tokens end no row; those of `stop_token_ids` do.
         block_size: positions per step, at most the checkpoint's (the default). 1 is plain decoding, except with a
             drafter that predicts at the anchor, too, which then proposes one token. "auto" measures several sizes and
             uses the fastest.
@@ -70,7 +72,7 @@ def spec_generate(
             similar calls share compiled programs.
         prefill_chunk: prompt tokens per prefill pass.
         sampling: other fields of `SamplingParams`: temperature (0, the default, is greedy), top_p, top_k, min_p,
-            repetition_penalty, presence_penalty, frequency_penalty.
+            repetition_penalty, presence_penalty, frequency_penalty, min_tokens.
 
     Raises:
         TypeError: an unknown argument.
@@ -80,8 +82,10 @@ def spec_generate(
     if max_length is None:
         longest = max((len(prompt) for prompt in prompts), default=0) + max(max_new_tokens, 0)
         max_length = -(-max(longest, 1) // 256) * 256
-    stops = target.config.eos_token_ids if stop_token_ids is None else tuple(stop_token_ids)
-    params = SamplingParams(max_new_tokens, stop_token_ids=stops, **sampling)
+    stops = {"eos_token_ids": target.config.eos_token_ids, "ignore_eos": ignore_eos}
+    if stop_token_ids is not None:
+        stops = {"stop_token_ids": tuple(stop_token_ids)}
+    params = SamplingParams(max_new_tokens, **stops, **sampling)
     parts = rows_of(target.mesh)
     config = EngineConfig(
         slots=-(-max(len(prompts), 1) // parts) * parts,

@@ -20,7 +20,7 @@ from dflash_jax.infer.lines import Line, refusal
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Completion, Request
 from dflash_jax.infer.stats import Stats
-from dflash_jax.infer.text import Text, cut_at_stop
+from dflash_jax.infer.text import Text
 
 
 def job_settings(
@@ -32,6 +32,7 @@ def job_settings(
     seed: int,
     max_length: int | None,
     deterministic: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """What the answers of a job depend on.
 
@@ -41,12 +42,16 @@ def job_settings(
     Args:
         directory, dtype: of the target.
         deterministic: what the last bits depend on besides, of a job that fixes them.
+        overrides: replaced fields of `config.json`, by the option that names them.
     """
     more: dict[str, Any] = {}  # defaults are left out
     if text.template_arguments:
         more["chat_template_kwargs"] = text.template_arguments
     if deterministic is not None:
         more["deterministic"] = dict(deterministic)
+    more |= {name: dict(fields) for name, fields in (overrides or {}).items() if fields}
+    if defaults.min_tokens:
+        more["min_tokens"] = defaults.min_tokens
     return more | {
         "target": directory,
         "target_fingerprint": fingerprint(directory) if directory else None,
@@ -58,7 +63,7 @@ def job_settings(
         "top_k": defaults.top_k,
         "min_p": defaults.min_p,
         "seed": seed,
-        "stop_token_ids": list(defaults.stop_token_ids),
+        "stop_token_ids": list(defaults.ends),
         "max_length": max_length,
         "dtype": dtype,
         "chat_template": text.chat_template,
@@ -158,7 +163,7 @@ def _next_turn(line: Line, turns: Sequence[Completion], text: Text) -> Request:
     assert line.request is not None
     messages = list(line.messages)
     for completion, following in zip(turns, line.later, strict=False):
-        answer = cut_at_stop(text.decode(completion.token_ids), line.stop) or ""
+        answer = text.answer(completion.token_ids, line.stop, line.request.params.min_tokens) or ""
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": following}]
     return replace(line.request, prompt_token_ids=text.encode_chat(messages, **line.template_arguments))
 
@@ -166,18 +171,20 @@ def _next_turn(line: Line, turns: Sequence[Completion], text: Text) -> Request:
 def answer_record(line: Line, completions: Sequence[Completion], text: Text) -> dict[str, Any]:
     """The output line of a finished line: its last answer; all of them in `turns` if it was a conversation, in
     `samples` if more than one was asked for."""
-    answers = [answer(completion, line.stop, text) for completion in completions]
+    assert line.request is not None
+    least = line.request.params.min_tokens
+    answers = [answer(completion, text, line.stop, least) for completion in completions]
     if line.batch:
         return openai.batch_record(line.id, line.batch, answers if line.n > 1 else answers[-1:])
-    record = {"id": line.id, "index": line.index, **(answers[0] if line.n > 1 else answers[-1])}
+    record = {"id": line.id, "index": line.index, **_repeated(line), **(answers[0] if line.n > 1 else answers[-1])}
     return record | ({"turns": answers} if line.later else {}) | ({"samples": answers} if line.n > 1 else {})
 
 
-def answer(completion: Completion, stop: Sequence[str], text: Text) -> dict[str, Any]:
-    """What an output record says of one answer."""
+def answer(completion: Completion, text: Text, stop: Sequence[str] = (), after: int = 0) -> dict[str, Any]:
+    """What an output record says of one answer; `stop` and `after` as in `Text.find_stop`."""
     scores = {"logprobs": token_logprobs(completion, text)} if completion.logprobs else {}
     return {
-        "text": cut_at_stop(text.decode(completion.token_ids), stop),
+        "text": text.answer(completion.token_ids, stop, after),
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "usage": usage(completion),
@@ -216,8 +223,14 @@ def error_record(line: Line) -> dict[str, Any]:
     return {
         "id": line.id,
         "index": line.index,
+        **_repeated(line),
         "error": {"code": line.error.code, "message": str(line.error)},
     }
+
+
+def _repeated(line: Line) -> dict[str, Any]:
+    """What a record repeats of its line."""
+    return {} if line.metadata is None else {"metadata": line.metadata}
 
 
 def record_id(record: Mapping[str, Any]) -> str:

@@ -5,12 +5,14 @@ import json
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_jax.files import said
 from dflash_jax.infer import openai
+from dflash_jax.infer.fields import LINE, check_fields, token_budget
 from dflash_jax.infer.inputs import input_lines as input_lines
 from dflash_jax.infer.inputs import zstd as zstd
+from dflash_jax.infer.messages import strings_in
 from dflash_jax.infer.params import MOST_ALTERNATIVES, SamplingParams
 from dflash_jax.infer.requests import Request, RequestError
 from dflash_jax.infer.text import Text, template_arguments, valid_text
@@ -20,7 +22,6 @@ MOST_SAMPLES = 128  # answers to one prompt
 MOST_STOPS = 4  # stop strings of a request
 LONGEST_STOP = 1024  # bytes of a stop string
 SETTINGS: dict[str, tuple[type, ...]] = {
-    "max_new_tokens": (int,),
     "temperature": (int, float),
     "top_p": (int, float),
     "top_k": (int,),
@@ -30,6 +31,7 @@ SETTINGS: dict[str, tuple[type, ...]] = {
     "frequency_penalty": (int, float),
     "logprobs": (int,),
     "seed": (int,),
+    "min_tokens": (int,),
 }
 
 
@@ -48,6 +50,7 @@ class Line:
         later: see `messages`.
         template_arguments: of the chat template, the line's own.
         n: answers to give to the prompt.
+        metadata: of the line, which its record repeats; None without.
         batch: of an OpenAI batch line, which is answered in that form.
         is_batch: whether it was meant as one, even if it is none.
         digest: of the line as it was read.
@@ -63,6 +66,7 @@ class Line:
     later: tuple[str, ...] = ()
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
+    metadata: Any = None
     batch: openai.BatchLine | None = None
     is_batch: bool = False
     digest: bytes = b""
@@ -100,7 +104,10 @@ def detached(line: Line) -> Line:
 
 def attached(line: Line, text: Text) -> Line:
     """A line that came from another process, as it was there."""
-    return replace(line, request=line.request and replace(line.request, find_stop=text.find_stop(line.stop)))
+    if line.request is None:
+        return line
+    find_stop = text.find_stop(line.stop, line.request.params.min_tokens)
+    return replace(line, request=replace(line.request, find_stop=find_stop))
 
 
 def requests_of(lines: Iterable[Line]) -> list[Request]:
@@ -111,7 +118,7 @@ def requests_of(lines: Iterable[Line]) -> list[Request]:
 def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> Line:
     """Parses one input line against the job's defaults."""
     line_id: Any = str(index)
-    named, batch, is_batch = False, None, False
+    named, batch, is_batch, metadata = False, None, False, None
     try:
         row = _parse_json(raw)
         name = "custom_id" if "custom_id" in row else "id"
@@ -125,12 +132,13 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> 
         named = name in row
         if is_batch := name == "custom_id":
             row, batch = openai.plain_line(row)
-        request, stop, messages, later = plain_request(row, str(line_id), text, defaults)
+        metadata = _metadata(row)
+        request, stop, messages, later, arguments = plain_request(row, str(line_id), text, defaults)
         n = sample_count(row)
         if n > 1 and later:
             raise RequestError("invalid_parameter", "n works with a single prompt, not with a conversation's turns")
     except Exception as error:  # whatever a line provokes is its own fault, and stops no other
-        return Line(index, line_id, error=refusal(error), named=named, is_batch=is_batch)
+        return Line(index, line_id, error=refusal(error), named=named, is_batch=is_batch, metadata=metadata)
     return Line(
         index,
         line_id,
@@ -139,8 +147,9 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> 
         named=named,
         messages=messages,
         later=later,
-        template_arguments=template_arguments(row.get("chat_template_kwargs")),
+        template_arguments=arguments,
         n=n,
+        metadata=metadata,
         batch=batch,
         is_batch=is_batch,
     )
@@ -153,18 +162,36 @@ def refusal(error: Exception) -> RequestError:
     return RequestError("invalid_request", f"the request cannot be read: {said(error):.200}")
 
 
-def plain_request(
-    row: Mapping[str, Any], name: str, text: Text, defaults: SamplingParams
-) -> tuple[Request, tuple[str, ...], tuple[dict[str, str], ...], tuple[str, ...]]:
-    """Request, stop strings, and messages and later turns of a conversation, of a line in one of the plain forms.
+class Asked(NamedTuple):
+    """What a line in one of the plain forms asks for.
+
+    Attributes:
+        stop: stop strings.
+        messages, later: of a conversation, its first turn and the user turns after it.
+        template_arguments: of the chat template.
+    """
+
+    request: Request
+    stop: tuple[str, ...]
+    messages: tuple[dict[str, str], ...]
+    later: tuple[str, ...]
+    template_arguments: dict[str, Any]
+
+
+def plain_request(row: Mapping[str, Any], name: str, text: Text, defaults: SamplingParams) -> Asked:
+    """Reads a line in one of the plain forms.
 
     Raises:
-        RequestError: it is in none of them.
+        RequestError: it is in none of them, or has a field that would be ignored (see `fields`).
     """
+    check_fields(row, LINE)
     stop = _stop_strings(row.get("stop"))
-    prompt, messages, later = _prompt(row, text)
-    params = replace(defaults, **_settings(row))
-    return Request(prompt, params, id=name, find_stop=text.find_stop(stop)), stop, messages, later
+    arguments = text.reasoning_arguments(row.get("reasoning_effort"))
+    arguments |= template_arguments(row.get("chat_template_kwargs"))
+    prompt, messages, later = _prompt(row, text, arguments)
+    params = replace(defaults, **_settings(row, defaults))
+    find_stop = text.find_stop(stop, params.min_tokens)
+    return Asked(Request(prompt, params, id=name, find_stop=find_stop), stop, messages, later, arguments)
 
 
 def _parse_json(raw: bytes) -> Mapping[str, Any]:
@@ -177,8 +204,16 @@ def _parse_json(raw: bytes) -> Mapping[str, Any]:
     return row
 
 
-def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: row[name] for name in SETTINGS if row.get(name) is not None}
+def _metadata(row: Mapping[str, Any]) -> Any:
+    """What the record of a line is to repeat; raises RequestError if it cannot be written."""
+    found = row.get("metadata")
+    for text in strings_in(found):
+        valid_text(text)
+    return found
+
+
+def _settings(row: Mapping[str, Any], defaults: SamplingParams) -> dict[str, Any]:
+    given: dict[str, Any] = {name: row[name] for name in SETTINGS if row.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, SETTINGS[name]) or isinstance(value, bool):
             kind = "an integer" if SETTINGS[name] == (int,) else "a number"
@@ -189,6 +224,24 @@ def _settings(row: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError("invalid_parameter", f"logprobs must lie in 0..{MOST_ALTERNATIVES}, got {given['logprobs']}")
     if given.get("top_k", 0) >= 2**31:
         raise RequestError("invalid_parameter", f"top_k is out of range: {given['top_k']}")
+    if given.get("top_k") == -1:  # the other spelling of "all"
+        given["top_k"] = 0
+    if (budget := token_budget(row)) is not None:
+        given["max_new_tokens"] = budget
+    return given | _stop_settings(row, defaults)
+
+
+def _stop_settings(row: Mapping[str, Any], defaults: SamplingParams) -> dict[str, Any]:
+    """`ignore_eos` and `stop_token_ids`: those of a line come to those of the job."""
+    given: dict[str, Any] = {}
+    if (ignored := row.get("ignore_eos")) is not None:
+        if not isinstance(ignored, bool):
+            raise RequestError("invalid_parameter", f"ignore_eos must be true or false, got {ignored!r:.60}")
+        given["ignore_eos"] = ignored
+    if (stops := row.get("stop_token_ids")) is not None:
+        if not isinstance(stops, list) or not all(type(token) is int and 0 <= token < 2**31 for token in stops):
+            raise RequestError("invalid_parameter", f"stop_token_ids must be a list of token ids, got {stops!r:.60}")
+        given["stop_token_ids"] = tuple(dict.fromkeys((*defaults.stop_token_ids, *stops)))
     return given
 
 
@@ -213,17 +266,18 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _prompt(row: Mapping[str, Any], text: Text) -> tuple[list[int], tuple[dict[str, str], ...], tuple[str, ...]]:
+def _prompt(
+    row: Mapping[str, Any], text: Text, arguments: Mapping[str, Any]
+) -> tuple[list[int], tuple[dict[str, str], ...], tuple[str, ...]]:
     """Tokens of the first prompt; and its messages and later user turns, if it is a conversation."""
-    given = [name for name in PROMPT_FIELDS if name in row]
+    given = [name for name in PROMPT_FIELDS if row.get(name) is not None]
     if len(given) != 1:
         raise RequestError(
             "invalid_request",
             f"the line must have exactly one of {', '.join(PROMPT_FIELDS)}; got {given or 'none'}",
         )
     kind, value = given[0], row[given[0]]
-    arguments = template_arguments(row.get("chat_template_kwargs"))
-    if arguments and kind not in ("messages", "turns"):
+    if row.get("chat_template_kwargs") and kind not in ("messages", "turns"):
         raise RequestError(
             "invalid_parameter", "chat_template_kwargs needs messages or turns; another prompt has no template"
         )
@@ -235,15 +289,7 @@ def _prompt(row: Mapping[str, Any], text: Text) -> tuple[list[int], tuple[dict[s
     elif kind == "turns" and isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
         messages = ({"role": "user", "content": value[0]},)
         return text.encode_chat(messages, **arguments), messages, tuple(map(valid_text, value[1:]))
-    elif kind == "messages" and isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
-        for message in value:
-            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                raise RequestError(
-                    "invalid_messages", f"a message needs a role and a content string, got {message!r:.80}"
-                )
+    elif kind == "messages":
         return text.encode_chat(value, **arguments), (), ()
     expected = {"prompt": "a string", "prompt_token_ids": "a list of integers", "turns": "a list of strings"}
-    raise RequestError(
-        "invalid_request",
-        f"{kind} must be {expected.get(kind, 'a list of role and content objects')}, got {value!r:.80}",
-    )
+    raise RequestError("invalid_request", f"{kind} must be {expected[kind]}, got {value!r:.80}")

@@ -5,27 +5,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dflash_jax.infer.fields import BODY, COMMON, check_fields
 from dflash_jax.infer.params import MOST_ALTERNATIVES
 from dflash_jax.infer.requests import RequestError
 from dflash_jax.infer.text import valid_text
 
 LONGEST_NAME = 256  # characters of a model's name
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-KNOWN = ("model messages prompt max_tokens max_completion_tokens stream user metadata logprobs top_logprobs").split()
-COMMON = (  # named alike in both forms
-    "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty n seed stop "
-    "chat_template_kwargs"
-).split()
-# Parameters that are accepted at the value that changes nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "store": (False,),
-}
 
 
 class BatchLine(NamedTuple):
@@ -57,40 +43,26 @@ def model_name(body: Mapping[str, Any], default: str = "dflash-jax") -> str:
 
 
 def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
-    """The plain form of a request body; raises RequestError for a parameter that would be ignored."""
-    for name, value in body.items():
-        if name in NEUTRAL:
-            if value is not None and value not in NEUTRAL[name]:
-                raise RequestError("unsupported_parameter", f"{name} {value!r:.60} is not supported; leave it out")
-        elif name not in KNOWN and name not in COMMON:
-            raise RequestError("unsupported_parameter", f"unknown parameter {name!r:.60}")
+    """The plain form of a request body; raises RequestError for a field that would be ignored (see `fields`)."""
+    check_fields(body, BODY)
     plain = {name: body[name] for name in COMMON if name in body}
     if (alternatives := _alternatives(body, endpoint)) is not None:
         plain["logprobs"] = alternatives
-    if (budget := _budget(body)) is not None:
-        plain["max_new_tokens"] = budget
     if endpoint == CHAT:
-        if "prompt" in body or "messages" not in body:
+        if body.get("prompt") is not None or body.get("messages") is None:
             raise RequestError("invalid_request", f"{CHAT} needs messages, and no prompt")
-        return plain | {"messages": _flat(body["messages"])}
-    if "messages" in body or "prompt" not in body:
+        return plain | {"messages": body["messages"]}
+    if body.get("messages") is not None or body.get("prompt") is None:
         raise RequestError("invalid_request", f"{TEXT} needs a prompt, and no messages")
     prompt = body["prompt"]
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
     if isinstance(prompt, str):
         return plain | {"prompt": prompt}
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return plain | {"prompt_token_ids": prompt}
-    raise RequestError("invalid_request", f"prompt must be a string or a list of token ids, got {prompt!r:.80}")
-
-
-def _budget(body: Mapping[str, Any]) -> int | None:
-    """How many tokens are asked for at most; null is as good as absent."""
-    for name in ("max_completion_tokens", "max_tokens"):
-        if (value := body.get(name)) is not None:
-            if type(value) is not int or not 1 <= value < 2**63:
-                raise RequestError("invalid_parameter", f"{name} must be a positive integer, got {value!r:.60}")
-            return value
-    return None
+    hint = "; send a request for each of several prompts" if isinstance(prompt, list) and len(prompt) > 1 else ""
+    raise RequestError("invalid_request", f"prompt must be a string or a list of token ids, got {prompt!r:.80}{hint}")
 
 
 def _alternatives(body: Mapping[str, Any], endpoint: str) -> int | None:
@@ -135,22 +107,6 @@ def _scored(entry: Mapping[str, Any]) -> dict[str, Any]:
         "logprob": entry["logprob"],
         "bytes": None if "\ufffd" in token else list(token.encode()),
     }
-
-
-def _flat(messages: Any) -> Any:
-    """Messages whose content is a list of text parts, as plain strings; anything else is left to be refused."""
-    if not isinstance(messages, list):
-        return messages
-    flat = []
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list) and all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in content
-        ):
-            message = message | {"content": "".join(part["text"] for part in content)}
-        flat.append(message)
-    return flat
 
 
 def body(endpoint: str, model: str, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

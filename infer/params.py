@@ -1,6 +1,6 @@
 """How a request wants its tokens chosen: one value, from the command line or the input line to the device."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from dflash_jax.decoding.penalties import Penalties, check_penalties
 from dflash_jax.decoding.sampling import Sampling, check_sampling, request_key
 from dflash_jax.decoding.state import RowSettings
 
-STOP_WIDTH = 8  # stop tokens a row can hold
+STOP_WIDTH = 16  # stop tokens a row can hold
 MOST_ALTERNATIVES = 20  # log-probabilities per token, that a line or an HTTP request may ask for
 
 
@@ -35,8 +35,12 @@ class SamplingParams:
         seed: of this request; None derives its noise from the engine's seed and the request's id.
         logprobs: how many of the likeliest tokens to return the log-probabilities of, besides the chosen one's, at
             most the engine's `logprobs`; None returns none.
-        stop_token_ids: tokens that end the answer, at most 8; the one that does is its last token. None are set by
-            default: pass `target.config.eos_token_ids`.
+        stop_token_ids: tokens that end the answer; the one that does is its last token.
+        eos_token_ids: the model's own end tokens, which end the answer, too, if `ignore_eos` is false. None are set by
+            default: pass `target.config.eos_token_ids`. Both together may be 16.
+        ignore_eos: go on after the model's own end tokens.
+        min_tokens: of the first so many tokens none is a stop token or completes a stop string: the model chooses among
+            the others.
 
     Values are checked when a request is given to an engine, which raises `RequestError`, a ValueError.
     """
@@ -52,6 +56,14 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """All tokens that end the answer."""
+        return tuple(dict.fromkeys((() if self.ignore_eos else self.eos_token_ids) + self.stop_token_ids))
 
     def check(self) -> None:
         """Raises ValueError for a setting out of range."""
@@ -61,14 +73,20 @@ class SamplingParams:
             check_seed(self.seed)
         check_sampling(self.temperature, self.top_p, self.top_k, self.min_p)
         check_penalties(self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        if len(self.stop_token_ids) > STOP_WIDTH:
-            raise ValueError(f"at most {STOP_WIDTH} stop tokens, got {len(self.stop_token_ids)}")
+        if len(self.ends) > STOP_WIDTH:
+            raise ValueError(
+                f"stop_token_ids and the model's end tokens may be {STOP_WIDTH} together, got {len(self.ends)}"
+            )
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_tokens must lie in 0..{self.max_new_tokens}, the most tokens of the answer; got {self.min_tokens}"
+            )
 
     def on_device(self, request_id: str, sample: int, engine_seed: int, budget: int) -> RowSettings:
         """Settings of a row: those of the request named `request_id`, of which this is answer number `sample` and may
         have `budget` tokens; `engine_seed` is the noise of requests without a seed of their own."""
         stops = np.full(STOP_WIDTH, -1, np.int32)
-        stops[: len(self.stop_token_ids)] = self.stop_token_ids
+        stops[: len(self.ends)] = self.ends
         sampling = Sampling(
             _host(self.temperature, np.float32),
             _host(self.top_k, np.int32),
@@ -80,14 +98,10 @@ class SamplingParams:
             _host(self.repetition_penalty, np.float32),
             _host(self.presence_penalty, np.float32),
             _host(self.frequency_penalty, np.float32),
+            _host(self.min_tokens, np.int32),
         )
         scored = _host(self.logprobs is not None, np.bool_)
         return RowSettings(_host(budget, np.int32), _host(stops, np.int32), sampling, penalties, scored)
-
-    def described(self) -> dict[str, Any]:
-        """What an answer depends on, as JSON has it; what only decides what is reported is left out."""
-        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "logprobs"}
-        return found | {"stop_token_ids": list(self.stop_token_ids)}
 
 
 def _host(value: float | np.ndarray, dtype: type[np.generic]) -> Any:

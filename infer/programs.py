@@ -133,7 +133,7 @@ def prefill(
     final = jnp.maximum(counts - 1, 0)
     logits = target.unembed(jnp.take_along_axis(hidden, final[:, None, None], axis=1))
     noise = gumbel_noise(given.sampling, end[:, None], target.config.vocab_size)
-    choice = Choice(given.sampling, given.penalties, own, end, noise, target.decodable)
+    choice = Choice(given.sampling, given.penalties, own, end, noise, target.decodable, stops=given.stop_tokens)
     token, scores = choice.tokens(logits), None
     if logprobs is not None:
         scores = log_probabilities(choice.masked(logits), token, given.scored, logprobs)

@@ -27,7 +27,8 @@ class Replay(NamedTuple):
     Attributes:
         worst_gap: largest amount by which a committed token's score stayed below the best score at its
             position; 0 if every token is the target's choice. Scores are logits (greedy) or filtered
-            log-probabilities over temperature plus noise. Infinite for a token outside top-k or top-p.
+            log-probabilities over temperature plus noise. Infinite for a token outside top-k or top-p, or a stop token
+            before `min_tokens`.
         worst_index: where, counted in generated tokens.
         mismatches: tokens that are not the target's choice in this replay.
         near_ties: of these, how many with a gap that rounding explains: below 1e-4, or in bfloat16 and float16 below
@@ -74,7 +75,7 @@ def replay(
         raise ValueError("replay needs a prompt and generated tokens, got an empty sequence")
     params = replace(params or SamplingParams(), **settings)
     row = params.on_device(request_id, sample, seed, 1)
-    sampling, penalties = jax.tree.map(lambda x: jnp.asarray(x)[None], (row.sampling, row.penalties))
+    settings = jax.tree.map(lambda x: jnp.asarray(x)[None], (row.sampling, row.penalties, row.stop_tokens))
     sequence = np.asarray([*prompt, *tokens], np.int32)
     inputs, labels = sequence[:-1], sequence[1:]
     room = -(-len(sequence) // 256) * 256
@@ -87,7 +88,7 @@ def replay(
             pad = (0, chunk - (end - start))
             piece = np.pad(inputs[start:end], pad)[None], np.pad(labels[start:end], pad)[None]
             count, length = np.array([end - start], np.int32), np.array([start], np.int32)
-            cache, *gap_and_tie = _gaps(target, cache, length, *piece, count, sampling, penalties, history)
+            cache, *gap_and_tie = _gaps(target, cache, length, *piece, count, *settings, history)
             found.append(np.concatenate(gap_and_tie)[:, : end - start])
             start = end
     gap, tie = np.concatenate(found, axis=1)[:, len(prompt) - 1 :]
@@ -105,13 +106,14 @@ def _gaps(
     count: Int[Array, " B"],
     sampling: Sampling,
     penalties: Penalties,
+    stops: Int[Array, "B Q"],
     history: History,
 ) -> tuple[Cache, Float[Array, "B T"], Float[Array, "B T"]]:
     """How far each label's score is below the best one, and how far rounding may put it."""
     positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None]
     hidden, _, fresh = target.forward(tokens, positions, None, cache, lengths)
     noise = gumbel_noise(sampling, positions + 1, target.config.vocab_size)
-    choice = Choice(sampling, penalties, history, lengths + 1, noise, target.decodable)
+    choice = Choice(sampling, penalties, history, lengths + 1, noise, target.decodable, stops=stops)
     logits = target.unembed(hidden)
     scores = choice.chain_scores(logits, labels[:, :-1])
     chosen = jnp.take_along_axis(scores, labels[..., None], axis=-1)[..., 0]

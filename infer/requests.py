@@ -74,7 +74,9 @@ class Completion:
             other rows in the batch may change their last digits.
         acceptance_lengths: tokens committed by each speculative step. The first token comes from the
             prefill and belongs to no step.
+        proposed_tokens: that the drafter proposed in these steps: nodes of its trees, or of its chains.
         prompt_tokens, sample: of the request.
+        cached_tokens: of the prompt, those that were copied from an earlier prompt instead of read.
         submitted, started, first_token, finished: when, in seconds of `time.perf_counter`; 0 is not yet.
     """
 
@@ -83,7 +85,9 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
+    proposed_tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     sample: int = 0
     submitted: float = 0.0
     started: float = 0.0

@@ -70,7 +70,7 @@ class ActiveRequest:
             for tokenwise in (completion.token_ids, completion.logprobs, completion.top_logprobs):
                 del tokenwise[keep:]
             completion.finish_reason = "stop"
-        elif completion.token_ids[-1] in request.params.stop_token_ids:
+        elif completion.token_ids[-1] in request.params.ends:
             completion.finish_reason = "stop"
         elif len(completion.token_ids) >= self.budget:
             completion.finish_reason = "length"

@@ -6,14 +6,12 @@ The event loop reads requests, hands them to the worker that owns the engine, an
 import asyncio
 import contextlib
 import hmac
-import itertools
 import json
-import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -23,17 +21,18 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from dflash_jax.infer import openai
-from dflash_jax.infer.jobs import answer, speculation, token_logprobs, usage
-from dflash_jax.infer.lines import plain_request, refusal, sample_count
+from dflash_jax.infer import openai, reports
+from dflash_jax.infer.answer_stream import AnswerStream
+from dflash_jax.infer.asked import Asked, read_body
+from dflash_jax.infer.jobs import answer
+from dflash_jax.infer.lines import refusal
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Completion, Request, RequestError
 from dflash_jax.infer.responses import EventStream, WholeAnswer
-from dflash_jax.infer.text import GrowingText, Text
+from dflash_jax.infer.text import Text
 from dflash_jax.infer.worker import OverloadedError, Progress, Worker
 
 READERS = 4  # prompts that are turned into tokens at a time
-OWN = "stream", "stream_options", "speculation"  # fields of a body that a line of a batch has not
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
@@ -52,24 +51,13 @@ class Limits:
     retry_seconds: int = 5
 
 
-class Asked(NamedTuple):
-    """A request for completions, read and checked."""
-
-    endpoint: str
-    model: str
-    samples: list[Request]
-    stop: tuple[str, ...]
-    streamed: bool
-    with_usage: bool
-    with_steps: bool
-
-
 def make_app(
     worker: Worker,
     text: Text,
     defaults: SamplingParams,
     *,
     model: str,
+    root: str = "",
     api_key: str | None,
     limits: Limits | None = None,
 ) -> Starlette:
@@ -78,6 +66,7 @@ def make_app(
     Args:
         defaults: of a request.
         model: name under which the pair is listed. Requests may name any model.
+        root: where the target was loaded from; load generators take its tokenizer from there.
         api_key: bearer key that every request but `/` and `/health` must carry; None asks for none.
         limits: see `Limits`.
     """
@@ -113,9 +102,21 @@ def make_app(
     async def metrics(request: HTTPRequest) -> Response:
         return Response(generate_latest(worker.registry), media_type=CONTENT_TYPE_LATEST)
 
+    listed = {"id": model, "object": "model", "created": 0, "owned_by": "dflash-jax", "root": root or model}
+    listed |= {"max_model_len": worker.engine.max_length, "dflash": about}
+
     async def models(request: HTTPRequest) -> Response:
-        listed = {"id": model, "object": "model", "created": 0, "owned_by": "dflash-jax", "dflash": about}
         return JSONResponse({"object": "list", "data": [listed]})
+
+    async def one_model(request: HTTPRequest) -> Response:
+        if (name := request.path_params["name"]) != model:
+            return _error(404, "not_found", f"the model here is {model!r}, got {name!r:.80}")
+        return JSONResponse(listed)
+
+    async def server_info(request: HTTPRequest) -> Response:
+        """What SGLang's benchmark asks for."""
+        state = {} if worker.tau is None else {"avg_spec_accept_length": worker.tau}
+        return JSONResponse({"model_path": root or model, "internal_states": [state]})
 
     async def refused(request: HTTPRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -130,6 +131,8 @@ def make_app(
             Route("/health", health),
             Route("/metrics", guarded(metrics)),
             Route("/v1/models", guarded(models)),
+            Route("/v1/models/{name:path}", guarded(one_model)),
+            Route("/server_info", guarded(server_info)),
             Route(openai.CHAT, guarded(service.complete), methods=["POST"]),
             Route(openai.TEXT, guarded(service.complete), methods=["POST"]),
         ],
@@ -195,39 +198,31 @@ class Service:
         worker = self._worker
         worker.enter(1)
         try:
-            asked = await asyncio.get_running_loop().run_in_executor(self._reading, self._parse, raw, endpoint)
+            asked = await asyncio.get_running_loop().run_in_executor(self._reading, self._read, raw, endpoint)
         finally:
             worker.leave(1)
         worker.enter(len(asked.samples))
         return asked
 
-    def _parse(self, raw: bytes, endpoint: str) -> Asked:
+    def _read(self, raw: bytes, endpoint: str) -> Asked:
         """What a body asks for; raises RequestError, whatever is in it."""
         try:
-            return self._asked(raw, endpoint)
+            asked = read_body(raw, endpoint, self._text, self._defaults, self._model)
+            self._worker.engine.check(asked.samples[0])
         except Exception as error:
             raise refusal(error) from error
-
-    def _asked(self, raw: bytes, endpoint: str) -> Asked:
-        try:
-            body = json.loads(raw)
-            if not isinstance(body, dict):
-                raise ValueError(f"expected an object, got {type(body).__name__}")
-        except (ValueError, RecursionError) as error:
-            raise RequestError("invalid_json", f"the body must be a JSON object: {error!s:.200}") from error
-        streaming, speculative = _streaming(body), _speculative(body)
-        options = {name: value for name, value in body.items() if name not in OWN}
-        # Without a seed of its own a request draws from its name, so names never repeat.
-        plain = openai.plain_body(options, endpoint)
-        request, stop, _, _ = plain_request(plain, uuid.uuid4().hex, self._text, self._defaults)
-        request = replace(request, speculative=speculative)
-        self._worker.engine.check(request)
-        samples = [replace(request, sample=i) for i in range(sample_count(plain))]
-        return Asked(endpoint, openai.model_name(body, self._model), samples, stop, *streaming)
+        return asked
 
     def _whole(self, asked: Asked, done: Sequence[Completion]) -> bytes:
-        answers = [answer(completion, asked.stop, self._text) for completion in done]
-        body = openai.body(asked.endpoint, asked.model, answers)
+        answers = [answer(completion, self._text, asked.stop, asked.min_tokens) for completion in done]
+        body: dict[str, Any] = openai.body(asked.endpoint, asked.model, answers)
+        body["usage"] = reports.usage(done)
+        if len(done) == 1:
+            body["metrics"] = reports.metrics(done[0])
+        if asked.with_meta_info:
+            body["meta_info"] = reports.meta_info(done[0])
+            for choice, completion in zip(body["choices"], done, strict=True):
+                choice["meta_info"] = reports.meta_info(completion)
         # One by one: while Python encodes a value, none of its threads runs, the event loop's neither.
         choices = b",".join(map(_json, body.pop("choices")))
         return b'%s,"choices":[%s]}' % (_json(body)[:-1], choices)
@@ -240,11 +235,23 @@ class Service:
         event = lambda **fields: b"data: %s\n\n" % _json(head | fields)
         streams = [AnswerStream(text, asked) for _ in asked.samples]
 
+        def tokens() -> dict[str, Any]:
+            begun = [stream for stream in streams if stream.tokens]
+            return reports.usage([stream.completion for stream in begun], [stream.tokens for stream in begun])
+
         def chunk(index: int, progress: Progress) -> bytes | None:
             if (choice := streams[index].add(progress)) is None:
                 return None
-            last = {"speculation": _timed(progress)} if progress.finished else {}
-            return event(choices=[choice | {"index": index}], **last)
+            fields: dict[str, Any] = {"choices": [choice | {"index": index}]}
+            if asked.always_usage or progress.finished:  # load generators look for it there, asked for or not
+                fields["usage"] = tokens()
+            if progress.finished:
+                done = progress.completion
+                fields["speculation"] = reports.timed(done, progress.alone)
+                fields |= {"meta_info": reports.meta_info(done)} if asked.with_meta_info else {}
+                if not asked.with_usage:  # clients add up what they find, so an answer has it once
+                    fields["metrics"] = reports.metrics(done)
+            return event(**fields)
 
         try:
             async with contextlib.aclosing(_merged(worker, asked.samples)) as completions:
@@ -252,7 +259,8 @@ class Service:
                     if written := await loop.run_in_executor(self._writing, chunk, index, progress):
                         yield written
             if asked.with_usage:
-                yield event(choices=[], usage=openai.usage([stream.usage for stream in streams]))
+                last = {"metrics": reports.metrics(streams[0].completion)} if len(streams) == 1 else {}
+                yield event(choices=[], usage=tokens(), **last)
             yield b"data: [DONE]\n\n"
         except Exception as error:  # the status line is long gone
             yield b"data: %s\n\n" % _json({"error": {"message": str(error), "code": "engine_failed"}})
@@ -276,30 +284,6 @@ async def _body(request: HTTPRequest, limit: int) -> bytes:
         if len(read) > limit:
             raise OverflowError(f"the request is larger than {limit} bytes")
     return bytes(read)
-
-
-def _timed(progress: Progress) -> dict[str, Any]:
-    """How the steps of a finished answer went, how long they took, and whether it had the engine to itself."""
-    done = progress.completion
-    seconds = done.finished - done.first_token
-    rate = (len(done.token_ids) - 1) / seconds if seconds > 0 else None
-    return speculation(done) | {"decode_seconds": seconds, "tokens_per_second": rate, "alone": progress.alone}
-
-
-def _speculative(body: Mapping[str, Any]) -> bool:
-    """Our own field `speculation`."""
-    value = body.get("speculation")
-    if not isinstance(value, bool | None):
-        raise RequestError("invalid_parameter", f"speculation must be true or false, got {value!r:.60}")
-    return value is not False
-
-
-def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """(whether to stream, whether to end with the usage, whether to say which step every token came from)"""
-    streamed, options = body.get("stream") or False, body.get("stream_options") or {}
-    if not isinstance(streamed, bool) or not isinstance(options, dict):
-        raise RequestError("invalid_parameter", "stream must be true or false, and stream_options an object")
-    return streamed, bool(options.get("include_usage")), bool(options.get("include_steps"))
 
 
 async def _last(worker: Worker, request: Request) -> Completion:
@@ -355,50 +339,3 @@ async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class AnswerStream:
-    """The chunks of one streamed answer."""
-
-    def __init__(self, text: Text, asked: Asked):
-        self._asked, self._text, self._growing = asked, text, GrowingText(text, asked.stop)
-        self._read = self._scored = 0  # tokens that were decoded, and whose log-probabilities were sent
-        self._begun = False
-        self.usage: Mapping[str, Any] = {}
-
-    def add(self, progress: Progress) -> dict[str, Any] | None:
-        """The choice of the next chunk; None if nothing more can be said yet."""
-        done, count, ended = progress.completion, progress.tokens, progress.finished
-        steps = []
-        for end in self._ends(done, count):
-            steps.append([end - self._read, self._growing.add(done.token_ids[self._read : end])])
-            self._read = end
-        if ended:
-            rest = self._growing.end(done.token_ids)
-            if steps:
-                steps[-1][1] += rest
-            elif rest:
-                steps.append([0, rest])
-            self.usage = {"usage": usage(done)}
-        piece = "".join(text for _, text in steps)
-        if not piece and not ended and not self._asked.with_steps:
-            return None
-        scores = None
-        if self._asked.samples[0].params.logprobs is not None:
-            scores = token_logprobs(done, self._text, self._scored, count)
-            self._scored = count
-        first, self._begun = not self._begun, True
-        reason = done.finish_reason if ended else None
-        choice = openai.chunk_choice(self._asked.endpoint, 0, piece, reason, first, scores)
-        return choice | {"steps": steps} if self._asked.with_steps else choice
-
-    def _ends(self, done: Completion, count: int) -> Iterator[int]:
-        """Where the new tokens end; if steps are asked for, where those of each step do."""
-        if self._asked.with_steps:
-            # The first token comes from the prompt.
-            lengths = done.acceptance_lengths or [1] * count
-            for end in itertools.accumulate(lengths, initial=1):
-                if self._read < end < count:
-                    yield end
-        if self._read < count:
-            yield count

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.files import one_line, read_json, said
+from dflash_jax.infer.messages import strings_in, template_messages
 from dflash_jax.infer.requests import RequestError
 
 LEAST_BYTES = 16  # that a text may have per token, however short the tokens of a vocabulary are
@@ -80,26 +81,45 @@ class Text:
             )
         return prompt
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> list[int]:
+    def encode_chat(self, messages: Any, **arguments: Any) -> list[int]:
         """Tokens of a conversation under the chat template, up to where the answer begins.
 
         Args:
+            messages: as a request gives them; see `messages.template_messages`.
             arguments: of the template, like `enable_thinking`; they win over the ones this was made with.
+
+        Raises:
+            RequestError: there is no template, or the messages are none for it.
         """
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
             raise RequestError("no_chat_template", "the target's tokenizer has no chat template; give a plain prompt")
-        for message in messages:
-            for value in message.values():
-                self._checked(value)
+        for text in strings_in(messages) + strings_in(arguments):
+            self._checked(text)
+        given = template_messages(messages, str(tokenizer.chat_template))
         try:
             text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.template_arguments | arguments
+                given, tokenize=False, add_generation_prompt=True, **self.template_arguments | arguments
             )
         except Exception as error:  # templates are programs, and raise what they like
-            why = f"{error!s:.200}"
+            why = f"{error!s:.200}" or type(error).__name__
             raise RequestError("invalid_messages", f"the chat template refused the messages: {why}") from error
         return tokenizer.encode(self._checked(text), add_special_tokens=False)
+
+    def reasoning_arguments(self, effort: Any) -> dict[str, Any]:
+        """Arguments of the chat template for OpenAI's `reasoning_effort`; none if the template takes no such thing.
+
+        Raises:
+            RequestError: the effort is no string.
+        """
+        if effort is None:
+            return {}
+        if not isinstance(effort, str):
+            raise RequestError("invalid_parameter", f"reasoning_effort must be a string, got {effort!r:.60}")
+        template = self.chat_template or ""
+        if "reasoning_effort" in template:
+            return {"reasoning_effort": valid_text(effort)}
+        return {"enable_thinking": False} if effort == "none" and "enable_thinking" in template else {}
 
     @property
     def end_token(self) -> int | None:
@@ -145,31 +165,50 @@ class Text:
         """Whether `decode` leaves the token out."""
         return self._tokenizer is not None and token in self._tokenizer.all_special_ids
 
-    def find_stop(self, stops: Sequence[str]) -> Callable[[Sequence[int], int], int | None] | None:
-        """A function for `Request.find_stop`: tokens up to the one that completes the first stop string.
+    def answer(self, tokens: Sequence[int], stops: Sequence[str] = (), after: int = 0) -> str | None:
+        """Text of an answer, cut at the stop string that ended it; None without a tokenizer.
+
+        Args:
+            tokens: all of the answer's.
+            stops, after: see `find_stop`.
+        """
+        text = self.decode(tokens)
+        if text is None or not stops:
+            return text
+        early = self.decode(tokens[:after]) if after else None
+        return cut_at_stop(text, stops, len(_settled_characters(early or "")))
+
+    def find_stop(self, stops: Sequence[str], after: int = 0) -> Callable[[Sequence[int], int], int | None] | None:
+        """A function for `Request.find_stop`: the least number of tokens whose text, as the tokenizer decodes it, has a
+        stop string. It does not depend on how many tokens come at a time.
 
         Special tokens count with their own text, so `<|im_end|>` works as a stop string.
+
+        Args:
+            after: of the first so many tokens none completes a stop string (see `SamplingParams.min_tokens`).
         """
         if not stops:
             return None
+        tokenizer = self._need_tokenizer()
+        # A further token adds to the text before it and changes nothing of it, but for half a character at its end,
+        # which reads as U+FFFD, and for blanks that some tokenizers clean up.
+        adds = not getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        adds &= not any("\ufffd" in stop for stop in stops)
         # A token is at least one byte or a special token: what a new token completes began no earlier than this.
         reach = max(len(stop.encode()) for stop in stops) + 8
-        tokenizer = self._need_tokenizer()
 
         def find(tokens: Sequence[int], new: int) -> int | None:
-            start = max(0, len(tokens) - new - reach)
+            first = max(len(tokens) - new, after)
+            start = max(0, first - reach) if adds else 0
+            early = tokenizer.decode(tokens[start:after]) if start < after else ""
+            begin = len(_settled_characters(early))
 
-            def complete(count: int) -> bool:
-                text = tokenizer.decode(tokens[start:count])
-                return any(stop in text for stop in stops)
+            def ended(count: int) -> bool:
+                return _stop_place(tokenizer.decode(tokens[start:count]), stops, begin) is not None
 
-            if not complete(len(tokens)):
+            if adds and not ended(len(tokens)):
                 return None
-            low, high = max(start, len(tokens) - new), len(tokens)  # complete(low) is false, complete(high) is true
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (low, middle) if complete(middle) else (middle, high)
-            return high
+            return next((count for count in range(first + 1, len(tokens) + 1) if ended(count)), None)
 
         return find
 
@@ -204,11 +243,13 @@ class GrowingText:
     A few tokens are decoded at a time: the new ones, after those before them that may change how they read.
 
     Args:
-        stops: the text ends before the first of these.
+        stops, after: see `Text.find_stop`.
     """
 
-    def __init__(self, text: Text, stops: Sequence[str] = ()):
-        self._text, self._stops = text, stops
+    def __init__(self, text: Text, stops: Sequence[str] = (), after: int = 0):
+        self._text, self._stops, self._after = text, stops, after
+        self._count = 0  # tokens so far
+        self._begin = 0  # characters of `_pending` that complete no stop string
         self._context: list[int] = []  # tokens whose text is whole, before those of `_tokens`
         self._tokens: list[int] = []  # tokens whose text may lack the rest of a character
         self._pending = ""  # text that may turn out to begin a stop string
@@ -216,22 +257,32 @@ class GrowingText:
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that further tokens settle: without half a character or half a stop string at its end."""
-        self._tokens += tokens
-        before = self._text.decode(self._context) or ""
-        new = (self._text.decode(self._context + self._tokens) or "")[len(before) :]
-        if new and not new.endswith("\ufffd"):
-            self._pending += new
-            self._context, self._tokens = self._tokens, []
-        ready = cut_at_stop(self._pending, self._stops) or ""
-        if ready == self._pending:
-            ready = settled(ready, self._stops)
+        if early := list(tokens[: max(0, self._after - self._count)]):
+            half = self._take(early)
+            self._begin = len(self._pending) + len(_settled_characters(half))
+        self._take(tokens[len(early) :])
+        self._count += len(tokens)
+        place = _stop_place(self._pending, self._stops, self._begin)
+        ready = settled(self._pending, self._stops) if place is None else self._pending[:place]
         self._pending = self._pending[len(ready) :]
+        self._begin = max(0, self._begin - len(ready))
         self.sent += len(ready)
         return ready
 
+    def _take(self, tokens: Sequence[int]) -> str:
+        """Adds the text of tokens to what is pending, or returns it if it ends in half a character."""
+        self._tokens += tokens
+        before = self._text.decode(self._context) or ""
+        new = (self._text.decode(self._context + self._tokens) or "")[len(before) :]
+        if not new or new.endswith("\ufffd"):
+            return new
+        self._pending += new
+        self._context, self._tokens = self._tokens, []
+        return ""
+
     def end(self, tokens: Sequence[int]) -> str:
         """What is left of the answer, which has these tokens in all."""
-        return (cut_at_stop(self._text.decode(tokens), self._stops) or "")[self.sent :]
+        return (self._text.answer(tokens, self._stops, self._after) or "")[self.sent :]
 
 
 def _check_tokenizer_files(directory: Path) -> None:
@@ -254,8 +305,17 @@ def settled(text: str, stops: Sequence[str]) -> str:
     return text[: len(text) - held]
 
 
-def cut_at_stop(text: str | None, stops: Sequence[str]) -> str | None:
-    """The text before the earliest stop string."""
-    if text is None:
-        return None
-    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+def cut_at_stop(text: str, stops: Sequence[str], begin: int = 0) -> str:
+    """The text before the earliest stop string that ends after its first `begin` characters."""
+    return text[: _stop_place(text, stops, begin)]
+
+
+def _stop_place(text: str, stops: Sequence[str], begin: int) -> int | None:
+    """Where the earliest stop string begins that ends after the first `begin` characters; None if there is none."""
+    places = (text.find(stop, max(0, begin - len(stop) + 1)) for stop in stops)
+    return min((place for place in places if place >= 0), default=None)
+
+
+def _settled_characters(text: str) -> str:
+    """The text without what may be half a character at its end."""
+    return text.rstrip("\ufffd")

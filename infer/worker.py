@@ -59,6 +59,20 @@ class Worker:
         self._busy = Gauge("dflash_slots_busy", "Slots in use", registry=registry)
         self._waiting = Gauge("dflash_requests_waiting", "Requests without a slot", registry=registry)
         Gauge("dflash_slots", "Slots", registry=registry).set(engine.slots)
+        # Under these names `vllm bench serve` reads the acceptance of a server.
+        named = lambda name, what: Counter(f"vllm:spec_decode_num_{name}", what, registry=registry)
+        self._drafts = named("drafts", "Decoding steps, counted per row")
+        self._proposed = named("draft_tokens", "Tokens that those steps proposed")
+        self._right = named("accepted_tokens", "Proposed tokens that were accepted")
+        self._places = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Of each place", ["position"], registry=registry
+        )
+
+    @property
+    def tau(self) -> float | None:
+        """Mean number of tokens that the steps of finished answers committed; None before the first."""
+        value = lambda name: self.registry.get_sample_value(f"dflash_{name}_total") or 0.0
+        return value("step_tokens") / value("steps") if value("steps") else None
 
     def start(self) -> None:
         self._thread.start()
@@ -125,6 +139,18 @@ class Worker:
         finally:
             self._inbox.put(cancel)
 
+    def _count(self, done: Completion) -> None:
+        lengths = done.acceptance_lengths
+        self._requests.labels(done.finish_reason).inc()
+        self._tokens.inc(len(done.token_ids))
+        self._steps.inc(len(lengths))
+        self._accepted.inc(sum(lengths))
+        self._drafts.inc(len(lengths))
+        self._proposed.inc(done.proposed_tokens)
+        self._right.inc(sum(lengths) - len(lengths))
+        for place in range(max(lengths, default=1) - 1):
+            self._places.labels(str(place)).inc(sum(length > place + 1 for length in lengths))
+
     def _run(self) -> None:
         try:
             while True:
@@ -142,10 +168,7 @@ class Worker:
                     if finished:
                         del self._listeners[ticket]
                         self._accompanied.discard(ticket)
-                        self._requests.labels(completion.finish_reason).inc()
-                        self._tokens.inc(len(completion.token_ids))
-                        self._steps.inc(len(completion.acceptance_lengths))
-                        self._accepted.inc(sum(completion.acceptance_lengths))
+                        self._count(completion)
                 self._read.set(self.engine.stats.prompt_tokens)
                 self._copied.set(self.engine.stats.prefix_tokens)
                 self._busy.set(self.engine.busy)

@@ -30,7 +30,9 @@ def choices():
     noise = jnp.where(temperature[:, None, None] > 0, short(choice.noise), 0.0)
     choice = choice.replace(sampling=sampling, noise=noise, history=History(draw(1, V, B, 8), draw(2, 4, B)))
     choice = choice.replace(known=jnp.full(B, 7), decodable=jnp.arange(V) % 7 != 3)
-    penalties = Penalties(jnp.asarray([1.0, 2.0, 0.5, 1, 1, 2.0]), jnp.full(B, 0.5), jnp.full(B, 0.25))
+    penalties = Penalties(
+        jnp.asarray([1.0, 2.0, 0.5, 1, 1, 2.0]), jnp.full(B, 0.5), jnp.full(B, 0.25), jnp.zeros(B, jnp.int32)
+    )
     calibrated = {"sharpness": draw(5, 5, DEPTH), "greedy": jnp.asarray([1.0, 0.7, 1.4, 2.0, 3.0])}
     return {
         "plain": choice.replace(plain=True),

@@ -26,11 +26,13 @@ SERVE = """
     mesh min-p no-speculation ordered output prefix-chunks processes prompt proposals seed stats-interval
     long-slots short-length stream-interval summary target temperature top-k top-p tree
     chat-template-kwargs deterministic kernels ray ray-workers ray-resources
+    target-config drafter-config min-tokens ignore-eos stop-token-ids
 """
 BENCHMARK = """
     batch-size block-size dataset drafter dtype jobs json max-new-tokens max-samples mesh min-p official
     plot proposals rounds seed sweep target tasks temperature top-k top-p tree untrained drafters
     chat-template-kwargs kernels
+    target-config drafter-config min-tokens ignore-eos stop-token-ids
 """
 KERNELS = "bandwidth batch context dtype json loops only pair"
 
@@ -85,7 +87,7 @@ def test_wrong_usage_exits_2_and_says_what_to_do(capsys):
         "--seed": ["--prompt", "a", "--seed", "x"],
         "invalid choice": ["--prompt", "a", "--proposals", "mine"],
         "must be a JSON object": ["--prompt", "a", "--chat-template-kwargs", "{broken"],
-        "must be an": ["--prompt", "a", "--chat-template-kwargs", "[1]"],
+        "got '[1]'": ["--prompt", "a", "--chat-template-kwargs", "[1]"],
         "may not set": ["--prompt", "a", "--chat-template-kwargs", '{"tokenize": true}'],
     }
     for message, arguments in cases.items():

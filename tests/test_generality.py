@@ -259,7 +259,7 @@ def started(target, drafter, temperature=0.0, repetition=1.0, presence=0.0):
     state = init_state(target, drafter, len(PROMPTS), 96, 2, 16)
     for row, prompt in enumerate(PROMPTS):
         sampling = Sampling(np.float32(temperature), np.int32(0), np.float32(1), np.float32(0), jax.random.key(row))
-        penalties = Penalties(np.float32(repetition), np.float32(presence), np.float32(0))
+        penalties = Penalties(np.float32(repetition), np.float32(presence), np.float32(0), np.int32(0))
         settings = RowSettings(np.int32(WIDTH), np.full(2, -1, np.int32), sampling, penalties, np.bool_(False))
         chunk = np.zeros(16, np.int32)
         chunk[: len(prompt)] = prompt

@@ -18,7 +18,7 @@ from dflash_jax.infer.programs import begin, decode_call, prefill
 from tests import tiny
 
 PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2, 19, 50]]
-UNPENALISED = Penalties(np.float32(1), np.float32(0), np.float32(0)), np.bool_(False)
+UNPENALISED = Penalties(np.float32(1), np.float32(0), np.float32(0), np.int32(0)), np.bool_(False)
 SETTINGS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.02}]
 
 
@@ -131,7 +131,7 @@ def test_full_cache(target, drafter):
 def test_finished_rows_ask_for_nothing(target, drafter):
     """Noise, penalties and log-probabilities are worked out if any row asks for them; a finished one does not."""
     state, _ = start(target, drafter, PROMPTS[:2], max_new_tokens=3, temperature=1.0)
-    penalties = Penalties(*(jnp.full(2, value) for value in (1.5, 0.5, 0.5)))
+    penalties = Penalties(*(jnp.full(2, value) for value in (1.5, 0.5, 0.5)), jnp.zeros(2, jnp.int32))
     state = state.replace(penalties=penalties, scored=jnp.ones(2, bool), remaining=jnp.asarray([0, 2]))
     state, _ = one_step(target, drafter, 4)(state)
     assert state.sampling.temperature.tolist() == [0, 1]

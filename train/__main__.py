@@ -77,7 +77,8 @@ def _regenerate(options: RegenerateOptions) -> int:
         lines = read_lines(source, text, defaults)
     fixed = engine_options.fixed(generation, options.models.drafter)
     seed, max_length = engine_options.seed, engine_options.max_length
-    settings = job_settings(target.directory, target.dtype.name, text, defaults, lines, seed, max_length, fixed)
+    more = seed, max_length, fixed, options.models.overrides
+    settings = job_settings(target.directory, target.dtype.name, text, defaults, lines, *more)
     with (
         stop_signals() as stopping,
         journal(Path(options.output), settings, lines, lambda: stopping) as output,
@@ -136,6 +137,7 @@ def _prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
     from dflash_jax.drafters import kind_named, kind_of
     from dflash_jax.drafters.loading import load_drafter
     from dflash_jax.drafters.speculators import flattened
+    from dflash_jax.overrides import overridden
     from dflash_jax.target import load_target
     from dflash_jax.train.data import read_examples
     from dflash_jax.train.drafters import choose_mask_token, converted, frequent_tokens, new_drafter, with_block_size
@@ -143,17 +145,20 @@ def _prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
     kind_named(given.get("drafter", "dflash"))
     started, raw = None, {}
     if options.init_from:
-        directory, depth = resolve(options.init_from, "drafter"), target_config(options.target).num_hidden_layers
-        started = load_drafter(directory, dtype="float32", num_target_layers=depth)
-        raw = {"num_target_layers": depth, **flattened(read_json(directory / "config.json"))}
+        directory = resolve(options.init_from, "drafter")
+        depth = target_config(options.target, options.target_config).num_hidden_layers
+        where = {"num_target_layers": depth, "overrides": options.drafter_config}
+        started = load_drafter(directory, dtype="float32", **where)
+        read = overridden(read_json(directory / "config.json"), options.drafter_config)
+        raw = {"num_target_layers": depth, **flattened(read)}
         own = {"num_layers": started.config.num_hidden_layers, "target_layer_ids": list(started.taps)}
         own["mask_token_id"] = getattr(started.config, "mask_token_id", None)
         if fixed := [name for name in own if name in given]:
             raise ValueError(f"--init-from decides {', '.join(fixed)}; leave them out")
         given = {"block_size": started.config.block_size, "drafter": kind_of(raw)} | given | own
     config = make_config(given)
-    mesh = choose_mesh(options.mesh, options.target, None, training=True)
-    target = load_target(options.target, dtype=config.dtype, mesh=mesh)
+    mesh = choose_mesh(options.mesh, training=True)
+    target = load_target(options.target, dtype=config.dtype, mesh=mesh, overrides=options.target_config)
     data = read_examples(options.data, config.length, target.config.vocab_size)
     print(
         f"{len(data.examples)} conversations; {data.cut} cut to {config.length} tokens, "
@@ -236,7 +241,7 @@ def _evaluate(options: EvaluateOptions) -> int:
         raise ValueError("--step needs --run")
 
     from dflash_jax.drafters.loading import load_drafter
-    from dflash_jax.loading import choose_mesh, enable_compilation_cache, use_kernels
+    from dflash_jax.loading import choose_mesh, enable_compilation_cache, models_on_mesh, target_config, use_kernels
     from dflash_jax.mesh import spread
     from dflash_jax.sharding import shardings
     from dflash_jax.target import load_target
@@ -256,8 +261,9 @@ def _evaluate(options: EvaluateOptions) -> int:
             raise ValueError("--store-sharpness needs a --temperature above 0, and --proposals calibrated")
     use_kernels(models.kernels)
     enable_compilation_cache()
-    mesh = choose_mesh(models.mesh, models.target, models.drafter)
-    target = load_target(models.target, dtype=models.dtype, mesh=mesh)
+    described = target_config(models.target, models.target_config)
+    mesh = choose_mesh(models.mesh, models_on_mesh(models, described))
+    target = load_target(models.target, dtype=models.dtype, mesh=mesh, overrides=models.target_config)
     if options.run:
         drafter, _ = load_run(options.run, options.step)
         drafter = drafter.replace(params=cast(drafter.params, target.dtype))
@@ -266,7 +272,11 @@ def _evaluate(options: EvaluateOptions) -> int:
     else:
         assert models.drafter
         drafter = load_drafter(
-            models.drafter, dtype=models.dtype, mesh=mesh, num_target_layers=target.config.num_hidden_layers
+            models.drafter,
+            dtype=models.dtype,
+            mesh=mesh,
+            num_target_layers=target.config.num_hidden_layers,
+            overrides=models.drafter_config,
         )
     drafter.config.check_pair(target.config)
     figures = evaluate(

@@ -12,6 +12,7 @@ from dflash_jax.cli import (
     GenerationOptions,
     Kernels,
     NamedModelOptions,
+    Overrides,
     TemplateArguments,
     optional,
     parse,
@@ -97,6 +98,8 @@ class DataOptions:
         distributed: this is process I (from 0) of N that train together, with the first at HOST:PORT; without a value
             as the environment says (TPU pods, Slurm)
         init_from: begin with this drafter, which `export` wrote or others published
+        target_config: fields of the target's config.json to replace, a JSON object
+        drafter_config: fields to replace in the config.json of the drafter to begin with
         kernels: which implementation of the kernels runs; auto checks each Pallas kernel against XLA at its first use
             (also DFLASH_KERNELS)
     """
@@ -107,6 +110,8 @@ class DataOptions:
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
     distributed: Annotated[str | None, parsed(_distributed, "[HOST:PORT,I/N]", "*"), arg(help_behavior_hint="")] = None
     init_from: Annotated[str | None, optional(str, "DIR|ID")] = None
+    target_config: Overrides = field(default_factory=dict)
+    drafter_config: Overrides = field(default_factory=dict)
     kernels: Kernels = None
 
 

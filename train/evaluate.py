@@ -37,7 +37,7 @@ def read_prompts(
     text = Text(target.directory, template_arguments)
     stops = target.config.eos_token_ids or ((text.end_token,) if text.end_token is not None else ())
     with reading(Path(path)):
-        lines = read_lines(input_lines([str(path)]), text, SamplingParams(stop_token_ids=stops))
+        lines = read_lines(input_lines([str(path)]), text, SamplingParams(eos_token_ids=tuple(stops)))
     for number, line in enumerate(lines, 1):
         try:
             if line.error is not None:
@@ -67,7 +67,7 @@ def evaluate(
     """Decodes all prompts speculatively and returns tau and how the steps went.
 
     Args:
-        params: how tokens are chosen; each prompt keeps its own stop tokens. Noise follows from the prompt's id.
+        params: how tokens are chosen; each prompt keeps its own stop tokens, too. Noise follows from the prompt's id.
         block_size, tree, proposals: as in `EngineConfig`.
         batch_size: rows at a time.
         baseline: also decode autoregressively, taking turns, for `speedup` and `equal_outputs`.
@@ -76,8 +76,11 @@ def evaluate(
         Figures; at a temperature also the sharpness of proposals that these prompts taught, which may be stored with
         the drafter (`proposal_sharpness` of its `config.json`).
     """
-    own = [replace(params, stop_token_ids=request.params.stop_token_ids) for request in requests]
-    requests = [replace(request, params=each) for request, each in zip(requests, own, strict=True)]
+    ends = lambda asked: {
+        "eos_token_ids": asked.eos_token_ids,
+        "stop_token_ids": params.stop_token_ids + asked.stop_token_ids,
+    }
+    requests = [replace(request, params=replace(params, **ends(request.params))) for request in requests]
     longest = max(len(r.prompt_token_ids) for r in requests) + params.max_new_tokens
     parts = rows_of(target.mesh)
     slots, max_length = -(-min(batch_size, len(requests)) // parts) * parts, -(-longest // 256) * 256

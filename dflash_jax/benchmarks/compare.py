@@ -116,7 +116,7 @@ def compare_jobs(
 
     def answer(r: Request) -> list[int]:
         assert official is not None
-        return official.dflash(r.prompt_token_ids, r.params.max_new_tokens, r.params.stop_token_ids, block_size)[0]
+        return official.dflash(r.prompt_token_ids, r.params.max_new_tokens, r.params.ends, block_size)[0]
 
     if official:
         answer(requests[0])
@@ -171,7 +171,7 @@ class _Opponent:
 
     def run(self, batch: Sequence[Request]) -> None:
         for request in batch:
-            arguments = (request.prompt_token_ids, request.params.max_new_tokens, request.params.stop_token_ids)
+            arguments = (request.prompt_token_ids, request.params.max_new_tokens, request.params.ends)
             if not self.warm:
                 self.official.dflash(*arguments, self.block_size)
                 self.official.generate(*arguments)

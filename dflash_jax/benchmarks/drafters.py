@@ -53,6 +53,7 @@ def measure_drafters(options: Any, questions: Callable[[str, int], Any]) -> dict
     depth = loaded.target.config.num_hidden_layers
     sources = {name: resolve(source, "drafter") for name, source in options.drafters}
     where = {"dtype": models.dtype, "mesh": loaded.target.mesh, "num_target_layers": depth}
+    where["overrides"] = models.drafter_config
     loaded_drafters = {name: load_drafter(directory, **where) for name, directory in sources.items()}
     for drafter in loaded_drafters.values():
         drafter.config.check_pair(loaded.target.config)

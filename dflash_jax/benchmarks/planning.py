@@ -45,6 +45,7 @@ from dflash_jax.infer.compiler_options import BLOCK_OPTIONS
 from dflash_jax.infer.params import STOP_WIDTH
 from dflash_jax.kernels.dispatch import platform
 from dflash_jax.mesh import AXES, HEADS, ROWS, make_mesh, parse_mesh, parts_of
+from dflash_jax.overrides import overridden
 from dflash_jax.target import Target
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ Pair = tuple[Raw, Raw]
 def plan(options: "PlanOptions") -> dict[str, Any]:
     """The figures of `table`; raises ValueError for what cannot be planned."""
     chip, count = parse_topology(options.topology)
-    raws = _configs(options.target, options.drafter)
+    target, drafter = _configs(options.target, options.drafter)
+    raws = overridden(target, options.target_config), overridden(drafter, options.drafter_config)
     compiling = has_compiler(options.topology)
     devices = topology(options.topology) if compiling else list(range(count))
     if options.mesh != "auto":

@@ -67,6 +67,7 @@ class Choice(struct.PyTreeNode):
         nodes: of the tree that a drafter is to propose; 0 is a chain.
         sharpness: which of `calibration.SHARPNESS` to use at each depth; None does without.
         greedy: sharpness of each depth for the ranks of greedy rows; None does without.
+        stops: stop tokens of every row, padded with -1, which `Penalties.min_tokens` holds back; None holds back none.
     """
 
     sampling: Sampling
@@ -79,21 +80,21 @@ class Choice(struct.PyTreeNode):
     nodes: int = struct.field(pytree_node=False, default=0)
     sharpness: Int[Array, " D"] | None = None
     greedy: Float[Array, " D"] | None = None
+    stops: Int[Array, "B Q"] | None = None
 
     def for_block(self, logits: Float[Array, "B T V"], block: Block) -> Int[Array, "B T"]:
         """The target's token after every position of a block, each given its own ancestors."""
         if block.tree is None:
-            seen, noise = None, self.noise[:, : logits.shape[1]]
+            seen, noise, depth = None, self.noise[:, : logits.shape[1]], jnp.arange(logits.shape[1])[None]
         else:
-            seen = block.tree.ancestors[:, :, 1:]
-            noise = jnp.take_along_axis(self.noise, block.tree.depth[:, :, None], axis=1)
-        logits = self.masked(penalise(logits, self.penalties, self.history, self.known, block.proposal.tokens, seen))
-        return select(logits, noise, self.sampling)
+            seen, depth = block.tree.ancestors[:, :, 1:], block.tree.depth
+            noise = jnp.take_along_axis(self.noise, depth[:, :, None], axis=1)
+        logits = self._penalised(logits, block.proposal.tokens, seen, depth=depth)
+        return select(self.masked(logits), noise, self.sampling)
 
     def chain_scores(self, logits: Float[Array, "B T V"], following: Int[Array, "B P"]) -> Float[Array, "B T V"]:
         """What the target's tokens after a chain are the largest of, given the tokens between its positions."""
-        logits = self.masked(penalise(logits, self.penalties, self.history, self.known, following))
-        return perturbed_scores(logits, self.noise, self.sampling)
+        return perturbed_scores(self.masked(self._penalised(logits, following)), self.noise, self.sampling)
 
     def tokens(
         self, logits: Float[Array, "B T N"], *, depth: int = 0, vocabulary: Int[Array, " N"] | None = None, **given: Any
@@ -283,16 +284,29 @@ class Choice(struct.PyTreeNode):
         vocabulary: Int[Array, " N"] | None = None,
     ) -> Float[Array, "B T N"]:
         """The logits under the row's penalties, minus infinity for what must not be chosen; arguments as in `tokens`.
-        `seen` says which of the tokens before count for which logits; None is all for all."""
+        `seen` says which of the tokens before count for which logits; None is all for all. Where a row may not end yet,
+        no logits here may end it, whatever their depth: that is exact at depth 0, and deeper ones are proposals."""
         if before is not None and seen is None:
             seen = jnp.ones((1, logits.shape[1], before.shape[1]), bool)
-        of = self.penalties, self.history, self.known, before, seen
-        logits = penalise(logits, *of, vocabulary=vocabulary, vocab_size=self.noise.shape[2])
+        logits = self._penalised(logits, before, seen, vocabulary=vocabulary, depth=jnp.zeros((1, 1), jnp.int32))
         ids = jnp.arange(logits.shape[-1]) if vocabulary is None else vocabulary
         if forbidden:
             taken = jnp.any(ids[:, None] == jnp.asarray(forbidden)[None], axis=1)
             logits = jnp.where(taken[None, None], -jnp.inf, logits)
         return self.masked(logits, vocabulary)
+
+    def _penalised(
+        self,
+        logits: Float[Array, "B T N"],
+        before: Int[Array, "B P"] | None,
+        seen: Bool[Array, "#B T P"] | None = None,
+        *,
+        vocabulary: Int[Array, " N"] | None = None,
+        depth: Int[Array, "#B #T"] | None = None,
+    ) -> Float[Array, "B T N"]:
+        """See `penalties.penalise`."""
+        where = {"vocabulary": vocabulary, "vocab_size": self.noise.shape[2], "stops": self.stops, "depth": depth}
+        return penalise(logits, self.penalties, self.history, self.known, before, seen, **where)
 
     def _noise(self, depth: int, count: int, vocabulary: Int[Array, " N"] | None) -> Float[Array, "B T N"]:
         """Of so many depths, for the tokens of a vocabulary."""

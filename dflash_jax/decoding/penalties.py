@@ -1,4 +1,4 @@
-"""Penalties on tokens that a request has already read or written.
+"""Penalties on tokens that a request has already read or written, and end tokens that come too early.
 
 They depend on nothing but the request's own tokens before a position, so they keep speculation exact: within a block,
 the proposals before a position are its history if they are accepted, and else the position is not kept.
@@ -19,11 +19,13 @@ class Penalties(struct.PyTreeNode):
         repetition: divides positive logits, and multiplies negative ones, of tokens in prompt or answer; 1 is none.
         presence: subtracted once from the logits of tokens in the answer; 0 is none.
         frequency: subtracted once per occurrence in the answer; 0 is none.
+        min_tokens: how many tokens of the answer may not be stop tokens, the first ones; 0 is none.
     """
 
     repetition: Float[Array, " B"]
     presence: Float[Array, " B"]
     frequency: Float[Array, " B"]
+    min_tokens: Int[Array, " B"]
 
 
 class History(struct.PyTreeNode):
@@ -49,7 +51,7 @@ def check_penalties(repetition: float, presence: float, frequency: float) -> Non
 
 def no_penalties(rows: int) -> Penalties:
     """Neutral penalties for `rows` rows."""
-    return Penalties(jnp.ones(rows), jnp.zeros(rows), jnp.zeros(rows))
+    return Penalties(jnp.ones(rows), jnp.zeros(rows), jnp.zeros(rows), jnp.zeros(rows, jnp.int32))
 
 
 def empty_history(rows: int, positions: int) -> History:
@@ -93,8 +95,11 @@ def penalise(
     *,
     vocabulary: Int[Array, " V"] | None = None,
     vocab_size: int | None = None,
+    stops: Int[Array, "B Q"] | None = None,
+    depth: Int[Array, "#B #T"] | None = None,
 ) -> Float[Array, "B T V"]:
-    """The logits of each row under its penalties; costs next to nothing where no row has any.
+    """The logits of each row under its penalties, without its stop tokens while it has fewer than `min_tokens`; costs
+    next to nothing where no row asks for either.
 
     Args:
         known: tokens of the history that count.
@@ -102,20 +107,25 @@ def penalise(
         seen: which proposals stand before a position (the ancestors of a tree's node); None is a chain, where position
             i sees the first i.
         vocabulary, vocab_size: the id of each of the logits, and how many ids there are; None is 0, 1, 2, ...
+        stops: stop tokens of each row, padded with -1; None holds none back.
+        depth: how many tokens stand between the history and each position; None is 0, 1, 2, ...
     """
-    rows, _, size = logits.shape
+    rows, positions, size = logits.shape
     row, ids = jnp.arange(rows)[:, None], jnp.arange(size) if vocabulary is None else vocabulary
+    depth = jnp.arange(positions)[None] if depth is None else depth
+    least = penalties.min_tokens[:, None]
+    early = jnp.broadcast_to((known - history.prompt)[:, None] + depth < least, (rows, positions)) & (least > 0)
 
     def applied() -> Float[Array, "B T V"]:
-        positions = jnp.arange(history.tokens.shape[1])[None]
+        places = jnp.arange(history.tokens.shape[1])[None]
         every = jnp.zeros((rows, vocab_size or size))
 
         def count(which: Bool[Array, "B S"]) -> Float[Array, "B V"]:
             found = every.at[row, history.tokens].add(which.astype(jnp.float32))
             return found if vocabulary is None else found[:, vocabulary]
 
-        read = count(positions < jnp.minimum(known, history.prompt)[:, None])[:, None]
-        written = count((positions >= history.prompt[:, None]) & (positions < known[:, None]))[:, None]
+        read = count(places < jnp.minimum(known, history.prompt)[:, None])[:, None]
+        written = count((places >= history.prompt[:, None]) & (places < known[:, None]))[:, None]
         if proposals is not None:
             # One comparison after the other, which the compiler fuses: nothing of this size is ever in memory.
             index = jnp.arange(proposals.shape[1] + 1)
@@ -126,7 +136,13 @@ def penalise(
         divisor = jnp.where((read > 0) | (written > 0), setting(penalties.repetition), 1.0)
         repeated = jnp.where(logits > 0, logits / divisor, logits * divisor)
         present = jnp.where(written > 0, setting(penalties.presence), 0.0)
-        return repeated - setting(penalties.frequency) * written - present
+        penalised = repeated - setting(penalties.frequency) * written - present
+        if stops is None:
+            return penalised
+        ends = jnp.any(ids[None, :, None] == stops[:, None], axis=2)
+        return jnp.where(early[:, :, None] & ends[:, None], -jnp.inf, penalised)
 
     some = (penalties.repetition != 1) | (penalties.presence != 0) | (penalties.frequency != 0)
+    if stops is not None:
+        some |= jnp.any(early, axis=1)
     return if_any(some, applied, lambda: logits)

@@ -160,7 +160,8 @@ def choosing(target: TargetModel, depth: int) -> Callable[[State], Choice]:
         positions = state.lengths[:, None] + 1 + jnp.arange(depth + 1)[None]
         noise = gumbel_noise(state.sampling, positions, target.config.vocab_size)
         known = state.lengths + 1
-        return Choice(state.sampling, state.penalties, state.history, known, noise, target.decodable)
+        settings = state.sampling, state.penalties, state.history
+        return Choice(*settings, known, noise, target.decodable, stops=state.stop_tokens)
 
     return choice
 

@@ -1,23 +1,32 @@
 """Drafters from checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 
 from dflash_jax import checkpoint, drafters, files, sharding
 from dflash_jax.config import parse_dtype
 from dflash_jax.drafters.base import UNREAD, Drafter
+from dflash_jax.overrides import overridden
 
 
 def load_drafter(
-    source: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None, num_target_layers: int | None = None
+    source: str | Path,
+    *,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    num_target_layers: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Drafter:
     """Loads a drafter of any kind from a local directory or a hub id; see `load_target` for the arguments.
 
     Args:
         num_target_layers: depth of the target. The official EAGLE-3 drafters do not say which layers they tap; it
             follows from this.
+        overrides: fields of `config.json` to replace, by name.
 
     Raises:
         ValueError: as `load_target`; or the layers that it taps are not known.
@@ -25,7 +34,7 @@ def load_drafter(
     array_type = parse_dtype(dtype)
     directory = checkpoint.resolve(source, "drafter")
     with files.reading(directory / "config.json") as path:
-        raw = checkpoint.read_json(path)
+        raw = overridden(checkpoint.read_json(path), overrides)
         kind, config = drafters.KINDS[drafters.kind_of(raw)], drafters.drafter_config(raw, num_target_layers)
     with files.reading(directory):
         reader = checkpoint.Reader(directory, kind.canonical_name)

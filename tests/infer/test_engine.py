@@ -138,7 +138,7 @@ def test_stream_reports_progress_and_can_be_left(target, drafter):
         (tiny.ask([1], temperature=-1), "invalid_parameter"),
         (tiny.ask([1], top_p=0), "invalid_parameter"),
         (tiny.ask([1], seed=-1), "invalid_parameter"),
-        (tiny.ask([1], stop_token_ids=tuple(range(9))), "invalid_parameter"),
+        (tiny.ask([1], stop_token_ids=tuple(range(17))), "invalid_parameter"),
     ],
 )
 def test_impossible_requests_are_refused_before_any_work(target, drafter, request_, code):

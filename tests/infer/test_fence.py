@@ -55,9 +55,9 @@ def test_a_request_ends_as_4xx(error):
     service = object.__new__(Service)
     service._text, service._defaults, service._model = Provoked(error), SamplingParams(), "m"
     service._worker = SimpleNamespace(engine=SimpleNamespace(check=lambda request: None))
-    assert len(service._parse(b'{"prompt": "good"}', TEXT).samples) == 1
+    assert len(service._read(b'{"prompt": "good"}', TEXT).samples) == 1
     with pytest.raises(RequestError) as failed:
-        service._parse(b'{"prompt": "bad"}', TEXT)
+        service._read(b'{"prompt": "bad"}', TEXT)
     assert failed.value.code == "invalid_request"
 
 

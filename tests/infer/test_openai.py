@@ -23,7 +23,7 @@ def refusal(body, url=TEXT):
 @pytest.mark.parametrize("name", ["max_new_tokens", "prompt_token_ids", "turns", "max_length"])
 def test_names_of_our_own_form_are_unknown(name):
     for url, body in ((TEXT, {}), (CHAT, CHATTING)):
-        assert refusal(body | {name: 3}, url) == f"unknown parameter '{name}'"
+        assert refusal(body | {name: 3}, url).startswith(f"unknown parameter '{name}'; ")
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "5", True, 2**63, [], {}])
@@ -39,7 +39,7 @@ def test_log_probabilities(value):
     assert refusal(chat, CHAT).startswith("top_logprobs must be an integer in 0..20, got")
 
 
-@pytest.mark.parametrize("value", [["a", "b"], [[1, 2]], [True], 5, None, {}])
+@pytest.mark.parametrize("value", [["a", "b"], [[1, 2], [3]], [True], [], 5, {}])
 def test_prompts(value):
     assert refusal({"prompt": value}).startswith("prompt must be a string or a list of token ids, got")
 
