@@ -84,7 +84,7 @@ def _agreed(name: str, trial: AnyTrial) -> Finding:
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
-        said = np.asarray([found.trouble is not None, found.lasting])
+        said = np.asarray([found.trouble is not None, found.lasting], np.int32)
         fails, lasting = map(bool, multihost_utils.broadcast_one_to_all(said))
         found = Finding((found.trouble or "the first process found it to fail") if fails else None, lasting)
     return found
@@ -96,12 +96,9 @@ def _compared(name: str, trial: AnyTrial) -> Finding:
             results = [jax.tree.leaves(jax.device_get(trial.run(each))) for each in (name, "xla")]
     except Exception as error:  # a compiler raises whatever it likes
         text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"
-        full = "RESOURCE_EXHAUSTED" in str(error) and not OWN_MEMORY.search(str(error))
-        return (
-            Finding(f"no memory for its trial, which the next program repeats ({text})", False)
-            if full
-            else Finding(text)
-        )
+        if "RESOURCE_EXHAUSTED" in str(error) and not OWN_MEMORY.search(str(error)):
+            return Finding(f"no memory for its trial, which the next program repeats ({text})", lasting=False)
+        return Finding(text)
     for got, expected in zip(*results, strict=True):
         got, expected = (np.asarray(x, np.float64) for x in (got, expected))
         apart = np.max(np.abs(got - expected)) / (np.max(np.abs(expected)) or 1)
