@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measured(options: BenchmarkOptions) -> int:
     if options.json:
-        Path(options.json).open("ab").close()
+        files.check_writable(Path(options.json))
     if options.plot:
         _check_plot(options)
     figures = measure(options)

@@ -67,6 +67,11 @@ def log_to_stderr() -> None:
     log = logging.getLogger("dflash_jax")
     log.handlers[:] = [handler]  # one that was made before may have another stderr
     log.setLevel(logging.INFO)
+    if not logging.root.handlers:  # else a library makes one as soon as it logs, which shows ours a second time
+        others = logging.StreamHandler()
+        others.setLevel(logging.WARNING)
+        others.addFilter(lambda record: record.name != log.name)
+        logging.root.addHandler(others)
 
 
 def flags(options: Any) -> set[str]:

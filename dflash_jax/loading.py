@@ -4,13 +4,13 @@ Like `cli`, nothing here imports jax before there is work for it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_jax.cli import GenerationOptions, ModelOptions
+from dflash_jax.files import reading
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from jax.sharding import Mesh
 
     from dflash_jax.config import DecoderConfig, TargetConfig
@@ -65,7 +65,8 @@ def load(
         )
     target = load_target(source, dtype=models.dtype, mesh=mesh, overrides=models.target_config)
     if drafter:
-        drafter.config.check_pair(target.config)
+        with reading(Path(draft_source or "")):
+            drafter.config.check_pair(target.config)
     return Loaded(target, drafter, *_text(target.directory, target.config, generation, max_length))
 
 
@@ -102,7 +103,7 @@ def _text(
     """A target's tokenizer, and the settings of a request that names none."""
     from dflash_jax.infer.text import Text
 
-    longest = min(filter(None, (max_length, config.max_position_embeddings)), default=None)
+    longest = min(filter(None, (max_length, config.most_positions)), default=None)
     text = Text(directory, generation.chat_template_kwargs, longest)
     ends = config.eos_token_ids
     if not ends and text.end_token is not None:
@@ -168,8 +169,8 @@ def models_on_mesh(
 
     yield target
     if speculative and (source := pair_sources(models)[1]):
-        raw = overridden(read_json(resolve(source, "drafter") / "config.json"), models.drafter_config)
-        yield drafter_config(raw, target.num_hidden_layers)
+        with reading(resolve(source, "drafter") / "config.json") as path:
+            yield drafter_config(overridden(read_json(path), models.drafter_config), target.num_hidden_layers)
 
 
 def target_config(source: "str | Path", overrides: Mapping[str, Any] | None = None) -> "TargetConfig":

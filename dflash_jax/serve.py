@@ -26,6 +26,7 @@ from dflash_jax.cli import (
     parsed,
 )
 from dflash_jax.engines import check_length, engine_for, needs_of, needs_of_lines
+from dflash_jax.files import reading
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
 from dflash_jax.infer.progress import LOG_PAUSE, engine_rates
 from dflash_jax.loading import describe, load, pair_sources
@@ -225,7 +226,6 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     if (interval := options.stats_interval) is not None and not 0 <= interval < math.inf:
         raise ValueError(f"--stats-interval must be at least 0 and finite, got {interval}")
     from dflash_jax.infer.batch_job import Job, JobFiles, LocalEngine
-    from dflash_jax.infer.lines import input_lines, read_lines
 
     process, processes = _share(options.processes)
     files = JobFiles(
@@ -246,7 +246,7 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
         options.models, generation, speculative=not options.no_speculation, max_length=options.engine.max_length
     )
     target, text = loaded.target, loaded.text
-    lines = read_lines(input_lines(sources, files.own), text, loaded.defaults)
+    lines = _lines(sources, files, text, loaded.defaults)
     settings = _settings(options, target.directory, target.dtype.name, text, loaded.defaults, lines)
 
     def engine() -> "Engine":
@@ -259,7 +259,6 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
 
 def _serve_with_ray(options: ServeOptions, sources: Sequence[str], files: "JobFiles", begin: float) -> int:
     from dflash_jax.infer.batch_job import Job
-    from dflash_jax.infer.lines import input_lines, read_lines
 
     if options.processes is not None:
         raise ValueError("--ray and --processes are two ways to share a job; give one of them")
@@ -270,13 +269,22 @@ def _serve_with_ray(options: ServeOptions, sources: Sequence[str], files: "JobFi
     length = options.engine.max_length
     directory, config, text, defaults = describe(options.models, options.generation, max_length=length)
     check_length(config, length)
-    lines = read_lines(input_lines(sources, files.own), text, defaults)
+    lines = _lines(sources, files, text, defaults)
     needs, cluster = needs_of_lines(config, lines, options.engine), options.cluster
     with contextlib.closing(
         RayWorkers(cluster.ray or None, options, needs, cluster.ray_resources, cluster.ray_workers)
     ) as workers:
         settings = _settings(options, directory, workers.dtype(), text, defaults, lines)
         return Job(files, lines, settings, _notes(options), begin).run(workers, options.stats_interval)
+
+
+def _lines(sources: Sequence[str], files: "JobFiles", text: "Text", defaults: "SamplingParams") -> "list[Line]":
+    """The lines of a job."""
+    from dflash_jax.infer.inputs import input_lines
+    from dflash_jax.infer.lines import read_lines
+
+    with reading(Path(sources[0])) if len(sources) == 1 else contextlib.nullcontext():
+        return read_lines(input_lines(sources, files.own), text, defaults)
 
 
 def _settings(

@@ -9,9 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax import checkpoint, models, sharding
+from dflash_jax import checkpoint, files, models, sharding
 from dflash_jax.cache import Cache, Capacity, init_cache
 from dflash_jax.config import TargetConfig, parse_dtype
 from dflash_jax.config_json import token_ids
@@ -118,12 +119,13 @@ def read_target_config(directory: Path, overrides: Mapping[str, Any] | None = No
     Raises:
         ValueError: unknown or unsupported fields, or files that cannot be read.
     """
-    config = models.target_config(overridden(checkpoint.read_json(directory / "config.json"), overrides))
-    generation = directory / "generation_config.json"
-    if "eos_token_id" in (overrides or {}) or not generation.is_file():
-        return config
-    ends = token_ids(checkpoint.read_json(generation).get("eos_token_id"), generation.name)
-    return dataclasses.replace(config, eos_token_ids=ends) if ends else config
+    with files.reading(directory / "config.json") as path:
+        config = models.target_config(overridden(checkpoint.read_json(path), overrides))
+    with files.reading(directory / "generation_config.json") as path:
+        if "eos_token_id" in (overrides or {}) or not path.exists():
+            return config
+        ends = token_ids(checkpoint.read_json(path).get("eos_token_id"), path.name)
+        return dataclasses.replace(config, eos_token_ids=ends) if ends else config
 
 
 def load_target(
@@ -150,6 +152,12 @@ def load_target(
     array_type = parse_dtype(dtype)
     directory = checkpoint.resolve(source, "target")
     config = read_target_config(directory, overrides)
+    with files.reading(directory):
+        return _read(directory, config, array_type, mesh, dequantise=dtype not in (None, "auto"))
+
+
+def _read(directory: Path, config: TargetConfig, dtype: DTypeLike, mesh: Mesh | None, *, dequantise: bool) -> Target:
+    """The weights of a target and which of its tokens can be decoded."""
     reader = checkpoint.Reader(directory)
     config = config.with_tensors(reader.names())
     layout, family = sharding.check_layout(config, mesh), models.family(config.model_type)
@@ -157,10 +165,10 @@ def load_target(
     params = checkpoint.load(
         reader,
         family.tensors(config, layout),
-        array_type,
+        dtype,
         ignored=lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in unread),
         place=sharding.placement(mesh),
-        dequantise=dtype not in (None, "auto"),
+        dequantise=dequantise,
     )
     decodable = decodable_tokens(directory, config.vocab_size)
     return Target(params, decodable, config=config, layout=layout, mesh=mesh, directory=str(directory))

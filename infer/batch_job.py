@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_jax import files
+from dflash_jax.files import write_json
 from dflash_jax.infer import parts
 from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.inputs import input_paths
 from dflash_jax.infer.interrupt import INTERRUPTED, stop_signals
 from dflash_jax.infer.jobs import Event, Tally, answer_record, record_id, rewrite_in_order, run_job, summarise
-from dflash_jax.infer.journal import Journal, settings_path
-from dflash_jax.infer.lines import Line, input_paths
+from dflash_jax.infer.journal import Journal, settings_path, when_there_is_room
+from dflash_jax.infer.lines import Line
 from dflash_jax.infer.progress import Reporter, Working, engine_rates, memory_mib, warm_up
 from dflash_jax.infer.stats import Stats
 from dflash_jax.infer.text import Text
@@ -47,27 +50,67 @@ class JobFiles:
     processes: int = 1
 
     @property
+    def in_parts(self) -> bool:
+        """Whether this process writes a part of the output: several share the job, or did."""
+        return self.processes > 1 or bool(parts.found_parts(self.output))
+
+    @property
+    def part(self) -> Path:
+        """The part of this process."""
+        return parts.part_path(self.output, self.process, self.processes)
+
+    @property
+    def summary_file(self) -> Path | None:
+        """Where this process writes its summary."""
+        if self.summary is None or self.processes == 1:
+            return self.summary
+        return self.summary.with_name(f"{self.summary.name}.{self.process}")
+
+    @property
     def own(self) -> frozenset[Path]:
-        """Files of the job itself, resolved, which a glob of inputs does not mean."""
-        own = [self.output, settings_path(self.output), parts.lock_path(self.output)]
-        own += [path for part in parts.found_parts(self.output) for path in (part, settings_path(part))]
+        """Files of the job itself, links followed, which a glob of inputs does not mean."""
+        own = [self.output, *self._beside()]
         if self.summary:
             own += [self.summary, *self.summary.parent.glob(f"{escape(self.summary.name)}.*")]
-        return frozenset(path.resolve() for path in own)
+        return frozenset(Path(os.path.realpath(path)) for path in own)
+
+    def _beside(self) -> list[Path]:
+        """What lies beside the output, or will."""
+        found = [self.part, *parts.found_parts(self.output)]
+        return [*found, *map(settings_path, (self.output, *found)), parts.lock_path(self.output)]
 
     def check(self) -> None:
-        """Raises ValueError or OSError if the results cannot be written: before hours of work, not after."""
-        results = [path for path in (self.output, self.summary) if path]
-        if len({path.resolve() for path in results}) < len(results):
+        """Raises ValueError or OSError if the results cannot be written, or would replace one another or the input:
+        before hours of work, not after."""
+        summary, beside = self.summary_file, self._beside()
+        results = [self.output, *([summary] if summary else [])]
+        if summary and _same(self.output, summary):
             raise ValueError(f"--output and --summary are both {self.output}; choose two files")
         for path in results:
-            for source in input_paths(self.input, self.own):
-                if path.exists() and source != "-" and path.samefile(source):
+            if kept := next((other for other in beside if _same(path, other)), None):
+                raise ValueError(f"{path} is {kept.name}, which the job keeps beside its output; choose another file")
+        for source in input_paths(self.input, self.own):
+            for path in (*results, *beside):
+                if source != "-" and _same(Path(source), path):
                     raise ValueError(f"{path} is the input; choose another file for the results")
-            new = not path.exists()
-            path.open("ab").close()
-            if new:
-                path.unlink()  # nothing is left behind by a job that cannot begin
+        written = self.part if self.in_parts else self.output
+        for path in (*results, written, settings_path(written)):
+            files.check_writable(path)
+        for path, what in ((summary, "--summary"), (self.output if self.ordered else None, "--output with --ordered")):
+            if path and _is_pipe(path):
+                raise ValueError(f"{path} is a pipe; {what} needs a file")
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two paths are one file, or would be: by links of both kinds, or because neither is there yet."""
+    if files.followed(one) == files.followed(other):
+        return True
+    return one.exists() and other.exists() and one.is_file() and one.samefile(other)
+
+
+def _is_pipe(path: Path) -> bool:
+    """Whether it is a pipe with a name, which may have no reader; `/dev/stdout` has one."""
+    return path.is_fifo() and Path(os.path.realpath(path)).exists()
 
 
 class Backend(Working, Protocol):
@@ -164,7 +207,7 @@ class Job:
     ):
         self.files, self.lines, self.settings, self.notes = files, lines, settings, notes
         self._begin = begin
-        self._in_parts = files.processes > 1 or bool(parts.found_parts(files.output))
+        self._in_parts = files.in_parts
         self._known = {str(line.id) for line in lines}
         self._tally = Tally()
 
@@ -176,15 +219,12 @@ class Job:
             interval: seconds between two lines of figures; see `Reporter`.
         """
         files = self.files
-        written = files.output
-        if self._in_parts:
-            written = parts.part_path(files.output, files.process, files.processes)
-            if not files.force:
-                parts.check_settings(files.output, self.settings)
+        if self._in_parts and not files.force:
+            parts.check_settings(files.output, self.settings)
         with (
             stop_signals() as stopping,
             Journal(
-                written,
+                files.part if self._in_parts else files.output,
                 self.settings,
                 self._key,
                 force=files.force,
@@ -200,8 +240,9 @@ class Job:
         unfinished = len(left) - report.finished
         if not unfinished:
             self._finish()
-        if files.summary:
-            self._summarise(files.summary, backend, done, failed, unfinished)
+        if path := files.summary_file:
+            summary = self._summary(backend, done, failed, unfinished)
+            when_there_is_room(path, lambda: write_json(path, summary))
         if unfinished:
             _log.warning("stopped; %d lines are left, which the same command continues with", unfinished)
             return INTERRUPTED
@@ -248,11 +289,9 @@ class Job:
         elif self.files.ordered:
             rewrite_in_order(self.files.output, self.lines)
 
-    def _summarise(self, path: Path, backend: Backend, done: int, failed: int, unfinished: int) -> None:
+    def _summary(self, backend: Backend, done: int, failed: int, unfinished: int) -> dict[str, Any]:
         wall, process, processes = time.perf_counter() - self._begin, self.files.process, self.files.processes
         summary = summarise(self._tally, len(self.lines), failed, backend.stats, backend.width, wall)
-        summary |= {"resumed": done, "unfinished": unfinished}
         used = backend.steps_by_block_size
-        summary |= {"steps_by_block_size": used, "process": process, "processes": processes} | self.notes
-        path = path.with_name(f"{path.name}.{process}") if processes > 1 else path
-        files.write_json(path, summary)
+        more = {"steps_by_block_size": used, "process": process, "processes": processes}
+        return summary | {"resumed": done, "unfinished": unfinished} | more | self.notes

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from dflash_jax.files import one_line
+
 INTERRUPTED = 130  # status of a command that a signal ended
 
 
@@ -35,7 +37,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def exit_status(work: Callable[[], int], *, interrupted: str = "interrupted", packages: str | None = None) -> int:
-    """Runs the work of a command; what ends it is said on stderr.
+    """Runs the work of a command; what ends it is said on stderr, in one line.
 
     Args:
         interrupted: what to say of an interrupt.
@@ -51,14 +53,18 @@ def exit_status(work: Callable[[], int], *, interrupted: str = "interrupted", pa
         return INTERRUPTED
     except OSError as error:
         of_a_file = error.filename is not None and error.strerror
-        print(f"error: {f'{error.filename}: {error.strerror}' if of_a_file else error}", file=sys.stderr)
+        _say(f"{error.filename}: {error.strerror}" if of_a_file else error)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(error)
     except ImportError as error:
         if packages is None:
             raise
-        print(f"error: {error}; {packages}", file=sys.stderr)
+        _say(f"{error}; {packages}")
     return 2
+
+
+def _say(error: object) -> None:
+    print(f"error: {one_line(error)}", file=sys.stderr)
 
 
 def exit_quietly(status: int) -> NoReturn:

@@ -1,23 +1,24 @@
 """Batch jobs: lines in, records out, and what they add up to."""
 
 import hashlib
-import json
 from array import array
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dflash_jax.checkpoint.fingerprint import fingerprint
-from dflash_jax.files import write_text
+from dflash_jax.files import read_json_lines, write
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.lines import Line
+from dflash_jax.infer.journal import when_there_is_room
+from dflash_jax.infer.lines import Line, refusal
 from dflash_jax.infer.params import SamplingParams
-from dflash_jax.infer.requests import Completion, Request, RequestError
+from dflash_jax.infer.requests import Completion, Request
 from dflash_jax.infer.stats import Stats
 from dflash_jax.infer.text import Text
 
@@ -100,8 +101,8 @@ class Answering:
             answers: list[Completion] = []
             for sample in range(line.n):
                 self._tickets[self._engine.submit(replace(line.request, sample=sample))] = line, answers
-        except RequestError as error:
-            yield error_record(replace(line, error=error)), []
+        except Exception as error:
+            yield error_record(replace(line, error=refusal(error))), []
 
     def turn(self, admit: bool) -> Iterator[Event]:
         """One turn of the engine's work; see `Engine.step`."""
@@ -121,8 +122,8 @@ class Answering:
                 else:
                     answers.sort(key=lambda completion: completion.sample)
                     yield self._record(line, answers), answers
-            except RequestError as error:  # the conversation has outgrown the engine
-                yield error_record(replace(line, error=error)), answers
+            except Exception as error:  # such as a conversation that has outgrown the engine
+                yield error_record(replace(line, error=refusal(error))), answers
 
     def close(self) -> None:
         """Drops what is not finished."""
@@ -240,9 +241,9 @@ def record_id(record: Mapping[str, Any]) -> str:
 def rewrite_in_order(path: Path, lines: Sequence[Line]) -> None:
     """Sorts an output file by input order."""
     place = {str(line.id): i for i, line in enumerate(lines)}
-    with path.open(encoding="utf-8") as file:
-        records = sorted(file, key=lambda record: place.get(record_id(json.loads(record)), len(place)))
-    write_text(path, "".join(records))
+    records = sorted(read_json_lines(path, lambda record: place.get(record_id(record), len(place))), key=itemgetter(1))
+    whole = b"".join(line for line, _ in records)
+    when_there_is_room(path, lambda: write(path, whole))
 
 
 def acceptance_summary(lengths: Mapping[int, int], width: int) -> dict[str, Any]:

@@ -11,17 +11,46 @@ import time
 from collections.abc import Callable, Hashable
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_jax import files
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 PAUSE = 10.0  # seconds between attempts to write to a full disk
 LOOK = 0.2  # seconds between two checks for an interrupt meanwhile
 FORMAT = 3  # of the settings file; raised when the content of the file changes. The first one had no number
 REMEDY = "Continue it all the same with --force, or choose another output"
 
+T = TypeVar("T")
 _log = logging.getLogger("dflash_jax")
+
+
+def when_there_is_room(path: Path, write: Callable[[], T], stopping: Callable[[], object] = lambda: False) -> T:
+    """What `write` returns; while the disk is full, it is said, and `write` is called again every `PAUSE` seconds.
+
+    Args:
+        path: what is written.
+        stopping: asked meanwhile.
+
+    Raises:
+        KeyboardInterrupt: `stopping` is true.
+        OSError: it cannot be written for another reason; names the file.
+    """
+    told = False
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if error.errno is not None and error.filename is None:
+                error.filename = str(path)
+            if error.errno not in files.FULL:
+                raise
+            if not told:
+                _log.warning("no space left for %s; nothing is lost: the job goes on when there is", path)
+            told = True
+            for _ in range(round(PAUSE / LOOK)):
+                if stopping():
+                    raise KeyboardInterrupt from error
+                time.sleep(LOOK)
 
 
 def settings_path(output: Path) -> Path:
@@ -36,11 +65,9 @@ def check_settings(output: Path, settings: dict[str, Any], remedy: str = REMEDY)
     """
     path, settings = settings_path(output), json.loads(json.dumps(settings))
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = files.read_json(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{output} exists without a readable {path.name} ({error}). {remedy}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, found {json.dumps(found):.60}. {remedy}")
     if (version := found.pop("format", None)) != FORMAT:
         version = "none" if version is None else repr(version)
         raise ValueError(f"{path} must have the settings format {FORMAT}, found {version:.60}. {remedy}")
@@ -55,7 +82,7 @@ def check_settings(output: Path, settings: dict[str, Any], remedy: str = REMEDY)
         else:
             differ.append(f"{name} {was!r:.60}, now {now!r:.60}")
     if differ:
-        raise ValueError(f"{output} was made with other settings: {'; '.join(differ)}. {remedy}")
+        raise ValueError(files.one_line(f"{output} was made with other settings: {'; '.join(differ)}. {remedy}"))
 
 
 def open_locked(path: Path, *, wait: bool) -> FileIO:
@@ -67,6 +94,8 @@ def open_locked(path: Path, *, wait: bool) -> FileIO:
     Raises:
         BlockingIOError: another holds the lock, and we were not to wait.
     """
+    if path.is_fifo():
+        _log.info("%s is a pipe: waiting until another program reads it", path)
     while True:
         file = path.open("ab", buffering=0)
         try:
@@ -119,7 +148,7 @@ class Journal:
         self.failed = 0
         self._size = 0  # bytes of the records found and written
         try:
-            self._file = open_locked(self.path, wait=False)
+            self._file = when_there_is_room(self.path, lambda: open_locked(self.path, wait=False), stopping)
         except BlockingIOError as error:
             raise ValueError(f"another process is writing {self.path}") from error
         try:
@@ -127,27 +156,22 @@ class Journal:
                 if not force:
                     check_settings(self.path, settings, remedy)
                 self._read(key)
-            saved = json.dumps({"format": FORMAT} | settings, indent=2)
-            files.replace(settings_path(self.path), saved.encode() + b"\n")
+            saved = settings_path(self.path)
+            when_there_is_room(saved, lambda: files.write_json(saved, {"format": FORMAT} | settings), stopping)
         except BaseException:
             self._file.close()
             raise
 
     def _read(self, key: Callable[[dict[str, Any]], Hashable]) -> None:
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break  # torn by the kill
-                try:
-                    record = json.loads(line)
-                    name = key(record)
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{self.path} is damaged in line {number}: {error!s:.100}") from error
-                if name in self.done:
-                    raise ValueError(f"{self.path} is damaged in line {number}: {name!r:.60} is there twice")
-                self.done.add(name)
-                self.failed += bool(record.get("error"))
-                self._size += len(line)
+        def read(record: dict[str, Any]) -> tuple[Hashable, bool]:
+            if (name := key(record)) in self.done:
+                raise ValueError(f"{name!r:.60} is there twice")
+            return name, bool(record.get("error"))
+
+        for line, (name, failed) in files.read_json_lines(self.path, read):
+            self.done.add(name)
+            self.failed += failed
+            self._size += len(line)
         with self.path.open("rb+") as file:
             file.truncate(self._size)
 
@@ -160,21 +184,14 @@ class Journal:
         """
         self._check_file()
         data = memoryview(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        said = False
-        while data:
-            try:
+
+        def write() -> None:
+            nonlocal data
+            while data:
                 written = self._file.write(data)
                 data, self._size = data[written:], self._size + written
-            except OSError as error:
-                if error.errno not in FULL:
-                    raise
-                if not said:
-                    _log.warning("no space left for %s; nothing is lost: the job goes on when there is", self.path)
-                said = True
-                for _ in range(round(PAUSE / LOOK)):
-                    if self._stopping():
-                        raise KeyboardInterrupt from error
-                    time.sleep(LOOK)
+
+        when_there_is_room(self.path, write, self._stopping)
 
     def _check_file(self, *, ended: bool = False) -> None:
         """Raises OSError unless the file has its place and its bytes."""

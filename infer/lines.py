@@ -1,25 +1,17 @@
-"""Job input: JSON lines of files, each a request or the reason why it is none."""
+"""Lines of a job's input, each a request or the reason why it is none."""
 
-import gzip
 import hashlib
-import io
 import json
-import sys
-import zlib
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from glob import glob
-from pathlib import Path
 from typing import Any, NamedTuple
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
+from dflash_jax.files import said
 from dflash_jax.infer import openai
 from dflash_jax.infer.fields import LINE, check_fields, token_budget
+from dflash_jax.infer.inputs import input_lines as input_lines
+from dflash_jax.infer.inputs import zstd as zstd
 from dflash_jax.infer.messages import strings_in
 from dflash_jax.infer.params import MOST_ALTERNATIVES, SamplingParams
 from dflash_jax.infer.requests import Request, RequestError
@@ -123,55 +115,6 @@ def requests_of(lines: Iterable[Line]) -> list[Request]:
     return [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
 
 
-def input_lines(names: Sequence[str], without: Container[Path] = ()) -> Iterator[bytes]:
-    """Lines of files one after the other: paths or globs, plain, `.gz` or `.zst`; `-` is standard input.
-
-    Args:
-        without: see `input_paths`.
-
-    Raises:
-        ValueError: a glob that matches nothing, or a compressed file that is damaged, cut short or empty.
-        OSError: a file that cannot be read.
-    """
-    for path in input_paths(names, without):
-        lines = 0
-        try:
-            with _open(path) as file:
-                for line in file:
-                    yield line
-                    lines += 1
-        except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
-            raise ValueError(f"{path} is damaged after line {lines}: {error}") from error
-
-
-def input_paths(names: Sequence[str], without: Container[Path] = ()) -> list[str]:
-    """The files that `input_lines` reads, globs expanded in order of name.
-
-    Args:
-        without: resolved paths that a glob does not mean, such as the job's own output.
-    """
-    paths: list[str] = []
-    for name in names:
-        if name == "-" or Path(name).exists():
-            found = [name]
-        else:
-            found = sorted(path for path in glob(name, recursive=True) if Path(path).resolve() not in without)
-        if not found and any(character in name for character in "*?["):
-            raise ValueError(f"{name} matches no file")
-        paths += found or [name]
-    return paths
-
-
-def _open(path: str) -> io.BufferedIOBase:
-    if path == "-":
-        return sys.stdin.buffer  # type: ignore[return-value]  # it is one, but declared by what it can do
-    if path.endswith((".gz", ".zst")):
-        if not Path(path).stat().st_size:
-            raise EOFError("it is empty, which no compressed file is")
-        return gzip.GzipFile(path, "rb") if path.endswith(".gz") else zstd.ZstdFile(path, "rb")
-    return Path(path).open("rb")
-
-
 def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> Line:
     """Parses one input line against the job's defaults."""
     line_id: Any = str(index)
@@ -194,8 +137,8 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> 
         n = sample_count(row)
         if n > 1 and later:
             raise RequestError("invalid_parameter", "n works with a single prompt, not with a conversation's turns")
-    except RequestError as error:
-        return Line(index, line_id, error=error, named=named, is_batch=is_batch, metadata=metadata)
+    except Exception as error:  # whatever a line provokes is its own fault, and stops no other
+        return Line(index, line_id, error=refusal(error), named=named, is_batch=is_batch, metadata=metadata)
     return Line(
         index,
         line_id,
@@ -210,6 +153,13 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> 
         batch=batch,
         is_batch=is_batch,
     )
+
+
+def refusal(error: Exception) -> RequestError:
+    """What a request is told whose content provoked this error."""
+    if isinstance(error, RequestError):
+        return error
+    return RequestError("invalid_request", f"the request cannot be read: {said(error):.200}")
 
 
 class Asked(NamedTuple):

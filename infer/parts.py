@@ -4,7 +4,6 @@ No process waits for another. Whoever finds every line answered merges the parts
 died has left, any later number of processes finishes.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax import files
-from dflash_jax.files import write_text
 from dflash_jax.infer import journal
 from dflash_jax.infer.jobs import record_id
 from dflash_jax.infer.lines import Line
@@ -43,14 +41,8 @@ def answered(output: Path) -> dict[str, str]:
     records: dict[str, str] = {}
     for path in (output, *found_parts(output)):
         if path.exists():
-            with path.open(encoding="utf-8") as file:
-                for number, line in enumerate(file, 1):
-                    if not line.endswith("\n"):
-                        break
-                    try:
-                        records.setdefault(record_id(json.loads(line)), line)
-                    except (ValueError, KeyError, TypeError) as error:
-                        raise ValueError(f"{path} is damaged in line {number}: {error!s:.100}") from error
+            for line, name in files.read_json_lines(path, record_id):
+                records.setdefault(name, line.decode())
     return records
 
 
@@ -71,8 +63,10 @@ def merge(output: Path, lines: Sequence[Line]) -> bool:
         parts = found_parts(output)
         saved = [path for path in map(journal.settings_path, parts) if path.exists()]
         if saved:
-            files.replace(journal.settings_path(output), saved[-1].read_bytes())
-        write_text(output, "".join(records[str(line.id)] for line in lines))
+            settings, data = journal.settings_path(output), saved[-1].read_bytes()
+            journal.when_there_is_room(settings, lambda: files.write(settings, data))
+        whole = "".join(records[str(line.id)] for line in lines)
+        journal.when_there_is_room(output, lambda: files.write_text(output, whole))
         for part in parts:
             part.unlink()
             journal.settings_path(part).unlink(missing_ok=True)
@@ -83,7 +77,7 @@ def merge(output: Path, lines: Sequence[Line]) -> bool:
 def _alone(output: Path) -> Iterator[None]:
     """Only one process at a time; a lock ends with the process that holds it."""
     path = lock_path(output)
-    with journal.open_locked(path, wait=True):
+    with journal.when_there_is_room(path, lambda: journal.open_locked(path, wait=True)):
         try:
             yield
         finally:

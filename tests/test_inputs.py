@@ -1,8 +1,10 @@
 """The input of jobs: files of every kind, lines of every form, and what is wrong with others."""
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import random
 import sys
 
@@ -10,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from dflash_jax import serve
-from dflash_jax.infer.lines import zstd
+from dflash_jax.infer.inputs import input_lines, zstd
 from tests.jobs import ROWS, command, records, write
 
 
@@ -32,6 +34,8 @@ DAMAGED = {
     "empty.gz": b"",
     "cut.zst": zstd.compress(random.Random(0).randbytes(9999))[:5000],
     "none.zst": b"no zstandard",
+    "changed.jsonl": gzip.compress(b"a\n")[:12] + b"\xff" * 12,
+    "cut.jsonl": zstd.compress(random.Random(0).randbytes(9999))[:5000],
     "empty.zst": b"",
 }
 
@@ -41,6 +45,38 @@ def test_a_damaged_input_is_an_error_that_names_it(name, tmp_path, capsys):
     (tmp_path / name).write_bytes(DAMAGED[name])
     assert serve.main(["--input", str(tmp_path / name), "--output", str(tmp_path / "out.jsonl")]) == 2
     assert f"{name} is damaged after line " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.GZ", "a.zst", "a.jsonl.gz", "-"])
+@pytest.mark.parametrize("compress", [gzip.compress, zstd.compress, lambda data: SKIPPED + zstd.compress(data)])
+def test_what_a_file_begins_with_says_how_it_is_compressed(name, compress, tmp_path, monkeypatch):
+    lines = [b"%d\n" % i for i in range(2000)]
+    data = compress(b"".join(lines[:999])) + compress(b"".join(lines[999:]))
+    (tmp_path / name).write_bytes(data)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert list(input_lines(["-" if name == "-" else str(tmp_path / name)])) == lines
+
+
+SKIPPED = b"\x53\x2a\x4d\x18\x03\0\0\0abc"  # a frame of zstandard without contents
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"\xef\xbb\xbf{}\n\n{}", b"\x1f", b"\x28\xb5\x2f", b"a\n" * 9999, b"x" * 10**6, b"\0\n\xff"],
+    ids=len,
+)
+def test_other_files_are_read_as_they_are(data, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(data)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    for name in (str(tmp_path / "a.jsonl"), "-"):
+        assert list(input_lines([name])) == list(io.BytesIO(data))
+
+
+@pytest.mark.parametrize(("compress", "named"), [(bz2.compress, "bzip2"), (lzma.compress, "xz")])
+def test_compression_that_cannot_be_read_is_refused_by_name(compress, named, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(compress(b"{}"))
+    with pytest.raises(ValueError, match=f"a.jsonl is compressed with {named}"):
+        list(input_lines([str(tmp_path / "a.jsonl")]))
 
 
 def test_a_changed_input_is_noticed(pair, tmp_path, capsys):

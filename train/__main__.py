@@ -70,6 +70,7 @@ def _regenerate(options: RegenerateOptions) -> int:
     from dflash_jax.train.regenerate import answer_record, journal
 
     generation, engine_options = options.generation, options.engine
+    files.check_writable(Path(options.output))
     with training_prompts(options.input) as source:
         loaded = load(options.models, generation, speculative=bool(options.models.drafter))
         target, text, defaults = loaded.target, loaded.text, loaded.defaults
@@ -251,6 +252,8 @@ def _evaluate(options: EvaluateOptions) -> int:
     models, generation = options.models, options.generation
     params = generation.sampling()
     params.check()
+    if options.json:
+        files.check_writable(Path(options.json))
     if options.store_sharpness:
         if not models.drafter or not Path(models.drafter).is_dir():
             raise ValueError("--store-sharpness needs --drafter, a directory whose config.json it may change")

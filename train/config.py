@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from dflash_jax.files import reading
+
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # published; other sizes in between
 
 
@@ -200,18 +202,32 @@ def read_config(path: str | Path | None, overrides: dict[str, Any] | None = None
 
 
 def read_settings(path: str | Path | None, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Reads a YAML or JSON file of `TrainConfig` fields; `overrides` win. Raises ValueError if it is unreadable."""
+    """Reads a YAML or JSON file of `TrainConfig` fields; `overrides` win.
+
+    Raises:
+        ValueError: it is unreadable, or these are not the settings of a run.
+    """
     given: dict[str, Any] = {}
     if path is not None:
         import yaml
 
-        try:
-            given = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}  # JSON is YAML, too
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} must be YAML or JSON: {str(error).splitlines()[0]}") from error
-        if not isinstance(given, dict):
-            raise ValueError(f"{path} must hold named settings, got {type(given).__name__}")
-    return given | (overrides or {})
+        with reading(Path(path)):
+            try:
+                given = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}  # JSON is YAML, too
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path} must be YAML or JSON: {str(error).splitlines()[0]}") from error
+            if not isinstance(given, dict):
+                raise ValueError(f"{path} must hold named settings, got {type(given).__name__}")
+            _checked(given)
+    merged = given | (overrides or {})
+    try:
+        make_config(merged)
+    except ValueError:
+        if path is not None:
+            with reading(Path(path)):
+                make_config(given)  # if it is the file that is wrong, it is named
+        raise
+    return merged
 
 
 def make_config(given: dict[str, Any]) -> TrainConfig:
@@ -220,10 +236,15 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
     Raises:
         ValueError: an unknown field (with the known ones), or a value of the wrong type or out of range.
     """
+    return TrainConfig(**_checked(given))
+
+
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings by name, each as the type of its field; raises ValueError."""
     known = [field.name for field in dataclasses.fields(TrainConfig)]
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"unknown settings {', '.join(map(str, unknown))}; known are {', '.join(known)}")
-    return TrainConfig(**{name: setting(name, value) for name, value in given.items()})
+    return {name: setting(name, value) for name, value in given.items()}
 
 
 def setting(name: str, value: Any) -> Any:
@@ -248,7 +269,7 @@ def setting(name: str, value: Any) -> Any:
             raise ValueError("not finite")
     except ValueError as error:
         choices = "one of " + ", ".join(get_args(kind)) if get_origin(kind) is Literal else _type_name(kind)
-        raise ValueError(f"{name} must be {choices}, got {value!r}") from error
+        raise ValueError(f"{name} must be {choices}, got {value!r:.200}") from error
     return made
 
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dflash_jax.files import one_line, said
+
 OPEN_ROWS = 16  # that packing chooses from
 
 
@@ -75,8 +77,8 @@ def read_examples(path: str | Path, length: int, vocab_size: int) -> Dataset:
                 continue
             try:
                 tokens, supervised, begins = _parse(json.loads(line))
-            except (ValueError, TypeError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: {error!s:.200}") from error
+            except Exception as error:  # values of any other type
+                raise ValueError(one_line(f"{path}, line {number}: {said(error):.200}")) from error
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
                 raise ValueError(f"{path}, line {number}: token ids must lie in 0..{vocab_size - 1}")
             data.cut += len(tokens) > length

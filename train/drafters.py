@@ -1,7 +1,6 @@
 """New drafters for a target, and drafters as Hugging Face directories (names of method, section 7.3)."""
 
 import dataclasses
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,7 +167,7 @@ def choose_mask_token(target: Target, token: int | None) -> int:
         path = Path(target.directory) / name
         if target.directory and path.is_file():
             raw = checkpoint.read_json(path)
-            forbidden |= {*token_ids(raw.get("pad_token_id"), name), *token_ids(raw.get("eos_token_id"), name)}
+            forbidden |= {i for end in ("pad_token_id", "eos_token_id") for i in token_ids(raw.get(end), str(path))}
     size = target.config.vocab_size
     if token is None and text is not None:
         token = text.mask_token
@@ -223,15 +222,8 @@ def save_drafter(directory: str | Path, drafter: Drafter, raw: dict[str, Any], d
 
     The directory appears whole or not at all: it is written beside and renamed.
     """
-    directory = Path(directory)
     dtype = jnp.dtype(dtype or jnp.float32)
-    beside = directory.with_name(directory.name + ".writing")
     params = jax.tree.map(np.asarray, cast(drafter.params, dtype))
     table = KINDS[kind_of(raw)].tensors(drafter.config)
-    checkpoint.save(beside, params, table, raw | {"dtype": dtype.name})
-    old = directory.with_name(directory.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.exists():
-        directory.rename(old)
-    beside.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
+    with files.replacing(Path(directory)) as beside:
+        checkpoint.save(beside, params, table, raw | {"dtype": dtype.name})

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from dflash_jax.decoding.step import Proposals
 from dflash_jax.drafters.base import Drafter
+from dflash_jax.files import reading
 from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.inputs import input_lines
 from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.lines import read_lines
 from dflash_jax.infer.params import SamplingParams
@@ -34,8 +36,8 @@ def read_prompts(
     """
     text = Text(target.directory, template_arguments)
     stops = target.config.eos_token_ids or ((text.end_token,) if text.end_token is not None else ())
-    with Path(path).open("rb") as file:
-        lines = read_lines(file, text, SamplingParams(eos_token_ids=tuple(stops)))
+    with reading(Path(path)):
+        lines = read_lines(input_lines([str(path)]), text, SamplingParams(eos_token_ids=tuple(stops)))
     for number, line in enumerate(lines, 1):
         try:
             if line.error is not None:

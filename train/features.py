@@ -5,7 +5,6 @@ example by example in the order of the data file. Full recipes fill terabytes: c
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 
 from dflash_jax.drafters.base import Drafter
-from dflash_jax.files import write_json
+from dflash_jax.files import read_json, reading, said, write_json
 from dflash_jax.mesh import entered, gather, rows_of
 from dflash_jax.target import Target
 from dflash_jax.train.blocks import target_features
@@ -65,7 +64,7 @@ class FeatureCache:
         if differ:
             raise ValueError(
                 f"the feature cache {directory} was made for another run: "
-                + "; ".join(f"{name} {found.get(name)!r}, expected {expected[name]!r}" for name in differ)
+                + "; ".join(f"{name} {found.get(name)!r:.200}, expected {expected[name]!r:.200}" for name in differ)
                 + ". Write it again with cache-features"
             )
         if hidden and not found["hidden"]:
@@ -169,10 +168,14 @@ def _description(target: Target, taps: tuple[int, ...], examples: Sequence[Examp
 def _read_description(directory: Path) -> dict[str, Any]:
     path = directory / "features.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found["done"] = int(found["done"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{directory} holds no feature cache ({error}); write one with cache-features") from error
+        found = read_json(path)
+        if type(found["done"]) is not int or found["done"] < 0:
+            raise ValueError(f"{path}: done must be a whole number, got {found['done']!r:.60}")
+        found["hidden"] = bool(found["hidden"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{directory} holds no feature cache ({said(error)}); write one with cache-features"
+        ) from error
     return found
 
 
@@ -180,10 +183,14 @@ def _open(directory: Path, mode: Any, description: dict[str, Any], tokens: int) 
     width, dtype = description["hidden_size"], jax.numpy.dtype(description["dtype"])
 
     def store(name: str, columns: int) -> np.memmap:
-        if mode == "w+":  # claim the space now: a full disk met through a memory map is a crash, not an error
-            with (directory / name).open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, tokens * columns * dtype.itemsize)
-        return np.memmap(directory / name, dtype, "r" if mode == "r" else "r+", shape=(tokens, columns))
+        size = tokens * columns * dtype.itemsize
+        with reading(directory / name) as path:
+            if mode == "w+":  # claim the space now: a full disk met through a memory map is a crash, not an error
+                with path.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, size)
+            elif (found := path.stat().st_size) != size:
+                raise ValueError(f"{path} must have {size} bytes, found {found}; remove {directory} and write it again")
+            return np.memmap(path, dtype, "r" if mode == "r" else "r+", shape=(tokens, columns))
 
     features = store("features.bin", width * len(description["target_layer_ids"]))
     return features, store("hidden.bin", width) if description["hidden"] else None

@@ -1,10 +1,10 @@
 """The training loop: resumable, evaluated by real decoding, stopped by what is not finite."""
 
+import contextlib
 import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from dflash_jax.checkpoint import read_json
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.loading import load_drafter
-from dflash_jax.files import write_json, write_text
+from dflash_jax.files import one_line, reading, write_json, write_text
 from dflash_jax.infer.compiler_options import block_compiler_options
 from dflash_jax.infer.interrupt import stop_signals
 from dflash_jax.mesh import HEADS, ROWS, gather, parts_of, rows_of, spread
@@ -29,6 +29,7 @@ from dflash_jax.train.config import NotFiniteError, TrainConfig
 from dflash_jax.train.data import Example, Packing
 from dflash_jax.train.drafters import cast, save_drafter
 from dflash_jax.train.features import FeatureCache, data_fingerprint, model_fingerprint
+from dflash_jax.train.metrics import read_metrics
 from dflash_jax.train.step import Batch, init_state, split_params, train_step
 
 # Settings that may change when a run continues: they decide what is reported and kept, not what is learnt.
@@ -155,10 +156,14 @@ class Run:
         config, metrics = self.config, {}
         begin, at = time.perf_counter(), int(self.state.step)
         self._evaluate_if_due(at, progress)
+        with self._on_mesh():
+            batch = self.batch(at) if at < self.steps else None
         for step in range(at, self.steps):
-            with self._on_mesh():
-                self.state, values = self._step(self.target, self.drafter, self.state, self.batch(step))
             done = step + 1
+            with self._on_mesh():
+                self.state, values = self._step(self.target, self.drafter, self.state, batch)
+                # The device computes the step; whoever asks for its figures, as `finite`, waits for it.
+                batch = self.batch(done) if done < self.steps else None
             if step == at:
                 begin = time.perf_counter()
             if not bool(values["finite"]):
@@ -199,7 +204,7 @@ class Run:
         return Batch(*(None if x is None else place(x) for x in (*rows, features, hidden)))  # type: ignore
 
     def _on_mesh(self) -> Any:
-        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def _save(self, name: str, drafter: Drafter, learnt: Mapping[str, Any] | None = None) -> None:
         drafter = drafter.replace(params=gather(drafter.params), mesh=None)
@@ -233,15 +238,16 @@ class Run:
             "data": data_fingerprint(examples),
             "initial drafter": model_fingerprint(self.drafter),
         }
-        if path.exists() and self.checkpoints.steps:  # nothing is lost before the first checkpoint
-            found = json.loads(path.read_text(encoding="utf-8"))
-            differ = [name for name in identity if found.get(name) != identity[name]]
-            if differ:
+        if self.checkpoints.steps:  # nothing is lost before the first checkpoint
+            found = read_json(path)
+            if differ := [name for name in identity if found.get(name) != identity[name]]:
+                listed = (f"{name} {found.get(name)!r:.200}, now {identity[name]!r:.200}" for name in differ)
                 raise ValueError(
-                    f"{self.directory} holds another run: "
-                    + "; ".join(f"{name} {found.get(name)!r}, now {identity[name]!r}" for name in differ)
-                    + ". Choose another directory"
+                    one_line(f"{self.directory} holds another run: {'; '.join(listed)}. Choose another directory")
                 )
+            for name in ("config.json", "drafter.json"):  # written anew below, but a damaged disk is not passed over
+                if (self.directory / name).exists():
+                    read_json(self.directory / name)
         if self.leads:
             write_json(path, identity)
             write_json(self.directory / "config.json", dataclasses.asdict(self.config))
@@ -249,15 +255,7 @@ class Run:
 
     def _metrics(self) -> list[dict[str, Any]]:
         path = self.directory / "metrics.jsonl"
-        if not path.exists():
-            return []
-        lines = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:  # the end of a killed run
-                break
-        return lines
+        return read_metrics(path) if path.exists() else []
 
     def _cut_metrics(self, step: int) -> None:
         """Drops what was logged after the checkpoint that the run continues from."""
@@ -268,7 +266,7 @@ class Run:
 
     def _log(self, metrics: dict[str, Any]) -> None:
         if self.leads:
-            with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            with reading(self.directory / "metrics.jsonl") as path, path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(metrics) + "\n")
 
 
@@ -279,12 +277,11 @@ def load_run(directory: str | Path, step: int | None = None) -> tuple[Drafter, d
     Raises:
         ValueError: the directory holds no run, or no such checkpoint.
     """
-    directory = Path(directory)
-    raw = read_json(directory / "drafter.json")
-    if step is None and (directory / "best").is_dir():
-        return load_drafter(directory / "best", dtype="float32"), read_json(directory / "best" / "config.json")
-    drafter = load_drafter(directory / "last", dtype="float32")  # for what is not trained
-    checkpoints = Checkpoints(directory / "checkpoints")
-    params = checkpoints.restore_params(step)
-    checkpoints.close()
-    return drafter.replace(params=params | split_params(drafter.params)[1]), raw
+    with reading(Path(directory)) as directory:
+        raw = read_json(directory / "drafter.json")
+        if step is None and (directory / "best").is_dir():
+            return load_drafter(directory / "best", dtype="float32"), read_json(directory / "best" / "config.json")
+        drafter = load_drafter(directory / "last", dtype="float32")  # for what is not trained
+        with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
+            params = checkpoints.restore_params(step)
+        return drafter.replace(params=params | split_params(drafter.params)[1]), raw

@@ -1,16 +1,18 @@
 """Loss and tau over the steps of a run, and tau of ablations."""
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from dflash_jax.train import metrics
 
 
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """The lines of a run's `metrics.jsonl`; raises ValueError if there are none."""
     path = Path(run) / "metrics.jsonl"
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = metrics.read_metrics(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{run} must be a directory that `fit` wrote, with metrics.jsonl: {error}") from error
     if not lines:
@@ -33,7 +35,7 @@ def plot(run: str | Path, output: str | Path) -> None:
     above.set_ylabel("loss")
     below.plot(
         [line["step"] for line in steps],
-        [line["teacher_forced_tau"] for line in steps],
+        [line.get("teacher_forced_tau") or math.nan for line in steps],
         linewidth=1,
         label="teacher-forced",
     )

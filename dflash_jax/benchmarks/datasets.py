@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from dflash_jax.files import one_line
+from dflash_jax.infer.inputs import input_lines
+
 _MATH = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 _CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 
@@ -45,14 +48,14 @@ TRAINING = {"gsm8k": SOURCES["gsm8k"]._replace(split="train")}
 
 
 def training_prompts(name: str) -> io.BufferedIOBase:
-    """A file of prompts, or the training questions of a named set in the form of one: a JSON object a line.
+    """Prompts, a JSON object a line: of a file, as `serve` reads it, or the training questions of a named set.
 
     Raises:
         ValueError: `datasets` is missing for a named set, or the hub cannot be reached.
         OSError: the file cannot be read.
     """
     if name not in TRAINING:
-        return Path(name).open("rb")
+        return io.BytesIO(b"".join(input_lines([name])))
     messages = ([{"role": "user", "content": each.turns[0]}] for each in _from_hub(TRAINING[name]))
     return io.BytesIO("".join(json.dumps({"messages": each}) + "\n" for each in messages).encode())
 
@@ -98,9 +101,9 @@ def _local(path: Path) -> list[Sample]:
         try:
             row = json.loads(line)
             rows.append(ask(row))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:  # values of any other type
             expected = '{"turns": [...]}, {"messages": [...]} or {"question" | "problem" | "prompt": str}'
-            raise ValueError(f"{path}, line {number}: a row must be {expected}; {error!r:.100}") from error
+            raise ValueError(one_line(f"{path}, line {number}: a row must be {expected}; {error!r:.100}")) from error
     return rows
 
 

@@ -40,6 +40,7 @@ from dflash_jax.decoding.step import make_round, speculative_step
 from dflash_jax.drafters import drafter_config
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import DrafterConfig
+from dflash_jax.files import reading
 from dflash_jax.infer.compiler_options import BLOCK_OPTIONS
 from dflash_jax.infer.params import STOP_WIDTH
 from dflash_jax.kernels.dispatch import platform
@@ -99,16 +100,22 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
 
 
 def _configs(target: str, drafter: str | None) -> Pair:
-    def read(source: str, what: str) -> Raw:
-        path = Path(source)
-        return read_json(path) if path.is_file() else read_json(resolve(source, what) / "config.json")
+    def read(source: str, what: str, parse: Callable[[Raw], object]) -> Raw:
+        path = Path(source) if Path(source).is_file() else resolve(source, what) / "config.json"
+        with reading(path):
+            raw = read_json(path)
+            parse(raw)  # what is wrong with it names the file
+            return raw
 
     if target in PAIRS:
         own = PAIRS[target]
-        return own[0], own[1] if drafter is None else read(drafter, "drafter")
+        depth = models.target_config(own[0]).num_hidden_layers
+        return own[0], own[1] if drafter is None else read(drafter, "drafter", lambda raw: drafter_config(raw, depth))
     if drafter is None:
         raise ValueError(f"--drafter is needed, unless --target is one of {', '.join(PAIRS)}")
-    return read(target, "target"), read(drafter, "drafter")
+    first = read(target, "target", models.target_config)
+    depth = models.target_config(first).num_hidden_layers
+    return first, read(drafter, "drafter", lambda raw: drafter_config(raw, depth))
 
 
 def _parsed(raws: Pair) -> tuple[TargetConfig, DrafterConfig]:

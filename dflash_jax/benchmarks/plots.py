@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.files import check_writable
+
 
 def check_plot(path: Path) -> None:
     """Raises ValueError or OSError if nothing could be drawn into this file: before a long run, not after it."""
@@ -13,7 +15,7 @@ def check_plot(path: Path) -> None:
     known = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise ValueError(f"--plot must name a file that ends in {', '.join(f'.{end}' for end in known)}, got {path}")
-    path.open("ab").close()
+    check_writable(path)
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from dflash_jax.checkpoint import gguf, read_json
+from dflash_jax.checkpoint import gguf
+from dflash_jax.checkpoint.reader import weight_files
 
 # Small files that decide prompts and answers, taken whole.
 CONTENTS = """
@@ -47,13 +48,7 @@ def _weight_files(directory: Path) -> list[Path]:
     """Those that are loaded: what else lies there changes nothing."""
     if (directory / gguf.INDEX).is_file():
         return [gguf.Weights(directory).path]
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return [directory / "model.safetensors"]
-    files = read_json(index).get("weight_map")
-    if not isinstance(files, dict):
-        raise ValueError(f"{index} must have a weight_map from tensor names to file names, got {files!r:.60}")
-    return [directory / name for name in sorted(set(files.values()))]
+    return weight_files(directory)
 
 
 def _samples(file: BinaryIO, size: int) -> Iterator[bytes]:

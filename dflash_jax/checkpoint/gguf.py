@@ -4,7 +4,6 @@ Reference: the GGUF specification (ggml `docs/gguf.md`), and transformers' `mode
 """
 
 import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -66,7 +65,8 @@ def unpack(path: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
         made = Path(scratch) / "made"
         made.mkdir()
-        _write(path, made)
+        with files.reading(path):
+            _write(path, made)
         try:
             made.rename(directory)
         except OSError:  # unless another process was faster
@@ -79,12 +79,13 @@ class Weights:
     """The tensors of an unpacked GGUF file under Hugging Face's names, dequantised to float32 where they are read."""
 
     def __init__(self, directory: Path):
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-        self.path = Path(index["file"])
-        if not self.path.is_file() or self.path.stat().st_size != index["size"]:
+        with files.reading(directory / INDEX) as path:
+            index = files.read_json(path)
+            self.path, size = Path(index["file"]), int(index["size"])
+            self._tensors: dict[str, dict[str, Any]] = dict(index["tensors"])
+        if not self.path.is_file() or self.path.stat().st_size != size:
             raise ValueError(f"{self.path} is gone or has changed; name the GGUF file again")
         self._data = np.memmap(self.path, np.uint8, mode="r")
-        self._tensors: dict[str, dict[str, Any]] = index["tensors"]
 
     def keys(self) -> list[str]:
         return list(self._tensors)

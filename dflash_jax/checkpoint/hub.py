@@ -1,9 +1,9 @@
 """Checkpoint directories, local or from the hub."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from dflash_jax import files
 from dflash_jax.checkpoint import gguf
 
 
@@ -36,13 +36,7 @@ def resolve(source: str | Path, what: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; raises ValueError naming the file if there is none."""
-    if not path.is_file():
+    """The object in a JSON file of a checkpoint; raises ValueError naming the file if there is none."""
+    if not path.exists():
         raise ValueError(f"{path.parent} must hold {path.name}, found none; is this a checkpoint directory?")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
-    return raw
+    return files.read_json(path)

@@ -33,31 +33,14 @@ class Reader:
         for path, handle in self._files.items():
             for name in handle.keys():  # noqa: SIM118 (no dict)
                 if (known := rename(name)) in self._tensors:
-                    raise ValueError(f"{directory} has {name!r} twice, in {self._tensors[known][2]} and {path}")
+                    raise ValueError(f"{directory} has {name!r:.200} twice, in {self._tensors[known][2]} and {path}")
                 self._tensors[known] = handle, name, path
 
     def _handles(self) -> dict[str, Any]:
         if (self.directory / gguf.INDEX).is_file():
             weights = gguf.Weights(self.directory)
             return {str(weights.path): weights}
-        return {path.name: _open(path) for path in self._paths()}
-
-    def _paths(self) -> list[Path]:
-        """The files of the checkpoint. Which tensors one holds is read from the file, not from the index."""
-        index, single = self.directory / "model.safetensors.index.json", self.directory / "model.safetensors"
-        if not index.is_file():
-            if not single.is_file():
-                raise ValueError(f"{self.directory} must hold model.safetensors or its index, found neither")
-            return [single]
-        files = read_json(index).get("weight_map")
-        if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
-            raise ValueError(f"{index} must have a weight_map from tensor names to file names")
-        if outside := [name for name in files.values() if Path(name).name != name]:
-            raise ValueError(f"{index} must name files of its own directory, found {outside[0]!r:.80}")
-        paths = [self.directory / name for name in sorted(set(files.values()))]
-        if absent := [path.name for path in paths if not path.is_file()]:
-            raise ValueError(f"{index} names files that are missing: {', '.join(absent)}; download them again")
-        return paths
+        return {path.name: _open(path) for path in weight_files(self.directory)}
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -77,13 +60,16 @@ class Reader:
             ValueError: numbers in it are infinite or NaN.
         """
         handle, stored, path = self._tensors[name]
-        if handle.get_slice(stored).get_dtype().startswith("F8"):  # safetensors asks numpy for these types
-            values = self._mapped(self.directory / path, stored)[index]
-        else:
-            values = handle.get_slice(stored)[index]
-        if not _finite(values):
-            raise ValueError(f"{self.directory / path}: {stored!r} holds infinite numbers or NaN; download it again")
+        with files.reading(self.directory / path):
+            values = self._values(handle, stored, self.directory / path, index)
+            if not _finite(values):
+                raise ValueError(f"{stored!r} holds infinite numbers or NaN; download it again")
         return values
+
+    def _values(self, handle: Any, stored: str, path: Path, index: tuple[slice, ...]) -> np.ndarray:
+        if handle.get_slice(stored).get_dtype().startswith("F8"):  # safetensors asks numpy for these types
+            return self._mapped(path, stored)[index]
+        return handle.get_slice(stored)[index]
 
     def _mapped(self, path: Path, name: str) -> np.ndarray:
         """A tensor of a safetensors file as it lies there."""
@@ -95,6 +81,28 @@ class Reader:
         start, end = header[name]["data_offsets"]
         data = np.memmap(path, np.uint8, mode="r", offset=begin + start, shape=(end - start,))
         return data.view(DTYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint. Which tensors one holds is read from the file, not from the index.
+
+    Raises:
+        ValueError: there are none, or the index is no such index.
+    """
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if not index.is_file():
+        if not single.is_file():
+            raise ValueError(f"{directory} must hold model.safetensors or its index, found neither")
+        return [single]
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{index} must have a weight_map from tensor names to file names")
+    if outside := [name for name in names.values() if Path(name).name != name or not name.isprintable()]:
+        raise ValueError(f"{index} must name files of its own directory, found {outside[0]!r:.80}")
+    paths = [directory / name for name in sorted(set(names.values()))]
+    if absent := [path.name for path in paths if not path.is_file()]:
+        raise ValueError(f"{index} names files that are missing: {', '.join(absent)}; download them again")
+    return paths
 
 
 # A number that has all of these bits is infinite or NaN: the exponent; all but the sign in float8_e4m3fn.
@@ -268,7 +276,7 @@ def _check(reader: Reader, table: Table, ignored: Callable[[str], bool]) -> None
         if reader.dtype(name) not in dtypes:
             problems.append((name, f"{name} must be one of {', '.join(dtypes)}, got {reader.dtype(name)}"))
     if problems:
-        raise ValueError(f"{reader.directory} does not match its config.json: {_listed(problems)}")
+        raise ValueError(files.one_line(f"{reader.directory} does not match its config.json: {_listed(problems)}"))
 
 
 def _listed(problems: Iterable[tuple[str, str]]) -> str:
@@ -302,6 +310,10 @@ def save(directory: str | Path, params: Mapping[str, Any], table: Table, config:
                 piece = piece.transpose(np.argsort(part.order))
             tensor[np.ix_(*places)] = piece.reshape([len(at) for at in places])
     tensors = {name: value for source, whole in sources.items() for name, value in source.write(whole).items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)  # written for its owner alone otherwise
+    path = directory / "model.safetensors"
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # what the system refuses, as on a full disk
+        raise OSError(f"{path} could not be written: {error}") from error
+    path.chmod(0o644)  # written for its owner alone otherwise
     files.write_json(directory / "config.json", config)

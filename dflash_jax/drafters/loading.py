@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from dflash_jax import checkpoint, drafters, sharding
+from dflash_jax import checkpoint, drafters, files, sharding
 from dflash_jax.config import parse_dtype
 from dflash_jax.drafters.base import UNREAD, Drafter
 from dflash_jax.overrides import overridden
@@ -33,15 +33,17 @@ def load_drafter(
     """
     array_type = parse_dtype(dtype)
     directory = checkpoint.resolve(source, "drafter")
-    raw = overridden(checkpoint.read_json(directory / "config.json"), overrides)
-    kind, config = drafters.KINDS[drafters.kind_of(raw)], drafters.drafter_config(raw, num_target_layers)
-    reader = checkpoint.Reader(directory, kind.canonical_name)
-    config = config.with_tensors(reader.names())
-    layout = sharding.check_layout(config, mesh)
-    unread = lambda name: name.endswith(UNREAD)
-    table = kind.tensors(config, layout)
-    params = checkpoint.load(reader, table, array_type, ignored=unread, place=sharding.placement(mesh))
-    if config.own_vocabulary and config.draft_vocab_size == config.vocab_size and not params["d2t"].any():
-        del params["d2t"]  # all tokens, in the target's order
-        config = replace(config, own_vocabulary=False)
-    return kind.Drafter(params, config, layout=layout, mesh=mesh)
+    with files.reading(directory / "config.json") as path:
+        raw = overridden(checkpoint.read_json(path), overrides)
+        kind, config = drafters.KINDS[drafters.kind_of(raw)], drafters.drafter_config(raw, num_target_layers)
+    with files.reading(directory):
+        reader = checkpoint.Reader(directory, kind.canonical_name)
+        config = config.with_tensors(reader.names())
+        layout = sharding.check_layout(config, mesh)
+        unread = lambda name: name.endswith(UNREAD)
+        table = kind.tensors(config, layout)
+        params = checkpoint.load(reader, table, array_type, ignored=unread, place=sharding.placement(mesh))
+        if config.own_vocabulary and config.draft_vocab_size == config.vocab_size and not params["d2t"].any():
+            del params["d2t"]  # all tokens, in the target's order
+            config = replace(config, own_vocabulary=False)
+        return kind.Drafter(params, config, layout=layout, mesh=mesh)

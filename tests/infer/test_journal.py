@@ -1,6 +1,10 @@
 """What is noted beside an output, and who may write it."""
 
+import errno
 import json
+import os
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -9,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash_jax.infer import parts
-from dflash_jax.infer.jobs import job_settings
+from dflash_jax import files
+from dflash_jax.infer import journal, parts
+from dflash_jax.infer.jobs import job_settings, rewrite_in_order
 from dflash_jax.infer.journal import FORMAT, Journal, settings_path
 from dflash_jax.infer.lines import Line
 from dflash_jax.infer.params import SamplingParams
@@ -176,6 +181,84 @@ def test_many_merge_at_once(tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {output.name, settings_path(output).name}
         check_part(output)
         output.unlink()
+
+
+def run_out(monkeypatch, error, times):
+    """The disk is full for so many writes of a file; returns the seconds that were waited."""
+    waited, left = [], iter(range(times))
+    replace = files.replace
+
+    def full(path, data):
+        if next(left, None) is not None:
+            raise OSError(error, os.strerror(error), str(path))
+        replace(path, data)
+
+    monkeypatch.setattr(files, "replace", full)
+    monkeypatch.setattr(journal.time, "sleep", waited.append)
+    return waited
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_a_job_that_begins_on_a_full_disk_waits(tmp_path, monkeypatch, caplog, error):
+    waited = run_out(monkeypatch, error, 3)
+    made(tmp_path / "out.jsonl")
+    assert sum(waited) == pytest.approx(3 * journal.PAUSE)
+    assert caplog.text.count("no space left for") == 1
+    assert json.loads(settings_path(tmp_path / "out.jsonl").read_text()) == {"format": FORMAT} | SETTINGS
+
+
+def test_a_job_that_continues_writes_no_settings_again(tmp_path, monkeypatch):
+    made(tmp_path / "out.jsonl")
+    waited = run_out(monkeypatch, errno.ENOSPC, 10**6)
+    assert made(tmp_path / "out.jsonl").done == {"a"}
+    assert not waited
+
+
+def test_an_interrupt_ends_the_wait_at_the_beginning(tmp_path, monkeypatch):
+    waited = run_out(monkeypatch, errno.ENOSPC, 10**6)
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path / "out.jsonl", stopping=lambda: len(waited) > 2)
+    monkeypatch.undo()
+    made(tmp_path / "out.jsonl")
+
+
+def test_the_end_of_a_job_waits_for_room(tmp_path, monkeypatch):
+    output, lines = tmp_path / "out.jsonl", [Line(i, name) for i, name in enumerate("ab")]
+    with Journal(output, SETTINGS, record_id) as book:
+        for name in "ba":
+            book.append({"id": name})
+    waited = run_out(monkeypatch, errno.ENOSPC, 2)
+    rewrite_in_order(output, lines)
+    assert [json.loads(line)["id"] for line in output.read_text().splitlines()] == ["a", "b"]
+    assert sum(waited) == pytest.approx(2 * journal.PAUSE)
+
+
+def test_what_cannot_be_written_otherwise_is_named(tmp_path):
+    with Journal(tmp_path / "out.jsonl", SETTINGS, record_id) as book:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            with pytest.raises(OSError, match="too large") as failed:
+                book.append({"id": "a" * 1000})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            signal.signal(signal.SIGXFSZ, before)
+    assert failed.value.filename == str(tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize(
+    "damage", [b"[" * 100_000, b"[]", b"7", b"{}", b"\xff", b'{"id": []}', b'{"id": "a", "error": ' + b"[" * 10**5, b""]
+)
+def test_a_damaged_line_is_an_error_that_names_it(tmp_path, damage):
+    output = tmp_path / "out.jsonl"
+    made(output)
+    output.write_bytes(output.read_bytes() + damage + b"\n")
+    for read in (lambda: made(output), lambda: parts.answered(output), lambda: rewrite_in_order(output, [])):
+        if damage == b'{"id": []}' and "made" not in read.__code__.co_names:
+            continue
+        with pytest.raises(ValueError, match=r"out\.jsonl is damaged in line 2: ") as failed:
+            read()
+        assert str(failed.value).isprintable()
 
 
 def test_a_command_shows_that_the_disk_is_full(tmp_path):

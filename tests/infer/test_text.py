@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.infer.text import GrowingText, Text, cut_at_stop, settled
+from tests import tiny
 
 
 def test_settled():
@@ -74,3 +75,25 @@ def _ends_after(text, tokens, stop, after):
     begin = len(text._tokenizer.decode(tokens[:after]).rstrip("\ufffd"))
     whole = text._tokenizer.decode(tokens)
     return any(whole.startswith(stop, i) and i + len(stop) > begin for i in range(len(whole)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        (
+            "tokenizer_config.json",
+            '{"model_max_length": "x"}',
+            "tokenizer_config.json: model_max_length must be",
+        ),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json must be JSON"),
+        ("special_tokens_map.json", "[]", "special_tokens_map.json must hold a JSON object"),
+        ("tokenizer.json", '{"model": null}', "must hold a tokenizer"),
+    ],
+)
+def test_tokenizer_files_that_cannot_be_used_are_named(tmp_path, name, content, named):
+    tiny.write_tokenizer(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=named) as failed:
+        Text(str(tmp_path))
+    assert str(tmp_path) in str(failed.value)
+    assert str(failed.value).isprintable()

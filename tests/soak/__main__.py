@@ -1,4 +1,5 @@
-"""`python -m tests.soak`: malformed lines, kills, faults and hostile clients, each with random numbers of a seed.
+"""`python -m tests.soak`: damaged files, malformed lines, kills, faults and hostile clients, by the random numbers of a
+seed.
 
 A tenth of the full counts by default. Ends with status 1 if anything was lost, doubled, different, hung or crashed.
 """
@@ -16,11 +17,12 @@ from typing import Annotated
 
 import tyro
 
-from tests import tiny
+from tests import damage, tiny
 from tests.soak import faults, fuzz, kills, server
 from tests.soak.runs import Bench
 
 ATTACKS: dict[str, Callable[[Bench, random.Random, float], dict[str, object]]] = {
+    "damage": damage.attack,
     "fuzz": fuzz.attack,
     "kills": kills.attack,
     "faults": faults.attack,
@@ -33,7 +35,7 @@ class Options:
     """Options of `python -m tests.soak`.
 
     Attributes:
-        scale: share of the full counts: 10,000 lines, 60 kills, 150 faults, 2,000 requests
+        scale: share of the full counts: 300 rounds of damaged files, 10,000 lines, 60 kills, 150 faults, 2,000 requests
         minutes: after them, this long a load of the server
         seed: of all random numbers
         only: these attacks

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dflash_jax.infer.lines import zstd
+from dflash_jax.infer.inputs import zstd
 from tests.soak.runs import TOGETHER, Bench, Run, answers, expect, same, token_lines
 
 # Runs the job with the n-th write of an answer failing.

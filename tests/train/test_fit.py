@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -113,6 +115,56 @@ def test_another_run_is_refused(target, start, examples, whole, tmp_path):
         Run(tmp_path / "b", target, *start, examples, dataclasses.replace(CONFIG, block_size=8))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("run.json", b"[]", "must hold a JSON object"),
+        ("run.json", b"{", "must be JSON"),
+        ("run.json", b"[" * 100_000, "must be JSON: it is nested too deeply"),
+        ("run.json", b"{}", "holds another run"),
+        ("run.json", None, "must hold run.json"),
+        ("config.json", b'{"a": \xff}', "must be JSON"),
+        ("drafter.json", b"null", "must hold a JSON object"),
+        ("metrics.jsonl", b'{"step": 1, "loss": 1.0}\n{"step"\n', "is damaged in line 2"),
+        ("metrics.jsonl", b'{"step": null}\n', "is damaged in line 1: step must be a whole number"),
+        ("metrics.jsonl", b'{"step": 1, "tau": []}\n', "is damaged in line 1: tau must be a number"),
+        ("checkpoints", b"no directory", "checkpoints"),
+    ],
+)
+def test_a_damaged_run_is_refused_in_a_line_that_names_the_file(
+    target, start, examples, whole, name, content, named, tmp_path
+):
+    directory = shutil.copytree(whole[1], tmp_path / "run")
+    path = directory / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises((ValueError, OSError), match=named) as failed:
+        Run(directory, target, *start, examples, CONFIG)
+    assert str(directory) in str(failed.value)
+    assert str(failed.value).isprintable()
+
+
+def test_a_damaged_checkpoint_is_trained_again_to_the_same_parameters(target, start, examples, whole, tmp_path, caplog):
+    directory = shutil.copytree(whole[1], tmp_path / "run")
+    newest = directory / "checkpoints" / str(whole[0].steps)
+    largest = max(newest.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    largest.write_bytes(data)
+    load_run(directory)
+    again = Run(directory, target, *start, examples, CONFIG)
+    assert int(again.state.step) < whole[0].steps
+    for told in (f"the checkpoint of step {whole[0].steps} cannot be read", f"step {int(again.state.step)} is taken"):
+        assert caplog.text.count(told) == 2  # when it was loaded, too
+    again.fit()
+    assert equal(again.state, whole[0].state)
+    assert newest.is_dir()
+
+
 def test_what_is_not_finite_stops_the_run_and_keeps_the_state(target, start, examples, tmp_path):
     run = Run(tmp_path, target, *start, examples, CONFIG)
     step = run._step
@@ -128,6 +180,50 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_state(target, start, exa
     again = Run(tmp_path, target, *start, examples, CONFIG)
     assert int(again.state.step) == 4
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(again.state.params))
+
+
+def test_the_next_rows_are_packed_while_the_device_works():
+    """Whoever reads a figure of a step waits for it, so that comes last; and a run packs no rows beyond its end."""
+    told = []
+
+    class Figure:
+        """What the device computes: known once it is asked for."""
+
+        def __init__(self, name, value):
+            self.name, self.value = name, value
+
+        def __bool__(self):
+            told.append(self.name)
+            return self.value
+
+        def __float__(self):
+            return 0.0
+
+    class Short(Run):
+        def __init__(self, good):
+            self.config, self.steps, self.target, self.drafter, self.mesh = CONFIG, 3, None, None, None
+            self.state, self._evaluate, self._every, self.directory = SimpleNamespace(step=0), None, 1, "the run"
+            self._good, self.config = good, dataclasses.replace(CONFIG, save_every=0, log_every=100)
+
+        def batch(self, step):
+            told.append(f"rows {step}")
+            return step
+
+        def _step(self, target, drafter, state, rows):
+            told.append(f"step {rows}")
+            figure = Figure(f"figures {rows}", rows < self._good)
+            return SimpleNamespace(step=rows + 1), {"finite": figure, "loss": figure, "gradient_norm": figure}
+
+        def _log(self, metrics):
+            pass
+
+    expected = "rows 0, step 0, rows 1, figures 0, step 1, rows 2, figures 1, step 2, figures 2".split(", ")
+    Short(good=3)._loop(lambda step, metrics: None, [])
+    assert told == expected
+    told.clear()
+    with pytest.raises(NotFiniteError, match="step 2: loss 0.0"):  # before another step begins
+        Short(good=1)._loop(lambda step, metrics: None, [])
+    assert told == expected[:7]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from dflash_jax.cache import Cache, Fresh, commit
 from dflash_jax.checkpoint import read_json
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
+from dflash_jax.files import read_json_lines
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Request
 from dflash_jax.infer.text import Text
@@ -193,8 +194,7 @@ def read_results(path: Path, steps: int, samples: int) -> Iterator[dict[str, Any
     """The lines of `results.jsonl`; raises ValueError for those of another budget."""
     if not path.exists():
         return
-    for text in path.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
+    for _, (line, _) in read_json_lines(path, lambda line: (line, (line["steps"], line["samples"]))):
         if (line["steps"], line["samples"]) != (steps, samples):
             raise ValueError(
                 f"{path} holds results of {line['steps']} steps and {line['samples']} problems; "
