@@ -5,15 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.files import one_line, read_json, said
+from dflash_jax.checkpoint.tokenizer import check_tokenizer_files
+from dflash_jax.files import one_line, said
 from dflash_jax.infer.messages import strings_in, template_messages
 from dflash_jax.infer.requests import RequestError
 
 LEAST_BYTES = 16  # that a text may have per token, however short the tokens of a vocabulary are
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-TOKENIZER_JSON = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"
-)  # fmt: skip
 # What `apply_chat_template` takes itself, or is given here: no arguments of a template.
 RESERVED = frozenset(
     "self conversation messages chat_template tokenize add_generation_prompt continue_final_message padding truncation "
@@ -42,6 +40,7 @@ class Text:
         self._most_tokens, self._most_bytes = most_tokens, math.inf
         if not any((Path(directory) / name).is_file() for name in TOKENIZER_FILES):
             return
+        check_tokenizer_files(Path(directory))
         from transformers import AutoTokenizer
         from transformers.utils import logging
 
@@ -50,7 +49,6 @@ class Text:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
             self._tokenizer.decode(self._tokenizer.encode("a"))  # some values are only looked at when they are needed
         except Exception as error:  # tokenizer files are read by several libraries, which raise what they like
-            _check_tokenizer_files(Path(directory))
             reason = said(error).strip().splitlines()[0]
             wrong = f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}"
             raise ValueError(one_line(wrong)) from error
@@ -283,15 +281,6 @@ class GrowingText:
     def end(self, tokens: Sequence[int]) -> str:
         """What is left of the answer, which has these tokens in all."""
         return (self._text.answer(tokens, self._stops, self._after) or "")[self.sent :]
-
-
-def _check_tokenizer_files(directory: Path) -> None:
-    """Raises ValueError naming the file, if a tokenizer's file can be told to be damaged."""
-    for name in TOKENIZER_JSON:
-        if (path := directory / name).exists():
-            longest = read_json(path).get("model_max_length")
-            if not isinstance(longest, int | float | None):
-                raise ValueError(f"{path}: model_max_length must be a number, got {longest!r:.60}")
 
 
 def settled(text: str, stops: Sequence[str]) -> str:
