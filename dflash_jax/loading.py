@@ -47,13 +47,15 @@ def load(
     generation.sampling().check()
     use_kernels(models.kernels)
     enable_compilation_cache()
+    from dflash_jax import checkpoint
     from dflash_jax.drafters.loading import load_drafter
     from dflash_jax.target import load_target
 
     mesh, drafter = choose_mesh(models.mesh, source, draft_source if speculative else None), None
     if speculative and draft_source:  # the smaller one first: what is wrong with it is said at once
         depth = target_config(source).num_hidden_layers
-        drafter = load_drafter(draft_source, dtype=models.dtype, mesh=mesh, num_target_layers=depth)
+        where = {"mesh": mesh, "num_target_layers": depth, "target": checkpoint.resolve(source, "target")}
+        drafter = load_drafter(draft_source, dtype=models.dtype, **where)
     target = load_target(source, dtype=models.dtype, mesh=mesh)
     if drafter:
         drafter.config.check_pair(target.config)
@@ -134,7 +136,7 @@ def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool =
     import jax
 
     from dflash_jax import checkpoint, sharding
-    from dflash_jax.drafters import drafter_config
+    from dflash_jax.drafters import drafter_config, published
     from dflash_jax.mesh import make_mesh, parse_mesh
 
     if text != "auto":
@@ -147,7 +149,8 @@ def choose_mesh(text: str, target: str, drafter: str | None, *, training: bool =
     configs: list[Any] = [target_config(target)]
     if drafter:
         raw = checkpoint.read_json(checkpoint.resolve(drafter, "drafter") / "config.json")
-        configs.append(drafter_config(raw, configs[0].num_hidden_layers))
+        known = published.completed(raw, drafter), configs[0].num_hidden_layers, checkpoint.resolve(target, "target")
+        configs.append(drafter_config(*known))
     return make_mesh(sharding.auto_mesh(configs, len(jax.devices()), jax.local_device_count()))
 
 
