@@ -202,7 +202,7 @@ def dflash_fields(
     if unknown := set(get.nested) - set(read):
         raise ValueError(f"dflash_config has unknown fields {sorted(unknown)}; they are not ignored")
     experts = _GPT_OSS_FIELDS if raw.get("model_type") == "gpt_oss" else []
-    others = [*DECODER_FIELDS, *WINDOW_FIELDS, *_TRAINING_FIELDS, "dflash_config", *experts]
+    others = [*DECODER_FIELDS, *WINDOW_FIELDS, *_TRAINING_FIELDS, "dflash_config", "partial_rotary_factor", *experts]
     check_fields(raw, [*read, *others], {"hidden_act": "silu", "mlp_bias": False})
     depth = require(raw, "num_hidden_layers")
     fields = drafter_fields(raw, get, block_size=16, taps=partial(_missing_taps, num_draft_layers=depth))
@@ -258,15 +258,17 @@ def with_mask_token(raw: Raw, target: str | Path | None) -> Raw:
 def _anchor_predicts(get: Lookup, of_kind: bool) -> bool:
     """Method, section 3: the explicit flag, else what the kind's reference does."""
     given, shifted = flag(get, "sample_from_anchor"), flag(get, "shift_label")
+    if given is not None:
+        return given
     if shifted is None or (shifted is False and not of_kind):
-        return of_kind if given is None else given
-    if shifted and of_kind and given is not False:
+        return of_kind
+    if shifted and of_kind:
         return True
     raise ValueError(
         f"shift_label = {shifted} does not say whether this drafter's anchor predicts: ModelOpt writes true with "
         "DSpark, whose anchor does, and Domino heads have it, too. Say --drafter-config "
-        '\'{"shift_label": null, "sample_from_anchor": true}\' (the anchor predicts, too) or the same with false '
-        "(only masks predict)"
+        "'{\"sample_from_anchor\": true}' (the anchor predicts, too) or '{\"sample_from_anchor\": false}' (only masks "
+        "predict)"
     )
 
 

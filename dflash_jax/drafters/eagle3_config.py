@@ -80,7 +80,7 @@ def config(raw: Raw) -> Eagle3Config:
     known.refuse_others(get.given, ())
     known.check_inert(get.given)
     fixed = {"hidden_act": "silu", "mlp_bias": False, "pretraining_tp": 1, "num_hidden_layers": 1, "bias": False}
-    read = [*DECODER_FIELDS, *WINDOW_FIELDS, *_FIELDS, *known.INERT]
+    read = [*DECODER_FIELDS, *WINDOW_FIELDS, *_FIELDS, *known.INERT, "partial_rotary_factor"]
     check_fields(raw, read, fixed | {"use_aux_hidden_state": True, "draft_num_hidden_layers": 1})
     if raw.get("model_type") not in ("llama", "qwen3"):
         raise ValueError(

@@ -109,7 +109,10 @@ def whole_rotary(raw: Raw) -> Raw:
     if width == size and width is not None:  # the width that it was trained with; SGLang, too, reads no share then
         return {**raw, place: inside, "partial_rotary_factor": None}
     given = f"rope_dim = {width!r:.40}" if width is not None else f"partial_rotary_factor = {parts[0]!r:.40}"
-    whole = {place: {**inside, "rope_dim": None, "partial_rotary_factor": None}, "partial_rotary_factor": None}
+    off = lambda fields, *names: dict.fromkeys(name for name in names if fields.get(name) is not None)
+    whole: dict[str, Any] = off(raw, "partial_rotary_factor")
+    if removed := off(mapping(raw, place), "rope_dim", "partial_rotary_factor"):
+        whole[place] = inside | removed
     raise ValueError(
         f"config.json: {given} is read in two ways. transformers' Qwen3 and Llama, with which drafters are trained, "
         "ignore it and rotate whole heads (DeepSpec#71, speculators#613); SGLang 0.5.23 and vLLM rotate that part of a "

@@ -26,7 +26,8 @@ REFUSED_FIELDS = {
 _REFUSED_PREFIXES = {"lilicorr_": "LiLiCorr's lattice of candidates", "dflare_": "DFlare's mixtures of tapped layers"}
 # Heads behind the backbone by their names in `projector_type`, which no kind here has.
 _PROJECTORS = {"domino": "a Domino head", "lilicorr": "LiLiCorr's lattice of candidates"}
-# Parts of the names of classes that no kind here has, and what these need; the first that fits counts.
+# Parts of the names of classes, and of kinds of `speculators`, that are none here, and what these need; the first that
+# fits counts, in small letters or large ones.
 OTHER_CLASSES = {
     "Domino": "a Domino head",
     "DCOCO": "a corrector of all pairs of candidates",
@@ -35,7 +36,6 @@ OTHER_CLASSES = {
     "DFlare": "DFlare's mixtures of tapped layers",
     "DFly": "a mixture of heads of AngelSpec",
     "PEagle": "parallel passes of EAGLE",
-    "Peagle": "parallel passes of EAGLE",
     "MTP": "a multi-token prediction layer of the target",
     "MiMo": "MiMo's sinks and scaled values",
     "MiniMax": "the attention and norms of MiniMax-M3",
@@ -79,6 +79,7 @@ INERT: dict[str, Inert] = {
     "trust_remote_code": Inert(_ANGELSLIM + "how the target is loaded (trainer/online_dflash_trainer.py)"),
     "gamma_warmup": Inert(_ANGELSLIM + "the schedule of a loss (trainer/online_dflash_trainer.py)"),
     "gamma_warmup_step": Inert(_ANGELSLIM + "the schedule of a loss (trainer/online_dflash_trainer.py)"),
+    "max_anchors": Inert("speculators 0.5.0 and 0.6.0, models/dflash/config.py: blocks of a row in training"),
     "image_token_id": Inert(_ANGELSLIM + "configs/qwen3-vl-4b-eagle3-mrope.json: where the target's pictures stand"),
     "video_token_id": Inert(_ANGELSLIM + "configs/qwen3-vl-4b-eagle3-mrope.json: where the target's videos stand"),
     "vision_start_token_id": Inert(_ANGELSLIM + "configs/qwen3-vl-4b-eagle3-mrope.json: where they begin"),
@@ -140,5 +141,5 @@ def check_inert(fields: Raw) -> None:
 
 
 def needs(name: str) -> str:
-    """What a drafter of this class needs, in brackets; empty if that is not known."""
-    return next((f" ({what})" for part, what in OTHER_CLASSES.items() if re.search(part, name)), "")
+    """What a drafter of this class or kind needs, in brackets; empty if that is not known."""
+    return next((f" ({what})" for part, what in OTHER_CLASSES.items() if re.search(part, name, re.IGNORECASE)), "")

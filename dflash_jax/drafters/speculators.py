@@ -3,6 +3,7 @@
 from typing import Any
 
 from dflash_jax.config import Raw
+from dflash_jax.drafters import known
 
 _KINDS = {
     "dflash": "DFlashDraftModel",
@@ -37,7 +38,8 @@ def flattened(raw: Raw) -> Raw:
     if kind is None and layers is None:
         return raw
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"speculators_model_type must be one of {sorted(_KINDS)}, got {kind!r:.80}")
+        why = known.needs(kind) if isinstance(kind, str) else ""
+        raise ValueError(f"speculators_model_type must be one of {sorted(_KINDS)}, got {kind!r:.80}{why}")
     if not isinstance(layers, dict) or layers.get("model_type", "qwen3") not in ("qwen3", "llama"):
         raise ValueError(f"transformer_layer_config must be that of a qwen3 or llama, got {layers!r:.200}")
     outer = {name: value for name, value in raw.items() if name not in _ONLY_OUTSIDE}
