@@ -257,6 +257,10 @@ REFUSED: dict[str, tuple[dict, str]] = {
         speculators("dspark", "0.7.0.dev64", **MARKOV, **CONFIDENT),
         """'{"sample_from_anchor": false}' (only masks predict) or '{"sample_from_anchor": true}' (the anchor""",
     ),
+    "the same in z-lab's layout": (
+        deepspec(speculators_version="0.7.0.dev64", **MARKOV),
+        "must give sample_from_anchor",
+    ),
     "labels that are not shifted": (modelopt("dspark", shift_label=False, **MARKOV), "does not say whether"),
     "shifted labels without DSpark": (modelopt(None, shift_label=True), "does not say whether"),
     "another spelling of the slots": (deepspec(query_zero_predicts_next=True), "query_zero_predicts_next = True"),

@@ -26,6 +26,7 @@ from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
 from dflash_jax.drafters.fields import Lookup, flag, is_of
+from dflash_jax.drafters.speculators import WHICH_SLOTS
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import WHOLE, Layout, entered
 from dflash_jax.models.layers import project
@@ -114,9 +115,11 @@ def config(raw: Raw) -> DSparkConfig:
     """Reads `config.json`.
 
     Raises:
-        ValueError: as for DFlash, or an unknown head.
+        ValueError: as for DFlash, an unknown head, or a config of `speculators` that does not say which slots predict.
     """
     raw = _gathered(raw)
+    if raw.get("speculators_version") and Lookup(raw)("sample_from_anchor") is None:
+        raise ValueError(WHICH_SLOTS)
     # DeepSpec's, SpecForge's and ModelOpt's trainers shift the labels: the anchor predicts, too.
     fields, get = dflash_fields(raw, FIELDS, projectors=("dspark",), anchor_predicts=True), Lookup(raw)
     rank, kind = get("markov_rank", default=0), get("markov_head_type", default="vanilla")

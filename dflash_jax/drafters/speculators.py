@@ -15,7 +15,7 @@ _KINDS = {
 # (2026-06-29) and #760 (2026-07-13) the sources had DSpark without it, and only masks predicted; such files do not say
 # of which day they are, and others have lost the field. Readers differ, too: SGLang, vLLM and the library itself take
 # its absence as true, llama.cpp as false (vllm#56792, sglang#30982).
-_WHICH_SLOTS = (
+WHICH_SLOTS = (
     "config.json of a DSpark drafter by speculators must give sample_from_anchor, found none, and there are two kinds: "
     "releases from 0.7.0 on train the anchor's slot to predict, too, and write true; versions between #677 and #760 "
     "wrote nothing and trained the masks' slots only. Acceptance is near 0 if the wrong one is taken. Say "
@@ -44,7 +44,7 @@ def flattened(raw: Raw) -> Raw:
         raise ValueError(f"transformer_layer_config must be that of a qwen3 or llama, got {layers!r:.200}")
     outer = {name: value for name, value in raw.items() if name not in _ONLY_OUTSIDE}
     if kind == "dspark" and outer.get("sample_from_anchor") is None:
-        raise ValueError(_WHICH_SLOTS)
+        raise ValueError(WHICH_SLOTS)
     if kind == "dflash2":
         outer.setdefault("sliding_window_non_causal", True)
     if kind != "eagle3":
