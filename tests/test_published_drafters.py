@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from dflash_jax import load_drafter
+from dflash_jax import checkpoint, load_drafter
 from dflash_jax.drafters import drafter_config, kind_of, published
 from tests import tiny
 from tests.layouts import (
@@ -351,3 +351,14 @@ def test_taps_are_not_guessed():
     for taps in ([1, 1], [9, 1], [1, 9, 9, 17]):
         with pytest.raises(ValueError, match="must ascend, each layer once, got"):
             drafter_config(raw | {"target_layer_ids": taps})
+
+
+def test_a_published_drafter_is_known_by_its_hub_id(tmp_path, monkeypatch):
+    raw = dflash(dflash_config={"mask_token_id": tiny.MASK})
+    place = tiny.write(tmp_path / "drafter", raw, seeded.tensors(backbone(), 1))
+    with pytest.raises(ValueError, match="must give target_layer_ids"):
+        load_drafter(place)
+    monkeypatch.setattr(checkpoint, "resolve", lambda source, what: place)
+    assert load_drafter("z-lab/Qwen3-8B-DFlash-b16").taps == (1, 9, 17, 25, 33)
+    with pytest.raises(ValueError, match="must give target_layer_ids"):
+        load_drafter("somebody/copy")
