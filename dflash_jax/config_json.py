@@ -304,3 +304,24 @@ def layer_types(raw: Raw, layers: int, known: tuple[str, ...] = ("full_attention
     if bad := [kind for kind in types if kind not in known]:
         raise ValueError(f"layer_types {bad} are not supported")
     return types
+
+
+def qwen3_layer_types(raw: Raw, layers: int) -> list[str]:
+    """Returns `layer_types`; where a config has none, what transformers' Qwen3Config makes of the older fields.
+
+    Then layers from `max_window_layers` on slide, if `use_sliding_window` is set and `sliding_window` is a number.
+
+    Raises:
+        ValueError: as `layer_types`, or the older fields are incomplete.
+    """
+    types = layer_types(raw, layers)
+    if raw.get("layer_types") is not None or not raw.get("use_sliding_window"):
+        return types
+    if "sliding_window" not in raw:
+        raise ValueError("config.json: use_sliding_window needs sliding_window, a number or null (no window)")
+    if raw["sliding_window"] is None:
+        return types
+    full = raw.get("max_window_layers", 28)
+    if not isinstance(full, int) or isinstance(full, bool):
+        raise ValueError(f"config.json: max_window_layers must be an integer, got {full!r:.80}")
+    return ["full_attention" if i < full else "sliding_attention" for i in range(layers)]

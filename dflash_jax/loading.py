@@ -50,6 +50,7 @@ def load(
     generation.sampling().check()
     use_kernels(models.kernels)
     enable_compilation_cache()
+    from dflash_jax import checkpoint
     from dflash_jax.drafters.loading import load_drafter
     from dflash_jax.target import load_target
 
@@ -61,6 +62,7 @@ def load(
             dtype=models.dtype,
             mesh=mesh,
             num_target_layers=config.num_hidden_layers,
+            target=checkpoint.resolve(source, "target"),
             overrides=models.drafter_config,
         )
     target = load_target(source, dtype=models.dtype, mesh=mesh, overrides=models.target_config)
@@ -163,14 +165,17 @@ def models_on_mesh(
 ) -> "Iterator[DecoderConfig]":
     """What `choose_mesh` looks at: the target, and the drafter if there is to be one. The latter's file is read when it
     is asked for."""
-    from dflash_jax.checkpoint import read_json, resolve
+    from dflash_jax.checkpoint import resolve
     from dflash_jax.drafters import drafter_config
-    from dflash_jax.overrides import overridden
+    from dflash_jax.drafters.loading import read_drafter_config
 
     yield target
-    if speculative and (source := pair_sources(models)[1]):
-        with reading(resolve(source, "drafter") / "config.json") as path:
-            yield drafter_config(overridden(read_json(path), models.drafter_config), target.num_hidden_layers)
+    place, source = pair_sources(models)
+    if speculative and source:
+        with reading(resolve(source, "drafter") / "config.json"):
+            raw = read_drafter_config(source, models.drafter_config)
+            config = drafter_config(raw, target.num_hidden_layers, resolve(place, "target"))
+        yield config
 
 
 def target_config(source: "str | Path", overrides: Mapping[str, Any] | None = None) -> "TargetConfig":

@@ -1,5 +1,6 @@
 """Which token ids a checkpoint's tokenizer can turn into text."""
 
+import json
 from collections.abc import Set
 from pathlib import Path
 
@@ -24,6 +25,28 @@ def decodable_tokens(directory: Path, vocab_size: int) -> Bool[Array, " V"] | No
     known = np.zeros(vocab_size, bool)
     known[[i for i in ids if 0 <= i < vocab_size]] = True
     return None if known.all() else jnp.asarray(known)
+
+
+def token_id(directory: Path, text: str) -> int:
+    """The id of a token of a checkpoint's tokenizer.
+
+    Args:
+        text: the whole token, such as `<|MASK|>`.
+
+    Raises:
+        ValueError: there is no such token, or no tokenizer that can be read.
+    """
+    from dflash_jax.infer.text import Text
+
+    tokens = Text(str(directory)).tokens
+    if text not in tokens:
+        override = json.dumps({"mask_token_id": max(tokens.values(), default=-1) + 1})
+        raise ValueError(
+            f"{directory} must hold a tokenizer with the drafter's mask token {text!r:.80}, found none of this name. "
+            "SGLang adds such a token behind all others; if the drafter was trained so, say "
+            f"--drafter-config '{override}'"
+        )
+    return tokens[text]
 
 
 def _token_ids(directory: Path) -> Set[int] | None:

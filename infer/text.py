@@ -141,6 +141,11 @@ class Text:
         return {i for i in ids if i is not None}
 
     @property
+    def tokens(self) -> dict[str, int]:
+        """The id of every token the tokenizer can produce, by its text."""
+        return self._tokenizer.get_vocab() if self._tokenizer else {}
+
+    @property
     def used_tokens(self) -> set[int]:
         """Every token the tokenizer can produce."""
         return set(self._tokenizer.get_vocab().values()) if self._tokenizer else set()

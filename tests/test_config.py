@@ -298,12 +298,6 @@ def test_what_modelopt_writes_of_eagle3():
         drafter_config(raw | {"eagle_config": exported | {"use_mtp_layernorm": True}})
 
 
-def test_taps_default_to_the_rule():
-    raw = tiny.drafter_config(num_target_layers=36, num_hidden_layers=5)
-    del raw["dflash_config"]["target_layer_ids"]
-    assert drafter_config(raw).target_layer_ids == (1, 9, 17, 25, 33)
-
-
 @pytest.mark.filterwarnings("ignore:config.json marks sliding layers")
 @pytest.mark.parametrize(
     ("change", "expected"),
@@ -320,6 +314,11 @@ def test_taps_default_to_the_rule():
             {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7, "is_causal": False},
             [(7, False)] * 2,
         ),
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, [(7, True)] * 2),
+        ({"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, [(None, False), (7, True)]),
+        ({"use_sliding_window": True, "sliding_window": 7}, [(None, False)] * 2),  # from layer 28 on
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, [(None, False)] * 2),
+        ({"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0}, [(None, False)] * 2),
         ({"dflash_config": {"use_swa": True, "swa_window_size": 9}}, [(9, True)] * 2),
         (
             {"dflash_config": {"use_swa": True, "swa_window_size": 9}, "sliding_window_non_causal": True},

@@ -101,10 +101,11 @@ def test_the_output_never_depends_on_the_drafter(kind, temperature, directory, t
 
 def test_taps_that_follow_from_the_target(directory):
     """The official EAGLE-3 drafters do not say which layers they tap."""
-    raw = KINDS["eagle3.1"] | {"architectures": ["LlamaForCausalLMEagle3"], "num_target_layers": 6}
+    raw = KINDS["eagle3.1"] | {"architectures": ["LlamaForCausalLMEagle3"], "num_target_layers": 8}
+    del raw["target_layer_ids"]
     tiny.write_drafter(directory / "official", raw)
     del raw["num_target_layers"]
     (directory / "official" / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match="target_layer_ids or num_target_layers"):
         load_drafter(directory / "official")
-    assert load_drafter(directory / "official", num_target_layers=6).taps == (1, 2, 2)
+    assert load_drafter(directory / "official", num_target_layers=8).taps == (1, 3, 4)

@@ -163,7 +163,9 @@ def kinds() -> dict[str, dict]:
             block_size=5, architectures=["TreeFlashDraftModel"], treeflash_config={"ar_approximation": "swiglu"}
         ),
         "eagle3": target_config(attention_bias=True) | eagle | {"target_layer_ids": [0, 2], "draft_vocab_size": 40},
-        "eagle3.1": target_config(model_type="llama") | eagle | {"fc_norm": True, "norm_output": True},
+        "eagle3.1": target_config(model_type="llama")
+        | eagle
+        | {"target_layer_ids": [0, 1, 2], "fc_norm": True, "norm_output": True},
     }
 
 

@@ -133,11 +133,10 @@ def _prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
 
     use_kernels(options.kernels)
     enable_compilation_cache()
-    from dflash_jax.checkpoint import read_json, resolve
-    from dflash_jax.drafters import kind_named, kind_of
-    from dflash_jax.drafters.loading import load_drafter
-    from dflash_jax.drafters.speculators import flattened
-    from dflash_jax.overrides import overridden
+    from dflash_jax.checkpoint import resolve
+    from dflash_jax.drafters import kind_named, kind_of, laid_out
+    from dflash_jax.drafters.config import with_mask_token
+    from dflash_jax.drafters.loading import load_drafter, read_drafter_config
     from dflash_jax.target import load_target
     from dflash_jax.train.data import read_examples
     from dflash_jax.train.drafters import choose_mask_token, converted, frequent_tokens, new_drafter, with_block_size
@@ -145,12 +144,12 @@ def _prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
     kind_named(given.get("drafter", "dflash"))
     started, raw = None, {}
     if options.init_from:
-        directory = resolve(options.init_from, "drafter")
         depth = target_config(options.target, options.target_config).num_hidden_layers
-        where = {"num_target_layers": depth, "overrides": options.drafter_config}
-        started = load_drafter(directory, dtype="float32", **where)
-        read = overridden(read_json(directory / "config.json"), options.drafter_config)
-        raw = {"num_target_layers": depth, **flattened(read)}
+        place = resolve(options.target, "target")
+        where = {"num_target_layers": depth, "target": place, "overrides": options.drafter_config}
+        started = load_drafter(options.init_from, dtype="float32", **where)
+        raw = laid_out(read_drafter_config(options.init_from, options.drafter_config))
+        raw = {"num_target_layers": depth, **with_mask_token(raw, place)}
         own = {"num_layers": started.config.num_hidden_layers, "target_layer_ids": list(started.taps)}
         own["mask_token_id"] = getattr(started.config, "mask_token_id", None)
         if fixed := [name for name in own if name in given]:
@@ -271,13 +270,8 @@ def _evaluate(options: EvaluateOptions) -> int:
             drafter = spread(drafter, shardings(drafter, mesh)).replace(mesh=mesh)
     else:
         assert models.drafter
-        drafter = load_drafter(
-            models.drafter,
-            dtype=models.dtype,
-            mesh=mesh,
-            num_target_layers=target.config.num_hidden_layers,
-            overrides=models.drafter_config,
-        )
+        where = {"num_target_layers": target.config.num_hidden_layers, "target": target.directory}
+        drafter = load_drafter(models.drafter, dtype=models.dtype, mesh=mesh, overrides=models.drafter_config, **where)
     drafter.config.check_pair(target.config)
     figures = evaluate(
         target,

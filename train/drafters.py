@@ -42,7 +42,8 @@ def new_drafter(
     """
     c, layer, kind = target.config, target.config.layers[-1], kind_named(config.drafter)
     attention = next(each.attention for each in reversed(c.layers) if isinstance(each.mixer, AttentionConfig))
-    taps = config.target_layer_ids or default_target_layer_ids(c.num_hidden_layers, config.num_layers)
+    # Of a shallow target the rule names a layer twice.
+    taps = config.target_layer_ids or sorted({*default_target_layer_ids(c.num_hidden_layers, config.num_layers)})
     common: dict[str, Any] = {
         "model_type": "qwen3",
         "vocab_size": c.vocab_size,

@@ -53,8 +53,8 @@ def measure_drafters(options: Any, questions: Callable[[str, int], Any]) -> dict
     depth = loaded.target.config.num_hidden_layers
     sources = {name: resolve(source, "drafter") for name, source in options.drafters}
     where = {"dtype": models.dtype, "mesh": loaded.target.mesh, "num_target_layers": depth}
-    where["overrides"] = models.drafter_config
-    loaded_drafters = {name: load_drafter(directory, **where) for name, directory in sources.items()}
+    where |= {"target": loaded.target.directory, "overrides": models.drafter_config}
+    loaded_drafters = {name: load_drafter(source, **where) for name, source in options.drafters}
     for drafter in loaded_drafters.values():
         drafter.config.check_pair(loaded.target.config)
     task = options.dataset or ("gsm8k" if options.models.target else "problems")
@@ -279,7 +279,7 @@ def bytes_per_step(raw: Raw, block_size: int, nodes: int = 0) -> dict[str, float
     from dflash_jax.benchmarks.planning import traced
     from dflash_jax.benchmarks.presets import PAIRS
 
-    raw = kinds.flattened(raw)
+    raw = kinds.laid_out(raw)
     config = kinds.drafter_config(raw)
     target, common = PAIRS["qwen3-8b"]
     layers = config.num_hidden_layers

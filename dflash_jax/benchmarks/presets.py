@@ -3,6 +3,7 @@
 from typing import Any
 
 from dflash_jax.config import Raw
+from dflash_jax.drafters.published import TAPS
 
 MASK = 151669
 
@@ -39,7 +40,7 @@ def _qwen3(hidden: int, inner: int, depth: int, heads: int, taps: tuple[int, ...
 
 def _llama() -> tuple[Raw, Raw]:
     """Llama-3.1-8B and its drafter with blocks of 10."""
-    target, drafter = _qwen3(4096, 14336, 32, 32, (1, 8, 15, 22, 29), tied=False)
+    target, drafter = _qwen3(4096, 14336, 32, 32, TAPS["z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"], tied=False)
     shape = {"vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 131072, "eos_token_id": 128009}
     ends = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     scaling = {"rope_type": "llama3", "factor": 8.0, **ends}
@@ -67,7 +68,7 @@ def _minimax() -> tuple[Raw, Raw]:
 
 def _coder() -> tuple[Raw, Raw]:
     """Qwen3-Coder-30B-A3B and its drafter with eight layers."""
-    target, drafter = _qwen3(2048, 6144, 48, 32, (1, 12, 23, 34, 45), tied=False)
+    target, drafter = _qwen3(2048, 6144, 48, 32, TAPS["z-lab/Qwen3-Coder-30B-A3B-DFlash"], tied=False)
     shape = {"num_key_value_heads": 4, "rope_theta": 1e7, "max_position_embeddings": 262144}
     experts = {
         "model_type": "qwen3_moe",
@@ -325,9 +326,9 @@ def _kimi() -> tuple[Raw, Raw]:
 _GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 _EIGHT = (1, 5, 9, 13, 17, 21, 25, 29)
 PAIRS: dict[str, tuple[Raw, Raw]] = {
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32, (1, 9, 17, 25, 33), tied=True),
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32, (1, 9, 17, 25, 33), tied=False),
-    "qwen3-14b": _qwen3(5120, 17408, 40, 40, (1, 10, 19, 28, 37), tied=False),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, TAPS["z-lab/Qwen3-4B-DFlash-b16"], tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, TAPS["z-lab/Qwen3-8B-DFlash-b16"], tied=False),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40, TAPS["deepseek-ai/dflash_qwen3_14b_block7"], tied=False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, (1, 16, 31, 46, 61), tied=False),  # the drafter's shape is assumed
     "llama-3.1-8b": _llama(),
     "minimax-m2": _minimax(),
@@ -346,7 +347,7 @@ PAIRS: dict[str, tuple[Raw, Raw]] = {
         4096, 1024, 60, (32, 2, 64), (1, 9, 17, 25, 33, 41, 49, 57), experts=(512, 10), draft_inner=12288
     ),
     "qwen3.6-27b": _hybrid(5120, 17408, 64, (24, 4, 48), (1, 16, 31, 46, 61), windows=(4, 2048)),
-    "gpt-oss-20b": _gpt_oss(32, 24, (1, 6, 11, 16, 21), block=8),
+    "gpt-oss-20b": _gpt_oss(32, 24, TAPS["z-lab/gpt-oss-20b-DFlash"], block=8),
     "gpt-oss-120b": _gpt_oss(128, 36, (1, 9, 17, 25, 33), block=10),
     "gemma-4-31b": _gemma4(5376, 60, (32, 16, 4), 21504, (1, 12, 23, 35, 46, 57), 64),
     "gemma-4-26b-a4b": _gemma4(2816, 30, (16, 8, 2), 2112, (1, 6, 11, 17, 22, 27), 32, _GEMMA4_EXPERTS),

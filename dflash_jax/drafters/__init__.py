@@ -16,11 +16,13 @@ A kind is a module with
 """
 
 import re
+from pathlib import Path
 from types import ModuleType
 
 from dflash_jax.config import Raw
-from dflash_jax.drafters import dflash, dflash2, dspark, eagle3, treeflash
-from dflash_jax.drafters.config import OTHER_CLASSES, DrafterConfig, Lookup, classes_of
+from dflash_jax.drafters import dflash, dflash2, dspark, eagle3, known, treeflash
+from dflash_jax.drafters.config import DrafterConfig, with_mask_token
+from dflash_jax.drafters.fields import Lookup, classes_of, unnested
 from dflash_jax.drafters.speculators import flattened
 from dflash_jax.sharding import add_rules
 
@@ -48,28 +50,38 @@ def kind_of(raw: Raw) -> str:
     Raises:
         ValueError: a class that no kind knows, by name.
     """
-    raw = flattened(raw)
+    raw = laid_out(raw)
     for name in classes_of(raw):
         if not any(re.fullmatch(kind.CLASSES, name) for kind in KINDS.values()):
-            known = next((f" ({what})" for part, what in OTHER_CLASSES.items() if part in name), "")
             raise ValueError(
-                f"a drafter of class {name}{known} is not supported; the kinds here are {', '.join(sorted(KINDS))}. If "
-                "it is one of them under another name, correct `architectures` in its config.json"
+                f"a drafter of class {name}{known.needs(name)} is not supported; the kinds here are "
+                f"{', '.join(sorted(KINDS))}. If it is one of them under another name, correct `architectures` in its "
+                "config.json"
             )
     return next(name for name, kind in KINDS.items() if kind.matches(raw))
 
 
-def drafter_config(raw: Raw, num_target_layers: int | None = None) -> DrafterConfig:
+def laid_out(raw: Raw) -> Raw:
+    """A `config.json` as z-lab and others lay it out: fields of the drafter at the top, or in an object of its kind.
+
+    Raises:
+        ValueError: it cannot be read as the configuration of one drafter.
+    """
+    return flattened(unnested(raw))
+
+
+def drafter_config(raw: Raw, num_target_layers: int | None = None, target: str | Path | None = None) -> DrafterConfig:
     """Reads a drafter's `config.json`.
 
     Args:
         num_target_layers: depth of the target, where the config names neither that nor the layers that are tapped, as
             those of official EAGLE-3 drafters.
+        target: the target's directory, where the config has its mask token as text: its tokenizer knows the id.
 
     Raises:
         ValueError: for what is unknown or unsupported.
     """
-    raw = flattened(raw)
+    raw = with_mask_token(laid_out(raw), target)
     if num_target_layers is not None and Lookup(raw)("num_target_layers") is None:
         raw = {**raw, "num_target_layers": num_target_layers}
     return KINDS[kind_of(raw)].config(raw)

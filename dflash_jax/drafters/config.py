@@ -3,11 +3,11 @@
 Where a field may stand, and what it means, is method sections 2.7, 3 and 7.1.
 """
 
-import re
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 from dflash_jax.config import DecoderConfig, LayerConfig, Raw, TargetConfig
@@ -17,11 +17,13 @@ from dflash_jax.config_json import (
     attention_config,
     check_fields,
     decoder_fields,
-    layer_types,
-    mapping,
+    qwen3_layer_types,
     require,
     token_ids,
 )
+from dflash_jax.drafters import known
+from dflash_jax.drafters.fields import Lookup, flag, number, whole_rotary
+from dflash_jax.vocabulary import token_id
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,16 @@ class DrafterConfig(DecoderConfig):
         """Tokens proposed at this block size; the verify pass is one wider."""
         return block_size - 1
 
-    def with_tensors(self, names: Collection[str]) -> Self:
-        """The configuration of a checkpoint that has these tensors.
+    def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> Self:
+        """The configuration of a checkpoint that has tensors of these names and shapes.
 
         Raises:
             ValueError: it lacks the head of its reduced vocabulary.
         """
-        own = {"own_embedding": "embed_tokens.weight" in names, "own_head": "lm_head.weight" in names}
+        own = {"own_embedding": "embed_tokens.weight" in shapes, "own_head": "lm_head.weight" in shapes}
         if self.draft_vocab_size != self.vocab_size and not own["own_head"]:
             raise ValueError(f"a drafter with a vocabulary of {self.draft_vocab_size} must have lm_head.weight")
-        own["own_vocabulary"] = "d2t" in names
+        own["own_vocabulary"] = "d2t" in shapes
         return replace(self, **own)
 
     def check_pair(self, target: TargetConfig) -> None:
@@ -124,35 +126,11 @@ class DFlashConfig(DrafterConfig):
         return [f"a mask token {self.mask_token_id} that ends no text (target: one of its end tokens)"]
 
 
-_REFUSED_FIELDS = {
-    "projector_type": "a Domino head",
-    "shift_label": "a Domino head",
-    "attention_sink_bias": "MiMo",
-    "add_swa_attention_sink_bias": "MiMo",
-    "attention_value_scale": "MiMo",
-    "has_embed_tokens": "Nemotron",
-    "has_lm_head": "Nemotron",
-    "gating": "Laguna",
-    "quantization_config": "quantised weights",
-}
-# Parts of the names of classes that no kind here has, and what these need.
-OTHER_CLASSES = {
-    "Domino": "a Domino head",
-    "DCOCO": "a corrector of all pairs of candidates",
-    "XPress": "a refiner of the whole block",
-    "DFly": "a mixture of heads of AngelSpec",
-    "PEagle": "parallel passes of EAGLE",
-    "MTP": "a multi-token prediction layer of the target",
-    "MiMo": "MiMo's sinks and scaled values",
-    "Laguna": "Laguna's gates and norms of features",
-    "Nemotron": "Nemotron's quantised layers",
-    "Gemma": "Gemma layers",
-}
 _DFLASH_FIELDS = """
-    block_size mask_token_id target_layer_ids num_target_layers causal is_causal swa_window_size use_swa
+    block_size mask_token_id mask_token target_layer_ids num_target_layers causal is_causal swa_window_size use_swa
     sample_from_anchor input_embedding_scale output_multiplier logit_scale final_logit_softcapping
-    sliding_window_non_causal aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids
-    target_hidden_size draft_vocab_size causal_head proposal_sharpness
+    sliding_window_non_causal aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids aux_hidden_states_layer_ids
+    target_hidden_size draft_vocab_size causal_head proposal_sharpness projector_type shift_label
 """.split()
 # What training needed of a drafter, written into its config.
 _TRAINING_FIELDS = "num_anchors", "target_model_name_or_path", "speculators_version", "speculators_config"
@@ -166,45 +144,14 @@ _GPT_OSS_FIELDS = """
 """.split()
 
 
-class Lookup:
-    """Finds a drafter field in an object like `dflash_config` or at the top level; a conflict between them raises."""
-
-    def __init__(self, raw: Raw, inside: str = "dflash_config"):
-        self.nested, self.raw, self.inside = mapping(raw, inside), raw, inside
-
-    def __call__(self, *names: str, default: Any = None) -> Any:
-        found = {
-            f"{place}{name}": source[name]
-            for name in names
-            for place, source in ((f"{self.inside}.", self.nested), ("", self.raw))
-            if source.get(name) is not None
-        }
-        values = list(found.values())
-        if any(value != values[0] for value in values):
-            raise ValueError(f"config.json contradicts itself: {found}")
-        return values[0] if values else default
-
-
-def classes_of(raw: Raw) -> list[str]:
-    """The names of `architectures`."""
-    names = raw.get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"config.json: architectures must be a list of class names, got {names!r:.80}")
-    return names
-
-
-def is_of(raw: Raw, classes: str, fields: Sequence[str] = ()) -> bool:
-    """Whether a config names a class of this pattern, or has one of these fields of a kind's own."""
-    get = Lookup(raw)
-    return any(re.fullmatch(classes, name) for name in classes_of(raw)) or any(get(name) for name in fields)
-
-
-def drafter_fields(raw: Raw, get: Lookup, *, block_size: int, taps: Callable[[int], tuple[int, ...]]) -> dict[str, Any]:
+def drafter_fields(
+    raw: Raw, get: Lookup, *, block_size: int, taps: Callable[[int | None], tuple[int, ...]]
+) -> dict[str, Any]:
     """The fields every drafter's config has, as keyword arguments (all but `layers`).
 
     Args:
         block_size: where the config names none.
-        taps: tapped layers of a target of some depth, where the config names none.
+        taps: tapped layers of a target of some depth, where the config names none; it may raise ValueError.
     """
     fields = decoder_fields(raw)
     num_target_layers = get("num_target_layers")
@@ -233,69 +180,96 @@ def _sharpness(get: Lookup) -> tuple[float, ...]:
     return tuple(map(float, found))
 
 
-def dflash_fields(raw: Raw, own: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of a `DFlashConfig` in a `config.json`: every z-lab form of a DFlash checkpoint (old and new places).
+def dflash_fields(
+    raw: Raw, own: Sequence[str] = (), *, projectors: tuple[str, ...] = ("dflash",), anchor_predicts: bool = False
+) -> dict[str, Any]:
+    """The fields of a `DFlashConfig` in a `config.json`: every published form of a DFlash checkpoint, old and new.
 
     Args:
         own: fields that a kin of DFlash has besides; the caller reads them.
+        projectors: what the kind may be called in `projector_type`, the name of what stands behind the backbone.
+        anchor_predicts: whether the anchor's slot predicts, where the config does not say so.
 
     Raises:
         ValueError: other drafters (by name), unknown `dflash_config` fields and contradictions.
     """
     get = Lookup(raw)
-    refuse_others(raw, get)
-    if unknown := set(get.nested) - {*_DFLASH_FIELDS, *_REFUSED_FIELDS, *own}:
+    known.refuse_others(get.given, projectors)
+    if raw.get("model_type") not in _TYPES:
+        raise ValueError(f"drafter model_type must be one of {_TYPES[1:]}, got {raw['model_type']!r}")
+    known.check_inert(get.given)
+    read = [*_DFLASH_FIELDS, *known.REFUSED_FIELDS, *known.INERT, *own]
+    if unknown := set(get.nested) - set(read):
         raise ValueError(f"dflash_config has unknown fields {sorted(unknown)}; they are not ignored")
     experts = _GPT_OSS_FIELDS if raw.get("model_type") == "gpt_oss" else []
-    known = [*DECODER_FIELDS, *WINDOW_FIELDS, *_DFLASH_FIELDS, *_REFUSED_FIELDS, *_TRAINING_FIELDS]
-    check_fields(raw, [*known, *own, "dflash_config", *experts], {"hidden_act": "silu", "mlp_bias": False})
+    others = [*DECODER_FIELDS, *WINDOW_FIELDS, *_TRAINING_FIELDS, "dflash_config", "partial_rotary_factor", *experts]
+    check_fields(raw, [*read, *others], {"hidden_act": "silu", "mlp_bias": False})
     depth = require(raw, "num_hidden_layers")
-    taps = partial(default_target_layer_ids, num_draft_layers=depth)
-    fields = drafter_fields(raw, get, block_size=16, taps=taps)
+    fields = drafter_fields(raw, get, block_size=16, taps=partial(_missing_taps, num_draft_layers=depth))
     scaled = get("input_embedding_scale") is not None
-    mask = get("mask_token_id")
-    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < fields["vocab_size"]:
-        raise ValueError(f"mask_token_id must be a token below vocab_size {fields['vocab_size']}, got {mask!r}")
-    if mask in token_ids(raw.get("eos_token_id")):
-        raise ValueError(f"mask_token_id {mask} must not be the end token")
     return fields | {
         "layers": _drafter_layers(raw, get, depth),
-        "mask_token_id": mask,
-        "anchor_predicts": _anchor_predicts(raw, get),
+        "mask_token_id": _mask_token(raw, get, fields["vocab_size"]),
+        "anchor_predicts": _anchor_predicts(get, anchor_predicts),
         "input_embedding_scale": number(get, "input_embedding_scale", default=1.0) if scaled else None,
         "output_multiplier": number(get, "output_multiplier", "logit_scale", default=1.0),
         "final_logit_softcapping": max(0.0, number(get, "final_logit_softcapping", default=0.0)),
     }
 
 
-def flag(get: Lookup, *names: str) -> bool | None:
-    """Whether it is on; None where it is not given."""
-    value = get(*names)
-    if not isinstance(value, bool | None):
-        raise ValueError(f"{names[0]} must be true or false, got {value!r:.80}")
-    return value
+def _mask_token(raw: Raw, get: Lookup, vocab_size: int) -> int:
+    mask, text = get("mask_token_id"), get("mask_token")
+    if mask is None and isinstance(text, str):
+        raise ValueError(
+            f"the drafter's mask token is given as text, {text!r:.80}, and which token that is only its target's "
+            "tokenizer says; load the two together, or say --drafter-config '{\"mask_token_id\": N}'"
+        )
+    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < vocab_size:
+        raise ValueError(f"mask_token_id must be a token below vocab_size {vocab_size}, got {mask!r}")
+    if mask in token_ids(raw.get("eos_token_id")):
+        raise ValueError(f"mask_token_id {mask} must not be the end token")
+    return mask
 
 
-def number(get: Lookup, *names: str, default: float) -> float:
-    value = get(*names, default=default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
-        raise ValueError(f"{names[0]} must be a number, got {value!r:.80}")
-    return float(value)
+def with_mask_token(raw: Raw, target: str | Path | None) -> Raw:
+    """A config with the id of its mask token, where it has its text only.
+
+    Args:
+        target: directory of the target's tokenizer; as it is without one.
+
+    Raises:
+        ValueError: the tokenizer has no such token; or the config has text and id, and they are two tokens.
+    """
+    get = Lookup(raw)
+    text, given = get("mask_token"), get("mask_token_id")
+    if not isinstance(text, str) or not target:
+        return raw
+    if given is None:
+        return {**raw, "mask_token_id": token_id(Path(target), text)}
+    try:
+        found = token_id(Path(target), text)
+    except ValueError:  # no token of the tokenizer, which may be why the id stands there
+        return raw
+    if found != given:
+        raise ValueError(f"mask_token_id is {given!r:.80}, and mask_token {text!r:.80} is the target's token {found}")
+    return raw
 
 
-def refuse_others(raw: Raw, get: Lookup) -> None:
-    """Raises ValueError naming what a drafter needs that no kind here has."""
-    reasons = [f"{what} ({name})" for name, what in _REFUSED_FIELDS.items() if get(name)]
-    if reasons:
-        raise ValueError(f"this drafter needs {', '.join(reasons)}, which is not supported")
-    if raw.get("model_type") not in _TYPES:
-        raise ValueError(f"drafter model_type must be one of {_TYPES[1:]}, got {raw['model_type']!r}")
-
-
-def _anchor_predicts(raw: Raw, get: Lookup) -> bool:
-    """Method, section 3: the explicit flag, else DSpark classes predict from the anchor, else masks do."""
-    given = flag(get, "sample_from_anchor")
-    return any("DSpark" in name for name in classes_of(raw)) if given is None else given
+def _anchor_predicts(get: Lookup, of_kind: bool) -> bool:
+    """Method, section 3: the explicit flag, else what the kind's reference does."""
+    given, shifted = flag(get, "sample_from_anchor"), flag(get, "shift_label")
+    if given is not None:
+        return given
+    if shifted is None or (shifted is False and not of_kind):
+        return of_kind
+    if shifted and of_kind:
+        return True
+    raise ValueError(
+        f"shift_label = {shifted} does not say whether this drafter's anchor predicts: ModelOpt writes true with "
+        "DSpark, whose anchor does, and Domino heads have it, too. Say --drafter-config "
+        "'{\"sample_from_anchor\": true}' (the anchor predicts, too) or '{\"sample_from_anchor\": false}' (only masks "
+        "predict)"
+    )
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -306,20 +280,32 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
     return tuple(round(1 + j * span / (num_draft_layers - 1)) for j in range(num_draft_layers))
 
 
-def _taps(get: Lookup, num_target_layers: int | None, rule: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
-    taps = list(token_ids(get("target_layer_ids"))) or None
+def _missing_taps(num_target_layers: int | None, num_draft_layers: int) -> tuple[int, ...]:
+    """Raises ValueError: which layers a DFlash drafter taps was chosen in training."""
+    known_depth = num_target_layers is not None
+    formula = list(default_target_layer_ids(num_target_layers, num_draft_layers)) if known_depth else "..."
+    raise ValueError(
+        "config.json must give target_layer_ids, the target's layers that the drafter taps. They are chosen in "
+        "training, and the reference's formula is wrong for 14 of 20 published drafters (z-lab/dflash#156). If this "
+        f"one follows the formula, say --drafter-config '{{\"target_layer_ids\": {formula}}}'"
+        + ("" if known_depth else " with its values for the target's depth, which is not known here")
+    )
+
+
+def _taps(get: Lookup, num_target_layers: int | None, rule: Callable[[int | None], tuple[int, ...]]) -> tuple[int, ...]:
+    taps = list(token_ids(get("target_layer_ids", "aux_hidden_states_layer_ids"))) or None
     if auxiliary := auxiliary_taps(get):
         if taps is not None and taps != auxiliary:
             raise ValueError(f"target_layer_ids {taps} and the outputs of layers {auxiliary}, as auxiliary, disagree")
         taps = auxiliary
     if taps is None:
-        if num_target_layers is None:
-            raise ValueError("config.json must give target_layer_ids or num_target_layers, found neither")
         taps = rule(num_target_layers)
     # The last layer's output is published after the final norm, unlike all others.
     last = max(taps, default=0) if num_target_layers is None else num_target_layers - 2
     if not taps or not all(isinstance(i, int) and -1 <= i <= last for i in taps):
         raise ValueError(f"target_layer_ids must lie in -1..{last}, got {list(taps)}")
+    if list(taps) != sorted(set(taps)):
+        raise ValueError(f"target_layer_ids must ascend, each layer once, got {list(taps)}")
     return tuple(taps)
 
 
@@ -344,7 +330,7 @@ def auxiliary_taps(get: Lookup) -> list[int]:
 
 def _drafter_layers(raw: Raw, get: Lookup, depth: int) -> tuple[LayerConfig, ...]:
     """Method, section 2.7: window and causality of every layer."""
-    types = layer_types(raw, depth)
+    types = qwen3_layer_types(raw, depth)
     window = get("swa_window_size", "sliding_window")
     if flag(get, "use_swa") and "sliding_attention" not in types:
         types = ["sliding_attention"] * depth
@@ -361,7 +347,7 @@ def _drafter_layers(raw: Raw, get: Lookup, depth: int) -> tuple[LayerConfig, ...
                 "(Hugging Face's Qwen3Config would drop it and run the layers unbounded)",
                 stacklevel=2,
             )
-    attention, inner = attention_config(raw), require(raw, "intermediate_size")
+    attention, inner = attention_config(whole_rotary(raw)), require(raw, "intermediate_size")
 
     def layer(sliding: bool) -> LayerConfig:
         own = replace(attention, window=window if sliding else None, causal=sliding if causal is None else causal)

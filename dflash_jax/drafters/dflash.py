@@ -22,7 +22,8 @@ from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base
-from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, classes_of, dflash_fields, is_of
+from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
+from dflash_jax.drafters.fields import classes_of, is_of
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass
@@ -30,7 +31,9 @@ from dflash_jax.models.layers import MLP, Linear, RMSNorm, matmul, rms_norm, unf
 from dflash_jax.models.rope import Rope, rotate
 from dflash_jax.models.tables import decoder_layer
 
-CLASSES = r"(Qwen3)?DFlash(Qwen3)?(DraftModel|Model|ForCausalLM)"
+# QwenDFlashDraftModel is AngelSlim's, DFlashSpeculator that of `speculators`, the assistant SGLang 0.5.23's alias
+# (models/dflash.py).
+CLASSES = r"(Qwen3?)?DFlash(Qwen3)?(DraftModel|Model|ForCausalLM|Speculator)|MuseGlimmerAssistantModel"
 canonical_name = base.canonical_name
 
 

@@ -25,11 +25,13 @@ from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.sampling import top_k
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
-from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, Lookup, dflash_fields, is_of
+from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
+from dflash_jax.drafters.fields import Lookup, is_of
 from dflash_jax.mesh import WHOLE, Layout, entered
 from dflash_jax.models.layers import Linear, matmul
 
-CLASSES = r"(Qwen3)?DFlash2(DraftModel|Model|ForCausalLM)"
+# The classes with Beam and MiniMax in their names are aliases in SGLang 0.5.23 (models/dflash.py).
+CLASSES = r"(Qwen3|MiniMax)?DFlash2(Beam)?(DraftModel|Model|ForCausalLM|Speculator)"
 FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
@@ -61,7 +63,7 @@ def config(raw: Raw) -> DFlash2Config:
     Raises:
         ValueError: as for DFlash, or one of the four fields is missing, or groups do not divide the width.
     """
-    fields, get = dflash_fields(raw, FIELDS), Lookup(raw)
+    fields, get = dflash_fields(raw, FIELDS, projectors=("dflash", "dflash2")), Lookup(raw)
     own = {name: require({name: get(name)}, name) for name in FIELDS}
     if fields["hidden_size"] % own["conv_group_size"]:
         width, group = fields["hidden_size"], own["conv_group_size"]

@@ -5,8 +5,9 @@ a head. "gated" and "rnn" heads let the slot's hidden state, or a recurrent stat
 Shapes: B rows, P proposals, R rank, V vocabulary of the drafter.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +18,49 @@ from jaxtyping import Array, Float, Int
 from dflash_jax import checkpoint, sharding
 from dflash_jax.cache import Cache
 from dflash_jax.config import Raw
-from dflash_jax.config_json import require
+from dflash_jax.config_json import mapping, require
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
-from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, Lookup, dflash_fields, flag, is_of
+from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
+from dflash_jax.drafters.fields import Lookup, flag, is_of
+from dflash_jax.drafters.speculators import WHICH_SLOTS
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import WHOLE, Layout, entered
 from dflash_jax.models.layers import project
 
-CLASSES = r"(Qwen3)?DSpark(DraftModel|Model|ForCausalLM)"
-FIELDS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+# LingDSparkModel is an alias of Qwen3DSparkModel in DeepSpec and SGLang 0.5.23 (models/dspark.py).
+CLASSES = r"(Qwen3|Ling)?DSpark(DraftModel|Model|ForCausalLM|Speculator)"
+# ModelOpt says `use_confidence_head`; the others say `enable_confidence_head`.
+FIELDS = """
+    markov_rank markov_head_type enable_confidence_head use_confidence_head confidence_head_with_markov
+""".split()
+# Names that SGLang 0.5.23 reads at the top as well (speculative/dspark_components/dspark_config.py).
+_PREFIXED = {
+    "dspark_block_size": "block_size",
+    "dspark_markov_rank": "markov_rank",
+    "dspark_markov_head_type": "markov_head_type",
+    "dspark_noise_token_id": "mask_token_id",
+    "dspark_target_layer_ids": "target_layer_ids",
+}
+# Where ModelOpt (export/plugins/hf_spec_export.py) and early versions of SpecForge have the tensors of the heads.
+_ALIASES = {
+    "logit_head.": "",
+    "markov_w1.": "markov_head.markov_w1.",
+    "markov_w2.": "markov_head.markov_w2.",
+    "gate_proj.": "markov_head.gate_proj.",
+    "joint_proj.": "markov_head.joint_proj.",
+    "confidence_proj.": "confidence_head.proj.",
+}
 TREE_CANDIDATES = 64  # tokens of a slot that the head of a tree looks at
-canonical_name = base.canonical_name
 Head = Literal["vanilla", "gated", "rnn"]
 
 
 def matches(raw: Raw) -> bool:
     """Whether a config is that of such a drafter."""
-    return is_of(raw, CLASSES, FIELDS)
+    return is_of(raw, CLASSES, [*FIELDS, "dspark_config", *_PREFIXED]) or Lookup(raw)("projector_type") == "dspark"
 
 
 @dataclass(frozen=True)
@@ -58,21 +81,54 @@ class DSparkConfig(DFlashConfig):
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
 
+    def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> Self:
+        """See `DrafterConfig.with_tensors`. A tensor tells whether there is a confidence head, and what it sees: the
+        writers' flags and their defaults differ.
+
+        Raises:
+            ValueError: as there.
+        """
+        config, shape = super().with_tensors(shapes), shapes.get("confidence_head.proj.weight")
+        if shape is None:
+            return config
+        informed = self.markov_rank > 0 and shape[-1] == self.hidden_size + self.markov_rank
+        return replace(config, enable_confidence_head=True, confidence_head_with_markov=informed)
+
+
+def _gathered(raw: Raw) -> Raw:
+    """A config with what lies in `dspark_config`, or under names that begin so, in `dflash_config`.
+
+    Raises:
+        ValueError: one field has two values.
+    """
+    named = {ours: raw[name] for name, ours in _PREFIXED.items() if raw.get(name) is not None}
+    extra, inside = {**mapping(raw, "dspark_config")}, {**mapping(raw, "dflash_config")}
+    for fields in (named, extra):
+        for name, value in fields.items():
+            if value is not None and inside.setdefault(name, value) != value:
+                raise ValueError(f"config.json contradicts itself: {name} is {inside[name]!r:.80} and {value!r:.80}")
+    outside = {name: value for name, value in raw.items() if name not in _PREFIXED and name != "dspark_config"}
+    return {**outside, "dflash_config": inside} if named or extra else raw
+
 
 def config(raw: Raw) -> DSparkConfig:
     """Reads `config.json`.
 
     Raises:
-        ValueError: as for DFlash, or an unknown head.
+        ValueError: as for DFlash, an unknown head, or a config of `speculators` that does not say which slots predict.
     """
-    fields, get = dflash_fields(raw, FIELDS), Lookup(raw)
+    raw = _gathered(raw)
+    if raw.get("speculators_version") and Lookup(raw)("sample_from_anchor") is None:
+        raise ValueError(WHICH_SLOTS)
+    # DeepSpec's, SpecForge's and ModelOpt's trainers shift the labels: the anchor predicts, too.
+    fields, get = dflash_fields(raw, FIELDS, projectors=("dspark",), anchor_predicts=True), Lookup(raw)
     rank, kind = get("markov_rank", default=0), get("markov_head_type", default="vanilla")
     if rank:
         require({"markov_rank": rank}, "markov_rank")
     if kind not in get_args(Head):
         raise ValueError(f"markov_head_type must be one of {', '.join(get_args(Head))}, got {kind!r:.80}")
-    confident, with_markov = (bool(flag(get, name)) for name in FIELDS[2:])
-    informed = confident and with_markov
+    confident = bool(flag(get, "enable_confidence_head", "use_confidence_head"))
+    informed = bool(flag(get, "confidence_head_with_markov")) and confident
     if informed and not rank:
         raise ValueError("confidence_head_with_markov needs a markov_rank above 0")
     return DSparkConfig(
@@ -232,6 +288,15 @@ class Drafter(dflash.Drafter):
         with entered(self.mesh):
             rows = sharding.lookup(self.params["markov_head"]["markov_w2"], ids)
             return product("bwr,bcr->bwc", latent, rows)
+
+
+def canonical_name(name: str) -> str:
+    """Tensor names of published variants, as DeepSpec's."""
+    name = base.canonical_name(name)
+    for alias, ours in _ALIASES.items():
+        if name.startswith(alias):
+            name = ours + name.removeprefix(alias)
+    return name
 
 
 def tensors(config: DSparkConfig, layout: Layout = WHOLE) -> checkpoint.Table:

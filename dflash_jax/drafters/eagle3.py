@@ -8,7 +8,6 @@ side by side, V vocabulary of the drafter.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,101 +21,29 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import checkpoint
 from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
-from dflash_jax.config import LayerConfig, Raw
-from dflash_jax.config_json import DECODER_FIELDS, WINDOW_FIELDS, attention_config, check_fields, layer_types, require
+from dflash_jax.config import Raw
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import TargetModel
-from dflash_jax.drafters import base
-from dflash_jax.drafters.config import DrafterConfig, Lookup, drafter_fields, flag, is_of
+from dflash_jax.drafters import base, eagle3_config
+from dflash_jax.drafters.config import DrafterConfig
+from dflash_jax.drafters.eagle3_config import Eagle3Config, official_taps
 from dflash_jax.mesh import ROWS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, unfuse
-from dflash_jax.models.llama import completed
 from dflash_jax.models.rope import rotate
 
 TREE_WIDTH = 10  # nodes of a depth that a tree goes on from (reference `eagle/model/cnets.py`, `top_k`)
-CLASSES = r"\w*[Ee]agle3\w*"
-canonical_name = base.canonical_name
-_FIELDS = """
-    block_size proposal_sharpness target_layer_ids num_target_layers target_hidden_size draft_vocab_size eagle_config
-    aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids use_aux_hidden_state num_aux_hidden_states
-    norm_before_residual norm_before_fc fc_norm norm_output embed_requires_grad
-    next_layer_regular parallel_draft_step parallel_draft_heads_num_layers use_input_layernorm_in_first_layer
-    use_last_layernorm use_mtp_layernorm
-    ttt_length step_loss_decay draft_num_hidden_layers target_model_name_or_path speculators_version speculators_config
-""".split()
-# What ModelOpt writes of EAGLE-3 as it is; other values are other drafters.
-_MODELOPT = {
-    "next_layer_regular": True,
-    "parallel_draft_step": 1,
-    "parallel_draft_heads_num_layers": None,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
-}
 
-
-def matches(raw: Raw) -> bool:
-    """Whether a config is that of such a drafter."""
-    return is_of(raw, CLASSES)
-
-
-@dataclass(frozen=True)
-class Eagle3Config(DrafterConfig):
-    """An EAGLE-3 drafter.
-
-    Attributes:
-        block_size: verified positions of a step: the anchor's, and one for each pass.
-        qk_norm: whether heads of queries and keys have a norm, as Qwen3's do.
-        norm_before_residual: whether the residual stream begins after the norm of what is known.
-        norm_before_fc: whether the features side by side have a norm before they are fused.
-        fc_norm: whether each tapped layer's features have one (EAGLE-3.1).
-        norm_output: whether a pass hands on what the final norm made, instead of what it was given (EAGLE-3.1).
-    """
-
-    qk_norm: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-
-
-def config(raw: Raw) -> Eagle3Config:
-    """Reads `config.json` of the official layout, of DeepSpec or, flattened, of `speculators`.
-
-    Raises:
-        ValueError: more than one layer, contradictions, or fields that nobody knows.
-    """
-    raw = completed(raw)
-    get = Lookup(raw, "eagle_config")
-    if unknown := set(get.nested) - set(_FIELDS):
-        raise ValueError(f"eagle_config has unknown fields {sorted(unknown)}; they are not ignored")
-    if others := {name: get(name) for name, value in _MODELOPT.items() if get(name) not in (None, value)}:
-        raise ValueError(f"an EAGLE-3 drafter with {others} is not supported")
-    fixed = {"hidden_act": "silu", "mlp_bias": False, "pretraining_tp": 1, "num_hidden_layers": 1}
-    known = [*DECODER_FIELDS, *WINDOW_FIELDS, *_FIELDS]
-    check_fields(raw, known, fixed | {"use_aux_hidden_state": True, "draft_num_hidden_layers": 1})
-    if raw.get("model_type") not in ("llama", "qwen3"):
-        raise ValueError(
-            f"the layer of an EAGLE-3 drafter must be that of llama or qwen3, got {raw.get('model_type')!r}"
-        )
-    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    flags: dict[str, Any] = {name: bool(flag(get, name)) for name in names}
-    if flags["norm_before_fc"] and flags["fc_norm"]:
-        raise ValueError("config.json: norm_before_fc and fc_norm exclude each other")
-    window = require(raw, "sliding_window") if layer_types(raw, 1) == ["sliding_attention"] else None
-    layer = LayerConfig(attention_config(raw, window=window), require(raw, "intermediate_size"))
-    passes = require({"ttt_length": get("ttt_length", default=7)}, "ttt_length")
-    fields = drafter_fields(raw, get, block_size=passes + 1, taps=official_taps)
-    return Eagle3Config(**fields, layers=(layer,), qk_norm=raw["model_type"] == "qwen3", **flags)
+CLASSES, matches, config = eagle3_config.CLASSES, eagle3_config.matches, eagle3_config.config
+canonical_name = eagle3_config.canonical_name
 
 
 def fresh(common: Raw, settings: Any) -> Raw:
     """`config.json` of a new drafter, as DeepSpec writes it; see `dflash.fresh`."""
     own = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": settings.block_size - 1}
-    own["target_layer_ids"] = list(settings.target_layer_ids) or list(official_taps(common["num_target_layers"]))
+    own["target_layer_ids"] = list(settings.target_layer_ids) or sorted({*official_taps(common["num_target_layers"])})
     others = "dflash_config", "block_size", "sample_from_anchor"
     raw = {name: value for name, value in common.items() if name not in others}
     return raw | own | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
@@ -130,11 +57,6 @@ def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
 def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
     """A new parameter, where it is not drawn as all others are."""
     return None
-
-
-def official_taps(num_target_layers: int) -> tuple[int, int, int]:
-    """The layers whose outputs an official drafter taps: below the 3rd, the middle one and the last three."""
-    return 1, num_target_layers // 2 - 1, num_target_layers - 4
 
 
 class EagleState(struct.PyTreeNode):

@@ -8,7 +8,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from dflash_jax import checkpoint, drafters, files, sharding
-from dflash_jax.config import parse_dtype
+from dflash_jax.config import Raw, parse_dtype
+from dflash_jax.drafters import published
 from dflash_jax.drafters.base import UNREAD, Drafter
 from dflash_jax.overrides import overridden
 
@@ -19,6 +20,7 @@ def load_drafter(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     num_target_layers: int | None = None,
+    target: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Drafter:
     """Loads a drafter of any kind from a local directory or a hub id; see `load_target` for the arguments.
@@ -26,19 +28,21 @@ def load_drafter(
     Args:
         num_target_layers: depth of the target. The official EAGLE-3 drafters do not say which layers they tap; it
             follows from this.
+        target: the target's directory. Some drafters have their mask token as text only; its tokenizer knows the id.
         overrides: fields of `config.json` to replace, by name.
 
     Raises:
-        ValueError: as `load_target`; or the layers that it taps are not known.
+        ValueError: as `load_target`; or the layers that it taps are not known, or its mask token, or which of its slots
+            predict.
     """
     array_type = parse_dtype(dtype)
     directory = checkpoint.resolve(source, "drafter")
-    with files.reading(directory / "config.json") as path:
-        raw = overridden(checkpoint.read_json(path), overrides)
-        kind, config = drafters.KINDS[drafters.kind_of(raw)], drafters.drafter_config(raw, num_target_layers)
+    with files.reading(directory / "config.json"):
+        raw = read_drafter_config(source, overrides)
+        kind, config = drafters.KINDS[drafters.kind_of(raw)], drafters.drafter_config(raw, num_target_layers, target)
     with files.reading(directory):
         reader = checkpoint.Reader(directory, kind.canonical_name)
-        config = config.with_tensors(reader.names())
+        config = config.with_tensors({name: reader.shape(name) for name in reader.names()})
         layout = sharding.check_layout(config, mesh)
         unread = lambda name: name.endswith(UNREAD)
         table = kind.tensors(config, layout)
@@ -47,3 +51,17 @@ def load_drafter(
             del params["d2t"]  # all tokens, in the target's order
             config = replace(config, own_vocabulary=False)
         return kind.Drafter(params, config, layout=layout, mesh=mesh)
+
+
+def read_drafter_config(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Raw:
+    """The object in a drafter's `config.json`, with what is known of published ones by their hub ids.
+
+    Args:
+        source: a directory or a hub id.
+        overrides: fields to replace (see `overrides.overridden`).
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    raw = checkpoint.read_json(checkpoint.resolve(source, "drafter") / "config.json")
+    return overridden(published.completed(raw, str(source)), overrides)

@@ -27,7 +27,8 @@ from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
-from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields, is_of
+from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
+from dflash_jax.drafters.fields import is_of
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models.layers import Linear, RMSNorm
 from dflash_jax.sharding import Rule

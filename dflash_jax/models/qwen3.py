@@ -13,7 +13,7 @@ from dflash_jax.config_json import (
     attention_config,
     check_fields,
     fp8_fields,
-    layer_types,
+    qwen3_layer_types,
     require,
     target_fields,
 )
@@ -28,15 +28,8 @@ def config(raw: Raw) -> TargetConfig:
         raw, [*DECODER_FIELDS, *WINDOW_FIELDS, "quantization_config"], {"hidden_act": "silu", "mlp_bias": False}
     )
     depth = require(raw, "num_hidden_layers")
-    if raw.get("use_sliding_window") and "sliding_window" not in raw:
-        raise ValueError("config.json: use_sliding_window needs sliding_window, a number or null (no window)")
+    types = qwen3_layer_types(raw, depth)
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
-    types = layer_types(raw, depth)
-    if raw.get("layer_types") is None and window is not None:
-        full = raw.get("max_window_layers", 28)
-        if not isinstance(full, int):
-            raise ValueError(f"config.json: max_window_layers must be an integer, got {full!r:.80}")
-        types = ["full_attention" if i < full else "sliding_attention" for i in range(depth)]
     if window is not None:
         require(raw, "sliding_window")
     if "sliding_attention" in types and window is None:

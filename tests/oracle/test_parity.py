@@ -40,7 +40,8 @@ def make_target(directory, **changes):
     return target
 
 
-def make_drafter(directory, **changes):
+def make_drafter(directory, *, without=(), **changes):
+    """An official drafter, and its directory; its `config.json` lacks the fields `without`, as older ones do."""
     nested = {"mask_token_id": MASK, "target_layer_ids": [0, 2]} | changes.pop("dflash_config", {})
     raw = SHAPE | {"num_hidden_layers": 3, "rope_theta": 10000.0} | changes
     config = transformers.Qwen3Config(**raw)
@@ -52,6 +53,9 @@ def make_drafter(directory, **changes):
     drafter = randomise(kind(config), 1).eval()
     drafter.save_pretrained(directory)
     assert drafter.config.architectures == [kind.__name__]
+    file = directory / "config.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in written.items() if name not in without}))
     return drafter
 
 
@@ -113,6 +117,12 @@ DRAFTERS = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "sliding_window": 9,
         "use_sliding_window": True,
+    },
+    "windows of older fields": {
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+        "without": ["layer_types"],
     },
     "windows, not causal": {
         "layer_types": ["sliding_attention"] * 3,

@@ -111,9 +111,10 @@ def test_answers_say_where_steps_began(place, tmp_path):
 @pytest.mark.slow
 def test_an_official_eagle_drafter_is_continued(place, tmp_path):
     """Its config does not say which layers it taps; what is saved does."""
-    deep = tiny.write_target(tmp_path / "target", tiny.target_config(num_hidden_layers=6))
-    official = {"architectures": ["LlamaForCausalLMEagle3"], "num_target_layers": 6}
+    deep = tiny.write_target(tmp_path / "target", tiny.target_config(num_hidden_layers=8))
+    official = {"architectures": ["LlamaForCausalLMEagle3"], "num_target_layers": 8}
     raw = tiny.kinds()["eagle3.1"] | official
+    del raw["target_layer_ids"]
     started = tiny.write_drafter(tmp_path / "official", raw)
     del raw["num_target_layers"]
     (started / "config.json").write_text(json.dumps(raw))
@@ -126,8 +127,8 @@ def test_an_official_eagle_drafter_is_continued(place, tmp_path):
     assert main([*evaluation, "--drafter", str(started), "--max-samples", "2"]) == 0
     export = ["export", "--run", str(tmp_path / "run"), "--output", str(tmp_path / "new")]
     assert main([*export, "--dtype", "float32"]) == 0
-    assert load_drafter(tmp_path / "new").taps == (1, 2, 2)
-    assert planning._parsed((tiny.target_config(num_hidden_layers=6), raw))[1].target_layer_ids == (1, 2, 2)
+    assert load_drafter(tmp_path / "new").taps == (1, 3, 4)
+    assert planning._parsed((tiny.target_config(num_hidden_layers=8), raw))[1].target_layer_ids == (1, 3, 4)
 
 
 def test_regenerating_continues(place, capsys):
