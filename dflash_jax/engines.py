@@ -91,14 +91,12 @@ def engine_config(
     from dflash_jax.mesh import rows_of
 
     _check_options(generation, options)
-    check_length(target.config, options.max_length)
-    parts, most, sizes = rows_of(target.mesh), target.config.max_position_embeddings, needs.sizes or []
-    max_length, kept, chunk = options.max_length, options.prefix_chunks, needs.chunk
-    if max_length is None and options.deterministic:  # nor may the length of the rows follow from other requests
-        max_length = min(DETERMINISTIC_LENGTH, most or DETERMINISTIC_LENGTH)
-    if max_length is None:
+    parts, sizes, kept, chunk = rows_of(target.mesh), needs.sizes or [], options.prefix_chunks, needs.chunk
+    wanted = DETERMINISTIC_LENGTH  # nor may the length of the rows follow from other requests
+    if not options.deterministic:
         needed = max((prompt + new for prompt, new in sizes), default=1)
-        max_length = min(-(-needed // 256) * 256, most or needed)
+        wanted = -(-needed // 256) * 256 if target.config.most_positions else needed
+    max_length = row_length(target.config, options.max_length, wanted)
     slots = -(-generation.batch_size // parts) * parts
     lengths = None
     if options.short_length is not None:
@@ -126,6 +124,16 @@ def engine_config(
         plain=plain,
         deterministic=options.deterministic,
     )
+
+
+def row_length(config: "TargetConfig", given: int | None, wanted: int) -> int:
+    """How many tokens a row may hold: as many as are given, else as are wanted and the target has positions for.
+
+    Raises:
+        ValueError: as `check_length`.
+    """
+    check_length(config, given)
+    return given if given is not None else min(wanted, config.most_positions or wanted)
 
 
 def check_length(config: "TargetConfig", max_length: int | None) -> None:

@@ -103,7 +103,7 @@ def _text(
     """A target's tokenizer, and the settings of a request that names none."""
     from dflash_jax.infer.text import Text
 
-    longest = min(filter(None, (max_length, config.max_position_embeddings)), default=None)
+    longest = min(filter(None, (max_length, config.most_positions)), default=None)
     text = Text(directory, generation.chat_template_kwargs, longest)
     ends = config.eos_token_ids
     if not ends and text.end_token is not None:

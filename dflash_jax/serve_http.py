@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, optional
-from dflash_jax.engines import engine_for, needs_of
+from dflash_jax.engines import engine_for, needs_of, row_length
 from dflash_jax.infer.progress import warm_up
 from dflash_jax.loading import load
 
@@ -92,9 +92,8 @@ def serve_http(
         length = LENGTH if engine_options.max_length is None else engine_options.max_length
         loaded = load(models, generation, speculative=speculative, max_length=length)
         target = loaded.target
-        if engine_options.max_length is None:
-            length = min(target.config.max_position_embeddings or length, length)
-            engine_options = replace(engine_options, max_length=length)
+        length = row_length(target.config, engine_options.max_length, LENGTH)
+        engine_options = replace(engine_options, max_length=length)
         needs = needs_of(target.config, [], engine_options, logprobs=MOST_ALTERNATIVES, growing=True)
         engine = engine_for(loaded, needs, generation, engine_options, plain=not engine_options.deterministic)
         warm_up(engine)

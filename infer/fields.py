@@ -25,7 +25,8 @@ INERT = frozenset(
     model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options
     prompt_cache_retention verbosity request_id session_id rid priority cache_salt include_obfuscation prediction
     parallel_tool_calls include_reasoning separate_reasoning stream_reasoning spaces_between_special_tokens
-    return_meta_info stream_options mm_processor_kwargs
+    return_meta_info stream_options mm_processor_kwargs media_io_kwargs return_cached_tokens_details extra_key
+    data_parallel_rank cache_prompt keep_alive id_slot timings_per_token return_progress usage
     """.split()
 )
 # Accepted with a value that changes nothing.
@@ -53,6 +54,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "typical_p": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (-1,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "dynatemp_range": (0,),
+    "return_routed_experts": (False,),
+    "session_params": ({},),
+    "custom_params": ({},),
+    "transforms": ([],),
+    "plugins": ([],),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
     "logits_processors": ([],),
@@ -67,7 +80,8 @@ UNSUPPORTED = frozenset(
     audio moderation guided_json guided_regex guided_choice guided_grammar guided_decoding_backend
     guided_whitespace_pattern json_schema regex ebnf grammar structural_tag truncate_prompt_tokens lora_path
     adapter early_stopping diversity_penalty num_beams min_new_tokens logit_processor custom_logit_processor images
-    image_data video_data input_ids bootstrap_host kv_transfer_params vllm_xargs chat_template
+    image_data video_data input_ids bootstrap_host kv_transfer_params vllm_xargs chat_template add_special_tokens
+    stop_regex reasoning thinking enable_thinking input_embeds n_predict
     """.split()
 )
 
@@ -83,6 +97,8 @@ def check_fields(row: Mapping[str, Any], known: Collection[str]) -> None:
     """
     for name, value in row.items():
         if value is None or name in known or name in INERT:
+            continue
+        if name == "best_of" and value == row.get("n"):
             continue
         if name in NEUTRAL:
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]):

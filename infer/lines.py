@@ -256,7 +256,7 @@ def sample_count(row: Mapping[str, Any]) -> int:
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else stop or []
+    stops = [stop] if isinstance(stop, str) and stop else stop or []
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
         raise RequestError("invalid_parameter", f"stop must be a string or a list of strings, got {stop!r:.80}")
     if len(stops) > MOST_STOPS:

@@ -1,11 +1,14 @@
 """The socket of the HTTP server, and the time that a client has to send the head of a request and to take an answer."""
 
 import ipaddress
+import re
 import socket
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+ABSOLUTE = re.compile(r"https?://[^/]*", re.IGNORECASE)  # before the path, as proxies send it (RFC 9112, 3.2.2)
 
 
 def is_local(host: str) -> bool:
@@ -80,7 +83,12 @@ def make_server(app: Any, client_seconds: float, shutdown_seconds: float) -> uvi
             if self.cycle is None or self.cycle.response_complete:
                 self.transport.abort()  # `close` would wait until everything is taken
 
+    async def by_path(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and (host := ABSOLUTE.match(scope["path"])):
+            scope = scope | {"path": scope["path"][host.end() :] or "/"}
+        await app(scope, receive, send)
+
     config = uvicorn.Config(
-        app, http=Protocol, log_level="info", timeout_graceful_shutdown=max(1, round(shutdown_seconds))
+        by_path, http=Protocol, log_level="info", timeout_graceful_shutdown=max(1, round(shutdown_seconds))
     )
     return uvicorn.Server(config)

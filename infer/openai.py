@@ -44,7 +44,9 @@ def model_name(body: Mapping[str, Any], default: str = "dflash-jax") -> str:
 
 def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
     """The plain form of a request body; raises RequestError for a field that would be ignored (see `fields`)."""
-    check_fields(body, BODY)
+    # A chat template writes the special tokens itself; plain text gets the tokenizer's.
+    own = lambda name, value: name == "add_special_tokens" and value is (endpoint == TEXT)
+    check_fields({name: value for name, value in body.items() if not own(name, value)}, BODY)
     plain = {name: body[name] for name in COMMON if name in body}
     if (alternatives := _alternatives(body, endpoint)) is not None:
         plain["logprobs"] = alternatives
@@ -77,7 +79,7 @@ def _alternatives(body: Mapping[str, Any], endpoint: str) -> int | None:
     elif most is not None:
         raise RequestError("invalid_parameter", f"top_logprobs is of {CHAT}; {TEXT} takes a number as logprobs")
     else:
-        name, count = "logprobs", given
+        name, count = "logprobs", None if given is False else given
     if count is not None and (type(count) is not int or not 0 <= count <= MOST_ALTERNATIVES):
         raise RequestError(
             "invalid_parameter", f"{name} must be an integer in 0..{MOST_ALTERNATIVES}, got {count!r:.60}"

@@ -96,7 +96,7 @@ def make_app(
 
     async def health(request: HTTPRequest) -> Response:
         if worker.failure:
-            return _error(500, "engine_failed", str(worker.failure))
+            return _error(500, "engine_failed", worker.blamed(worker.failure))
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: HTTPRequest) -> Response:
@@ -160,7 +160,7 @@ class Service:
             async with asyncio.timeout(self._limits.client_seconds):
                 raw = await _body(request, self._limits.request_bytes)
             if worker.failure:
-                return _error(500, "engine_failed", str(worker.failure))
+                return _error(500, "engine_failed", worker.blamed(worker.failure))
             asked = await self._admitted(raw, endpoint)
         except ClientDisconnect:
             return Response(status_code=499)
@@ -184,7 +184,7 @@ class Service:
                     return Response(status_code=499)
                 body = await loop.run_in_executor(self._writing, self._whole, asked, done)
             except Exception as error:
-                return _error(500, "engine_failed", str(error))
+                return _error(500, "engine_failed", worker.blamed(error))
             return WholeAnswer(body, present.pop_all().close)
 
     async def _admitted(self, raw: bytes, endpoint: str) -> Asked:
@@ -263,7 +263,7 @@ class Service:
                 yield event(choices=[], usage=tokens(), **last)
             yield b"data: [DONE]\n\n"
         except Exception as error:  # the status line is long gone
-            yield b"data: %s\n\n" % _json({"error": {"message": str(error), "code": "engine_failed"}})
+            yield b"data: %s\n\n" % _json({"error": {"message": worker.blamed(error), "code": "engine_failed"}})
 
 
 def _json(value: Any) -> bytes:

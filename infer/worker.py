@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -11,6 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.requests import Completion, Request
+
+_log = logging.getLogger("dflash_jax")
 
 
 class OverloadedError(Exception):
@@ -81,6 +84,14 @@ class Worker:
         """Ends the thread after its turn of work."""
         self._inbox.put(None)
         self._thread.join()
+
+    def blamed(self, error: Exception) -> str:
+        """What a client is told of an error that is not the client's. Its text, which may name paths and sizes that are
+        nobody's business, goes to the log."""
+        if error is self.failure:  # logged when it happened
+            return "the engine failed, and answers nothing any more; the server's log says why"
+        _log.error("a request failed", exc_info=error)
+        return "the server failed on this request; its log says why"
 
     def enter(self, requests: int) -> None:
         """Counts requests in, until `leave`. Where none is present, any number may come.
@@ -175,6 +186,7 @@ class Worker:
                 self._waiting.set(self.engine.waiting)
         except Exception as error:  # whoever waits must learn of it, and whoever comes later too
             self.failure = error
+            _log.error("the engine failed, and answers nothing any more", exc_info=error)
             while self._listeners:
                 self._listeners.popitem()[1](error)
             while (job := self._inbox.get()) is not None:

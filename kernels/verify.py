@@ -2,21 +2,37 @@
 
 A kernel that was never run on some chip may fail to compile there, or compute something else. So the first time a shape
 is met, the kernel and the XLA implementation run a small case of it. A kernel that fails is replaced, with a warning.
+A device whose memory is full says nothing about the kernel: it is replaced this time, and asked again the next.
 """
 
+import re
 import threading
 import warnings
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 0.02}  # of the largest value
+# What XLA says of a kernel that asks for more of a core's own memory than there is, however empty the device is.
+OWN_MEMORY = re.compile(r"vmem|smem|shared memory", re.IGNORECASE)
 _known: dict[Hashable, str | None] = {}
 _asking = threading.Lock()
+
+
+class Finding(NamedTuple):
+    """What a trial says of a kernel.
+
+    Attributes:
+        trouble: what is wrong, or None.
+        lasting: whether another trial would find the same.
+    """
+
+    trouble: str | None
+    lasting: bool = True
 
 
 @runtime_checkable
@@ -39,45 +55,53 @@ class AnyTrial(Hashable, Protocol):
 def trouble(name: str, kernel: ModuleType, trial: AnyTrial) -> str | None:
     """What is wrong with the implementation of this name, or None; it may be asked while a program is traced.
 
-    The answer is kept, for this kind of device, this kernel and this trial. Of several processes all must ask, in the
-    same order, and the first decides for all: they run one program. The first to know of trouble warns.
+    The answer is kept, for this kind of device, this kernel and this trial, unless the device had no memory for the
+    trial. Of several processes all must ask, in the same order, and the first decides for all: they run one program.
+    The first to know of trouble warns.
     """
     key = jax.local_devices()[0].device_kind, kernel, trial
     with _asking:
-        if key not in _known:
-            # In a thread of its own there is no program being traced, and no mesh.
-            with ThreadPoolExecutor(1) as apart:
-                _known[key] = apart.submit(_agreed, name, trial).result()
-            if _known[key] and jax.process_index() == 0:
-                called = ".".join(kernel.__name__.split(".")[-2:])
-                warnings.warn(
-                    f"the kernel {called} is not used for {trial}, which XLA runs instead: {_known[key]}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-    return _known[key]
+        if key in _known:
+            return _known[key]
+        # In a thread of its own there is no program being traced, and no mesh.
+        with ThreadPoolExecutor(1) as apart:
+            found = apart.submit(_agreed, name, trial).result()
+        if found.lasting:
+            _known[key] = found.trouble
+        if found.trouble and jax.process_index() == 0:
+            called = ".".join(kernel.__name__.split(".")[-2:])
+            warnings.warn(
+                f"the kernel {called} is not used for {trial}, which XLA runs instead: {found.trouble}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return found.trouble
 
 
-def _agreed(name: str, trial: AnyTrial) -> str | None:
+def _agreed(name: str, trial: AnyTrial) -> Finding:
     """What the first process finds, in every process."""
-    found = _compared(name, trial) if jax.process_index() == 0 else None
+    found = _compared(name, trial) if jax.process_index() == 0 else Finding(None)
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
-        fails = int(multihost_utils.broadcast_one_to_all(np.int32(found is not None)))
-        found = (found or "the first process found it to fail") if fails else None
+        said = np.asarray([found.trouble is not None, found.lasting], np.int32)
+        fails, lasting = map(bool, multihost_utils.broadcast_one_to_all(said))
+        found = Finding((found.trouble or "the first process found it to fail") if fails else None, lasting)
     return found
 
 
-def _compared(name: str, trial: AnyTrial) -> str | None:
+def _compared(name: str, trial: AnyTrial) -> Finding:
     try:
         with jax.debug_nans(False):  # a trial holds NaN where nothing may be read
             results = [jax.tree.leaves(jax.device_get(trial.run(each))) for each in (name, "xla")]
     except Exception as error:  # a compiler raises whatever it likes
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"
+        text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"
+        if "RESOURCE_EXHAUSTED" in str(error) and not OWN_MEMORY.search(str(error)):
+            return Finding(f"no memory for its trial, which the next program repeats ({text})", lasting=False)
+        return Finding(text)
     for got, expected in zip(*results, strict=True):
         got, expected = (np.asarray(x, np.float64) for x in (got, expected))
         apart = np.max(np.abs(got - expected)) / (np.max(np.abs(expected)) or 1)
         if not apart <= trial.tolerance:  # nor may it be NaN
-            return f"results differ by {apart:.2g} of the largest value, and may by {trial.tolerance:g}"
-    return None
+            return Finding(f"results differ by {apart:.2g} of the largest value, and may by {trial.tolerance:g}")
+    return Finding(None)

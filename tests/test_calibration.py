@@ -92,6 +92,21 @@ def test_what_is_stored_of_depths_that_were_never_right():
     assert learnt.sharpness == [1.5, 1.5, MOST, MOST, MOST]
 
 
+def test_timing_the_steps_of_an_engine_teaches_nothing(tmp_path):
+    """Steps are timed on random tokens, which say nothing of how far the drafter's scores are to be trusted."""
+    target = load_target(tiny.write_target(tmp_path / "target", tiny.target_config()))
+    drafter = load_drafter(tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config()))
+    engine = Engine(target, drafter, slots=1, max_length=64, tree=6)
+    learned = engine.batch.state.calibration
+    learned = learned.replace(hits=learned.hits + 2, likelihood=learned.likelihood - 3)
+    before = jax.device_get(learned)
+    engine.batch.state = engine.batch.state.replace(calibration=learned)
+    assert all(seconds > 0 for seconds in engine.batch.step_seconds().values())
+    after = engine.batch.state.calibration
+    np.testing.assert_array_equal(after.hits, before.hits)
+    np.testing.assert_array_equal(after.likelihood, before.likelihood)
+
+
 def test_an_engine_learns_unless_it_is_deterministic(tmp_path):
     target = load_target(tiny.write_target(tmp_path / "target", tiny.target_config()))
     drafter = load_drafter(tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config()))

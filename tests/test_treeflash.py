@@ -84,10 +84,7 @@ def test_a_tree_is_that_of_a_heap(pair, nodes, monkeypatch):
             logits[drafter.config.mask_token_id] = -np.inf
             for token, score in enumerate(logits - np.logaddexp.reduce(logits)):
                 heapq.heappush(frontier, (cost - score, (*path, token)))
-        paths = [()]
-        for token, parent in zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True):
-            paths.append((*paths[parent], token))
-        assert set(paths) == set(found)
+        assert _paths(tree.tokens[row].tolist(), tree.parents[row].tolist()) == set(found)
     assert leaves > 0
 
 
@@ -100,3 +97,27 @@ def test_without_the_correction_it_is_a_dflash_drafter(pair, tmp_path):
     ours, theirs = (spec_generate(pair[0], drafter, [[5, 9, 11]], **settings) for drafter in (loaded, v1))
     assert ours == theirs
     assert jax.tree.structure(loaded.params) == jax.tree.structure(v1.params)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
+def test_a_correction_of_zero_proposes_the_trees_of_a_dflash_drafter(pair, tmp_path, temperature):
+    """At a high temperature too, where the noise that draft and target share decides which tokens are likely."""
+    target, drafter = pair
+    v1 = load_drafter(tiny.write_drafter(tmp_path / "dflash", tiny.drafter_config(block_size=5)))
+    params = jax.tree.map(jnp.copy, drafter.params)
+    params |= {name: v1.params[name] for name in v1.params}
+    params["ar_approximation"]["d"]["weight"] = jnp.zeros_like(params["ar_approximation"]["d"]["weight"])
+    choice = tiny.choice_of(2, 4, tiny.VOCAB, temperature).replace(nodes=12)
+    asked = jnp.asarray([5, 9]), jnp.zeros(2, jnp.int32), 5, choice
+    trees = [one.propose(target, one.init_state(2, 16), *asked) for one in (v1, drafter.replace(params=params))]
+    for row in range(2):
+        paths = [_paths(tree.tokens[row].tolist(), tree.parents[row].tolist()) for tree in trees]
+        assert paths[0] == paths[1]
+
+
+def _paths(tokens, parents):
+    """The path to each node."""
+    paths = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*paths[parent], token))
+    return set(paths)

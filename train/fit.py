@@ -156,10 +156,14 @@ class Run:
         config, metrics = self.config, {}
         begin, at = time.perf_counter(), int(self.state.step)
         self._evaluate_if_due(at, progress)
+        with self._on_mesh():
+            batch = self.batch(at) if at < self.steps else None
         for step in range(at, self.steps):
-            with self._on_mesh():
-                self.state, values = self._step(self.target, self.drafter, self.state, self.batch(step))
             done = step + 1
+            with self._on_mesh():
+                self.state, values = self._step(self.target, self.drafter, self.state, batch)
+                # The device computes the step; whoever asks for its figures, as `finite`, waits for it.
+                batch = self.batch(done) if done < self.steps else None
             if step == at:
                 begin = time.perf_counter()
             if not bool(values["finite"]):

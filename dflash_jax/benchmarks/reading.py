@@ -163,8 +163,8 @@ def _read_alone(inputs: tuple[Array, ...], state: Float[Array, "1 K G H Hv"], wi
         if width > 1:
             out, state = read_prompt(q, k, v, g, beta, state)
         else:
-            out, u, gamma = read_block(q, k, v, g, beta, state, None)
-            state = advance(state, k, u, gamma, jnp.ones(1, jnp.int32))
+            out, u = read_block(q, k, v, g, beta, state, None)
+            state = advance(state, k, u, g, jnp.ones(1, jnp.int32))
         return state, total + jnp.sum(out)
 
     return jax.lax.fori_loop(0, inputs[0].shape[1] // width, once, (state, jnp.zeros(())))

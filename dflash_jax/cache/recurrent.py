@@ -24,13 +24,13 @@ class Corrections(struct.PyTreeNode):
 
     Attributes:
         k, u: keys and corrections.
-        gamma: logarithm of what is left of the state at each position.
+        g: logarithm of what each position keeps of the state.
         inputs: of the convolution.
     """
 
     k: Float[Array, "B T K H"]
     u: Float[Array, "B T K G Hv"]
-    gamma: Float[Array, "B T K G"]
+    g: Float[Array, "B T K G"]
     inputs: Float[Array, "B T C"]
 
 
@@ -84,7 +84,7 @@ class Recurrent(struct.PyTreeNode):
             if path is not None:
                 pick = lambda x: jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)
                 added: Corrections = jax.tree.map(pick, fresh)
-            s = advance(old.s, added.k, added.u, added.gamma, kept)
+            s = advance(old.s, added.k, added.u, added.g, kept)
             after = State(s, last_inputs(old.inputs, added.inputs, kept))
         put = lambda all, new: new if rows is None else all.at[rows].set(new)
         return self.replace(s=put(self.s, after.s), inputs=put(self.inputs, after.inputs))

@@ -132,7 +132,7 @@ class Drafter(struct.PyTreeNode):
         if not self.config.own_head:
             return target.head(hidden.astype(target.dtype))
         with entered(self.mesh):
-            return project(hidden, self.params["lm_head"])
+            return project(hidden, sharding.gathered(self.params["lm_head"], "lm_head"))
 
     def teacher_forced(
         self,

@@ -200,7 +200,7 @@ class Drafter(dflash.Drafter):
     def score(self, target: TargetModel, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
         hidden, latent = seen
         logits = self.unembed(target, hidden[None])[0]
-        return logits + project(latent[None], heads["markov_w2"])[0] if heads else logits
+        return logits + self.bias(latent[None], heads["markov_w2"])[0] if heads else logits
 
     def latent(
         self, carried: Float[Array, "M R"], previous: Int[Array, " M"], hidden: Float[Array, "M D"]
@@ -221,15 +221,16 @@ class Drafter(dflash.Drafter):
             gate = jax.nn.sigmoid(gate)
             return gate * carried + (1 - gate) * jnp.tanh(candidate), jnp.tanh(out)
 
-    def bias(self, latent: Float[Array, "B P R"]) -> Float[Array, "B P V"]:
-        """What is added to logits, in float32."""
+    def bias(self, latent: Float[Array, "B P R"], weight: Float[Array, "V R"] | None = None) -> Float[Array, "B P V"]:
+        """What is added to logits, in float32; with another weight than the drafter's own, if one is given."""
+        weight = self.params["markov_head"]["markov_w2"] if weight is None else weight
         with entered(self.mesh):
-            return project(latent, sharding.gathered(self.params["markov_head"]["markov_w2"], "markov_w2"))
+            return project(latent, sharding.gathered(weight, "markov_w2"))
 
     def bias_of(self, latent: Float[Array, "B W R"], ids: Int[Array, "B C"]) -> Float[Array, "B W C"]:
         """The same for some tokens."""
         with entered(self.mesh):
-            rows = self.params["markov_head"]["markov_w2"][ids]
+            rows = sharding.lookup(self.params["markov_head"]["markov_w2"], ids)
             return product("bwr,bcr->bwc", latent, rows)
 
 

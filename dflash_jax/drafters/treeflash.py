@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -24,7 +25,6 @@ from dflash_jax.config_json import mapping
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.sampling import top_k
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields, is_of
@@ -152,7 +152,7 @@ class Drafter(dflash.Drafter):
         if not self.config.corrected:
             return choice.propose(plain, **self.choosable)
         count = min(TOP, plain.shape[-1]) if choice.nodes else 1
-        _, best = top_k(plain[:, :-1], count)
+        _, best = choice.best(choice.allowed(plain[:, :-1], **self.choosable), count, vocabulary=self.vocabulary)
         best = best if self.vocabulary is None else self.vocabulary[best]
         first = jnp.broadcast_to(anchor[:, None, None], (anchor.shape[0], 1, count))
         before = jnp.concatenate([first, best], axis=1)
@@ -167,9 +167,10 @@ class Drafter(dflash.Drafter):
         """The best paths through the table of what follows each token of the slot before."""
         B, P, M, _ = logits.shape
         allowed = choice.allowed(logits.reshape(B, P * M, -1), **self.choosable)
-        scores, ids = top_k(allowed, min(CANDIDATES, allowed.shape[-1]))
+        each, count = allowed.reshape(B, P, M, -1), min(CANDIDATES, allowed.shape[-1])
+        likely = lambda logits: choice.best(logits, count, vocabulary=self.vocabulary)  # of all slots, after one token
+        scores, ids = jax.vmap(likely, in_axes=2, out_axes=2)(each)
         ids = ids if self.vocabulary is None else self.vocabulary[ids]
-        scores, ids = (x.reshape(B, P, M, -1) for x in (scores, ids))
 
         def expand(slot: int, tips: Tips, _: None) -> tuple[Options, None]:
             same = before[:, slot, None] == tips.tokens[:, :, None]

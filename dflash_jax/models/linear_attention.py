@@ -110,8 +110,8 @@ class LinearAttention(nn.Module):
             out, fresh = _prompt(q, k, v, g, beta, inputs, old, at)
         else:
             visible = at.visible if at.visible is None or at.visible.ndim == 3 else at.visible[None]
-            out, u, gamma = read_block(q, k, v, g, beta, old.s, visible)
-            fresh = Corrections(k, u, gamma, inputs)
+            out, u = read_block(q, k, v, g, beta, old.s, visible)
+            fresh = Corrections(k, u, g, inputs)
         norm = self.param("norm", nn.initializers.ones, (Hv,))
         out = rms_norm(out.astype(x.dtype), norm, self.eps).reshape(B, T, -1)
         gated = out.astype(jnp.float32) * nn.silu(z.astype(jnp.float32))

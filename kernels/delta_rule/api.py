@@ -3,7 +3,11 @@
     u_t = beta_t (v_t - exp(g_t) S_{t-1}' k_t)      S_t = exp(g_t) S_{t-1} + k_t u_t'      o_t = S_t' q_t
 
 A correction u depends on a position's ancestors alone, so what is accepted of a block is committed from the block's
-keys and corrections, with nothing to undo. Everything is float32: errors of a state stay in it.
+keys, corrections and decays, with nothing to undo. Everything is float32: errors of a state stay in it.
+
+What is left at t of something that position i added is exp(g_{i+1} + ... + g_t). That sum is taken over its own
+positions. As a difference of two sums from the block's beginning it would keep their rounding errors, which are
+large where one position in between forgets nearly everything (g = -1e5, say).
 Shapes: B rows, T block positions, J committed positions, K key heads, G value heads that share one, H key dim, Hv value
 dim.
 """
@@ -31,18 +35,18 @@ def read_block(
     visible: Bool[Array, "#B T T"] | None,
     *,
     implementation: Name | None = None,
-) -> tuple[Float[Array, "B T K G Hv"], Float[Array, "B T K G Hv"], Float[Array, "B T K G"]]:
+) -> tuple[Float[Array, "B T K G Hv"], Float[Array, "B T K G Hv"]]:
     """A block after a state that it only reads.
 
     Args:
         q, k: of unit length, q scaled.
-        g: logarithm of what is kept of the state, not positive.
+        g: logarithm of what is kept of the state, not positive; what is below `reference.FORGOTTEN` is like -inf.
         beta: how far a position corrects the state.
         visible: which positions a position sees: its ancestors and itself, which stand in order; None is causal.
         implementation: "xla" or "tpu" (Pallas); see `dispatch`.
 
     Returns:
-        Outputs; and, for `advance`, the corrections, and the logarithm of what is left of the state at each position.
+        Outputs, and the corrections, which `advance` needs.
 
     Raises:
         ValueError: the named implementation does not serve this case; the message says why.
@@ -51,27 +55,31 @@ def read_block(
     if visible is None:
         visible = jnp.tril(jnp.ones((1, q.shape[1], q.shape[1]), bool))
 
-    def local(q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array, Array]:
+    def local(q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array]:
         chosen = choose(IMPLEMENTATIONS, k, v, implementation=implementation, trial=Trial.of(k, v, tree))
         return chosen.read_block(q, k, v, *rest)
 
     heads, states = P(*rows, None, HEADS), P(*rows, HEADS)
     specs = (heads, heads, heads, heads, heads, states, rows if visible.shape[0] > 1 else P())
-    return on_each_device(local, specs, (heads, heads, heads))(q, k, v, g, beta, state, visible)
+    return on_each_device(local, specs, (heads, heads))(q, k, v, g, beta, state, visible)
 
 
 def advance(
     state: Float[Array, "B K G H Hv"],
     k: Float[Array, "B J K H"],
     u: Float[Array, "B J K G Hv"],
-    gamma: Float[Array, "B J K G"],
+    g: Float[Array, "B J K G"],
     kept: Int[Array, " B"],
 ) -> Float[Array, "B K G H Hv"]:
-    """The state after the first `kept` of these positions, which follow one another; what is not kept is arbitrary."""
+    """The state after the first `kept` of these positions, which follow one another; what is not kept is arbitrary.
+
+    Args:
+        k, u, g: keys, corrections and decays of a block, or of a path of its tree, as in `read_block`.
+    """
     rows = P(split_rows(k.shape[0]))
     heads, states = P(*rows, None, HEADS), P(*rows, HEADS)
     specs = (states, heads, heads, heads, rows)
-    return on_each_device(reference.advance, specs, states)(state, k, u, gamma, kept)
+    return on_each_device(reference.advance, specs, states)(state, k, u, g, kept)
 
 
 def read_prompt(

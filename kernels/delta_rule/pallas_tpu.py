@@ -12,6 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
+from .reference import FORGOTTEN
+
 LANES, SUBLANES = 128, 8
 
 
@@ -32,12 +34,10 @@ def read_block(
     beta: Float[Array, "B T K G"],
     state: Float[Array, "B K G H Hv"],
     seen: Bool[Array, "#B T T"],
-) -> tuple[Float[Array, "B T K G Hv"], Float[Array, "B T K G Hv"], Float[Array, "B T K G"]]:
+) -> tuple[Float[Array, "B T K G Hv"], Float[Array, "B T K G Hv"]]:
     """See `api.read_block`."""
     (B, T, K, H), (G, Hv) = q.shape, v.shape[3:]
     seen = jnp.broadcast_to(seen, (B, T, T))
-    exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    gamma = jnp.einsum("bti,bikg->bkgt", seen.astype(jnp.float32), g, **exact)
     short = -T % SUBLANES  # positions that see themselves alone, and correct nothing
     size = T + short
     pad = lambda x, axis: jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)])
@@ -46,7 +46,7 @@ def read_block(
         pad(q.transpose(0, 2, 1, 3), 2),
         pad(k.transpose(0, 2, 1, 3), 2),
         pad(v.transpose(0, 2, 3, 1, 4), 3),
-        pad(gamma, 3)[..., None, :],
+        pad(jnp.maximum(g, FORGOTTEN).transpose(0, 2, 3, 1), 3)[..., None, :],
         pad(beta.transpose(0, 2, 3, 1), 3)[..., None, :],
         state,
         mask,
@@ -67,7 +67,7 @@ def read_block(
         name="delta_rule",
     )(*operands)
     back = lambda x: x[:, :, :, :T].transpose(0, 3, 1, 2, 4)
-    return back(out), back(u), gamma.transpose(0, 3, 1, 2)
+    return back(out), back(u)
 
 
 def _kernel(
@@ -75,7 +75,7 @@ def _kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
-    gamma_ref: Any,
+    g_ref: Any,
     beta_ref: Any,
     s_ref: Any,
     seen_ref: Any,
@@ -90,10 +90,13 @@ def _kernel(
     at = jax.lax.broadcasted_iota(jnp.int32, (T, T), 0), jax.lax.broadcasted_iota(jnp.int32, (T, T), 1)
     itself = at[0] == at[1]
     column = lambda row: jnp.sum(jnp.where(itself, row, 0.0), axis=1, keepdims=True)
+    mask, after = seen.astype(jnp.float32), seen & ~itself
     for i in range(count):
-        gamma, beta = gamma_ref[i], column(beta_ref[i])
-        left = column(gamma)
-        decay = jnp.exp(jnp.where(seen, left - gamma, -jnp.inf))
+        g, beta = g_ref[i], column(beta_ref[i])
+        # Of each pair, the sum over the positions between them (see `reference.log_decays`).
+        between = jnp.dot(mask, jnp.where(after, column(g), 0.0), **exact)
+        left = jnp.sum(mask * g, axis=1, keepdims=True)
+        decay = jnp.exp(jnp.where(seen, between, -jnp.inf))
         system = jnp.where(itself, 0.0, beta * keys * decay)
         state, left = s_ref[i], jnp.exp(left)
         known = jnp.dot(jnp.concatenate([k, q]), state, **exact)

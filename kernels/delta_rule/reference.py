@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 CHUNK = 64  # positions whose corrections are solved for at once
 LEAF = 8  # of a triangular system that is solved row by row
+FORGOTTEN = -200.0  # the exponential of this, and of all that is less, is 0 in float32
 
 
 def declines(k: Float[Array, "B T K H"], v: Float[Array, "B T K G Hv"]) -> str | None:
@@ -40,19 +41,29 @@ def unit_lower_inverse(A: Float[Array, "*L T T"]) -> Float[Array, "*L T T"]:
     return jnp.concatenate([top, bottom], axis=-2)
 
 
+def log_decays(
+    g: Float[Array, "*L T K G"], seen: Bool[Array, "*L T T"]
+) -> tuple[Float[Array, "*L K G T"], Float[Array, "*L K G T T"]]:
+    """Logarithms of what is left at each position of the state before the block, and of what each position that it
+    sees added: sums of `g` over the positions between, each on its own. All terms of a sum have one sign, so it is as
+    exact as they are; and none is infinite, so a product with a mask of zeros and ones is a sum."""
+    g, mask = jnp.maximum(g, FORGOTTEN), seen.astype(jnp.float32)
+    after = jnp.where(jnp.eye(seen.shape[-1], dtype=bool), False, seen)  # [m, i]: m stands after i
+    terms = jnp.where(after[..., None, None, :, :], jnp.moveaxis(g, -3, -1)[..., None], 0.0)
+    return product("...ti,...ikg->...kgt", mask, g), product("...tm,...kgmi->...kgti", mask, terms)
+
+
 def _within(
     q: Float[Array, "*L T K H"],
     k: Float[Array, "*L T K H"],
-    gamma: Float[Array, "*L K G T"],
+    fading: Float[Array, "*L K G T T"],
     beta: Float[Array, "*L K G T"],
     seen: Bool[Array, "*L T T"],
 ) -> tuple[Float[Array, "*L K G T T"], Float[Array, "*L K G T T"]]:
     """What positions make of each other: the system I + A of their corrections, inverted, and the weights of these in
-    the outputs. `gamma` is the logarithm of what is left of the state at each position."""
+    the outputs. `fading` is the logarithm of what is left at each position of what another added."""
     T = k.shape[-3]
-    # The exponent is of a difference: two exponentials would overflow.
-    visible = seen[..., None, None, :, :]
-    decay = jnp.exp(jnp.where(visible, gamma[..., :, None] - gamma[..., None, :], -jnp.inf))
+    decay = jnp.exp(jnp.where(seen[..., None, None, :, :], fading, -jnp.inf))
     keys = product("...tkh,...ikh->...kti", k, k)[..., None, :, :]
     queries = product("...tkh,...ikh->...kti", q, k)[..., None, :, :]
     before = ~jnp.eye(T, dtype=bool)
@@ -68,39 +79,35 @@ def read_block(
     beta: Float[Array, "B T K G"],
     state: Float[Array, "B K G H Hv"],
     seen: Bool[Array, "#B T T"],
-) -> tuple[Float[Array, "B T K G Hv"], Float[Array, "B T K G Hv"], Float[Array, "B T K G"]]:
+) -> tuple[Float[Array, "B T K G Hv"], Float[Array, "B T K G Hv"]]:
     """See `api.read_block`."""
     seen = jnp.broadcast_to(seen, (q.shape[0], *seen.shape[1:]))
-    gamma = product("bti,bikg->bkgt", seen.astype(jnp.float32), g)
+    left, fading = log_decays(g, seen)
     rate = beta.transpose(0, 2, 3, 1)
-    solved, weights = _within(q, k, gamma, rate, seen)
-    left = jnp.exp(gamma)[..., None]
+    solved, weights = _within(q, k, fading, rate, seen)
+    left = jnp.exp(left)[..., None]
     read = product("btkh,bkghv->bkgtv", jnp.concatenate([k, q], axis=1), state)  # the state is read once
     known, found = jnp.split(read, 2, axis=3)
     u = product("bkgti,bkgiv->bkgtv", solved, rate[..., None] * (v.transpose(0, 2, 3, 1, 4) - left * known))
     out = left * found + product("bkgti,bkgiv->bkgtv", weights, u)
-    return out.transpose(0, 3, 1, 2, 4), u.transpose(0, 3, 1, 2, 4), gamma.transpose(0, 3, 1, 2)
+    return out.transpose(0, 3, 1, 2, 4), u.transpose(0, 3, 1, 2, 4)
 
 
 def advance(
     state: Float[Array, "B K G H Hv"],
     k: Float[Array, "B J K H"],
     u: Float[Array, "B J K G Hv"],
-    gamma: Float[Array, "B J K G"],
+    g: Float[Array, "B J K G"],
     kept: Int[Array, " B"],
 ) -> Float[Array, "B K G H Hv"]:
     """See `api.advance`."""
-    last = jnp.take_along_axis(gamma, jnp.maximum(kept - 1, 0)[:, None, None, None], axis=1)
-    last = jnp.where((kept > 0)[:, None, None, None], last, 0.0)
-    taken = (jnp.arange(k.shape[1])[None] < kept[:, None])[:, :, None, None]
-    weight = jnp.exp(jnp.where(taken, last - gamma, -jnp.inf))
     # What was not accepted may be anything, even NaN.
-    added = product(
-        "bjkh,bjkgv->bkghv",
-        jnp.where(taken, k, 0.0),
-        jnp.where(taken, weight, 0.0)[..., None] * jnp.where(taken[..., None], u, 0.0),
-    )
-    return jnp.exp(last[:, 0, :, :, None, None]) * state + added
+    taken = (jnp.arange(k.shape[1])[None] < kept[:, None])[:, :, None, None]
+    k, u, g = jnp.where(taken, k, 0.0), jnp.where(taken[..., None], u, 0.0), jnp.where(taken, g, 0.0)
+    since = jnp.cumsum(g[:, ::-1], axis=1)[:, ::-1]  # from each position to the last one that is kept
+    after = jnp.concatenate([since[:, 1:], jnp.zeros_like(since[:, :1])], axis=1)
+    added = product("bjkh,bjkgv->bkghv", k, jnp.exp(after)[..., None] * u)
+    return jnp.exp(since[:, 0, :, :, None, None]) * state + added
 
 
 def read_prompt(
@@ -123,27 +130,27 @@ def read_prompt(
     q, k, v, g, beta, documents = (cut(x) for x in (pad(q), pad(k), pad(v), pad(g), pad(beta), documents))
     order = jnp.tril(jnp.ones((chunk, chunk), bool))
     seen = order[None, None] & (documents[..., :, None] == documents[..., None, :])
-    gamma = product("bcti,bcikg->bckgt", seen.astype(jnp.float32), g)
+    kept, fading = log_decays(g, seen)
     rate = beta.transpose(0, 1, 3, 4, 2)
-    solved, weights = _within(q, k, gamma, rate, seen)
+    solved, weights = _within(q, k, fading, rate, seen)
     # Which positions go on from the state before their chunk.
     first = jnp.concatenate([before[:, None], documents[:, :-1, -1]], axis=1)
     goes_on = (documents == first[..., None])[:, :, None, None]
-    left = jnp.where(goes_on, jnp.exp(gamma), 0.0)
+    left = jnp.where(goes_on, jnp.exp(kept), 0.0)
     wanted = product("bckgti,bckgiv->bckgtv", solved, rate[..., None] * v.transpose(0, 1, 3, 4, 2, 5))
     keys = k.transpose(0, 1, 3, 2, 4)[:, :, :, None]
     reads = product("bckgti,bckgih->bckgth", solved, (rate * left)[..., None] * keys)
     queries = left[..., None] * q.transpose(0, 1, 3, 2, 4)[:, :, :, None]
     ends = (documents == documents[..., -1:])[:, :, None, None]
-    fading = jnp.exp(jnp.where(ends, gamma[..., -1:] - gamma, -jnp.inf))[..., None] * keys
+    lasting = jnp.exp(jnp.where(ends, fading[..., -1, :], -jnp.inf))[..., None] * keys
     keep = left[..., -1]
 
     def one(state: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
-        wanted, reads, queries, weights, fading, keep = xs
+        wanted, reads, queries, weights, lasting, keep = xs
         u = wanted - product("bkgth,bkghv->bkgtv", reads, state)
         out = product("bkgth,bkghv->bkgtv", queries, state) + product("bkgti,bkgiv->bkgtv", weights, u)
-        return keep[..., None, None] * state + product("bkgth,bkgtv->bkghv", fading, u), out
+        return keep[..., None, None] * state + product("bkgth,bkgtv->bkghv", lasting, u), out
 
-    by_chunk = [x.swapaxes(0, 1) for x in (wanted, reads, queries, weights, fading, keep)]
+    by_chunk = [x.swapaxes(0, 1) for x in (wanted, reads, queries, weights, lasting, keep)]
     state, out = jax.lax.scan(one, state, tuple(by_chunk))
     return out.transpose(1, 0, 4, 2, 3, 5).reshape(B, T + short, *v.shape[3:])[:, :T], state

@@ -29,7 +29,7 @@ class Trial(NamedTuple):
         return 2e-5
 
     def run(self, implementation: str) -> tuple[Array, ...]:
-        """Keys that are alike, and little decay: the hardest system to solve."""
+        """Keys that are alike, and little decay: the hardest system to solve. One head forgets all at one position."""
         from .api import read_block
 
         def call(key: PRNGKeyArray) -> tuple[Array, ...]:
@@ -39,6 +39,7 @@ class Trial(NamedTuple):
             heads = self.rows, self.T, self.K
             q, k = (unit(draw(i, *heads, self.H) + 1) for i in (0, 1))
             g, beta = -0.05 * jax.random.uniform(keys[2], (*heads, self.G)), jax.nn.sigmoid(2 + draw(3, *heads, self.G))
+            g = g.at[:, self.T // 4, 0, 0].set(-1e5)
             state = draw(4, self.rows, self.K, self.G, self.H, self.Hv)
             visible = None
             if self.tree:  # two branches

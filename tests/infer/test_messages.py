@@ -151,6 +151,8 @@ def test_neutral_fields_change_nothing(text):
         "reasoning_effort": "low",
         "response_format": {"type": "text"},
         "best_of": 1,
+        "stop": "",
+        "mirostat": 0,
         "echo": False,
         "skip_special_tokens": True,
         "top_k": -1,

@@ -8,7 +8,7 @@ import pytest
 from dflash_jax.infer import reports
 from dflash_jax.infer.asked import read_body
 from dflash_jax.infer.fields import BODY, INERT, NEUTRAL, UNSUPPORTED
-from dflash_jax.infer.openai import CHAT, TEXT
+from dflash_jax.infer.openai import CHAT, TEXT, plain_body
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Completion, RequestError
 from dflash_jax.infer.text import Text
@@ -121,3 +121,14 @@ def test_any_value_of_any_field_is_read_or_an_error_of_that_request():
             for value in HOSTILE:
                 with contextlib.suppress(RequestError):
                     read(endpoint, **{name: value})
+
+
+def test_values_that_ask_for_nothing_on_one_endpoint():
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    assert plain_body({**chat, "add_special_tokens": False}, CHAT)
+    assert plain_body({"prompt": "a", "add_special_tokens": True}, TEXT)
+    assert "logprobs" not in plain_body({"prompt": "a", "logprobs": False}, TEXT)
+    assert plain_body({"prompt": "a", "n": 2, "best_of": 2}, TEXT)["n"] == 2
+    for body in ({"add_special_tokens": False}, {"best_of": 2}):
+        with pytest.raises(RequestError, match="is not supported"):
+            plain_body({"prompt": "a", **body}, TEXT)

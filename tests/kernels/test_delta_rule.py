@@ -54,7 +54,7 @@ single = lambda inputs: [jnp.asarray(x, jnp.float32) for x in inputs]
 @pytest.mark.parametrize("T", [1, 7, 16, 64, 100])
 def test_a_block_and_what_is_committed_of_it(T, alike):
     inputs = case(T, 16, 24, alike)
-    out, u, gamma = jax.jit(read_block)(*single(inputs), None)
+    out, u = jax.jit(read_block)(*single(inputs), None)
     expected, corrections, states = recurrence(*inputs)
     close(out, expected)
     close(u, corrections)
@@ -62,7 +62,7 @@ def test_a_block_and_what_is_committed_of_it(T, alike):
     for kept in sorted({0, 1, T // 2, T}):
         # What is not kept may be anything.
         rest = lambda x, kept=kept: jnp.where((np.arange(T) < kept).reshape(1, T, *[1] * (x.ndim - 2)), x, jnp.nan)
-        given = *map(rest, (single(inputs)[1], u, gamma)), jnp.full(B, kept)
+        given = *map(rest, (single(inputs)[1], u, single(inputs)[3])), jnp.full(B, kept)
         close(commit(jnp.asarray(inputs[5], jnp.float32), *given), states[kept - 1] if kept else inputs[5])
 
 
@@ -74,13 +74,13 @@ def test_a_tree_and_its_paths(alike):
     ancestors = np.eye(T, dtype=bool)
     for t in range(1, T):
         ancestors[t] |= ancestors[parents[t]]
-    out, u, gamma = jax.jit(read_block)(*single(inputs), jnp.asarray(ancestors)[None])
+    out, u = jax.jit(read_block)(*single(inputs), jnp.asarray(ancestors)[None])
     expected, corrections, states = recurrence(*inputs, parents=parents)
     close(out, expected)
     close(u, corrections)
     for leaf in (0, 11, T - 1):
         path = np.flatnonzero(ancestors[leaf])
-        picked = [x[:, path] for x in (single(inputs)[1], u, gamma)]
+        picked = [x[:, path] for x in (single(inputs)[1], u, single(inputs)[3])]
         close(advance(jnp.asarray(inputs[5], jnp.float32), *picked, jnp.full(B, len(path))), states[leaf])
 
 

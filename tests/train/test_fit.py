@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -179,6 +180,50 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_state(target, start, exa
     again = Run(tmp_path, target, *start, examples, CONFIG)
     assert int(again.state.step) == 4
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(again.state.params))
+
+
+def test_the_next_rows_are_packed_while_the_device_works():
+    """Whoever reads a figure of a step waits for it, so that comes last; and a run packs no rows beyond its end."""
+    told = []
+
+    class Figure:
+        """What the device computes: known once it is asked for."""
+
+        def __init__(self, name, value):
+            self.name, self.value = name, value
+
+        def __bool__(self):
+            told.append(self.name)
+            return self.value
+
+        def __float__(self):
+            return 0.0
+
+    class Short(Run):
+        def __init__(self, good):
+            self.config, self.steps, self.target, self.drafter, self.mesh = CONFIG, 3, None, None, None
+            self.state, self._evaluate, self._every, self.directory = SimpleNamespace(step=0), None, 1, "the run"
+            self._good, self.config = good, dataclasses.replace(CONFIG, save_every=0, log_every=100)
+
+        def batch(self, step):
+            told.append(f"rows {step}")
+            return step
+
+        def _step(self, target, drafter, state, rows):
+            told.append(f"step {rows}")
+            figure = Figure(f"figures {rows}", rows < self._good)
+            return SimpleNamespace(step=rows + 1), {"finite": figure, "loss": figure, "gradient_norm": figure}
+
+        def _log(self, metrics):
+            pass
+
+    expected = "rows 0, step 0, rows 1, figures 0, step 1, rows 2, figures 1, step 2, figures 2".split(", ")
+    Short(good=3)._loop(lambda step, metrics: None, [])
+    assert told == expected
+    told.clear()
+    with pytest.raises(NotFiniteError, match="step 2: loss 0.0"):  # before another step begins
+        Short(good=1)._loop(lambda step, metrics: None, [])
+    assert told == expected[:7]
 
 
 @pytest.mark.slow
