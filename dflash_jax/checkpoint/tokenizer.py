@@ -1,11 +1,12 @@
 """The token ids in a checkpoint's tokenizer files, read without building a tokenizer, which takes seconds."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
 from dflash_jax.files import read_json, reading, said
 
+LONGEST_SPECIAL = 1000  # characters of a special token
 MOST_UNLISTED = 1_000_000  # tokens that a file of another kind may hold, such as `tokenizer.model`
 
 
@@ -38,9 +39,28 @@ def check_tokenizer_files(directory: Path) -> None:
                 _checked(ids, others + len(ids))
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path := directory / name).is_file():
-            longest = read_json(path).get("model_max_length")
-            if not isinstance(longest, int | float | None):
-                raise ValueError(f"{path}: model_max_length must be a number, got {longest!r:.60}")
+            with reading(path):
+                raw = read_json(path)
+                if not isinstance(longest := raw.get("model_max_length"), int | float | None):
+                    raise ValueError(f"model_max_length must be a number, got {longest!r:.60}")
+                _check_special(raw)
+
+
+def _check_special(raw: Mapping[str, object]) -> None:
+    """Raises ValueError for special tokens that are too long: to add one takes a time that grows with its square."""
+    for name, value in raw.items():
+        special = name.endswith(("_token", "_special_tokens")) or name.startswith("added_tokens")
+        if special and any(len(text) > LONGEST_SPECIAL for text in _strings(value)):
+            raise ValueError(f"{name} must have at most {LONGEST_SPECIAL} characters a token")
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Every string inside."""
+    if isinstance(value, str):
+        yield value
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for each in inside:
+        yield from _strings(each)
 
 
 @lru_cache(4)
@@ -49,6 +69,7 @@ def _of_tokenizer(path: Path, size: int, modified: int) -> frozenset[int]:
     with reading(path):
         try:
             raw = read_json(path)
+            _check_special(raw)
             vocabulary, added = raw["model"]["vocab"], raw.get("added_tokens") or []
             ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
             return _checked([*ids, *(token["id"] for token in added)], len(ids) + len(added))

@@ -1,5 +1,7 @@
 """Text of answers that grow."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -89,6 +91,11 @@ def _ends_after(text, tokens, stop, after):
         ("special_tokens_map.json", "[]", "special_tokens_map.json must hold a JSON object"),
         ("tokenizer.json", '{"model": null}', "must hold a tokenizer"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 0, "b": 1000000000}}}', "1000000000 is no id of 2 tokens"),
+        (
+            "tokenizer_config.json",
+            json.dumps({"unk_token": "x" * 10**5}),
+            "unk_token must have at most",
+        ),
         ("vocab.json", '{"a": 4000000000}', "vocab.json: 4000000000 is no id of"),
         ("added_tokens.json", '{"a": null}', "added_tokens.json: None is no id of"),
     ],
