@@ -307,7 +307,7 @@ def test_the_first_process_decides_for_all(bad, said):
         for index in range(2)
     ]
     try:
-        told = [process.communicate(timeout=300)[0] for process in run]
+        told = [process.communicate(timeout=600)[0] for process in run]
     finally:  # one that waits for the other would wait for ever
         for process in run:
             process.kill()
