@@ -126,7 +126,7 @@ def test_a_process_that_dies_stops_no_other(pair, tmp_path):
 
 def test_an_interrupt_finishes_what_is_in_progress(pair, tmp_path, monkeypatch, capsys):
     source, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
-    assert serve.main(command(pair, source, tmp_path / "whole.jsonl")) == 0
+    assert serve.main(command(pair, source, tmp_path / "whole.jsonl", "--batch-size", "2")) == 0
     append = Journal.append
 
     def interrupted(self, record):
@@ -147,7 +147,7 @@ def test_an_interrupt_finishes_what_is_in_progress(pair, tmp_path, monkeypatch, 
 @pytest.mark.slow
 def test_a_second_interrupt_stops_at_once(pair, tmp_path, monkeypatch, capsys):
     source, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
-    assert serve.main(command(pair, source, tmp_path / "whole.jsonl")) == 0
+    assert serve.main(command(pair, source, tmp_path / "whole.jsonl", "--batch-size", "3")) == 0
     append = Journal.append
 
     def insisted(self, record):
@@ -160,7 +160,7 @@ def test_a_second_interrupt_stops_at_once(pair, tmp_path, monkeypatch, capsys):
     assert len(records(output)) == 1  # though two more were in progress
     assert "interrupted" in capsys.readouterr().err
     monkeypatch.setattr(Journal, "append", append)
-    assert serve.main(command(pair, source, output)) == 0
+    assert serve.main(command(pair, source, output, "--batch-size", "3")) == 0
     assert records(output) == records(tmp_path / "whole.jsonl")
 
 
@@ -333,7 +333,8 @@ def test_turns_are_a_conversation(pair, tmp_path):
     output = tmp_path / "out.jsonl"
     rows = [{"id": "c", "turns": ["ab", "cd", "ef"]}, {"id": "long", "turns": ["ab", "c" * 300]}]
     source = write(tmp_path / "in.jsonl", rows)
-    assert serve.main(command(pair, source, output, "--ordered", "--max-length", "200", "--batch-size", "2")) == 1
+    options = ["--max-length", "200", "--batch-size", "2"]  # in all of it, so that it compiles once
+    assert serve.main(command(pair, source, output, "--ordered", *options)) == 1
     talk, long = (json.loads(line) for line in output.read_text().splitlines())
     assert len(talk["turns"]) == 3
     assert talk["text"] == talk["turns"][2]["text"]
@@ -341,7 +342,7 @@ def test_turns_are_a_conversation(pair, tmp_path):
     for turn, following in zip(talk["turns"], ["cd", "ef", None], strict=True):
         (tmp_path / "alone.jsonl").unlink(missing_ok=True)
         alone = write(tmp_path / "alone-in.jsonl", [{"id": "c", "messages": messages}])
-        assert serve.main(command(pair, alone, tmp_path / "alone.jsonl", "--max-length", "200")) == 0
+        assert serve.main(command(pair, alone, tmp_path / "alone.jsonl", *options)) == 0
         expected = json.loads((tmp_path / "alone.jsonl").read_text())
         assert turn == {name: expected[name] for name in turn}
         messages += [{"role": "assistant", "content": turn["text"]}, {"role": "user", "content": following}]
