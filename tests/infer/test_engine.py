@@ -222,7 +222,8 @@ def test_requests_come_and_go(target, drafter):
         assert completion.submitted <= completion.started <= completion.first_token <= completion.finished
 
 
-@pytest.mark.parametrize("waits", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [True, False])
 def test_time_between_steps_is_not_decoding(target, drafter, waits, monkeypatch):
     """Nor does it weigh on the choice of the block size: the next visit is under way while the caller does other
     things, like the turn of another engine in a benchmark."""
