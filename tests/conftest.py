@@ -15,6 +15,7 @@ if os.environ.get("DFLASH_TESTS_OPTIMISED") != "1":
     os.environ["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for the network
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch and numpy: pytest's workers take all cores
 
 import jax
 import pytest
