@@ -1,7 +1,12 @@
 """Strict JAX for every test, and a tiny random pair written to disk and read by the real loader."""
 
+import gc
+import inspect
+import math
 import os
+import re
 from importlib.metadata import version
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Hundreds of small programs are compiled and run once or twice: compile fast, not well, if .ci/run does not ask for it.
@@ -10,6 +15,7 @@ if os.environ.get("DFLASH_TESTS_OPTIMISED") != "1":
     os.environ["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for the network
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch and numpy: pytest's workers take all cores
 
 import jax
 import pytest
@@ -36,10 +42,34 @@ from tests import tiny
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forget_programs():
-    """Every compiled program holds memory maps, of which a process may have some 65,000; then XLA crashes."""
+def forget_programs(request):
+    """The compiled programs of a file serve the next ones, too. Not those of a file that patches what is compiled. And
+    every program holds memory maps, of which a process may have some 65,000; then XLA crashes."""
+    apart = _patches_modules(request.module)
+    if apart:
+        jax.clear_caches()
     yield
-    jax.clear_caches()
+    if apart or _memory_maps() > 20_000:
+        jax.clear_caches()
+
+
+def _patches_modules(file):
+    """Whether a test file sets attributes of modules of the package or of JAX."""
+    named = re.findall(r"setattr\((\w+|\"[\w.]+\"),", inspect.getsource(file))
+    modules = (name.strip('"') if name[0] == '"' else getattr(vars(file).get(name), "__name__", "") for name in named)
+    return any(name.split(".")[0] in ("dflash_jax", "jax") for name in modules)
+
+
+def _memory_maps():
+    maps = Path("/proc/self/maps")
+    return len(maps.read_bytes().splitlines()) if maps.exists() else math.inf
+
+
+def pytest_collection_finish():
+    """What was imported stays: the garbage collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

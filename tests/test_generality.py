@@ -110,11 +110,12 @@ def test_entries_follow_the_layers(toy):
 def test_chunks_give_the_logits_of_one_pass(toy):
     tokens = jnp.asarray([PROMPTS[1]])
     positions = jnp.arange(13)[None]
-    hidden, features, _ = toy.forward(tokens, positions, None, toy.init_cache(1, 32), taps=(0, 2))
+    forward = jax.jit(partial(toy.forward, visible=None, taps=(0, 2)))
+    hidden, features, _ = forward(tokens, positions, cache=toy.init_cache(1, 32), lengths=jnp.asarray([0]))
     cache, parts, at = toy.init_cache(1, 32), [], 0
     for size in (5, 1, 7):
         lengths, piece = jnp.asarray([at]), slice(at, at + size)
-        out = toy.forward(tokens[:, piece], positions[:, piece], None, cache, lengths, taps=(0, 2))
+        out = forward(tokens[:, piece], positions[:, piece], cache=cache, lengths=lengths)
         from dflash_jax.cache import commit
 
         cache, at = commit(cache, out[2], lengths, jnp.asarray([size])), at + size
@@ -133,7 +134,7 @@ def test_chunks_give_the_logits_of_one_pass(toy):
         pytest.param({"slots": 2, "prefill_chunk": 4, "steps_per_visit": 1}, marks=pytest.mark.slow),
         {"slots": 2, "prefill_chunk": 4, "prefix_chunks": 8},
         pytest.param({"slots": 2, "block_size": 3}, marks=pytest.mark.slow),
-        {"slots": 3, "prefill_chunk": 4, "short_length": 16},
+        pytest.param({"slots": 3, "prefill_chunk": 4, "short_length": 16}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -216,7 +217,7 @@ def test_a_slice_that_cannot_be_honoured_raises(directory):
     "settings",
     [
         pytest.param({"slots": 2, "prefill_chunk": 4}, marks=pytest.mark.slow),
-        {"slots": 2, "prefill_chunk": 4, "prefix_chunks": 8},
+        pytest.param({"slots": 2, "prefill_chunk": 4, "prefix_chunks": 8}, marks=pytest.mark.slow),
         {"slots": 3, "prefill_chunk": 4, "short_length": 16, "forked": True},
         pytest.param({"slots": 2, "prefix_chunks": 8, "block_size": "auto", "forked": True}, marks=pytest.mark.slow),
     ],
@@ -303,7 +304,7 @@ def test_random_trees_equal_autoregressive_decoding(request, drafter, which, how
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("which", ["qwen3", "toy"])
+@pytest.mark.parametrize("which", ["qwen3", pytest.param("toy", marks=pytest.mark.slow)])
 def test_a_tree_of_rank_one_equals_the_chain_bit_for_bit(target, toy, drafter, which):
     target = target if which == "qwen3" else toy
     chain = make_round(target, drafter, 6, "coupled")  # calibrating would be another program

@@ -126,7 +126,7 @@ def test_a_process_that_dies_stops_no_other(pair, tmp_path):
 
 def test_an_interrupt_finishes_what_is_in_progress(pair, tmp_path, monkeypatch, capsys):
     source, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
-    assert serve.main(command(pair, source, tmp_path / "whole.jsonl")) == 0
+    assert serve.main(command(pair, source, tmp_path / "whole.jsonl", "--batch-size", "2")) == 0
     append = Journal.append
 
     def interrupted(self, record):
@@ -147,7 +147,7 @@ def test_an_interrupt_finishes_what_is_in_progress(pair, tmp_path, monkeypatch, 
 @pytest.mark.slow
 def test_a_second_interrupt_stops_at_once(pair, tmp_path, monkeypatch, capsys):
     source, output = write(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
-    assert serve.main(command(pair, source, tmp_path / "whole.jsonl")) == 0
+    assert serve.main(command(pair, source, tmp_path / "whole.jsonl", "--batch-size", "3")) == 0
     append = Journal.append
 
     def insisted(self, record):
@@ -160,7 +160,7 @@ def test_a_second_interrupt_stops_at_once(pair, tmp_path, monkeypatch, capsys):
     assert len(records(output)) == 1  # though two more were in progress
     assert "interrupted" in capsys.readouterr().err
     monkeypatch.setattr(Journal, "append", append)
-    assert serve.main(command(pair, source, output)) == 0
+    assert serve.main(command(pair, source, output, "--batch-size", "3")) == 0
     assert records(output) == records(tmp_path / "whole.jsonl")
 
 
@@ -176,7 +176,7 @@ def test_an_interrupt_while_programs_are_compiled(pair, tmp_path, monkeypatch, c
         if len(compiled) == 2:
             for _ in range(signals):
                 os.kill(os.getpid(), signal.SIGINT)
-            stopped.wait(60)
+            stopped.wait(600)
         return compile_one(self, *options)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", slow)
@@ -290,7 +290,7 @@ def test_a_failed_write_ends_the_command(pair, tmp_path, cause):
         while process.poll() is None and not (output.exists() and output.stat().st_size):
             time.sleep(0.02)
         output.unlink()
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == 2, error
     assert "error: " in error
 
@@ -333,7 +333,8 @@ def test_turns_are_a_conversation(pair, tmp_path):
     output = tmp_path / "out.jsonl"
     rows = [{"id": "c", "turns": ["ab", "cd", "ef"]}, {"id": "long", "turns": ["ab", "c" * 300]}]
     source = write(tmp_path / "in.jsonl", rows)
-    assert serve.main(command(pair, source, output, "--ordered", "--max-length", "200", "--batch-size", "2")) == 1
+    options = ["--max-length", "200", "--batch-size", "2"]  # in all of it, so that it compiles once
+    assert serve.main(command(pair, source, output, "--ordered", *options)) == 1
     talk, long = (json.loads(line) for line in output.read_text().splitlines())
     assert len(talk["turns"]) == 3
     assert talk["text"] == talk["turns"][2]["text"]
@@ -341,7 +342,7 @@ def test_turns_are_a_conversation(pair, tmp_path):
     for turn, following in zip(talk["turns"], ["cd", "ef", None], strict=True):
         (tmp_path / "alone.jsonl").unlink(missing_ok=True)
         alone = write(tmp_path / "alone-in.jsonl", [{"id": "c", "messages": messages}])
-        assert serve.main(command(pair, alone, tmp_path / "alone.jsonl", "--max-length", "200")) == 0
+        assert serve.main(command(pair, alone, tmp_path / "alone.jsonl", *options)) == 0
         expected = json.loads((tmp_path / "alone.jsonl").read_text())
         assert turn == {name: expected[name] for name in turn}
         messages += [{"role": "assistant", "content": turn["text"]}, {"role": "user", "content": following}]
@@ -400,11 +401,11 @@ def test_an_interrupted_command_waits_for_no_thread():
     code = (
         "import threading, time\n"
         "from dflash_jax.infer.interrupt import INTERRUPTED, exit_quietly\n"
-        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "threading.Thread(target=time.sleep, args=(3600,)).start()\n"
         "print('said')\n"
         "exit_quietly(INTERRUPTED)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (130, "said\n", "")
 
 

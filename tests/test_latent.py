@@ -96,9 +96,12 @@ def test_packed_documents_without_a_cache(pair):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 60, (1, 60)))
     starts = jnp.asarray([[0] * 25 + [25] * 35])
     at = jnp.arange(60)[None]
-    packed, *_ = target.forward(tokens, at, None, target.init_cache(1, 0), starts=starts)
+    forward = jax.jit(
+        lambda tokens, at, starts: target.forward(tokens, at, None, target.init_cache(1, 0), starts=starts)
+    )
+    packed, *_ = forward(tokens, at, starts)
     for first, last in ((0, 25), (25, 60)):  # absorbed, and expanded as the whole row
-        alone, *_ = target.forward(tokens[:, first:last], at[:, : last - first], None, target.init_cache(1, 0))
+        alone, *_ = forward(tokens[:, first:last], at[:, : last - first], None)
         np.testing.assert_allclose(packed[:, first:last], alone, atol=1e-5)
 
 

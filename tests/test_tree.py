@@ -118,7 +118,7 @@ def test_ranks_of_one_are_the_chain():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("nodes", [1, 7, 40])
+@pytest.mark.parametrize("nodes", [1, pytest.param(7, marks=pytest.mark.slow), 40])
 def test_growth_finds_the_best_paths_where_tokens_depend_on_those_before(nodes, temperature):
     rows, depth, V = 5, 4, 12
     table = jax.random.normal(jax.random.key(1), (rows, depth, V, V)) * 2
@@ -273,7 +273,7 @@ MORE = [pytest.param(n, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for n 
 
 @pytest.mark.lossless
 @pytest.mark.parametrize("asked", ["filtered", pytest.param("greedy", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("nodes", [1, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (31, 63)), *MORE])
+@pytest.mark.parametrize("nodes", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 31, 63)), *MORE])
 def test_nor_on_its_size(nodes, asked, directory, target, plain):
     drafter = load_drafter(directory / "dflash")
     got = spec_generate(target, drafter, PROMPTS, tree=nodes, **SETTINGS, **ASKED[asked])

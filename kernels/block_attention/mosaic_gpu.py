@@ -243,7 +243,8 @@ def _load(ref):
     """What stands in memory, in registers as a product would have it."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # jax 0.10 wants one
+    asked = inspect.signature(plgpu.load).parameters.get("idx")
+    index = ((),) if asked and asked.default is inspect.Parameter.empty else ()  # jax 0.10 wants one, 0.11 warns at it
     return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)
 
 

@@ -19,7 +19,7 @@ class Slow:
         self.begun, self.go_on = [], threading.Event()
 
     def lower(self, number):
-        return type("Lowered", (), {"compile": lambda _: self.begun.append(number) or self.go_on.wait(60)})()
+        return type("Lowered", (), {"compile": lambda _: self.begun.append(number) or self.go_on.wait(600)})()
 
 
 def test_what_was_compiled_is_found(monkeypatch):
@@ -39,17 +39,16 @@ def test_an_error_of_the_compiler_is_raised():
 
 
 def test_nothing_is_waited_for_once_it_is_to_end():
-    slow, looks = Slow(), []
+    slow = Slow()
 
     def look():
-        looks.append(time.perf_counter())
         if slow.begun:
             raise KeyboardInterrupt
 
     begin = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         compile_all([(slow, (n,)) for n in range(1000)], look)
-    assert time.perf_counter() - begin < 10
+    assert time.perf_counter() - begin < 300
     slow.go_on.set()
     time.sleep(0.2)
     assert len(slow.begun) < 100  # those under way, of which there are few

@@ -36,7 +36,7 @@ def test_neighbours_order_and_allocation_do_not_matter(target, drafter):
                 assert done.finish_reason == "length"
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 64])
+@pytest.mark.parametrize("chunk", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 64)), 7])
 def test_chunks_of_the_prompt_do_not_matter(target, drafter, chunk):
     prompt = [(7 * i + 3) % 60 for i in range(41)]
     expected = generate(target, prompt, max_new_tokens=20, max_length=64)
@@ -63,7 +63,8 @@ def test_windowed_drafter_wraps_its_ring(target, tmp_path):
 @pytest.mark.parametrize("block_size", [None, pytest.param("auto", marks=pytest.mark.slow)])
 def test_requests_without_speculation_between_others(target, drafter, block_size):
     """Whoever runs beside them gets the same answer, in the same steps as alone once they are gone."""
-    alone = {r.id: Engine(target, None, slots=1, max_length=64).generate([r])[0].token_ids for r in requests()}
+    one = Engine(target, None, slots=1, max_length=64)
+    alone = {r.id: one.generate([r])[0].token_ids for r in requests()}
     engine = Engine(target, drafter, slots=2, max_length=64, block_size=block_size, steps_per_visit=1, plain=True)
     asked = [replace(request, speculative=i % 3 != 1) for i, request in enumerate(requests())]
     for request, done in zip(asked, engine.generate(asked), strict=True):
@@ -76,7 +77,7 @@ def test_requests_without_speculation_between_others(target, drafter, block_size
 
 
 def test_host_side_stop_cuts_tokens_and_acceptance(target, drafter):
-    free = generate(target, PROMPTS[0], max_new_tokens=20, stop_token_ids=[]).tokens[0]
+    free = generate(target, PROMPTS[0], max_new_tokens=20, stop_token_ids=[], max_length=64).tokens[0]
     request = tiny.ask(PROMPTS[0], 20, find_stop=lambda tokens, new: 7 if len(tokens) >= 7 else None)
     engine = Engine(target, drafter, max_length=64)
     for _ in range(2):
@@ -123,7 +124,7 @@ def test_stream_reports_progress_and_can_be_left(target, drafter):
     assert seen[0] == 1
     assert (
         engine.generate([tiny.ask(PROMPTS[0], 9)])[0].token_ids
-        == generate(target, PROMPTS[0], max_new_tokens=9, stop_token_ids=[]).tokens[0]
+        == generate(target, PROMPTS[0], max_new_tokens=9, stop_token_ids=[], max_length=64).tokens[0]
     )
 
 
@@ -172,7 +173,8 @@ def test_replay_tells_the_targets_choices_from_others(target, drafter):
 
 def test_a_long_prompt_is_read_between_the_steps_of_others(target, drafter):
     long = [(11 * i + 5) % 60 for i in range(60)]
-    alone = [generate(target, p, max_new_tokens=25, stop_token_ids=[]).tokens[0] for p in (PROMPTS[0], long)]
+    one = Engine(target, None, slots=1, max_length=128)
+    alone = [done.token_ids for done in one.generate([tiny.ask(p, 25, stop_token_ids=()) for p in (PROMPTS[0], long)])]
     engine = Engine(target, drafter, slots=2, max_length=128, block_size=2, prefill_chunk=8, steps_per_visit=1)
     first = engine.submit(tiny.ask(PROMPTS[0], 25))
     engine.step()
@@ -199,7 +201,8 @@ def test_programs_are_compiled_on_idle_slots_only(target, drafter):
 
 
 def test_requests_come_and_go(target, drafter):
-    expected = {i: generate(target, p, max_new_tokens=12, stop_token_ids=[]).tokens[0] for i, p in enumerate(PROMPTS)}
+    one = Engine(target, None, slots=1, max_length=64)
+    expected = [done.token_ids for done in one.generate([tiny.ask(p, 12, stop_token_ids=()) for p in PROMPTS])]
     engine = Engine(target, drafter, slots=2, max_length=64, steps_per_visit=1)
     tickets = {engine.submit(tiny.ask(PROMPTS[i], 12)): i for i in range(3)}
     done = dict(engine.step())
@@ -219,7 +222,8 @@ def test_requests_come_and_go(target, drafter):
         assert completion.submitted <= completion.started <= completion.first_token <= completion.finished
 
 
-@pytest.mark.parametrize("waits", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [True, False])
 def test_time_between_steps_is_not_decoding(target, drafter, waits, monkeypatch):
     """Nor does it weigh on the choice of the block size: the next visit is under way while the caller does other
     things, like the turn of another engine in a benchmark."""
@@ -249,13 +253,14 @@ def test_time_between_steps_is_not_decoding(target, drafter, waits, monkeypatch)
     assert engine.stats.decode_seconds < away / 4
 
 
-def test_time_between_requests_is_not_decoding(target, drafter):
+def test_time_between_requests_is_not_decoding(target, drafter, monkeypatch):
     engine = Engine(target, drafter, slots=2, max_length=128, steps_per_visit=2)
     (whole,) = engine.generate([tiny.ask([1, 2, 3], 100, 1.0, stop_token_ids=())])
     early = next(token for i, token in enumerate(whole.token_ids) if i > 8 and token not in whole.token_ids[:i])
     stopped = [tiny.ask([1, 2, 3], 100, 1.0, stop_token_ids=(early,))]  # with the next visit under way
     engine.generate(stopped)
-    time.sleep(2.0)
+    clock = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1e6)
     engine.stats.reset()
     begin = time.perf_counter()
     engine.generate(stopped)

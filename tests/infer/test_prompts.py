@@ -63,8 +63,10 @@ def outcome(completions):
     "more",
     [
         {},
-        {"prefix_chunks": 4},
-        *(pytest.param(more, marks=pytest.mark.slow) for more in ({"steps_per_visit": 1}, {"warm_up": True})),
+        *(
+            pytest.param(more, marks=pytest.mark.slow)
+            for more in ({"prefix_chunks": 4}, {"steps_per_visit": 1}, {"warm_up": True})
+        ),
     ],
 )
 def test_prompts_read_together_get_the_same_answers(target, drafter, more):

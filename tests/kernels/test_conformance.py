@@ -4,6 +4,7 @@ Pallas kernels run in the interpreter; that for GPUs knows no tensor cores, whos
 plain ones. Slots beyond a row's length are poisoned with NaN.
 """
 
+import itertools
 from contextlib import nullcontext
 from functools import partial
 
@@ -114,8 +115,20 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "_add_product", lambda acc, a, b: acc + plain(a, b[...]))
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("implementation", INTERPRETED)
+# Of each kind of attention one shape is tried every day by the kernel that takes longest to interpret.
+DAILY = "qwen3-8b decode", "qwen3-8b draft", "gpt-oss verify, sliding", "gemma-2-9b decode", "kimi-k2.5 verify"
+SLOW = [name for name in SHAPES if name not in DAILY]
+
+
+def slow_on_tpu(cases, slow):
+    """Each implementation with each case; some are slow for the kernel of TPUs."""
+    return [
+        pytest.param(implementation, case, marks=pytest.mark.slow if implementation == "tpu" and case in slow else ())
+        for implementation, case in itertools.product(INTERPRETED, cases)
+    ]
+
+
+@pytest.mark.parametrize(("implementation", "name"), slow_on_tpu(SHAPES, SLOW))
 def test_real_shapes(implementation, name):
     shape = small(SHAPES[name])
     if implementation == "gpu" and shape.values is not None:
@@ -155,16 +168,16 @@ def test_a_tree_for_each_row(implementation):
     check(implementation, small(SHAPES["llama-3.1-8b verify"]), [150, 3], mask=TREE)
 
 
-@pytest.mark.parametrize("implementation", INTERPRETED)
-@pytest.mark.parametrize(("T", "F"), [(1, 4), (3, 7), (1, 70)])
-def test_fewer_queries_than_fresh_keys(implementation, T, F):
+@pytest.mark.parametrize(("implementation", "sizes"), slow_on_tpu([(1, 4), (3, 7), (1, 70)], [(1, 4), (1, 70)]))
+def test_fewer_queries_than_fresh_keys(implementation, sizes):
     """The queries are the last of the fresh positions: those of a later pass of a drafter."""
+    T, F = sizes
     check(implementation, Shape(T, 4, 2, 64), [0, 201], fresh=F)
     check(implementation, Shape(T, 4, 2, 128, causal=False, sinks=True), [150, 3], fresh=F)
 
 
-@pytest.mark.parametrize("implementation", INTERPRETED)
-@pytest.mark.parametrize("window", [3, 6, 100])  # narrower than the fresh keys, and wider
+# Narrower than the fresh keys, and wider.
+@pytest.mark.parametrize(("implementation", "window"), slow_on_tpu([3, 6, 100], [3, 100]))
 def test_fewer_queries_than_fresh_keys_under_a_window(implementation, window):
     check(implementation, Shape(1, 4, 2, 64, window=window), [0, 201], fresh=4)
     check(implementation, Shape(3, 4, 2, 64, window=window), [0, 201], fresh=7)
@@ -174,8 +187,7 @@ BRANCHES = np.random.default_rng(5).random((2, 3, 7)) < 0.4
 BRANCHES[:, :, 2] |= ~BRANCHES.any(axis=2)  # each query sees some fresh key, not always its own
 
 
-@pytest.mark.parametrize("implementation", INTERPRETED)
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("implementation", "window"), slow_on_tpu([None, 6], [6]))
 def test_fewer_queries_than_fresh_keys_with_visibility_for_each_row(implementation, window):
     assert not BRANCHES[:, [0, 1, 2], [4, 5, 6]].all()
     check(implementation, Shape(3, 4, 2, 64, window=window), [150, 3], mask=BRANCHES, fresh=7)
@@ -308,7 +320,7 @@ PACKED = [
 
 
 @pytest.mark.parametrize("implementation", ["xla", "tpu"])
-@pytest.mark.parametrize("shape", PACKED)
+@pytest.mark.parametrize("shape", [*PACKED[:2], *(pytest.param(shape, marks=pytest.mark.slow) for shape in PACKED[2:])])
 def test_packed_rows_without_a_cache(implementation, shape):
     call, arguments, expected = packed_rows(shape)
     with INTERPRETED[implementation]():
@@ -316,7 +328,7 @@ def test_packed_rows_without_a_cache(implementation, shape):
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", PACKED[1:])
+@pytest.mark.parametrize("shape", [PACKED[3], *(pytest.param(shape, marks=pytest.mark.slow) for shape in PACKED[1:3])])
 def test_gradients_of_packed_rows(shape):
     call, arguments, _ = packed_rows(shape)
     gradient = lambda name: jax.grad(lambda *x: jnp.sum(jnp.sin(call(name, *x))), argnums=(0, 1, 2))

@@ -73,6 +73,11 @@ def interpreted(request, monkeypatch):
             yield "tpu"
 
 
+DAILY = [
+    name if name in ("a block", "many") else pytest.param(name, marks=pytest.mark.slow) for name in SIZES
+]  # the interpreter takes long
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_pallas(name, interpreted):
     x, weights, sizes, expected = case(*SIZES[name], 256, 384, "bfloat16")
@@ -84,7 +89,7 @@ def test_pallas(name, interpreted):
     ("kind", "N", "D", "block"),
     [(MXFP4, 256, 384, 0), (MXFP4, 160, 96, 0), (FP8, 256, 384, 128), (FP8, 160, 256, 128), (FP8, 160, 256, 1)],
 )
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", DAILY)
 def test_pallas_with_quantised_weights(name, kind, N, D, block, interpreted):
     """Numbers and scales of every size; the products are of dequantised weights, rounded to bfloat16."""
     if interpreted == "tpu" and block == 1:

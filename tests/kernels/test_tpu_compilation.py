@@ -49,7 +49,11 @@ def test_float32():
 
 @pytest.mark.parametrize(
     ("chips", "T"),
-    [("v5e:2x2", 8), ("v5e:2x2", 40), *((chips, 8) for chips in ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"))],
+    [
+        ("v5e:2x2", 8),
+        *(pytest.param(chips, 8, marks=pytest.mark.slow) for chips in ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
+        pytest.param("v5e:2x2", 40, marks=pytest.mark.slow),
+    ],
 )
 def test_latents(chips, T):
     """Kimi's: read and written where they lie, one array that is keys and values."""
@@ -72,6 +76,7 @@ def test_latents(chips, T):
     assert program.memory_analysis().temp_size_in_bytes < size / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chips", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_other_chips(chips, name):

@@ -100,7 +100,7 @@ def test_a_kernel_that_is_right_runs(install, how):
     ("error", "why"),
     [
         (0.01, r"results differ by 0\.\d+ of the largest value, and may by 2e-05"),
-        (float("nan"), "results differ by nan of the largest value"),
+        pytest.param(float("nan"), "results differ by nan of the largest value", marks=pytest.mark.slow),
         (RuntimeError("no such tile\non this chip"), "RuntimeError: no such tile$"),
     ],
 )
@@ -328,7 +328,7 @@ def test_the_first_process_decides_for_all(bad, said):
         for index in range(2)
     ]
     try:
-        told = [process.communicate(timeout=300)[0] for process in run]
+        told = [process.communicate(timeout=600)[0] for process in run]
     finally:  # one that waits for the other would wait for ever
         for process in run:
             process.kill()

@@ -158,7 +158,7 @@ def test_the_official_client(tmp_path, ours, text):
             pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(600)
     prompt = text.encode_chat(messages)
     asked = tiny.ask(prompt, 40, stop_token_ids=ours.config.eos_token_ids)
     expected = text.decode(Engine(ours, None, max_length=512).generate([asked])[0].token_ids)

@@ -185,9 +185,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("full", "sliding") else pytest.param(n, marks=pytest.mark.slow) for n in DRAFTERS]
-)
+@pytest.mark.parametrize("name", [n if n == "full" else pytest.param(n, marks=pytest.mark.slow) for n in DRAFTERS])
 def test_packed_blocks_equal_decoding(target, rows, name, tmp_path):
     drafter = load_drafter(tiny.write_drafter(tmp_path, tiny.drafter_config(**DRAFTERS[name])))
     predicts = drafter.config.anchor_predicts

@@ -290,7 +290,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(place, tmp_path):
             time.sleep(0.02)
         # From here on every file ends in the middle of a checkpoint.
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        _, error = process.communicate(timeout=120)
+        _, error = process.communicate(timeout=600)
     assert process.returncode == 2, error
     last = error.splitlines()[-1]
     assert re.match(r"error: the checkpoint of step \d+ could not be written; .*File too large", last), error

@@ -86,8 +86,8 @@ def alone(target, drafter, kind, text, features, anchor, start, labels):
     ("kind", "settings"),
     [
         *((kind, {}) for kind in KINDS),
-        ("dspark", {"markov_head_type": "gated"}),
-        ("dspark", {"markov_head_type": "rnn"}),
+        pytest.param("dspark", {"markov_head_type": "gated"}, marks=pytest.mark.slow),
+        pytest.param("dspark", {"markov_head_type": "rnn"}, marks=pytest.mark.slow),
         ("dspark", {"markov_head_type": "rnn", "anchor_predicts": False}),
     ],
     ids=[*KINDS, "gated", "rnn", "rnn, masks predict"],
