@@ -136,7 +136,12 @@ def test_finished_rows_ask_for_nothing(target, drafter):
     state = state.replace(penalties=penalties, scored=jnp.ones(4, bool), remaining=jnp.asarray([0, 2, 0, 2], jnp.int32))
     state, _ = one_step(target, drafter, state, 4)
     assert state.sampling.temperature.tolist() == [0, 1, 0, 1]
-    assert [x.tolist() for x in jax.tree.leaves(state.penalties)] == [[1, 1.5] * 2, [0, 0.5] * 2, [0, 0.5] * 2, [0, 2] * 2]
+    assert [x.tolist() for x in jax.tree.leaves(state.penalties)] == [
+        [1, 1.5] * 2,
+        [0, 0.5] * 2,
+        [0, 0.5] * 2,
+        [0, 2] * 2,
+    ]
     assert state.scored.tolist() == [False, True] * 2
 
 
