@@ -92,7 +92,7 @@ class Text:
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
             raise RequestError("no_chat_template", "the target's tokenizer has no chat template; give a plain prompt")
-        for text in strings_in(messages) + strings_in(arguments):
+        for text in strings_in(messages):
             self._checked(text)
         given = template_messages(messages, str(tokenizer.chat_template))
         try:

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from dflash_jax import load_drafter, load_target
+from dflash_jax import SamplingParams, load_drafter, load_target
+from dflash_jax.infer.jobs import job_settings
+from dflash_jax.infer.text import Text
 from dflash_jax.loading import target_config
 from dflash_jax.overrides import overridden
 from tests import tiny
@@ -31,3 +33,22 @@ def test_they_win_over_the_file(tmp_path):
     assert load_drafter(drafter, overrides={"block_size": 3}).config.block_size == 3
     with pytest.raises(ValueError, match="rope_theta"):
         load_target(target, overrides={"rope_theta": None})
+
+
+def test_what_can_change_an_answer_is_part_of_a_jobs_identity():
+    noted = lambda params=None, **more: job_settings(
+        "", "float32", Text(""), params or SamplingParams(4), [], 0, None, **more
+    )
+    plain = noted()
+    assert "min_tokens" not in plain  # outputs of earlier versions continue
+    assert noted(overrides={"target_config": {}, "drafter_config": {}}) == plain
+    for other in (
+        noted(SamplingParams(4, min_tokens=2)),
+        noted(SamplingParams(4, stop_token_ids=(5,))),
+        noted(overrides={"target_config": {"rope_theta": 5.0}}),
+        noted(overrides={"drafter_config": {"sample_from_anchor": True}}),
+    ):
+        assert other != plain
+    ends = noted(SamplingParams(4, eos_token_ids=(1,)))
+    assert noted(SamplingParams(4, eos_token_ids=(1,), ignore_eos=True)) != ends
+    assert noted(SamplingParams(4, stop_token_ids=(1,))) == ends

@@ -7,11 +7,19 @@ import pytest
 
 from dflash_jax import Engine, SamplingParams, generate, replay, spec_generate
 from dflash_jax.infer.requests import RequestError
+from dflash_jax.infer.text import Text
 from tests import tiny
 from tests.infer.test_settings import logits_of
 
 PROMPTS = [[5, 9, 11, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40]]
 LEAST = 9
+
+
+@pytest.fixture(scope="module")
+def engines(target, drafter):
+    """Plain decoding, a chain and a tree."""
+    made = lambda *drafters, **given: Engine(target, *drafters, slots=4, max_length=64, **given)
+    return [made(None), made(drafter), made(drafter, tree=9)]
 
 
 @pytest.fixture(scope="module")
@@ -22,24 +30,53 @@ def stops(target):
 
 
 @pytest.mark.lossless
-def test_answers_with_min_tokens_are_those_of_plain_decoding(target, drafter, stops):
+def test_answers_with_min_tokens_are_those_of_plain_decoding(target, engines, stops):
     """Greedy and sampled, beside a row without."""
     common = {"eos_token_ids": stops[:2], "stop_token_ids": stops[2:], "min_tokens": LEAST, "seed": 3}
     settings = [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 5}]
     every = [(prompt, given) for given in settings for prompt in PROMPTS]
     requests = [tiny.ask(prompt, 24, id=str(i), **common, **given) for i, (prompt, given) in enumerate(every)]
     requests.append(tiny.ask(PROMPTS[0], 24, id="other", stop_token_ids=stops, seed=3))
-    plain = Engine(target, None, slots=4, max_length=64).generate(requests)
+    plain, *speculative = (engine.generate(requests) for engine in engines)
     assert len(plain[-1].token_ids) < LEAST
     for answer in plain[:-1]:
         assert not set(answer.token_ids[:LEAST]) & set(stops)
         assert answer.finish_reason == "length" or answer.token_ids[-1] in stops
     assert any(answer.finish_reason == "stop" for answer in plain[:-1])
-    for tree in (0, 9):
-        done = Engine(target, drafter, slots=4, max_length=64, tree=tree).generate(requests)
+    for done in speculative:
         assert [answer.token_ids for answer in done] == [answer.token_ids for answer in plain]
     for request, answer in zip(requests[:4], plain, strict=False):
         assert replay(target, request.prompt_token_ids, answer.token_ids, request.params, chunk=8).mismatches == 0
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("least", [0, LEAST])
+def test_stop_strings_of_halves_of_characters_end_plain_and_speculative_answers_alike(engines, least):
+    """Tokens are bytes, so most answers are full of U+FFFD, and some characters have two tokens."""
+    text = byte_text()
+    requests = []
+    for i, stop in enumerate(["\ufffd", "é", "\ufffda", "è\ufffd", "ab", "bé", "\ufffd\ufffd\ufffd"]):
+        given = {"temperature": 1.5, "seed": i, "min_tokens": least, "find_stop": text.find_stop([stop], least)}
+        requests += [tiny.ask(prompt, 40, id=f"{i}", **given) for prompt in PROMPTS]
+    plain, *speculative = (engine.generate(requests) for engine in engines)
+    assert {answer.finish_reason for answer in plain} == {"stop", "length"}
+    for done in speculative:
+        for ours, theirs in zip(done, plain, strict=True):
+            assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
+
+
+def byte_text():
+    """A tokenizer of 64 tokens, each a byte: the halves of é and è, and letters."""
+
+    class Bytes:
+        clean_up_tokenization_spaces = False
+
+        def decode(self, tokens, **_):
+            return bytes((b"\xc3\xa9\xa8" * 18 + b"abcdefghij")[token] for token in tokens).decode(errors="replace")
+
+    text = Text("")
+    text._tokenizer = Bytes()
+    return text
 
 
 def test_held_back_tokens_give_way_to_the_next_best(target, drafter, stops):
