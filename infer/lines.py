@@ -12,7 +12,6 @@ from dflash_jax.infer import openai
 from dflash_jax.infer.fields import LINE, check_fields, token_budget
 from dflash_jax.infer.inputs import input_lines as input_lines
 from dflash_jax.infer.inputs import zstd as zstd
-from dflash_jax.infer.messages import strings_in
 from dflash_jax.infer.params import MOST_ALTERNATIVES, SamplingParams
 from dflash_jax.infer.requests import Request, RequestError
 from dflash_jax.infer.text import Text, template_arguments, valid_text
@@ -207,8 +206,10 @@ def _parse_json(raw: bytes) -> Mapping[str, Any]:
 def _metadata(row: Mapping[str, Any]) -> Any:
     """What the record of a line is to repeat; raises RequestError if it cannot be written."""
     found = row.get("metadata")
-    for text in strings_in(found):
-        valid_text(text)
+    try:
+        valid_text(json.dumps(found, ensure_ascii=False, allow_nan=False))
+    except ValueError as error:  # such as a number that is not finite
+        raise RequestError("invalid_request", f"metadata must be JSON that can be written again: {error}") from error
     return found
 
 

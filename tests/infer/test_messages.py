@@ -137,6 +137,15 @@ def test_a_field_that_would_be_ignored_is_an_error_of_its_line(text, row, said):
     assert line.metadata == {"row": 7}
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', '{"\\ud800": 1}'])
+def test_metadata_that_cannot_be_written_again_are_an_error_of_their_line(text, value):
+    raw = f'{{"prompt": "a", "metadata": {{"x": [{value}]}}}}'.encode()
+    line = parse_line(raw, 0, text, SamplingParams(4))
+    assert line.error
+    assert line.error.code == "invalid_request"
+    assert line.metadata is None
+
+
 def test_neutral_fields_change_nothing(text):
     plain = parsed(text, {"prompt": "a"}).request
     neutral = {
