@@ -92,6 +92,7 @@ def test_what_is_stored_of_depths_that_were_never_right():
     assert learnt.sharpness == [1.5, 1.5, MOST, MOST, MOST]
 
 
+@pytest.mark.slow
 def test_an_engine_learns_unless_it_is_deterministic(tmp_path):
     target = load_target(tiny.write_target(tmp_path / "target", tiny.target_config()))
     drafter = load_drafter(tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config()))
