@@ -16,6 +16,7 @@ def pair(pair):
     return ["--target", str(pair / "target"), "--drafter", str(pair / "drafter")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0", pytest.param("1", marks=pytest.mark.exhaustive)])
 def test_figures(pair, tmp_path, capsys, temperature):
     data = tmp_path / "prompts.jsonl"

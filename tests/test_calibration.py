@@ -107,6 +107,7 @@ def test_timing_the_steps_of_an_engine_teaches_nothing(tmp_path):
     np.testing.assert_array_equal(after.likelihood, before.likelihood)
 
 
+@pytest.mark.slow
 def test_an_engine_learns_unless_it_is_deterministic(tmp_path):
     target = load_target(tiny.write_target(tmp_path / "target", tiny.target_config()))
     drafter = load_drafter(tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config()))

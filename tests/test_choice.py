@@ -53,7 +53,12 @@ def assert_same(ours, theirs):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), ours, theirs)
 
 
-@pytest.mark.parametrize("name", choices())
+DAILY = "calibrated", "tree"
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in DAILY else pytest.param(name, marks=pytest.mark.slow) for name in choices()]
+)
 def test_proposals_and_tokens(name):
     choice = choices()[name]
     logits = LOGITS if choice.nodes else short(LOGITS)  # of which many paths would be as good as others

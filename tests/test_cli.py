@@ -250,6 +250,7 @@ def test_the_drafter_of_smollm2():
     assert (smollm2_drafter() / "model.safetensors").stat().st_size <= 25_000_000
 
 
+@pytest.mark.slow
 def test_the_bundled_pair_says_what_it_is(monkeypatch, capsys):
     monkeypatch.setattr("dflash_jax.bundled.installed_model", lambda: None)
     assert serve.main(["--prompt", "hi", "--max-new-tokens", "2", "--block-size", "4"]) == 0

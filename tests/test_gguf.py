@@ -32,6 +32,7 @@ def test_tensors_have_their_names_and_their_row_order(tmp_path):
         np.testing.assert_array_equal(reader.read(name, box), got[box])
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_same_weights_in_safetensors(tmp_path):
     from safetensors.numpy import save_file
 

@@ -44,6 +44,7 @@ def outcome(engine, requests):
     return [(done.token_ids, done.acceptance_lengths) for done in engine.generate(requests)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["dflash", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS if kind != "dflash")]
 )

@@ -47,7 +47,7 @@ def used(entry, fresh, wide, q, up, rows):
 
 # Rows split over all axes; rows split as those of other caches, with more devices than rows; one part of several.
 @pytest.mark.parametrize("axes", ["data=2,model=2", "model=8", "expert=2,model=2", "data=2", "data=4,expert=2"])
-@pytest.mark.parametrize("rows", [None, [3, 0], [2]])
+@pytest.mark.parametrize("rows", [[3, 0], *(pytest.param(rows, marks=pytest.mark.slow) for rows in (None, [2]))])
 def test_a_mesh_changes_nothing(axes, rows):
     B = R if rows is None else len(rows)
     if "data" in axes and rows is not None:
@@ -64,7 +64,7 @@ def test_a_mesh_changes_nothing(axes, rows):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), expected, got)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "tpu"])
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_devices_write_their_own_rows_alone(implementation, monkeypatch):
     """Rows of a block that other devices hold must not stand where a device's own are: a kernel would write these back
     as it had read them."""
@@ -96,12 +96,9 @@ def test_packed_documents_without_a_cache(pair):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 60, (1, 60)))
     starts = jnp.asarray([[0] * 25 + [25] * 35])
     at = jnp.arange(60)[None]
-    forward = jax.jit(
-        lambda tokens, at, starts: target.forward(tokens, at, None, target.init_cache(1, 0), starts=starts)
-    )
-    packed, *_ = forward(tokens, at, starts)
+    packed, *_ = target.forward(tokens, at, None, target.init_cache(1, 0), starts=starts)
     for first, last in ((0, 25), (25, 60)):  # absorbed, and expanded as the whole row
-        alone, *_ = forward(tokens[:, first:last], at[:, : last - first], None)
+        alone, *_ = target.forward(tokens[:, first:last], at[:, : last - first], None, target.init_cache(1, 0))
         np.testing.assert_allclose(packed[:, first:last], alone, atol=1e-5)
 
 

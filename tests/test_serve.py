@@ -334,6 +334,7 @@ def test_arguments_of_the_chat_template(thinking, tmp_path, capsys):
     assert "chat_template_kwargs {'enable_thinking': False}, now None" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_deterministic_job_fixes_what_decides_its_bits(pair, tmp_path, capsys):
     lines = [{"id": str(i), "prompt_token_ids": [i + 1, 5, 9]} for i in range(3)]
     auto = ["--ordered", "--block-size", "auto"]

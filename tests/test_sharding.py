@@ -146,6 +146,7 @@ def test_what_measures_and_trains_works_on_a_mesh(directory, alone, tmp_path):
     np.testing.assert_allclose(*found, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_without_a_drafter(directory, alone):
     target = load_target(directory / "target", mesh=mesh("data=2,model=2"))
     got = generate(target, PROMPTS, max_new_tokens=20, stop_token_ids=[])

@@ -87,14 +87,15 @@ def test_proposals_never_change_the_sample(target, drafter, proposals):
     assert ours.tokens == plain.tokens
 
 
-def test_anchor_that_predicts_proposes_one_more(target, tmp_path):
+@pytest.mark.parametrize("sizes", [(1, 8), pytest.param((3,), marks=pytest.mark.slow)])
+def test_anchor_that_predicts_proposes_one_more(target, sizes, tmp_path):
     raw = tiny.drafter_config(sample_from_anchor=True)
     drafter = load_drafter(tiny.write_drafter(tmp_path, raw))
     assert drafter.config.proposals(8) == 8
     engine = Engine(target, drafter, max_length=64)
     assert engine.width == 9
     plain = generate(target, PROMPTS, max_new_tokens=25)
-    for block_size in (1, 3, 8):
+    for block_size in sizes:
         assert spec_generate(target, drafter, PROMPTS, max_new_tokens=25, block_size=block_size).tokens == plain.tokens
 
 

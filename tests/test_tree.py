@@ -253,8 +253,10 @@ def plain(target):
     ("kind", "asked"),
     [
         *(("dflash", asked) for asked in ("greedy", "sampled")),
-        ("dflash2", "filtered"),
-        *(pytest.param(kind, "filtered", marks=pytest.mark.slow) for kind in ("dspark", "eagle3", "treeflash")),
+        *(
+            pytest.param(kind, "filtered", marks=pytest.mark.slow)
+            for kind in ("dflash2", "dspark", "eagle3", "treeflash")
+        ),
         *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in itertools.product(KINDS, ASKED)),
     ],
 )

@@ -65,7 +65,8 @@ def test_penalties_see_a_copied_prompt(target):
     assert outcome(Engine(target, None, max_length=64, prefill_chunk=8, prefix_chunks=4).generate(ask)) == expected
 
 
-@pytest.mark.parametrize(("kept", "short"), [(4, 48), pytest.param(0, None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kept", "short"), [(4, 48), (0, None)])
 def test_nothing_is_compiled_after_the_start(target, drafter, kept, short):
     given = {"prefill_chunk": 8, "prefix_chunks": kept, "block_size": "auto", "tree": 0, "short_length": short}
     engine = Engine(target, drafter, slots=2, max_length=96, **given)

@@ -108,6 +108,7 @@ def test_a_prompt_of_a_hundred_tokens_reads_the_weights_once(target, drafter):
     assert deterministic.stats.prompt_programs == 1
 
 
+@pytest.mark.slow
 def test_short_prompts_pass_a_long_one(target, drafter):
     engine = Engine(target, drafter, slots=4, max_length=256, prefill_chunk=32)
     long, *short = (engine.submit(ask(prompt, 2)) for prompt in (LONG, LONG[:9], LONG[:5], LONG[:7]))

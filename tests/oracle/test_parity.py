@@ -85,7 +85,10 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("untied", "linear rope") else name for name in TARGETS],
+)
 def test_target_logits_and_features_equal_transformers(name, tmp_path):
     theirs = make_target(tmp_path, **TARGETS[name])
     assert_same_forward(theirs, load_target(tmp_path))
@@ -143,7 +146,12 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+RARER = "bias", "scaled", "mixed windows", "DFlash 2"  # a part of others that run every day, or like them
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in RARER else name for name in DRAFTERS]
+)
 def test_drafter_hidden_states_equal_the_official_ones_over_rounds(name, tmp_path):
     """The official drafter with its own cache, against ours with context written once per round."""
     theirs = make_drafter(tmp_path, **DRAFTERS[name])
