@@ -79,13 +79,18 @@ class Served:
 
     async def idle(self) -> None:
         """Waits until no slot is busy and no request waits."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + LONGEST
         while time.monotonic() < deadline:
-            metrics = (await self.send(request("/metrics", method="GET"))).decode()
-            if "dflash_slots_busy 0.0" in metrics and "dflash_requests_waiting 0.0" in metrics:
+            if not await self.present():
                 return
             await asyncio.sleep(0.1)
         expect(False, "slots stay busy")
+
+    async def present(self) -> int:
+        """Requests in a slot, or waiting for one."""
+        metrics = (await self.send(request("/metrics", method="GET"))).decode()
+        found = re.findall(r"^dflash_(?:slots_busy|requests_waiting) (\S+)$", metrics, re.M)
+        return int(sum(map(float, found)))
 
     @property
     def mebibytes(self) -> float:
@@ -104,6 +109,7 @@ def request(url: str, body: bytes = b"", *, method: str = "POST", key: str = KEY
 def serving(bench: Bench) -> Iterator[Served]:
     """A server of the bench's pair with 8 slots."""
     limits = ["--batch-size", "8", "--max-length", "512", "--client-timeout", str(CLIENT_TIMEOUT)]
+    limits += ["--shutdown-timeout", str(LONGEST)]
     command = [sys.executable, "-m", "dflash_jax.serve", *models_of(bench.pair), "--http", "127.0.0.1:0"]
     run = Run([*command, "--api-key", KEY, *limits], bench.environment, bench.directory / "server.log")
     try:
@@ -200,7 +206,7 @@ async def _slow(server: Served, count: int) -> dict[str, object]:
         expect(status == 200, f"status {status} beside slow clients")
         await asyncio.gather(*waiting)
     seconds = time.monotonic() - begin
-    expect(seconds < 4 * CLIENT_TIMEOUT, f"slow clients were still there after {seconds:.0f} s")
+    expect(seconds < LONGEST / 2, f"slow clients were still there after {seconds:.0f} s")
     return {"clients": count, "all gone after, s": round(seconds, 1)} | _health(health)
 
 
@@ -307,7 +313,8 @@ async def _ended(server: Served) -> dict[str, object]:
     half = asyncio.create_task(server.send(request("/v1/completions", b'{"prompt": "abc"}')[:-5]))
     asked = [asyncio.create_task(server.post(body)) for _ in range(16)]
     unread = await _ask_and_read_nothing(server, streamed=False)
-    await asyncio.sleep(0.1)
+    while await server.present() + sum(task.done() for task in asked) < 16:
+        await asyncio.sleep(0.01)
     begin = time.monotonic()
     server.run.signal(signal.SIGTERM)
     statuses = [status for status, _ in await asyncio.gather(*asked)]
@@ -316,7 +323,7 @@ async def _ended(server: Served) -> dict[str, object]:
     seconds = time.monotonic() - begin
     expect(statuses == [200] * 16, f"statuses {statuses} while it ended")
     expect(status in (0, -signal.SIGTERM), f"it ended with {status}")
-    expect(seconds < answered + 3 * CLIENT_TIMEOUT, f"it ended after {seconds:.1f} s, answered after {answered:.1f} s")
+    expect(seconds < answered + LONGEST / 2, f"it ended after {seconds:.1f} s, answered after {answered:.1f} s")
     await half
     unread.close()
     return {"in progress": 16, "answered": 16, "seconds": round(seconds, 1)}
