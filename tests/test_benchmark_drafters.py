@@ -150,7 +150,7 @@ def test_what_is_measured_is_written_before_it_is_drawn(monkeypatch, tmp_path, c
     asked = ["--sweep", "1", "--json", str(tmp_path / "figures.json"), "--plot"]
     for path, named in (
         (tmp_path / "plot.nothing", "must name a file that ends in"),
-        (tmp_path / "gone" / "plot.svg", "No such file"),
+        (tmp_path / "gone" / "plot.svg", "there is no such directory"),
         (tmp_path, "must name a file"),
     ):
         assert benchmark.main([*asked, str(path)]) == 2

@@ -28,6 +28,8 @@ def config(raw: Raw) -> TargetConfig:
         raw, [*DECODER_FIELDS, *WINDOW_FIELDS, "quantization_config"], {"hidden_act": "silu", "mlp_bias": False}
     )
     depth = require(raw, "num_hidden_layers")
+    if raw.get("use_sliding_window") and "sliding_window" not in raw:
+        raise ValueError("config.json: use_sliding_window needs sliding_window, a number or null (no window)")
     types = qwen3_layer_types(raw, depth)
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     if window is not None:
