@@ -85,11 +85,11 @@ class Choice(struct.PyTreeNode):
     def for_block(self, logits: Float[Array, "B T V"], block: Block) -> Int[Array, "B T"]:
         """The target's token after every position of a block, each given its own ancestors."""
         if block.tree is None:
-            seen, noise, depth = None, self.noise[:, : logits.shape[1]], jnp.arange(logits.shape[1])[None]
+            seen, noise = None, self.noise[:, : logits.shape[1]]
         else:
-            seen, depth = block.tree.ancestors[:, :, 1:], block.tree.depth
-            noise = jnp.take_along_axis(self.noise, depth[:, :, None], axis=1)
-        logits = self._penalised(logits, block.proposal.tokens, seen, depth=depth)
+            seen = block.tree.ancestors[:, :, 1:]
+            noise = jnp.take_along_axis(self.noise, block.tree.depth[:, :, None], axis=1)
+        logits = self._penalised(logits, block.proposal.tokens, seen)
         return select(self.masked(logits), noise, self.sampling)
 
     def chain_scores(self, logits: Float[Array, "B T V"], following: Int[Array, "B P"]) -> Float[Array, "B T V"]:

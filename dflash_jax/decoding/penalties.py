@@ -108,11 +108,12 @@ def penalise(
             i sees the first i.
         vocabulary, vocab_size: the id of each of the logits, and how many ids there are; None is 0, 1, 2, ...
         stops: stop tokens of each row, padded with -1; None holds none back.
-        depth: how many tokens stand between the history and each position; None is 0, 1, 2, ...
+        depth: how many tokens stand between the history and each position; None is as many as it has seen.
     """
     rows, positions, size = logits.shape
     row, ids = jnp.arange(rows)[:, None], jnp.arange(size) if vocabulary is None else vocabulary
-    depth = jnp.arange(positions)[None] if depth is None else depth
+    if depth is None:
+        depth = jnp.arange(positions)[None] if seen is None else jnp.sum(seen, axis=2, dtype=jnp.int32)
     least = penalties.min_tokens[:, None]
     early = jnp.broadcast_to((known - history.prompt)[:, None] + depth < least, (rows, positions)) & (least > 0)
 
