@@ -179,24 +179,34 @@ def _wrong(place: Path) -> str:
 
 class _Quiet:
     """Keeps the threads of orbax and tensorstore from printing errors: each would print a traceback of its own, beside
-    the exception that is raised."""
+    the exception that is raised. They come through either of Python's hooks, and after a write has failed also in the
+    main thread, from a callback of an event loop that has ended by then."""
 
     logs = logging.getLogger("absl"), logging.getLogger("asyncio")
 
     def __enter__(self) -> None:
-        self._hook = sys.excepthook
-        sys.excepthook = self._show  # by it, threads of C++ show what a callback raises
+        self._hook, self._unraisable = sys.excepthook, sys.unraisablehook
+        sys.excepthook, sys.unraisablehook = self._show, self._show_unraisable
         for log in self.logs:
             log.addFilter(_no_error)
 
     def __exit__(self, *_: object) -> None:
-        sys.excepthook = self._hook
+        sys.excepthook, sys.unraisablehook = self._hook, self._unraisable
         for log in self.logs:
             log.removeFilter(_no_error)
 
     def _show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread() and not _from_an_ended_loop(error):
             self._hook(kind, error, trace)
+
+    def _show_unraisable(self, what: Any) -> None:
+        if not _from_an_ended_loop(what.exc_value):
+            self._unraisable(what)
+
+
+def _from_an_ended_loop(error: BaseException | None) -> bool:
+    """Whether it says that a callback came to an event loop of asyncio that has ended."""
+    return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
 
 
 def _no_error(record: logging.LogRecord) -> bool:

@@ -1,17 +1,19 @@
 """Damaged checkpoints of a run are noticed, whatever the damage, and the newest whole one is taken."""
 
+import asyncio
 import logging
 import os
 import shutil
 import sys
 import threading
 import warnings
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.train.checkpoints import CHECKSUMS, Checkpoints
+from dflash_jax.train.checkpoints import CHECKSUMS, Checkpoints, _Quiet
 from dflash_jax.train.step import TrainState
 
 
@@ -162,3 +164,22 @@ def in_a_thread(work):
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
+
+
+@pytest.mark.parametrize("hook", ["excepthook", "unraisablehook"])
+def test_a_callback_that_comes_after_its_event_loop_has_ended_prints_nothing(hook, monkeypatch):
+    """As tensorstore's do once a write has failed: by either hook, also in the main thread. All else is shown."""
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: shown.append(what.exc_value))
+    loop = asyncio.new_event_loop()
+    loop.close()
+    for call in (lambda: loop.call_soon_threadsafe(print), lambda: [][0]):
+        with _Quiet(), pytest.raises((RuntimeError, IndexError)) as raised:
+            call()
+        with _Quiet():
+            if hook == "excepthook":
+                sys.excepthook(raised.type, raised.value, raised.tb)
+            else:
+                sys.unraisablehook(SimpleNamespace(exc_value=raised.value))
+    assert [type(error) for error in shown] == [IndexError]
