@@ -18,7 +18,7 @@ from dflash_jax.decoding.choice import Choice, Proposals
 from dflash_jax.decoding.logprobs import log_probabilities
 from dflash_jax.decoding.penalties import remember, remember_prompts
 from dflash_jax.decoding.sampling import gumbel_noise
-from dflash_jax.decoding.state import DraftModel, RowSettings, State, TargetModel, all_rows, begin_row, some_rows
+from dflash_jax.decoding.state import DraftModel, RowSettings, Seen, State, TargetModel, all_rows, begin_row, some_rows
 from dflash_jax.decoding.step import Committed, make_round, run, speculative_step
 from dflash_jax.infer.compiler_options import Options
 from dflash_jax.mesh import constrain, split_rows
@@ -124,8 +124,8 @@ def prefill(
     kept = once_read(counts, hidden)
     state = state.replace(target_cache=commit(state.target_cache, fresh, lengths, kept, rows=rows))
     if drafter is not None:
-        seen = tokens, features, positions, lengths, kept
-        state = state.replace(draft=drafter.commit(target, state.draft, *seen, rows=rows))
+        seen = Seen(tokens, features, positions, lengths, kept, rows)
+        state = state.replace(draft=drafter.commit(target, state.draft, seen))
     end, read = lengths + counts, counts > 0
     given: RowSettings = jax.tree.map(lambda *each: jnp.stack(each), *settings)
     history = remember_prompts(state.history, tokens, rows, lengths, counts)

@@ -12,7 +12,7 @@ from dflash_jax.cache import commit
 from dflash_jax.decoding.penalties import Penalties
 from dflash_jax.decoding.proposal import Proposal, accept, make_block
 from dflash_jax.decoding.sampling import Sampling, select
-from dflash_jax.decoding.state import RowSettings, init_state
+from dflash_jax.decoding.state import Query, RowSettings, init_state
 from dflash_jax.decoding.step import make_round, speculative_step
 from dflash_jax.infer.programs import begin, decode_call, prefill
 from tests import tiny
@@ -209,13 +209,15 @@ def test_caches_hold_exactly_the_positions_before_the_anchor(target, drafter):
 def test_draft_reads_context_strictly_before_the_anchor(target, drafter):
     state, _ = start(target, drafter, PROMPTS[1:2])
     a = int(state.lengths[0])
-    base = drafter.logits(target, state.anchor, state.draft, state.lengths, 8)
+    base = drafter.logits(target, state.draft, Query(state.anchor, state.lengths, 8))
 
     def logits_with(position):
         entries = [
             e.replace(k=e.k.at[:, :, position].add(3.0), v=e.v.at[:, :, position].add(3.0)) for e in state.draft.entries
         ]
-        return drafter.logits(target, state.anchor, state.draft.replace(entries=tuple(entries)), state.lengths, 8)
+        return drafter.logits(
+            target, state.draft.replace(entries=tuple(entries)), Query(state.anchor, state.lengths, 8)
+        )
 
     np.testing.assert_array_equal(logits_with(a), base)
     assert np.abs(np.asarray(logits_with(a - 1) - base)).max() > 1e-3
@@ -223,8 +225,8 @@ def test_draft_reads_context_strictly_before_the_anchor(target, drafter):
 
 def test_slot_zero_carries_the_anchor(target, drafter):
     state, _ = start(target, drafter, PROMPTS[:1])
-    base = drafter.logits(target, state.anchor, state.draft, state.lengths, 8)
-    other = drafter.logits(target, (state.anchor + 1) % 60, state.draft, state.lengths, 8)
+    base = drafter.logits(target, state.draft, Query(state.anchor, state.lengths, 8))
+    other = drafter.logits(target, state.draft, Query((state.anchor + 1) % 60, state.lengths, 8))
     assert base.shape == (1, 7, tiny.VOCAB)
     assert np.abs(np.asarray(base - other)).max() > 1e-3
 
@@ -248,8 +250,8 @@ def test_wrong_taps_change_the_draft(target, drafter):
 def test_scalings_of_the_config_are_applied(target, drafter, change, tmp_path):
     scaled = load_drafter(tiny.write_drafter(tmp_path, tiny.drafter_config(dflash_config=change)))
     state, _ = start(target, drafter, PROMPTS[:1])
-    base = np.asarray(drafter.logits(target, state.anchor, state.draft, state.lengths, 8))
-    ours = np.asarray(scaled.logits(target, state.anchor, state.draft, state.lengths, 8))
+    base = np.asarray(drafter.logits(target, state.draft, Query(state.anchor, state.lengths, 8)))
+    ours = np.asarray(scaled.logits(target, state.draft, Query(state.anchor, state.lengths, 8)))
     if "final_logit_softcapping" in change:
         np.testing.assert_allclose(ours, 2 * np.tanh(base / 2), atol=1e-5)
     elif "output_multiplier" in change:
@@ -275,8 +277,8 @@ def test_own_embedding_and_head_are_used(target, drafter, tmp_path):
     assert own.config.own_head
     shared = {k: v for k, v in own.params.items() if k not in ("embed_tokens", "lm_head")}
     state, _ = start(target, drafter, PROMPTS[:1])
-    ours = own.logits(target, state.anchor, state.draft, state.lengths, 8)
-    base = drafter.replace(params=shared).logits(target, state.anchor, state.draft, state.lengths, 8)
+    ours = own.logits(target, state.draft, Query(state.anchor, state.lengths, 8))
+    base = drafter.replace(params=shared).logits(target, state.draft, Query(state.anchor, state.lengths, 8))
     np.testing.assert_allclose(ours, 2 * base, rtol=1e-5, atol=1e-5)
 
 
@@ -302,7 +304,7 @@ def test_a_whole_vocabulary_may_have_a_map(target, drafter, tmp_path):
     assert first.tokens == second.tokens
     assert first.acceptance_lengths == second.acceptance_lengths
     state, _ = start(target, drafter, PROMPTS[:1])
-    proposals = [one.logits(target, state.anchor, state.draft, state.lengths, 8) for one in (plain, moved)]
+    proposals = [one.logits(target, state.draft, Query(state.anchor, state.lengths, 8)) for one in (plain, moved)]
     np.testing.assert_allclose(proposals[0][..., order], proposals[1], rtol=1e-5, atol=1e-5)
 
 

@@ -19,7 +19,7 @@ from dflash_jax.decoding.logprobs import Logprobs, log_probabilities
 from dflash_jax.decoding.penalties import remember
 from dflash_jax.decoding.proposal import Accepted, Block, Proposal, accept, make_block
 from dflash_jax.decoding.sampling import gumbel_noise
-from dflash_jax.decoding.state import DraftModel, State, TargetModel, without_idle_rows
+from dflash_jax.decoding.state import DraftModel, Query, Seen, State, TargetModel, without_idle_rows
 
 
 class Committed(struct.PyTreeNode):
@@ -173,8 +173,9 @@ def proposing(
 
     def propose(state: State, choice: Choice) -> Proposal:
         assert state.calibration is not None
-        own = choice.for_drafting(proposals, state.calibration).replace(nodes=nodes)
-        return drafter.propose(target, state.draft, state.anchor, state.lengths, block_size, own, rows=state.rows)
+        drafting = choice.for_drafting(proposals, state.calibration).replace(nodes=nodes)
+        query = Query(state.anchor, state.lengths, block_size, state.rows)
+        return drafter.propose(target, state.draft, query, drafting)
 
     return propose
 
@@ -214,9 +215,8 @@ def committing(target: TargetModel, drafter: DraftModel | None) -> Callable[[Sta
             tokens = jnp.take_along_axis(tokens, path, axis=1)
             features = jnp.take_along_axis(features, path[:, :, None], axis=1)
         positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
-        seen = tokens, features, positions, state.lengths, count
-        draft = drafter.commit(target, state.draft, *seen, rows=state.rows)
-        return state.replace(draft=draft)
+        seen = Seen(tokens, features, positions, state.lengths, count, state.rows)
+        return state.replace(draft=drafter.commit(target, state.draft, seen))
 
     return commit
 

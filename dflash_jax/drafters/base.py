@@ -12,10 +12,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import checkpoint, sharding
-from dflash_jax.cache import Capacity
-from dflash_jax.decoding.choice import Choice
-from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.state import Drafting, TargetModel
 from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
 from dflash_jax.models.layers import project
@@ -31,6 +28,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         text: the rows.
+        text_starts: where the document of each position of the rows begins.
         anchors: positions in the row, ascending; 0 for a block that is not used.
         starts: where each anchor's document begins.
         tokens: the anchors' tokens.
@@ -40,6 +38,7 @@ class Blocks(NamedTuple):
     """
 
     text: Int[Array, "B S"]
+    text_starts: Int[Array, "B S"]
     anchors: Int[Array, "B A"]
     starts: Int[Array, "B A"]
     tokens: Int[Array, "B A"]
@@ -53,11 +52,12 @@ class Blocks(NamedTuple):
         return jnp.concatenate([self.tokens[:, :, None], self.labels[:, :, :-1]], axis=2)
 
 
-class Drafter(struct.PyTreeNode):
+class Drafter(Drafting, struct.PyTreeNode):
     """A loaded drafter, a `decoding.state.DraftModel`. A pytree of its parameters; see `Target`.
 
-    What it decodes with, a kind must have: `init_state`, `propose` and `commit`. What it learns with: `teacher_forced`,
-    and where its logits depend on more than one state, `heads`, `score` and `refine`.
+    What it decodes with, a kind must have: `dtype`, `init_state`, `propose` and `commit`. What it learns with:
+    `teacher_forced` (see `Trainable`), and where its logits depend on more than one state, `heads`, `score` and
+    `refine`.
     """
 
     params: Any
@@ -80,41 +80,9 @@ class Drafter(struct.PyTreeNode):
         return jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32) + self.params["d2t"]
 
     @property
-    def dtype(self) -> Any:
-        raise NotImplementedError
-
-    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Any:
-        """See `DraftModel`."""
-        raise NotImplementedError
-
-    def propose(
-        self,
-        target: TargetModel,
-        state: Any,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
-        """See `DraftModel`."""
-        raise NotImplementedError
-
-    def commit(
-        self,
-        target: TargetModel,
-        state: Any,
-        tokens: Int[Array, "B J"],
-        features: Float[Array, "B J FD"],
-        positions: Int[Array, "B J"],
-        lengths: Int[Array, " B"],
-        kept: Int[Array, " B"],
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Any:
-        """See `DraftModel`."""
-        raise NotImplementedError
+    def dtype(self) -> jnp.dtype:
+        """Of the computation: that of the fusion of the tapped features."""
+        return self.params["fc"]["weight"].dtype
 
     def depth(self, block_size: int) -> int:
         """Tokens proposed at this block size; each is one deeper than the last."""
@@ -135,20 +103,13 @@ class Drafter(struct.PyTreeNode):
             return project(hidden, sharding.gathered(self.params["lm_head"], "lm_head"))
 
     def teacher_forced(
-        self,
-        target: TargetModel,
-        features: Float[Array, "B S FD"],
-        starts: Int[Array, "B S"],
-        blocks: Blocks,
-        *,
-        remat: bool = False,
+        self, target: TargetModel, features: Float[Array, "B S FD"], blocks: Blocks, *, remat: bool = False
     ) -> Any:
         """What every prediction of every block is scored from, as decoding would compute it if all tokens before were
         right: a pytree of arrays [B, A, P, ...], of which the first is a final-normed state.
 
         Args:
             features: of all positions of the rows.
-            starts: where the document of each position begins.
             remat: compute layers again in the backward pass instead of keeping their insides.
         """
         raise NotImplementedError

@@ -20,7 +20,8 @@ from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
 from dflash_jax.config import LayerConfig, Raw
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.proposing import propose
+from dflash_jax.decoding.state import Query, Seen, TargetModel
 from dflash_jax.drafters import base
 from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
 from dflash_jax.drafters.fields import classes_of, is_of
@@ -188,81 +189,42 @@ class Drafter(base.Drafter):
     config: DFlashConfig = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.params["kv_proj"].dtype
-
     def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Cache:
         """An empty draft cache; windowed layers hold no more than their window."""
         return init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
 
-    def propose(
-        self,
-        target: TargetModel,
-        state: Cache,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
+    def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
         """Tokens for the positions after the anchor, every one chosen from its own slot of one pass."""
-        logits = self.logits(target, anchor, state, lengths, block_size, rows=rows)
-        return choice.propose(logits, **self.choosable)
+        return propose(self.restricted(choice), self.logits(target, state, query))
 
     @property
     def first_slot(self) -> int:
         """The first slot of the pass that predicts, or that predictions need."""
         return 0 if self.config.anchor_predicts else 1
 
-    @property
-    def choosable(self) -> dict[str, Any]:
-        """What `Choice.tokens` must know of the drafter's vocabulary."""
-        return {"forbidden": (self.config.mask_token_id,), "vocabulary": self.vocabulary}
+    def restricted(self, choice: Choice) -> Choice:
+        """The choice among the tokens that it may propose: its vocabulary, without its mask token."""
+        return choice.restricted(self.vocabulary, forbidden=(self.config.mask_token_id,))
 
-    def commit(
-        self,
-        target: TargetModel,
-        state: Cache,
-        tokens: Int[Array, "B J"],
-        features: Float[Array, "B J FD"],
-        positions: Int[Array, "B J"],
-        lengths: Int[Array, " B"],
-        kept: Int[Array, " B"],
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Cache:
+    def commit(self, target: TargetModel, state: Cache, seen: Seen) -> Cache:
         """Projects the target's features of committed positions into the draft cache."""
-        return commit(state, self.context(features, positions), lengths, kept, rows=rows)
+        fresh = self.context(seen.features, seen.positions)
+        return commit(state, fresh, seen.lengths, seen.kept, rows=seen.rows)
 
     def forward(
-        self,
-        x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        cache: Cache,
-        lengths: Int[Array, " B"],
-        *,
-        visible: Any = None,
-        rows: Int[Array, " B"] | None = None,
-        starts: Int[Array, "B T"] | None = None,
-        per_row: int | None = None,
-        remat: bool = False,
+        self, x: Float[Array, "B T D"], at: Pass, cache: Cache, *, remat: bool = False
     ) -> tuple[Float[Array, "B T _"], tuple[Fresh, ...]]:
         """Denoises embedded block slots against the committed context; reads the cache only.
 
         Args:
-            x, positions: the blocks.
+            x: the blocks.
+            at: where they stand, and the context that each sees.
             cache: context.
-            lengths: context each block sees.
-            visible, rows, starts: see `Target.forward`.
-            per_row: see `models.attention.Pass`.
             remat: see `Model.forward`.
 
         Returns:
             Final-normed hidden states, and the block's own keys and values.
         """
-        at = Pass(positions, visible, lengths, rows, starts=starts, per_row=per_row)
         return self._apply("forward", x, at, cache, remat)
 
     def context(
@@ -278,76 +240,62 @@ class Drafter(base.Drafter):
             features, positions: of the target's committed positions.
             starts: where the document of each position begins (see `Target.forward`).
         """
-        nobody = jnp.zeros(positions.shape[0], jnp.int32)
-        at = Pass(positions, None, nobody, None, starts=starts)
+        no_context = jnp.zeros(positions.shape[0], jnp.int32)
+        at = Pass(positions, None, no_context, None, starts=starts)
         return self._apply("context", features.astype(self.dtype), at)
 
-    def logits(
-        self,
-        target: TargetModel,
-        anchor: Int[Array, " B"],
-        cache: Cache,
-        lengths: Int[Array, " B"],
-        block_size: int,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Float[Array, "B P V"]:
+    def logits(self, target: TargetModel, cache: Cache, query: Query) -> Float[Array, "B P V"]:
         """Float32 logits of the proposals for positions a+1, a+2, ... after the anchor.
 
         Args:
             target: supplies embedding and head where the checkpoint has none of its own.
-            anchor: last committed token of each row, at position `lengths`.
             cache: draft cache holding exactly the positions before the anchor.
-            block_size: slots of this pass, up to the checkpoint's.
-            rows: see `forward`.
         """
-        return self.unembed(target, self.denoise(target, anchor, cache, lengths, block_size, rows=rows))
+        return self.unembed(target, self.denoise(target, cache, query))
 
     def teacher_forced(
-        self,
-        target: TargetModel,
-        features: Float[Array, "B S FD"],
-        starts: Int[Array, "B S"],
-        blocks: base.Blocks,
-        *,
-        remat: bool = False,
+        self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
     ) -> Any:
         """Hidden states of every prediction."""
         B, A, P = blocks.labels.shape
-        positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], starts.shape)
-        context = self.context(features, positions, starts=starts)
+        positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], blocks.text_starts.shape)
+        context = self.context(features, positions, starts=blocks.text_starts)
         cache = Cache(tuple(KV(fresh.k, fresh.v) for fresh in context), tuple(range(len(context))))
         flat = lambda x: x.reshape(B * A)
         size = P if self.config.anchor_predicts else P + 1
-        of_blocks = {"starts": flat(blocks.starts), "per_row": A, "remat": remat}
-        hidden = self.denoise(target, flat(blocks.tokens), cache, flat(blocks.anchors), size, **of_blocks)
+        query = Query(flat(blocks.tokens), flat(blocks.anchors), size)
+        hidden = self.denoise(target, cache, query, starts=flat(blocks.starts), per_row=A, remat=remat)
         return hidden.reshape(B, A, -1, hidden.shape[-1])
 
     def denoise(
         self,
         target: TargetModel,
-        anchor: Int[Array, " B"],
         cache: Cache,
-        lengths: Int[Array, " B"],
-        block_size: int,
+        query: Query,
         *,
-        rows: Int[Array, " B"] | None = None,
         starts: Int[Array, " B"] | None = None,
         per_row: int | None = None,
         remat: bool = False,
     ) -> Float[Array, "B P _"]:
-        """Hidden states of the slots from `first_slot` on; arguments as in `logits` and `forward`."""
-        c = self.config
-        tokens = jnp.full((anchor.shape[0], block_size), c.mask_token_id, jnp.int32).at[:, 0].set(anchor)
-        positions = lengths[:, None] + jnp.arange(block_size)[None]
+        """Hidden states of the slots from `first_slot` on.
+
+        Args:
+            cache: see `logits`.
+            starts: where the document of each anchor begins; None is at 0.
+            per_row: see `models.attention.Pass`.
+            remat: see `Model.forward`.
+        """
+        c, shape = self.config, (query.anchor.shape[0], query.block_size)
+        tokens = jnp.full(shape, c.mask_token_id, jnp.int32).at[:, 0].set(query.anchor)
+        positions = query.lengths[:, None] + jnp.arange(query.block_size)[None]
         scale = c.input_embedding_scale
         if scale is None:  # rows of the target's table, as the target reads them
             scale = 1.0 if c.own_embedding else target.config.embedding_scale
         x = (self.embed(target, tokens) * scale).astype(self.dtype)
         if starts is not None:
             starts = jnp.broadcast_to(starts[:, None], positions.shape)
-        hidden, _ = self.forward(x, positions, cache, lengths, rows=rows, starts=starts, per_row=per_row, remat=remat)
-        return hidden[:, self.first_slot :]
+        at = Pass(positions, None, query.lengths, query.rows, starts=starts, per_row=per_row)
+        return self.forward(x, at, cache, remat=remat)[0][:, self.first_slot :]
 
     def unembed(self, target: TargetModel, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
         """Float32 logits of hidden states."""

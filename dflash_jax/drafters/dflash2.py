@@ -20,10 +20,11 @@ from dflash_jax.cache import Cache
 from dflash_jax.config import Raw
 from dflash_jax.config_json import require
 from dflash_jax.decoding.choice import Choice
-from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.proposing import Frontier, Options, grow
 from dflash_jax.decoding.sampling import top_k
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.selection import likeliest
+from dflash_jax.decoding.state import Query, TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
 from dflash_jax.drafters.fields import Lookup, is_of
@@ -153,48 +154,31 @@ class Drafter(dflash.Drafter):
     model: ClassVar[type[nn.Module]] = Model
     apart: ClassVar[tuple[str, ...]] = (*base.Drafter.apart, "candidate_selector")
 
-    def propose(
-        self,
-        target: TargetModel,
-        state: Cache,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
+    def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
         """One pass, then slot after slot one of its best tokens."""
-        hidden = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
-        return self.chosen(target, anchor, hidden, choice)
+        return self.chosen(target, query.anchor, self.denoise(target, state, query), choice)
 
     def chosen(
         self, target: TargetModel, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice
     ) -> Proposal:
         """A token for every slot, or a tree of them, given the one chosen for the slot before."""
-        logits = choice.allowed(self.unembed(target, hidden), **self.choosable)
-        unary, candidates = choice.best(logits, self.config.selector_top_k, vocabulary=self.vocabulary)
-        candidates = candidates if self.vocabulary is None else self.vocabulary[candidates]
-        gates = self.gates(hidden)
+        choice = self.restricted(choice)
+        logits = choice.allowed(self.unembed(target, hidden))
+        unary, candidates = likeliest(choice, logits, self.config.selector_top_k)
+        gates, ids = self.gates(hidden), choice.ids(candidates)
 
-        def expand(slot: int, tips: Tips, _: None) -> tuple[Options, None]:
-            pairs = self.pairs(gates[:, slot], tips.tokens, candidates[:, slot])
+        def expand(slot: int, frontier: Frontier, _: None) -> tuple[Options, None]:
+            pairs = self.pairs(gates[:, slot], frontier.tokens, ids[:, slot])
             among = jnp.broadcast_to(candidates[:, slot, None], pairs.shape)
             return Options(unary[:, slot, None] + pairs, among), None
 
-        return grow(choice, anchor, hidden.shape[1], expand)
+        return grow(choice, anchor, hidden.shape[1], expand, None)
 
     def teacher_forced(
-        self,
-        target: TargetModel,
-        features: Float[Array, "B S FD"],
-        starts: Int[Array, "B S"],
-        blocks: base.Blocks,
-        *,
-        remat: bool = False,
+        self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
     ) -> Any:
         """Hidden states, and what the selector makes of them and of the tokens before."""
-        hidden = super().teacher_forced(target, features, starts, blocks, remat=remat)
+        hidden = super().teacher_forced(target, features, blocks, remat=remat)
         gates = self.gates(hidden.reshape(*hidden.shape[:1], -1, hidden.shape[-1])).reshape(*hidden.shape[:3], -1)
         return hidden, self.params["candidate_selector"]["predecessor_codebook"][blocks.previous] * gates
 

@@ -20,9 +20,10 @@ from dflash_jax.cache import Cache
 from dflash_jax.config import Raw
 from dflash_jax.config_json import mapping, require
 from dflash_jax.decoding.choice import Choice
-from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.proposing import Frontier, Options, grow, propose
+from dflash_jax.decoding.selection import likeliest
+from dflash_jax.decoding.state import Query, TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
 from dflash_jax.drafters.fields import Lookup, flag, is_of
@@ -163,20 +164,9 @@ class Drafter(dflash.Drafter):
     config: DSparkConfig = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     apart: ClassVar[tuple[str, ...]] = (*base.Drafter.apart, "markov_head", "confidence_head")
 
-    def propose(
-        self,
-        target: TargetModel,
-        state: Cache,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
+    def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
         """One pass, then slot after slot a token. An "rnn" head also reads the slot of an anchor that predicts none."""
-        hidden = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
-        return self.chosen(target, anchor, hidden, choice)
+        return self.chosen(target, query.anchor, self.denoise(target, state, query), choice)
 
     @property
     def first_slot(self) -> int:
@@ -201,45 +191,36 @@ class Drafter(dflash.Drafter):
     ) -> Proposal:
         """A token for every slot, or a tree of them, given the one chosen for the slot before.
 
-        In a tree, the head corrects a slot's `TREE_CANDIDATES` best tokens alone (`Choice.best`): logits of the whole
-        vocabulary for every node would cost more than they bring.
+        In a tree, the head corrects a slot's `TREE_CANDIDATES` best tokens alone (`selection.likeliest`): logits of the
+        whole vocabulary for every node would cost more than they bring.
         """
-        begun, hidden = self.begun(anchor, hidden)
-        logits = self.unembed(target, hidden)
+        (begun, hidden), choice = self.begun(anchor, hidden), self.restricted(choice)
+        logits, candidates = self.unembed(target, hidden), None
         if not self.config.markov_rank:
-            return choice.propose(logits, **self.choosable)
-        best, ids = self.best(choice, logits) if choice.nodes else (logits, None)
+            return propose(choice, logits)
+        if choice.nodes:
+            count = min(TREE_CANDIDATES, logits.shape[-1])
+            logits, candidates = likeliest(choice, choice.allowed(logits), count)
 
-        def expand(slot: int, tips: Tips, carried: Float[Array, "B _ R"]) -> tuple[Options, Float[Array, "B W R"]]:
-            B, W = tips.tokens.shape
-            carried = jnp.take_along_axis(carried, tips.parents[:, :, None], axis=1).reshape(B * W, -1)
+        def expand(
+            slot: int, frontier: Frontier, carried: Float[Array, "B _ R"]
+        ) -> tuple[Options, Float[Array, "B W R"]]:
+            B, W = frontier.tokens.shape
+            carried = jnp.take_along_axis(carried, frontier.parents[:, :, None], axis=1).reshape(B * W, -1)
             state = jnp.repeat(hidden[:, slot], W, axis=0)
-            carried, latent = (x.reshape(B, W, -1) for x in self.latent(carried, tips.tokens.reshape(-1), state))
-            if ids is None:
-                return Options(best[:, slot, None] + self.bias(latent)), carried
-            among = ids[:, slot]
-            tokens = among if self.vocabulary is None else self.vocabulary[among]
-            scores = best[:, slot, None] + self.bias_of(latent, among)
-            return Options(scores, jnp.broadcast_to(tokens[:, None], scores.shape)), carried
+            carried, latent = (x.reshape(B, W, -1) for x in self.latent(carried, frontier.tokens.reshape(-1), state))
+            if candidates is None:
+                return Options(logits[:, slot, None] + self.bias(latent)), carried
+            scores = logits[:, slot, None] + self.bias_of(latent, candidates[:, slot])
+            return Options(scores, jnp.broadcast_to(candidates[:, slot, None], scores.shape)), carried
 
-        return grow(choice, anchor, hidden.shape[1], expand, begun[:, None], **self.choosable)
-
-    def best(self, choice: Choice, logits: Float[Array, "B P V"]) -> tuple[Float[Array, "B P C"], Int[Array, "B P C"]]:
-        """The best allowed tokens of every slot, as the drafter numbers them."""
-        allowed = choice.allowed(logits, **self.choosable)
-        return choice.best(allowed, min(TREE_CANDIDATES, allowed.shape[-1]), vocabulary=self.vocabulary)
+        return grow(choice, anchor, hidden.shape[1], expand, begun[:, None])
 
     def teacher_forced(
-        self,
-        target: TargetModel,
-        features: Float[Array, "B S FD"],
-        starts: Int[Array, "B S"],
-        blocks: base.Blocks,
-        *,
-        remat: bool = False,
+        self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
     ) -> Any:
         """Hidden states, and what the biases are products of."""
-        hidden = super().teacher_forced(target, features, starts, blocks, remat=remat)
+        hidden = super().teacher_forced(target, features, blocks, remat=remat)
         if not self.config.markov_rank:
             return hidden, hidden[..., :0]
         B, A, P = blocks.labels.shape

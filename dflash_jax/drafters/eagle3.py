@@ -9,7 +9,7 @@ side by side, V vocabulary of the drafter.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -23,9 +23,9 @@ from dflash_jax import checkpoint
 from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
 from dflash_jax.config import Raw
 from dflash_jax.decoding.choice import Choice
-from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.proposing import Frontier, Options, grow
+from dflash_jax.decoding.state import Query, Seen, TargetModel
 from dflash_jax.drafters import base, eagle3_config
 from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.drafters.eagle3_config import Eagle3Config, official_taps
@@ -171,11 +171,25 @@ class Model(nn.Module):
 
 
 def ancestors(lineage: Int[Array, "B W d"], widths: Sequence[int]) -> Bool[Array, "B W F"]:
-    """Which nodes of all passes lead to each node of the last one, itself included; see `growth.Tips`."""
+    """Which nodes of all passes lead to each node of the last one, itself included; see `proposing.Frontier`."""
     seen = [jnp.ones((*lineage.shape[:2], 1), bool)]
     for depth, width in enumerate(widths[1:]):
         seen.append(lineage[:, :, depth, None] == jnp.arange(width)[None, None])
     return jnp.concatenate(seen, axis=2)
+
+
+class Passes(NamedTuple):
+    """What the passes since the anchor leave to the next one.
+
+    Attributes:
+        known: what it knows at each node of the last one.
+        fresh: keys and values of all pairs; None before the first pass.
+        widths: pairs of each pass.
+    """
+
+    known: Float[Array, "B W D"]
+    fresh: Fresh | None
+    widths: tuple[int, ...]
 
 
 class Drafter(base.Drafter):
@@ -184,41 +198,26 @@ class Drafter(base.Drafter):
     config: Eagle3Config = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.params["fc"]["weight"].dtype
-
     def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> EagleState:
         """An empty state; see `init_cache`."""
         cache = init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
         return EagleState(cache, jnp.zeros((rows, self.config.hidden_size), self.dtype))
 
-    def propose(
-        self,
-        target: TargetModel,
-        state: EagleState,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
+    def propose(self, target: TargetModel, state: EagleState, query: Query, choice: Choice) -> Proposal:
         """Token after token, one pass each; of a tree, one pass for the best nodes of each depth."""
-        feature = state.feature if rows is None else state.feature[rows]
-        at = jnp.maximum(lengths - 1, 0)
+        feature = state.feature if query.rows is None else state.feature[query.rows]
+        at = jnp.maximum(query.lengths - 1, 0)
 
-        def expand(depth: int, tips: Tips, carried: Any) -> tuple[Options, Any]:
-            known, fresh, widths = carried
-            known = jnp.take_along_axis(known, tips.parents[:, :, None], axis=1)
-            widths = (*widths, tips.tokens.shape[1])
-            visible = None if tips.seen is None else ancestors(tips.lineage, widths)
-            shape = {"widths": widths, "visible": visible, "rows": rows}
-            hidden, known, fresh = self.forward(target, known, tips.tokens, state, at, fresh, **shape)
-            return Options(self.unembed(target, hidden)), (known, fresh, widths)
+        def expand(depth: int, frontier: Frontier, carried: Passes) -> tuple[Options, Passes]:
+            known = jnp.take_along_axis(carried.known, frontier.parents[:, :, None], axis=1)
+            widths = (*carried.widths, frontier.tokens.shape[1])
+            visible = None if frontier.seen is None else ancestors(frontier.lineage, widths)
+            shape = {"widths": widths, "visible": visible, "rows": query.rows}
+            hidden, known, fresh = self.forward(target, known, frontier.tokens, state, at, carried.fresh, **shape)
+            return Options(self.unembed(target, hidden)), Passes(known, fresh, widths)
 
-        begin, depth = (feature[:, None], None, ()), self.depth(block_size)
-        return grow(choice, anchor, depth, expand, begin, width=TREE_WIDTH, vocabulary=self.vocabulary)
+        choice, begin = choice.restricted(self.vocabulary), Passes(feature[:, None], None, ())
+        return grow(choice, query.anchor, self.depth(query.block_size), expand, begin, width=TREE_WIDTH)
 
     def forward(
         self,
@@ -250,21 +249,18 @@ class Drafter(base.Drafter):
         return self._apply("forward", known, self.embed(target, tokens), at, cache.entries[cache.of_layer[0]], before)
 
     def teacher_forced(
-        self,
-        target: TargetModel,
-        features: Float[Array, "B S FD"],
-        starts: Int[Array, "B S"],
-        blocks: base.Blocks,
-        *,
-        remat: bool = False,
+        self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
     ) -> Any:
         """Final-normed states of every pass of every block: training-time test (paper section 3)."""
         B, A, P = blocks.labels.shape
         behind = jnp.roll(blocks.text, -1, axis=1)  # of the last position: no block reads it
-        positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], starts.shape)
-        known, nobody = self._apply("fuse", features.astype(self.dtype)), jnp.zeros(B, jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], blocks.text_starts.shape)
+        known, no_context = self._apply("fuse", features.astype(self.dtype)), jnp.zeros(B, jnp.int32)
         pairs = self._apply(
-            "pairs", known, self.embed(target, behind), Pass(positions, None, nobody, None, starts=starts)
+            "pairs",
+            known,
+            self.embed(target, behind),
+            Pass(positions, None, no_context, None, starts=blocks.text_starts),
         )
         entry, before = KV(pairs.k, pairs.v), jnp.maximum(blocks.anchors - 1, 0)
         flat, lengths = (lambda x: x.reshape(B * A, *x.shape[2:])), before.reshape(-1)
@@ -279,38 +275,28 @@ class Drafter(base.Drafter):
             hidden.append(out)
         return jnp.concatenate(hidden, axis=1).reshape(B, A, P, -1)
 
-    def commit(
-        self,
-        target: TargetModel,
-        state: EagleState,
-        tokens: Int[Array, "B J"],
-        features: Float[Array, "B J FD"],
-        positions: Int[Array, "B J"],
-        lengths: Int[Array, " B"],
-        kept: Int[Array, " B"],
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> EagleState:
+    def commit(self, target: TargetModel, state: EagleState, seen: Seen) -> EagleState:
         """Commits the pairs that these tokens complete: each with what is known at the position before."""
-        fused = self._apply("fuse", features.astype(self.dtype))
-        last = state.feature if rows is None else state.feature[rows]
+        fused = self._apply("fuse", seen.features.astype(self.dtype))
+        last = state.feature if seen.rows is None else state.feature[seen.rows]
         known = jnp.concatenate([last[:, None], fused[:, :-1]], axis=1)
-        nobody = jnp.zeros_like(lengths)
-        fresh = self._apply("pairs", known, self.embed(target, tokens), Pass(positions - 1, None, nobody, None))
-        first = (lengths == 0).astype(jnp.int32)  # nothing stands before a row's first token
-        path = jnp.minimum(jnp.arange(tokens.shape[1])[None] + first[:, None], tokens.shape[1] - 1)
-        behind, count = jnp.maximum(lengths - 1, 0), jnp.maximum(kept - first, 0)
-        cache = commit(state.cache, (fresh,), behind, count, path=path, rows=rows)
-        end = jnp.take_along_axis(fused, jnp.maximum(kept - 1, 0)[:, None, None], axis=1)[:, 0]
-        end = jnp.where((kept > 0)[:, None], end, last)
-        return EagleState(cache, end if rows is None else state.feature.at[rows].set(end))
+        at = Pass(seen.positions - 1, None, jnp.zeros_like(seen.lengths), None)
+        fresh = self._apply("pairs", known, self.embed(target, seen.tokens), at)
+        first = (seen.lengths == 0).astype(jnp.int32)  # nothing stands before a row's first token
+        most = seen.tokens.shape[1] - 1
+        path = jnp.minimum(jnp.arange(most + 1)[None] + first[:, None], most)
+        behind, count = jnp.maximum(seen.lengths - 1, 0), jnp.maximum(seen.kept - first, 0)
+        cache = commit(state.cache, (fresh,), behind, count, path=path, rows=seen.rows)
+        end = jnp.take_along_axis(fused, jnp.maximum(seen.kept - 1, 0)[:, None, None], axis=1)[:, 0]
+        end = jnp.where((seen.kept > 0)[:, None], end, last)
+        return EagleState(cache, end if seen.rows is None else state.feature.at[seen.rows].set(end))
 
 
 def tensors(config: Eagle3Config, layout: Layout = WHOLE) -> checkpoint.Table:
     """Checkpoint tensors of every parameter (drafting 3.1)."""
     c, layer, (D, copied) = config, config.layers[0], (config.hidden_size, checkpoint.copied)
     mixer, taps = layer.attention, len(c.target_layer_ids)
-    queries, keys, copies = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim, 0
+    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     copies = layout.copies(mixer.num_kv_heads)
     attention, mlp = "layers.0.self_attn", "layers.0.mlp"
 

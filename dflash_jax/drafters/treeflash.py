@@ -23,9 +23,10 @@ from dflash_jax.cache import Cache
 from dflash_jax.config import Raw
 from dflash_jax.config_json import mapping
 from dflash_jax.decoding.choice import Choice
-from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.proposing import Frontier, Options, grow, propose
+from dflash_jax.decoding.selection import likeliest
+from dflash_jax.decoding.state import Query, TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
 from dflash_jax.drafters.fields import is_of
@@ -135,52 +136,41 @@ class Drafter(dflash.Drafter):
     config: TreeFlashConfig = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model
 
-    def propose(
-        self,
-        target: TargetModel,
-        state: Cache,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
+    def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
         """One pass; then all slots once more, corrected for the tokens before them."""
-        both = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
-        D = self.config.hidden_size
-        plain = self.unembed(target, both[..., D:])
+        both, choice = self.denoise(target, state, query), self.restricted(choice)
+        plain = self.unembed(target, both[..., self.config.hidden_size :])
         if not self.config.corrected:
-            return choice.propose(plain, **self.choosable)
+            return propose(choice, plain)
         count = min(TOP, plain.shape[-1]) if choice.nodes else 1
-        _, best = choice.best(choice.allowed(plain[:, :-1], **self.choosable), count, vocabulary=self.vocabulary)
-        best = best if self.vocabulary is None else self.vocabulary[best]
-        first = jnp.broadcast_to(anchor[:, None, None], (anchor.shape[0], 1, count))
-        before = jnp.concatenate([first, best], axis=1)
+        _, best = likeliest(choice, choice.allowed(plain[:, :-1]), count)
+        first = jnp.broadcast_to(query.anchor[:, None, None], (best.shape[0], 1, count))
+        before = jnp.concatenate([first, choice.ids(best)], axis=1)
         logits = self.behind(target, both, before)
         if not choice.nodes:
-            return choice.propose(logits[:, :, 0], **self.choosable)
-        return self.tree(choice, anchor, logits, before)
+            return propose(choice, logits[:, :, 0])
+        return self.tree(choice, query.anchor, logits, before)
 
     def tree(
         self, choice: Choice, anchor: Int[Array, " B"], logits: Float[Array, "B P M V"], before: Int[Array, "B P M"]
     ) -> Proposal:
         """The best paths through the table of what follows each token of the slot before."""
         B, P, M, _ = logits.shape
-        allowed = choice.allowed(logits.reshape(B, P * M, -1), **self.choosable)
-        each, count = allowed.reshape(B, P, M, -1), min(CANDIDATES, allowed.shape[-1])
-        likely = lambda logits: choice.best(logits, count, vocabulary=self.vocabulary)  # of all slots, after one token
-        scores, ids = jax.vmap(likely, in_axes=2, out_axes=2)(each)
-        ids = ids if self.vocabulary is None else self.vocabulary[ids]
+        allowed = choice.allowed(logits.reshape(B, P * M, -1))
+        table, count = allowed.reshape(B, P, M, -1), min(CANDIDATES, allowed.shape[-1])
+        after_one = lambda logits: likeliest(choice, logits, count)  # of all slots, after one token
+        scores, candidates = jax.vmap(after_one, in_axes=2, out_axes=2)(table)
 
-        def expand(slot: int, tips: Tips, _: None) -> tuple[Options, None]:
-            same = before[:, slot, None] == tips.tokens[:, :, None]
+        def expand(slot: int, frontier: Frontier, _: None) -> tuple[Options, None]:
+            same = before[:, slot, None] == frontier.tokens[:, :, None]
             place = jnp.argmax(same, axis=2)[:, :, None]
             found = jnp.take_along_axis(scores[:, slot], place, axis=1)
             known = jnp.any(same, axis=2, keepdims=True)
-            return Options(jnp.where(known, found, -jnp.inf), jnp.take_along_axis(ids[:, slot], place, axis=1)), None
+            return Options(
+                jnp.where(known, found, -jnp.inf), jnp.take_along_axis(candidates[:, slot], place, axis=1)
+            ), None
 
-        return grow(choice, anchor, P, expand)
+        return grow(choice, anchor, P, expand, None)
 
     def behind(
         self, target: TargetModel, both: Float[Array, "B P E"], before: Int[Array, "B P M"]
@@ -192,16 +182,10 @@ class Drafter(dflash.Drafter):
         return self.unembed(target, hidden).reshape(B, P, M, -1)
 
     def teacher_forced(
-        self,
-        target: TargetModel,
-        features: Float[Array, "B S FD"],
-        starts: Int[Array, "B S"],
-        blocks: base.Blocks,
-        *,
-        remat: bool = False,
+        self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
     ) -> Any:
         """Hidden states of every prediction, corrected for the data token before it."""
-        both = super().teacher_forced(target, features, starts, blocks, remat=remat)
+        both = super().teacher_forced(target, features, blocks, remat=remat)
         if not self.config.corrected:
             return both[..., self.config.hidden_size :]
         B, A, P, E = both.shape
