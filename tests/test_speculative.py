@@ -266,10 +266,10 @@ def test_own_embedding_and_head_are_used(target, drafter, tmp_path):
     import dataclasses
 
     from dflash_jax.drafters import drafter_config
-    from dflash_jax.drafters.dflash import tensors
+    from dflash_jax.drafters.dflash import DFlash
 
     config = dataclasses.replace(drafter_config(raw), own_embedding=True, own_head=True)
-    extra = tiny.random_tensors(tensors(config), seed=1)
+    extra = tiny.random_tensors(DFlash().tensors(config), seed=1)
     extra["embed_tokens.weight"] = np.asarray(target.params["embed_tokens"])
     extra["lm_head.weight"] = np.asarray(target.params["embed_tokens"]) * 2
     own = load_drafter(tiny.write(tmp_path, raw, extra))

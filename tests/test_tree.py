@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_jax.decoding.proposing import Options, grow
 
 from dflash_jax import (
     Engine,
@@ -22,6 +21,7 @@ from dflash_jax import (
 )
 from dflash_jax.decoding.calibration import GREEDY, SHARPNESS, init_calibration
 from dflash_jax.decoding.proposal import Proposal, accept, make_block
+from dflash_jax.decoding.proposing import Options, grow
 from dflash_jax.decoding.selection import pick, rank
 from dflash_jax.decoding.tree import Ranked, best_nodes, levels_of, pruned
 from tests import tiny

@@ -1,7 +1,6 @@
 """The training loop: resumable, evaluated by real decoding, stopped by what is not finite."""
 
 import contextlib
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -213,7 +212,7 @@ class Run:
 
     def trained(self) -> Drafter:
         """The drafter as it is now, in float32."""
-        return self.drafter.replace(params=self.state.params | split_params(self.drafter.params)[1])
+        return self.drafter.replace(params=self.state.params | split_params(self.drafter)[1])
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluates, logs, and keeps the drafter as `best` if none before reached its tau."""
@@ -231,7 +230,7 @@ class Run:
 
     def _check_same_run(self, examples: list[Example]) -> None:
         path = self.directory / "run.json"
-        settings = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in FREE}
+        settings = {k: v for k, v in self.config.named().items() if k not in FREE}
         identity = json.loads(json.dumps(settings))
         identity |= {
             "target": model_fingerprint(self.target),
@@ -250,7 +249,7 @@ class Run:
                     read_json(self.directory / name)
         if self.leads:
             write_json(path, identity)
-            write_json(self.directory / "config.json", dataclasses.asdict(self.config))
+            write_json(self.directory / "config.json", self.config.named())
             write_json(self.directory / "drafter.json", self.raw)
 
     def _metrics(self) -> list[dict[str, Any]]:
@@ -284,4 +283,4 @@ def load_run(directory: str | Path, step: int | None = None) -> tuple[Drafter, d
         drafter = load_drafter(directory / "last", dtype="float32")  # for what is not trained
         with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
             params = checkpoints.restore_params(step)
-        return drafter.replace(params=params | split_params(drafter.params)[1]), raw
+        return drafter.replace(params=params | split_params(drafter)[1]), raw

@@ -66,7 +66,13 @@ Expand = Callable[[int, Frontier, Carry], tuple[Options, Carry]]
 
 
 def grow(
-    choice: Choice, anchor: Int[Array, " B"], depth: int, expand: Expand[Carry], carried: Carry, *, width: int | None = None
+    choice: Choice,
+    anchor: Int[Array, " B"],
+    depth: int,
+    expand: Expand[Carry],
+    carried: Carry,
+    *,
+    width: int | None = None,
 ) -> Proposal:
     """A chain, or the tree of the best paths among those that were looked at.
 
@@ -97,7 +103,9 @@ def _allowed(choice: Choice, options: Options, frontier: Frontier) -> Float[Arra
     return choice.allowed(options.logits, frontier.before, frontier.seen)
 
 
-def _tree(choice: Choice, frontier: Frontier, depth: int, expand: Expand[Carry], carried: Carry, width: int) -> Proposal:
+def _tree(
+    choice: Choice, frontier: Frontier, depth: int, expand: Expand[Carry], carried: Carry, width: int
+) -> Proposal:
     levels, lessons = list[Level](), list[Lessons]()
     paths = jnp.zeros(frontier.lineage.shape, jnp.int32)  # ids that lead to each node of the frontier
     for d in range(depth):

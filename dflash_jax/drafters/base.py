@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import checkpoint, sharding
@@ -16,9 +17,11 @@ from dflash_jax.decoding.state import Drafting, TargetModel
 from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
 from dflash_jax.models.layers import project
+from dflash_jax.sharding import Rule
 
 # Tensors that published checkpoints carry and nobody reads: the target's own, and what follows from `d2t`.
 UNREAD = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+RULES = (Rule(r"d2t", 1, P()),)
 
 
 class Blocks(NamedTuple):
@@ -64,8 +67,9 @@ class Drafter(Drafting, struct.PyTreeNode):
     config: DrafterConfig = struct.field(pytree_node=False)
     layout: Layout = struct.field(pytree_node=False, default=WHOLE, kw_only=True)
     mesh: AnyMesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
-    model: ClassVar[type[nn.Module]]  # of the parameters that are not `apart`
-    apart: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head", "d2t")
+    model: ClassVar[type[nn.Module]]  # of the parameters that are not `outside_model`
+    frozen: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head", "d2t")  # parameters that are not trained
+    outside_model: ClassVar[tuple[str, ...]] = frozen
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -130,7 +134,7 @@ class Drafter(Drafting, struct.PyTreeNode):
         return 0.0, jnp.max(logits, axis=-1) == best
 
     def _apply(self, method: str, *args: Any) -> Any:
-        params = {k: v for k, v in self.params.items() if k not in self.apart}
+        params = {k: v for k, v in self.params.items() if k not in self.outside_model}
         with entered(self.mesh):
             return self.model(self.config, self.layout).apply({"params": params}, *args, method=method)
 

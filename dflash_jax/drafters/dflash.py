@@ -6,13 +6,13 @@ Shapes: B rows, T block slots, P proposals, J committed positions, L draft layer
 vocabulary of the drafter.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import flax.linen as nn
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import checkpoint, sharding
@@ -23,56 +23,18 @@ from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.proposing import propose
 from dflash_jax.decoding.state import Query, Seen, TargetModel
 from dflash_jax.drafters import base
-from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
-from dflash_jax.drafters.fields import classes_of, is_of
+from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, default_target_layer_ids, dflash_fields
+from dflash_jax.drafters.fields import classes_of
+from dflash_jax.drafters.kind import Hyper, Kind, Settings
 from dflash_jax.kernels.products import product
-from dflash_jax.mesh import WHOLE, Layout, on_every_device
+from dflash_jax.mesh import HEADS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, matmul, rms_norm, unfuse
 from dflash_jax.models.rope import Rope, rotate
 from dflash_jax.models.tables import decoder_layer
+from dflash_jax.sharding import Rule
 
-# QwenDFlashDraftModel is AngelSlim's, DFlashSpeculator that of `speculators`, the assistant SGLang 0.5.23's alias
-# (models/dflash.py).
-CLASSES = r"(Qwen3?)?DFlash(Qwen3)?(DraftModel|Model|ForCausalLM|Speculator)|MuseGlimmerAssistantModel"
-canonical_name = base.canonical_name
-
-
-def matches(raw: Raw) -> bool:
-    """Whether a config is that of such a drafter; one that names no class is."""
-    return not classes_of(raw) or is_of(raw, CLASSES)
-
-
-def config(raw: Raw) -> DFlashConfig:
-    """Reads `config.json`; see `config.dflash_fields`."""
-    return DFlashConfig(**dflash_fields(raw))
-
-
-def fresh(common: Raw, settings: Any) -> Raw:
-    """`config.json` of a new drafter.
-
-    Args:
-        common: the fields of its layers, and where it stands in its target.
-        settings: a `train.config.TrainConfig`.
-    """
-    return {**common, "architectures": ["DFlashDraftModel"]}
-
-
-def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
-    """`config.json` of a drafter of this kind that begins as one of another kind with this `config`, or None."""
-    return None
-
-
-def common_of(config: DrafterConfig, raw: Raw) -> Raw | None:
-    """What a DFlash drafter gives to one of its kin that begins as it (see `fresh`); None for another kind."""
-    if type(config) is not DFlashConfig:
-        return None
-    return {"sample_from_anchor": config.anchor_predicts, "dflash_config": {}, **raw}
-
-
-def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A new parameter, where it is not drawn as all others are."""
-    return None
+Config = TypeVar("Config", bound=DFlashConfig)
 
 
 class Layer(nn.Module):
@@ -306,29 +268,78 @@ class Drafter(base.Drafter):
         return logits
 
 
-def tensors(config: DFlashConfig, layout: Layout = WHOLE) -> checkpoint.Table:
-    """Checkpoint tensors of every parameter (method 7.3)."""
-    D, depth, mixer = config.hidden_size, config.num_hidden_layers, config.layers[0].attention
-    H, keys, copies = mixer.head_dim, mixer.num_kv_heads * mixer.head_dim, layout.copies(mixer.num_kv_heads)
-    features = len(config.target_layer_ids) * config.target_hidden_size
+class Family(Kind[Config, Hyper]):
+    """What DFlash and the kinds that build on it have in common.
 
-    def keys_and_values(layer: int, kind: str, *rest: int) -> checkpoint.Leaf:
-        names = [f"layers.{layer}.self_attn.{name}_proj.{kind}" for name in "kv"]
-        each = [checkpoint.Section(checkpoint.Stored(name, (keys, *rest)), copies=copies) for name in names]
-        return checkpoint.fused(each, layout.shards)
+    Attributes:
+        architecture: the class name in the `config.json` of a new one.
+    """
 
-    norms = [checkpoint.copied(f"layers.{i}.self_attn.k_norm.weight", H) for i in range(depth)]
-    table: checkpoint.Table = {
-        "kv_proj": checkpoint.stacked([keys_and_values(i, "weight", D) for i in range(depth)]),
-        "k_norm": checkpoint.stacked(norms),
-        "fc/weight": checkpoint.copied("fc.weight", D, features),
-        "hidden_norm/weight": checkpoint.copied("hidden_norm.weight", D),
-        "norm/weight": checkpoint.copied("norm.weight", D),
-    }
-    if config.attention_bias:
-        table["kv_bias"] = checkpoint.stacked([keys_and_values(i, "bias") for i in range(depth)])
-    bias = config.attention_bias
-    for i, layer in enumerate(config.layers):
-        names = f"layers_{i}", f"layers.{i}"
-        table |= decoder_layer(*names, D, layer, layout, bias=bias, qk_norm=True, fuse_qkv=False)
-    return table | base.vocabulary_tensors(config)
+    drafter = Drafter
+    architecture: ClassVar[str]
+    rules = (
+        Rule(r"kv_proj", 3, P(None, HEADS, "fsdp")),  # of all draft layers
+        Rule(r"kv_bias", 2, P(None, HEADS)),
+        Rule(r"k_norm", 2, P()),  # of all draft layers
+    )
+
+    def from_speculators(self, fields: Raw) -> Raw:
+        return {"block_size": 8, **fields}
+
+    def new_config(self, common: Raw, settings: Hyper, taps: Sequence[int] | None = None) -> Raw:
+        nested = dict(common["dflash_config"])
+        if not taps and "target_layer_ids" not in nested:
+            depths = common["num_target_layers"], common["num_hidden_layers"]
+            taps = sorted({*default_target_layer_ids(*depths)})  # of a shallow target the rule names a layer twice
+        nested |= {"target_layer_ids": list(taps)} if taps else {}
+        return {**common, "dflash_config": nested, "architectures": [self.architecture]}
+
+    def config_from(self, config: DrafterConfig, raw: Raw, settings: Hyper) -> Raw | None:
+        """A kind of this family can begin as a DFlash drafter: at first it proposes the same."""
+        if type(config) is not DFlashConfig:
+            return None
+        began = {"sample_from_anchor": config.anchor_predicts, "dflash_config": {}, **raw}
+        return self.new_config(began, settings, config.target_layer_ids)
+
+    def tensors(self, config: Config, layout: Layout = WHOLE) -> checkpoint.Table:
+        """Method, section 7.3."""
+        D, depth, mixer = config.hidden_size, config.num_hidden_layers, config.layers[0].attention
+        H, keys, copies = mixer.head_dim, mixer.num_kv_heads * mixer.head_dim, layout.copies(mixer.num_kv_heads)
+        features = len(config.target_layer_ids) * config.target_hidden_size
+
+        def keys_and_values(layer: int, kind: str, *rest: int) -> checkpoint.Leaf:
+            names = [f"layers.{layer}.self_attn.{name}_proj.{kind}" for name in "kv"]
+            each = [checkpoint.Section(checkpoint.Stored(name, (keys, *rest)), copies=copies) for name in names]
+            return checkpoint.fused(each, layout.shards)
+
+        norms = [checkpoint.copied(f"layers.{i}.self_attn.k_norm.weight", H) for i in range(depth)]
+        table: checkpoint.Table = {
+            "kv_proj": checkpoint.stacked([keys_and_values(i, "weight", D) for i in range(depth)]),
+            "k_norm": checkpoint.stacked(norms),
+            "fc/weight": checkpoint.copied("fc.weight", D, features),
+            "hidden_norm/weight": checkpoint.copied("hidden_norm.weight", D),
+            "norm/weight": checkpoint.copied("norm.weight", D),
+        }
+        if config.attention_bias:
+            table["kv_bias"] = checkpoint.stacked([keys_and_values(i, "bias") for i in range(depth)])
+        bias = config.attention_bias
+        for i, layer in enumerate(config.layers):
+            names = f"layers_{i}", f"layers.{i}"
+            table |= decoder_layer(*names, D, layer, layout, bias=bias, qk_norm=True, fuse_qkv=False)
+        return table | base.vocabulary_tensors(config)
+
+
+class DFlash(Family[DFlashConfig, Settings]):
+    """DFlash (v1). It takes every config that names no class."""
+
+    name, architecture = "dflash", "DFlashDraftModel"
+    # QwenDFlashDraftModel is AngelSlim's, DFlashSpeculator that of `speculators`, the assistant SGLang 0.5.23's alias
+    # (models/dflash.py).
+    classes = r"(Qwen3?)?DFlash(Qwen3)?(DraftModel|Model|ForCausalLM|Speculator)|MuseGlimmerAssistantModel"
+    speculators = "dflash", "DFlashDraftModel"
+
+    def matches(self, raw: Raw) -> bool:
+        return not classes_of(raw) or super().matches(raw)
+
+    def config(self, raw: Raw) -> DFlashConfig:
+        return DFlashConfig(**dflash_fields(raw))

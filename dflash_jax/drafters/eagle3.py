@@ -27,36 +27,14 @@ from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.proposing import Frontier, Options, grow
 from dflash_jax.decoding.state import Query, Seen, TargetModel
 from dflash_jax.drafters import base, eagle3_config
-from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.drafters.eagle3_config import Eagle3Config, official_taps
+from dflash_jax.drafters.kind import Kind, Settings
 from dflash_jax.mesh import ROWS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, unfuse
 from dflash_jax.models.rope import rotate
 
 TREE_WIDTH = 10  # nodes of a depth that a tree goes on from (reference `eagle/model/cnets.py`, `top_k`)
-
-CLASSES, matches, config = eagle3_config.CLASSES, eagle3_config.matches, eagle3_config.config
-canonical_name = eagle3_config.canonical_name
-
-
-def fresh(common: Raw, settings: Any) -> Raw:
-    """`config.json` of a new drafter, as DeepSpec writes it; see `dflash.fresh`."""
-    own = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": settings.block_size - 1}
-    own["target_layer_ids"] = list(settings.target_layer_ids) or sorted({*official_taps(common["num_target_layers"])})
-    others = "dflash_config", "block_size", "sample_from_anchor"
-    raw = {name: value for name, value in common.items() if name not in others}
-    return raw | own | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-
-
-def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
-    """See `dflash.becomes`."""
-    return None
-
-
-def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A new parameter, where it is not drawn as all others are."""
-    return None
 
 
 class EagleState(struct.PyTreeNode):
@@ -292,39 +270,62 @@ class Drafter(base.Drafter):
         return EagleState(cache, end if seen.rows is None else state.feature.at[seen.rows].set(end))
 
 
-def tensors(config: Eagle3Config, layout: Layout = WHOLE) -> checkpoint.Table:
-    """Checkpoint tensors of every parameter (drafting 3.1)."""
-    c, layer, (D, copied) = config, config.layers[0], (config.hidden_size, checkpoint.copied)
-    mixer, taps = layer.attention, len(c.target_layer_ids)
-    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    copies = layout.copies(mixer.num_kv_heads)
-    attention, mlp = "layers.0.self_attn", "layers.0.mlp"
+class Eagle3(Kind[Eagle3Config, Settings]):
+    """EAGLE-3. Its block size is one more than its passes, and it has one layer."""
 
-    def joined(names: list[str], size: int, kind: str, *rest: int, copies: int = 1) -> checkpoint.Leaf:
-        stored = [checkpoint.Stored(f"{name}.{kind}", (size, *rest)) for name in names]
-        return checkpoint.fused([checkpoint.Section(each, copies=copies) for each in stored], layout.shards)
+    name = "eagle3"
+    classes = r"\w*[Ee]agle3\w*"
+    drafter = Drafter
+    speculators = "eagle3", "Eagle3"
 
-    kv, gate_up = [f"{attention}.{n}_proj" for n in "kv"], [f"{mlp}.{n}_proj" for n in ("gate", "up")]
-    table: checkpoint.Table = {
-        "fc/weight": copied("fc.weight", D, taps * c.target_hidden_size),
-        "norm/weight": copied("norm.weight", D),
-        "self_attn/q_proj/weight": joined([f"{attention}.q_proj"], queries, "weight", 2 * D),
-        "self_attn/o_proj/weight": copied(f"{attention}.o_proj.weight", D, queries),
-        "kv_proj/weight": joined(kv, keys, "weight", 2 * D, copies=copies),
-        "mlp/gate_up_proj/weight": joined(gate_up, layer.intermediate_size, "weight", D),
-        "mlp/down_proj/weight": copied(f"{mlp}.down_proj.weight", D, layer.intermediate_size),
-    }
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        table[f"{name}/weight"] = copied(f"layers.0.{name}.weight", D)
-    if c.attention_bias:
-        table["self_attn/q_proj/bias"] = joined([f"{attention}.q_proj"], queries, "bias")
-        table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", D)
-        table["kv_proj/bias"] = joined(kv, keys, "bias", copies=copies)
-    if c.qk_norm:
-        table["self_attn/q_norm/weight"] = copied(f"{attention}.q_norm.weight", mixer.head_dim)
-        table["k_norm/weight"] = copied(f"{attention}.k_norm.weight", mixer.head_dim)
-    if c.norm_before_fc:
-        table["input_norm/weight"] = copied("input_norm.weight", taps * c.target_hidden_size)
-    for i in range(taps if c.fc_norm else 0):
-        table[f"fc_norms_{i}/weight"] = copied(f"fc_norm.{i}.weight", c.target_hidden_size)
-    return table | base.vocabulary_tensors(config)
+    def config(self, raw: Raw) -> Eagle3Config:
+        """Reads `config.json`; see `eagle3_config.read`."""
+        return eagle3_config.read(raw)
+
+    def canonical_name(self, name: str) -> str:
+        return eagle3_config.canonical_name(name)
+
+    def new_config(self, common: Raw, settings: Settings, taps: Sequence[int] | None = None) -> Raw:
+        """As DeepSpec writes it."""
+        taps = list(taps) if taps else sorted({*official_taps(common["num_target_layers"])})
+        own = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": common["block_size"] - 1, "target_layer_ids": taps}
+        others = "dflash_config", "block_size", "sample_from_anchor"
+        raw = {name: value for name, value in common.items() if name not in others}
+        return raw | own | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+    def tensors(self, config: Eagle3Config, layout: Layout = WHOLE) -> checkpoint.Table:
+        """Drafting, section 3.1."""
+        c, layer, (D, copied) = config, config.layers[0], (config.hidden_size, checkpoint.copied)
+        mixer, taps = layer.attention, len(c.target_layer_ids)
+        queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+        copies = layout.copies(mixer.num_kv_heads)
+        attention, mlp = "layers.0.self_attn", "layers.0.mlp"
+
+        def joined(names: list[str], size: int, kind: str, *rest: int, copies: int = 1) -> checkpoint.Leaf:
+            stored = [checkpoint.Stored(f"{name}.{kind}", (size, *rest)) for name in names]
+            return checkpoint.fused([checkpoint.Section(each, copies=copies) for each in stored], layout.shards)
+
+        kv, gate_up = [f"{attention}.{n}_proj" for n in "kv"], [f"{mlp}.{n}_proj" for n in ("gate", "up")]
+        table: checkpoint.Table = {
+            "fc/weight": copied("fc.weight", D, taps * c.target_hidden_size),
+            "norm/weight": copied("norm.weight", D),
+            "self_attn/q_proj/weight": joined([f"{attention}.q_proj"], queries, "weight", 2 * D),
+            "self_attn/o_proj/weight": copied(f"{attention}.o_proj.weight", D, queries),
+            "kv_proj/weight": joined(kv, keys, "weight", 2 * D, copies=copies),
+            "mlp/gate_up_proj/weight": joined(gate_up, layer.intermediate_size, "weight", D),
+            "mlp/down_proj/weight": copied(f"{mlp}.down_proj.weight", D, layer.intermediate_size),
+        }
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            table[f"{name}/weight"] = copied(f"layers.0.{name}.weight", D)
+        if c.attention_bias:
+            table["self_attn/q_proj/bias"] = joined([f"{attention}.q_proj"], queries, "bias")
+            table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", D)
+            table["kv_proj/bias"] = joined(kv, keys, "bias", copies=copies)
+        if c.qk_norm:
+            table["self_attn/q_norm/weight"] = copied(f"{attention}.q_norm.weight", mixer.head_dim)
+            table["k_norm/weight"] = copied(f"{attention}.k_norm.weight", mixer.head_dim)
+        if c.norm_before_fc:
+            table["input_norm/weight"] = copied("input_norm.weight", taps * c.target_hidden_size)
+        for i in range(taps if c.fc_norm else 0):
+            table[f"fc_norms_{i}/weight"] = copied(f"fc_norm.{i}.weight", c.target_hidden_size)
+        return table | base.vocabulary_tensors(config)

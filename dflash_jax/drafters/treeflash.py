@@ -7,6 +7,7 @@ node whose token is not among those of its slot has no children.
 Shapes: B rows, T block slots, P proposals, M tokens before, W nodes of one depth, C candidates, D width, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import checkpoint
@@ -28,28 +29,15 @@ from dflash_jax.decoding.proposing import Frontier, Options, grow, propose
 from dflash_jax.decoding.selection import likeliest
 from dflash_jax.decoding.state import Query, TargetModel
 from dflash_jax.drafters import base, dflash
-from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
-from dflash_jax.drafters.fields import is_of
+from dflash_jax.drafters.config import DFlashConfig, dflash_fields
+from dflash_jax.drafters.kind import Settings
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models.layers import Linear, RMSNorm
 from dflash_jax.sharding import Rule
 
-CLASSES = r"TreeFlash(DraftModel|Model|ForCausalLM)"
-FIELDS = ("treeflash_config",)
 TOP = 16  # tokens of a slot that the next one is corrected for (reference `top_m`)
 CANDIDATES = 64  # tokens after each of them that a tree looks at
 EPSILON = 1e-6  # of the norm of embeddings (reference `SwiGLUApproximation`)
-RULES = (
-    Rule(r"ar_approximation/ug/weight", 2, PartitionSpec()),
-    Rule(r"ar_approximation/ug/bias", 1, PartitionSpec()),
-    Rule(r"ar_approximation/d/weight", 2, PartitionSpec()),
-)
-canonical_name = base.canonical_name
-
-
-def matches(raw: Raw) -> bool:
-    """Whether a config is that of such a drafter."""
-    return is_of(raw, CLASSES, FIELDS)
 
 
 @dataclass(frozen=True)
@@ -66,35 +54,6 @@ class TreeFlashConfig(DFlashConfig):
     def inner(self) -> int:
         """Inner width of the correction."""
         return self.layers[0].intermediate_size
-
-
-def config(raw: Raw) -> TreeFlashConfig:
-    """Reads `config.json`.
-
-    Raises:
-        ValueError: as for DFlash, or another correction than "swiglu".
-    """
-    kind = mapping(raw, "treeflash_config").get("ar_approximation")
-    if kind not in ("swiglu", None):
-        raise ValueError(f"treeflash_config: ar_approximation must be 'swiglu' or null, got {kind!r:.80}")
-    return TreeFlashConfig(**dflash_fields(raw, FIELDS), corrected=kind is not None)
-
-
-def fresh(common: Raw, settings: Any) -> Raw:
-    """`config.json` of a new drafter; see `dflash.fresh`."""
-    own = {"candidate_tokens": 64, "ar_approximation": "swiglu"}
-    return {**common, "architectures": ["TreeFlashDraftModel"], "treeflash_config": own}
-
-
-def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
-    """`config.json` of a drafter that begins as a DFlash drafter; see `dflash.becomes`."""
-    common = dflash.common_of(config, raw)
-    return None if common is None else fresh(common, settings)
-
-
-def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A new drafter begins as DFlash: the correction adds nothing."""
-    return np.zeros(shape, np.float32) if path.endswith("ar_approximation/d/weight") else None
 
 
 class Correction(nn.Module):
@@ -155,9 +114,9 @@ class Drafter(dflash.Drafter):
         self, choice: Choice, anchor: Int[Array, " B"], logits: Float[Array, "B P M V"], before: Int[Array, "B P M"]
     ) -> Proposal:
         """The best paths through the table of what follows each token of the slot before."""
-        B, P, M, _ = logits.shape
-        allowed = choice.allowed(logits.reshape(B, P * M, -1))
-        table, count = allowed.reshape(B, P, M, -1), min(CANDIDATES, allowed.shape[-1])
+        B, slots, M, _ = logits.shape
+        allowed = choice.allowed(logits.reshape(B, slots * M, -1))
+        table, count = allowed.reshape(B, slots, M, -1), min(CANDIDATES, allowed.shape[-1])
         after_one = lambda logits: likeliest(choice, logits, count)  # of all slots, after one token
         scores, candidates = jax.vmap(after_one, in_axes=2, out_axes=2)(table)
 
@@ -170,16 +129,16 @@ class Drafter(dflash.Drafter):
                 jnp.where(known, found, -jnp.inf), jnp.take_along_axis(candidates[:, slot], place, axis=1)
             ), None
 
-        return grow(choice, anchor, P, expand, None)
+        return grow(choice, anchor, slots, expand, None)
 
     def behind(
         self, target: TargetModel, both: Float[Array, "B P E"], before: Int[Array, "B P M"]
     ) -> Float[Array, "B P M V"]:
         """Logits of every slot after each of some tokens before it."""
-        B, P, M = before.shape
-        embedded = self.embed(target, before.reshape(B, P * M)).astype(self.dtype)
+        B, slots, M = before.shape
+        embedded = self.embed(target, before.reshape(B, slots * M)).astype(self.dtype)
         hidden = self._apply("corrected", jnp.repeat(both, M, axis=1), embedded)
-        return self.unembed(target, hidden).reshape(B, P, M, -1)
+        return self.unembed(target, hidden).reshape(B, slots, M, -1)
 
     def teacher_forced(
         self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
@@ -188,18 +147,49 @@ class Drafter(dflash.Drafter):
         both = super().teacher_forced(target, features, blocks, remat=remat)
         if not self.config.corrected:
             return both[..., self.config.hidden_size :]
-        B, A, P, E = both.shape
-        embedded = self.embed(target, blocks.previous.reshape(B, A * P)).astype(self.dtype)
-        return self._apply("corrected", both.reshape(B, A * P, E), embedded).reshape(B, A, P, -1)
+        B, A, slots, E = both.shape
+        embedded = self.embed(target, blocks.previous.reshape(B, A * slots)).astype(self.dtype)
+        return self._apply("corrected", both.reshape(B, A * slots, E), embedded).reshape(B, A, slots, -1)
 
 
-def tensors(config: TreeFlashConfig, layout: Layout = WHOLE) -> checkpoint.Table:
-    """Checkpoint tensors of every parameter."""
-    table, D, inner = dflash.tensors(config, layout), config.hidden_size, config.inner
-    if config.corrected:
-        name = "ar_approximation"
-        table[f"{name}/norm/weight"] = checkpoint.copied(f"{name}.norm.weight", D)
-        table[f"{name}/ug/weight"] = checkpoint.copied(f"{name}.ug.weight", 2 * inner, 2 * D)
-        table[f"{name}/ug/bias"] = checkpoint.copied(f"{name}.ug.bias", 2 * inner)
-        table[f"{name}/d/weight"] = checkpoint.copied(f"{name}.d.weight", D, inner)
-    return table
+class TreeFlash(dflash.Family[TreeFlashConfig, Settings]):
+    """TreeFlash."""
+
+    name, architecture = "treeflash", "TreeFlashDraftModel"
+    classes = r"TreeFlash(DraftModel|Model|ForCausalLM)"
+    fields = ("treeflash_config",)
+    drafter = Drafter
+    rules = (
+        Rule(r"ar_approximation/ug/weight", 2, P()),
+        Rule(r"ar_approximation/ug/bias", 1, P()),
+        Rule(r"ar_approximation/d/weight", 2, P()),
+    )
+
+    def config(self, raw: Raw) -> TreeFlashConfig:
+        """Reads `config.json`.
+
+        Raises:
+            ValueError: as for DFlash, or another correction than "swiglu".
+        """
+        kind = mapping(raw, "treeflash_config").get("ar_approximation")
+        if kind not in ("swiglu", None):
+            raise ValueError(f"treeflash_config: ar_approximation must be 'swiglu' or null, got {kind!r:.80}")
+        return TreeFlashConfig(**dflash_fields(raw, self.fields), corrected=kind is not None)
+
+    def new_config(self, common: Raw, settings: Settings, taps: Sequence[int] | None = None) -> Raw:
+        raw = super().new_config(common, settings, taps)
+        return {**raw, "treeflash_config": {"candidate_tokens": 64, "ar_approximation": "swiglu"}}
+
+    def initial(self, path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """It begins as DFlash: the correction adds nothing."""
+        return np.zeros(shape, np.float32) if path.endswith("ar_approximation/d/weight") else None
+
+    def tensors(self, config: TreeFlashConfig, layout: Layout = WHOLE) -> checkpoint.Table:
+        table, D, inner = super().tensors(config, layout), config.hidden_size, config.inner
+        if config.corrected:
+            name = "ar_approximation"
+            table[f"{name}/norm/weight"] = checkpoint.copied(f"{name}.norm.weight", D)
+            table[f"{name}/ug/weight"] = checkpoint.copied(f"{name}.ug.weight", 2 * inner, 2 * D)
+            table[f"{name}/ug/bias"] = checkpoint.copied(f"{name}.ug.bias", 2 * inner)
+            table[f"{name}/d/weight"] = checkpoint.copied(f"{name}.d.weight", D, inner)
+        return table

@@ -13,7 +13,7 @@ from dflash_jax import generate, load_drafter, load_target, spec_generate
 from dflash_jax.decoding.state import Query, Seen
 from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.train.blocks import draw_blocks, target_features
-from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.config import TrainConfig, make_config
 from dflash_jax.train.data import Example
 from dflash_jax.train.drafters import converted, frequent_tokens, new_drafter, save_drafter
 from dflash_jax.train.step import Batch, init_state, train_step
@@ -41,7 +41,7 @@ def batch():
 
 def made(target, kind, vocabulary=None, **settings):
     """A new drafter, none of whose parameters is zero."""
-    config = TrainConfig(drafter=kind, **SMALL | settings)
+    config = make_config({"drafter": kind, **SMALL, **settings})
     drafter, raw = new_drafter(target, config, tiny.MASK, vocabulary)
     leaves, tree = jax.tree.flatten(drafter.params)
     rng = np.random.default_rng(1)
