@@ -15,6 +15,7 @@ from dflash_jax.config import RopeConfig
 from dflash_jax.decoding.state import Query, Seen
 from dflash_jax.drafters import drafter_config
 from dflash_jax.mesh import AXES, Layout
+from dflash_jax.models.attention import Pass
 from dflash_jax.models.rope import rope_tables
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.drafters import new_drafter
@@ -237,7 +238,9 @@ def test_drafters_embed_like_their_target(target, tmp_path):
     logits, state = draft(target, drafter)
     table = np.asarray(target.params["embed_tokens"])
     x = jnp.asarray(table[[7, tiny.MASK, tiny.MASK, tiny.MASK]] * 32**0.5)[None]
-    hidden, _ = jax.jit(type(drafter).forward)(drafter, x, 9 + jnp.arange(4)[None], state, jnp.asarray([9]))
+    hidden, _ = jax.jit(type(drafter).forward)(
+        drafter, x, Pass(9 + jnp.arange(4)[None], None, jnp.asarray([9]), None), state
+    )
     expected = 2 * np.tanh(np.asarray(hidden)[:, 1:] @ table.T / 2)
     np.testing.assert_allclose(logits, expected, atol=1e-5)
     # A scale of their own goes before, and so does an embedding of their own.
