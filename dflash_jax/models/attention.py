@@ -13,12 +13,15 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.cache import Cache, Fresh, Mixer
+from dflash_jax.cache import KV, Cache, Fresh, Mixer
+from dflash_jax.cache.split import Split
 from dflash_jax.config import AttentionConfig, LayerConfig
 from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, Layout
-from dflash_jax.models.layers import Linear, RMSNorm, unfuse
+from dflash_jax.models.layers import Linear, RMSNorm, rms_norm, unfuse
 from dflash_jax.models.rope import Rope, rope_tables, rotate
+
+Norm = Callable[[Array], Array]  # of the heads of a block, [B, T, n, H]
 
 
 class Pass(struct.PyTreeNode):
@@ -62,65 +65,99 @@ class Attention(nn.Module):
         width: of what comes out.
         config: of this layer.
         layout: of its fused weights.
-        bias: whether the projections have one.
+        bias: whether the projections of queries, keys and values have one.
+        output_bias: whether the projection of the output has one; None is as `bias` says.
         qk_norm: epsilon of the norms of queries and keys; None has none.
         qk_norm_per_head: whether these are norms of every head, or of all heads together.
         sinks: whether every query head has an attention sink: a logit without a key in its softmax.
+        norm_class: of the norms of queries and keys: `norm_class(size, epsilon)`.
+        value_norm: epsilon of a norm of every value head, without a weight; None has none.
+        values_are_keys: whether values are what the keys are made of, before their norm and rotation.
+        gate: whether the output passes a sigmoid gate of the layer's input, whose projection is fused with the others.
     """
 
     width: int
     config: AttentionConfig
     layout: Layout = WHOLE
     bias: bool = False
+    output_bias: bool | None = None
     qk_norm: float | None = None
     qk_norm_per_head: bool = True
     sinks: bool = False
+    norm_class: type[RMSNorm] = RMSNorm
+    value_norm: float | None = None
+    values_are_keys: bool = False
+    gate: bool = False
 
     @nn.compact
     def __call__(
-        self,
-        x: Float[Array, "B T Din"],
-        at: Pass,
-        entry: Any,
-        shared: Fresh | None = None,
-        project: Callable[[Array], Fresh] | None = None,
+        self, x: Float[Array, "B T Din"], at: Pass, entry: KV | Split, shared: Fresh | None = None
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         """Returns the layer's output, and the block's keys and values.
 
         Args:
-            shared: the block's keys and values of the layer whose entry this one shares.
-            project: stands in for the layer's own key and value projection where those weights live elsewhere (a
-                drafter holds them all in one array).
+            shared: the block's keys and values, where this layer does not make them: those of the layer whose entry
+                this one shares, or those of a drafter that projects the keys of all its layers at once.
         """
         c, (B, T, D) = self.config, x.shape
-        N, K, H = c.num_heads, c.num_kv_heads * self.layout.copies(c.num_kv_heads), c.head_dim
+        N, K, H = c.num_heads, c.kv_heads(self.layout), c.head_dim
 
-        def normed(x: Float[Array, "B T n H"], name: str) -> Float[Array, "B T n H"]:
+        def norm(name: str, heads: int) -> Norm | None:
             if self.qk_norm is None:
-                return x
-            flat = x if self.qk_norm_per_head else x.reshape(B, T, -1)
-            return RMSNorm(flat.shape[-1], self.qk_norm, name=name)(flat).reshape(x.shape)
+                return None
+            size = H if self.qk_norm_per_head else heads * H
+            module = self.norm_class(size, self.qk_norm, name=name)
+            return lambda x: module(x.reshape(B, T, -1, size)).reshape(x.shape)
 
-        if shared is None and project is None:
-            qkv = Linear((D, (N + 2 * K) * H), self.bias, name="qkv_proj")(x)
-            q, k, v = unfuse(qkv, (N * H, K * H, K * H), self.layout.shards)
-            k = rotate(normed(k.reshape(B, T, K, H), "k_norm"), at.rope)
-            fresh = Fresh(k.swapaxes(1, 2), v.reshape(B, T, K, H).swapaxes(1, 2))
-        else:
-            q = Linear((D, N * H), self.bias, name="q_proj")(x)
-            fresh = shared if project is None else project(x)
-            assert fresh is not None
-        q = rotate(normed(q.reshape(B, T, N, H), "q_norm"), at.rope)
+        sizes = [N * H] * (2 if self.gate else 1)
+        if shared is None:
+            sizes += [K * H] * (1 if self.values_are_keys else 2)
+        outputs = Linear((D, sum(sizes)), self.bias, name="qkv_proj" if shared is None else "q_proj")(x)
+        q, *others = unfuse(outputs, sizes, self.layout.shards)
+        fresh = shared
+        if fresh is None:
+            k, v = others[-1 if self.values_are_keys else -2], others[-1]
+            value_norm = None if self.value_norm is None else partial(rms_norm, weight=None, eps=self.value_norm)
+            fresh = keys_and_values(k, v, H, at.rope, norm("k_norm", K), value_norm)
+        q = split_heads(q, H, norm("q_norm", N), at.rope)
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if self.sinks else None
         out = attend_pass(q, fresh, at, entry, c, sinks).reshape(B, T, N * H)
-        return Linear((N * H, self.width), self.bias, name="o_proj")(out), fresh
+        if self.gate:
+            out = out * nn.sigmoid(others[0])
+        output_bias = self.bias if self.output_bias is None else self.output_bias
+        return Linear((N * H, self.width), output_bias, name="o_proj")(out), fresh
+
+
+def split_heads(
+    x: Float[Array, "B T M"], size: int, norm: Norm | None = None, rope: Rope | None = None
+) -> Float[Array, "B T n H"]:
+    """The heads of a projection's outputs, each of this size, normed and rotated."""
+    x = x.reshape(*x.shape[:2], -1, size)
+    return rotate(x if norm is None else norm(x), rope)
+
+
+def keys_and_values(
+    k: Float[Array, "B T M"],
+    v: Float[Array, "B T M"],
+    size: int,
+    rope: Rope | None,
+    key_norm: Norm | None,
+    value_norm: Norm | None = None,
+) -> Fresh:
+    """Keys and values of a block as a cache keeps them, from the outputs of their projections.
+
+    Args:
+        size: of a head.
+    """
+    k, v = split_heads(k, size, key_norm, rope), split_heads(v, size, value_norm)
+    return Fresh(k.swapaxes(1, 2), v.swapaxes(1, 2))
 
 
 def attend_pass(
     q: Float[Array, "B T N H"],
-    fresh: Any,
+    fresh: Fresh,
     at: Pass,
-    entry: Any,
+    entry: KV | Split,
     config: AttentionConfig,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N Hv"]:
@@ -129,6 +166,7 @@ def attend_pass(
     if at.per_row is not None:
         assert at.visible is None
         assert sinks is None
+        assert isinstance(entry, KV)
         starts = jnp.zeros_like(at.lengths) if at.starts is None else at.starts[:, 0]
         settings: dict[str, Any] = {"visible": by_layer, "window": config.window, "scale": config.scale}
         return entry.attend_anchored(q, fresh, at.lengths, starts, at.per_row, **settings)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.cache import Cache
 from dflash_jax.config import LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout, on_every_device
-from dflash_jax.models.attention import Pass, run_layers
+from dflash_jax.models.attention import Attention, Pass, run_layers
 from dflash_jax.models.experts import Experts
 from dflash_jax.models.layers import MLP, RMSNorm, project
 from dflash_jax.sharding import gathered, lookup
@@ -26,18 +26,23 @@ class Layer(nn.Module):
     Attributes:
         config: of the model.
         layer: of this layer.
-        norm_class: of both norms: `norm(width, epsilon)`.
+        norm_class: of all its norms: `norm_class(size, epsilon)`.
     """
 
-    norm_class: ClassVar[Any] = RMSNorm
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     config: TargetConfig
     layer: LayerConfig
     layout: Layout
 
     def attention(self) -> nn.Module:
-        """Its attention, with the name `self_attn`."""
-        raise NotImplementedError
+        """Its attention: grouped-query attention without norms of heads, unless the family says otherwise."""
+        return self.grouped_query()
+
+    def grouped_query(self, **options: Any) -> Attention:
+        """`Attention` with the name `self_attn`, biases as the config says, and these `options`."""
+        c, options = self.config, {"norm_class": self.norm_class, "name": "self_attn"} | options
+        return Attention(c.hidden_size, self.layer.attention, self.layout, c.attention_bias, **options)
 
     def mlp(self, at: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
         """Its MLP, or its experts."""

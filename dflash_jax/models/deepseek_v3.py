@@ -13,7 +13,7 @@ import flax.linen as nn
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from dflash_jax.checkpoint import Table, copied
+from dflash_jax.checkpoint import Table
 from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
     DECODER_FIELDS,
@@ -223,27 +223,23 @@ def tensors(config: DeepseekV3Config, layout: Layout = WHOLE) -> Table:
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:
         assert isinstance(each.mixer, LatentAttentionConfig)
-        table = _attention(config, each.mixer, f"{prefix}.self_attn", layout)
-        table = {f"self_attn/{name}": leaf for name, leaf in table.items()}
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            table[f"{name}/weight"] = copied(f"{prefix}.{name}.weight", D)
+        table = _attention(config, each.mixer, f"{path}/self_attn", f"{prefix}.self_attn", layout)
+        table |= tables.norms(path, prefix, D, "input_layernorm", "post_attention_layernorm")
         mlp = f"{prefix}.mlp"
         if each.experts is None:
-            table |= tables.swiglu("mlp", mlp, D, each.intermediate_size, layout, fp8=fp8)
-        else:
-            how = {"fp8": fp8, "int4": config.int4, "correction": "gate.e_score_correction_bias"}
-            table |= tables.experts("experts", mlp, D, each.experts, layout, **how)
-            shared = f"{mlp}.shared_experts"
-            table |= tables.swiglu("shared_experts", shared, D, config.shared_inner, layout, fp8=fp8)
-        return {f"{path}/{name}": leaf for name, leaf in table.items()}
+            return table | tables.swiglu(f"{path}/mlp", mlp, D, each.intermediate_size, layout, fp8=fp8)
+        how = {"fp8": fp8, "int4": config.int4, "correction": "gate.e_score_correction_bias"}
+        table |= tables.experts(f"{path}/experts", mlp, D, each.experts, layout, **how)
+        shared = f"{path}/shared_experts", f"{mlp}.shared_experts"
+        return table | tables.swiglu(*shared, D, config.shared_inner, layout, fp8=fp8)
 
     outside = "language_model." if config.nested else ""
     return tables.decoder(config, layer, f"{outside}model", f"{outside}lm_head")
 
 
-def _attention(config: DeepseekV3Config, c: LatentAttentionConfig, prefix: str, layout: Layout) -> Table:
+def _attention(config: DeepseekV3Config, c: LatentAttentionConfig, path: str, prefix: str, layout: Layout) -> Table:
     """Rotated dimensions that are stored side by side get the order in which they are rotated: halves."""
-    D, N, R, fp8 = config.hidden_size, c.num_heads, c.qk_rope_head_dim, config.in_fp8
+    D, N, R, fp8, shards = config.hidden_size, c.num_heads, c.qk_rope_head_dim, config.in_fp8, layout.shards
     halves = [*range(0, R, 2), *range(1, R, 2)] if config.interleaved else list(range(R))
     of_head = [*range(c.qk_nope_head_dim), *(c.qk_nope_head_dim + i for i in halves)]
     of_heads = [head * c.head_dim + i for head in range(N) for i in of_head]
@@ -255,17 +251,17 @@ def _attention(config: DeepseekV3Config, c: LatentAttentionConfig, prefix: str, 
 
     vectors = "kv_a_proj_with_mqa", c.vector, 1, of_vector
     table: Table = {
-        "kv_a_layernorm/weight": copied(f"{prefix}.kv_a_layernorm.weight", c.kv_lora_rank),
-        "kv_b_proj": weight(layout.shards, c.kv_lora_rank, ("kv_b_proj", N * c.up_dim)),
-        "o_proj/weight": weight(1, N * c.v_head_dim, ("o_proj", D)),
+        **tables.norms(path, prefix, c.kv_lora_rank, "kv_a_layernorm"),
+        f"{path}/kv_b_proj": weight(shards, c.kv_lora_rank, ("kv_b_proj", N * c.up_dim)),
+        f"{path}/o_proj/weight": weight(1, N * c.v_head_dim, ("o_proj", D)),
     }
     if c.q_lora_rank is None:
-        table["q_proj/weight"] = weight(layout.shards, D, ("q_proj", N * c.head_dim, 1, of_heads))
-        table["kv_a_proj/weight"] = weight(1, D, vectors)
+        table[f"{path}/q_proj/weight"] = weight(shards, D, ("q_proj", N * c.head_dim, 1, of_heads))
+        table[f"{path}/kv_a_proj/weight"] = weight(1, D, vectors)
     else:
-        table["qkv_a_proj/weight"] = weight(1, D, ("q_a_proj", c.q_lora_rank), vectors)
-        table["q_a_layernorm/weight"] = copied(f"{prefix}.q_a_layernorm.weight", c.q_lora_rank)
-        table["q_b_proj/weight"] = weight(layout.shards, c.q_lora_rank, ("q_b_proj", N * c.head_dim, 1, of_heads))
+        table[f"{path}/qkv_a_proj/weight"] = weight(1, D, ("q_a_proj", c.q_lora_rank), vectors)
+        table |= tables.norms(path, prefix, c.q_lora_rank, "q_a_layernorm")
+        table[f"{path}/q_b_proj/weight"] = weight(shards, c.q_lora_rank, ("q_b_proj", N * c.head_dim, 1, of_heads))
     return table
 
 

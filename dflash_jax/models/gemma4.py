@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from dflash_jax.cache import Fresh
 from dflash_jax.checkpoint import Table, copied
 from dflash_jax.config import AttentionConfig, ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
@@ -27,10 +26,9 @@ from dflash_jax.config_json import (
 )
 from dflash_jax.mesh import WHOLE, Layout, on_every_device
 from dflash_jax.models import decoder, tables
-from dflash_jax.models.attention import Pass, attend_pass
+from dflash_jax.models.attention import Attention, Pass
 from dflash_jax.models.experts import Experts
-from dflash_jax.models.layers import MLP, Linear, RMSNorm, rms_norm, unfuse
-from dflash_jax.models.rope import rotate
+from dflash_jax.models.layers import MLP, Float32RMSNorm, RMSNorm
 from dflash_jax.sharding import Rule
 
 ACTIVATION = "gelu_pytorch_tanh"
@@ -166,55 +164,20 @@ def _shapes(raw: Raw, types: list[str]) -> list[Raw]:
     return by_layer
 
 
-class Norm(RMSNorm):
-    """Rounded after the product with the weight."""
-
-    rounded_last: bool = True
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with a norm of every head: of queries, of keys, and, without a weight, of values.
-
-    Attributes:
-        values_are_keys: whether values are what the keys are made of, before their norm and rotation.
-    """
-
-    width: int
-    config: AttentionConfig
-    eps: float
-    layout: Layout = WHOLE
-    values_are_keys: bool = False
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: None = None
-    ) -> tuple[Float[Array, "B T D"], Fresh]:
-        c, (B, T, D) = self.config, x.shape
-        N, K, H = c.num_heads, c.num_kv_heads * self.layout.copies(c.num_kv_heads), c.head_dim
-        sizes = N * H, *[K * H] * (1 if self.values_are_keys else 2)
-        parts = unfuse(Linear((D, sum(sizes)), name="qkv_proj")(x), sizes, self.layout.shards)
-        q, k, v = (part.reshape(B, T, -1, H) for part in (*parts[:2], parts[-1]))
-        q = rotate(Norm(H, self.eps, name="q_norm")(q), at.rope)
-        k = rotate(Norm(H, self.eps, name="k_norm")(k), at.rope)
-        fresh = Fresh(k.swapaxes(1, 2), rms_norm(v, None, self.eps).swapaxes(1, 2))
-        out = attend_pass(q, fresh, at, entry, c).reshape(B, T, N * H)
-        return Linear((N * H, self.width), name="o_proj")(out), fresh
-
-
 class Layer(decoder.Layer):
     """With norms of what attention and the MLP return, too, and its output times a number."""
 
-    norm_class = Norm
+    norm_class = Float32RMSNorm
 
     def attention(self) -> Attention:
-        c, mixer = self.config, self.layer.attention
+        c, eps = self.config, self.config.rms_norm_eps
         assert isinstance(c, Gemma4Config)
-        shared = c.values_are_keys(mixer)
-        return Attention(c.hidden_size, mixer, c.rms_norm_eps, self.layout, shared, name="self_attn")
+        shared = c.values_are_keys(self.layer.attention)
+        return self.grouped_query(qk_norm=eps, value_norm=eps, values_are_keys=shared)
 
     def normed(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """By the norm of this name."""
-        return Norm(self.config.hidden_size, self.config.rms_norm_eps, name=name)(on_every_device(x))
+        return Float32RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, name=name)(on_every_device(x))
 
     def feed_forward(self, x: Float[Array, "B T D"], at: Pass) -> Float[Array, "B T D"]:
         """What the MLP makes of a position, and where there are experts, these beside it."""
@@ -255,34 +218,21 @@ def tensors(config: Gemma4Config, layout: Layout = WHOLE) -> Table:
     D = config.hidden_size
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        norms = _NORMS if each.experts is None else (*_NORMS, *_EXPERT_NORMS)
-        table: Table = {f"{path}/{name}/weight": copied(f"{prefix}.{name}.weight", D) for name in norms}
-        table[f"{path}/layer_scalar"] = copied(f"{prefix}.layer_scalar", 1)
-        shared = config.values_are_keys(each.attention)
-        own = _attention(f"{prefix}.self_attn", D, each.attention, layout, values_are_keys=shared)
-        table |= {f"{path}/self_attn/{name}": leaf for name, leaf in own.items()}
+        where, shared = (f"{path}/self_attn", f"{prefix}.self_attn"), config.values_are_keys(each.attention)
+        table = tables.attention(*where, D, each.attention, layout, qk_norm=True, values_are_keys=shared)
+        table |= tables.norms(path, prefix, D, *_NORMS, *(_EXPERT_NORMS if each.experts else ()))
         table |= tables.swiglu(f"{path}/mlp", f"{prefix}.mlp", D, each.intermediate_size, layout)
+        table[f"{path}/layer_scalar"] = copied(f"{prefix}.layer_scalar", 1)
         if each.experts is None:
             return table
-        E, stored = each.experts.num_experts, tables.stored_together(f"{prefix}.experts", D, each.experts, layout)
-        table |= {f"{path}/experts/{name}": leaf for name, leaf in stored.items()}
+        E = each.experts.num_experts
+        table |= tables.stored_together(f"{path}/experts", f"{prefix}.experts", D, each.experts, layout)
         table[f"{path}/experts/router"] = copied(f"{prefix}.router.proj.weight", E, D)
         table[f"{path}/experts/per_expert_scale"] = copied(f"{prefix}.router.per_expert_scale", E)
         table[f"{path}/router_norm/weight"] = copied(f"{prefix}.router.scale", D)
         return table
 
     return tables.decoder(config, layer, "model.language_model" if config.nested else "model")
-
-
-def _attention(prefix: str, width: int, c: AttentionConfig, layout: Layout, *, values_are_keys: bool) -> Table:
-    queries, keys, copies = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, layout.copies(c.num_kv_heads)
-    names = [(f"{prefix}.q_proj", queries, 1), (f"{prefix}.k_proj", keys, copies), (f"{prefix}.v_proj", keys, copies)]
-    return {
-        "qkv_proj/weight": tables.linear(names[: 2 if values_are_keys else 3], width, layout.shards),
-        "o_proj/weight": tables.linear([(f"{prefix}.o_proj", width, 1)], queries),
-        "q_norm/weight": copied(f"{prefix}.q_norm.weight", c.head_dim),
-        "k_norm/weight": copied(f"{prefix}.k_norm.weight", c.head_dim),
-    }
 
 
 def ignored(config: Gemma4Config) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from dflash_jax.config_json import (
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Attention
-from dflash_jax.models.layers import RMSNorm
+from dflash_jax.models.layers import Float32RMSNorm
 from dflash_jax.quantised import GROUP, MXFP4
 from dflash_jax.unsupported import quantisation
 
@@ -79,20 +79,13 @@ def config(raw: Raw) -> GptOssConfig:
     )
 
 
-class Norm(RMSNorm):
-    """Rounded after the product with the weight."""
-
-    rounded_last: bool = True
-
-
 class Layer(decoder.Layer):
-    """With biases and sinks, and experts."""
+    """With sinks of attention."""
 
-    norm_class = Norm
+    norm_class = Float32RMSNorm
 
     def attention(self) -> Attention:
-        D, mixer = self.config.hidden_size, self.layer.attention
-        return Attention(D, mixer, self.layout, bias=True, sinks=True, name="self_attn")
+        return self.grouped_query(sinks=True)
 
 
 class Model(decoder.Decoder):

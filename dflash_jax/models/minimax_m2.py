@@ -55,9 +55,7 @@ class Layer(decoder.Layer):
     """With one norm of all query heads, and one of all key heads."""
 
     def attention(self) -> Attention:
-        c, mixer = self.config, self.layer.attention
-        norm = {"qk_norm": c.rms_norm_eps, "qk_norm_per_head": False}
-        return Attention(c.hidden_size, mixer, self.layout, name="self_attn", **norm)
+        return self.grouped_query(qk_norm=self.config.rms_norm_eps, qk_norm_per_head=False)
 
 
 class Model(decoder.Decoder):

@@ -6,7 +6,7 @@ Reference: transformers `models/qwen3_next/modeling_qwen3_next.py`, `models/qwen
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import flax.linen as nn
 import jax
@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from dflash_jax.cache import Fresh
 from dflash_jax.checkpoint import Leaf, Part, Section, Stored, Table, copied, fused
-from dflash_jax.config import AttentionConfig, ExpertsConfig, LayerConfig, Raw, TargetConfig
+from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
     DECODER_FIELDS,
     check_fields,
@@ -29,11 +28,10 @@ from dflash_jax.config_json import (
 )
 from dflash_jax.mesh import HEADS, WHOLE, Layout
 from dflash_jax.models import decoder, tables
-from dflash_jax.models.attention import Pass, attend_pass
+from dflash_jax.models.attention import Pass
 from dflash_jax.models.experts import Experts
-from dflash_jax.models.layers import MLP, Linear, project, rms_norm, unfuse
+from dflash_jax.models.layers import MLP, RMSNorm, project, rms_norm
 from dflash_jax.models.linear_attention import LinearAttention, LinearAttentionConfig
-from dflash_jax.models.rope import rotate
 from dflash_jax.sharding import Rule
 
 _FIELDS = """
@@ -142,39 +140,13 @@ def _experts(raw: Raw, model_type: str) -> ExpertsConfig | None:
     )
 
 
-class Norm(nn.Module):
+class Norm(RMSNorm):
     """A root-mean-square norm that multiplies by one plus its weight, and is rounded after that."""
-
-    size: int
-    eps: float
 
     @nn.compact
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         weight = self.param("weight", nn.initializers.zeros, (self.size,)).astype(jnp.float32)
         return rms_norm(x.astype(jnp.float32), 1 + weight, self.eps).astype(x.dtype)
-
-
-class GatedAttention(nn.Module):
-    """Grouped-query attention with a norm of every head, whose output passes a gate of the layer's input."""
-
-    width: int
-    config: AttentionConfig
-    eps: float
-    layout: Layout = WHOLE
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: None = None
-    ) -> tuple[Float[Array, "B T D"], Fresh]:
-        c, (B, T, D) = self.config, x.shape
-        N, K, H = c.num_heads, c.num_kv_heads * self.layout.copies(c.num_kv_heads), c.head_dim
-        both = Linear((D, 2 * (N + K) * H), name="qkv_proj")(x)
-        q, gate, k, v = unfuse(both, (N * H, N * H, K * H, K * H), self.layout.shards)
-        q = rotate(Norm(H, self.eps, name="q_norm")(q.reshape(B, T, N, H)), at.rope)
-        k = rotate(Norm(H, self.eps, name="k_norm")(k.reshape(B, T, K, H)), at.rope)
-        fresh = Fresh(k.swapaxes(1, 2), v.reshape(B, T, K, H).swapaxes(1, 2))
-        out = attend_pass(q, fresh, at, entry, c).reshape(B, T, N * H)
-        return Linear((N * H, self.width), name="o_proj")(out * nn.sigmoid(gate)), fresh
 
 
 class Layer(decoder.Layer):
@@ -186,7 +158,7 @@ class Layer(decoder.Layer):
         c, mixer = self.config, self.layer.mixer
         if isinstance(mixer, LinearAttentionConfig):
             return LinearAttention(c.hidden_size, mixer, c.rms_norm_eps, self.layout, name="linear_attn")
-        return GatedAttention(c.hidden_size, self.layer.attention, c.rms_norm_eps, self.layout, name="self_attn")
+        return self.grouped_query(qk_norm=c.rms_norm_eps, gate=True)
 
     def mlp(self, at: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
         c, D = self.config, self.config.hidden_size
@@ -215,16 +187,13 @@ def tensors(config: Qwen3NextConfig, layout: Layout = WHOLE) -> Table:
 
     def layer(path: str, prefix: str, each: LayerConfig) -> Table:
         D = config.hidden_size
-        table: Table = {
-            f"{path}/{name}/weight": copied(f"{prefix}.{name}.weight", D)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
+        table = tables.norms(path, prefix, D, "input_layernorm", "post_attention_layernorm")
         if isinstance(each.mixer, LinearAttentionConfig):
-            own = _linear_attention(f"{prefix}.linear_attn", D, each.mixer, layout, grouped=config.grouped)
-            table |= {f"{path}/linear_attn/{name}": leaf for name, leaf in own.items()}
+            mixing = _linear_attention(f"{prefix}.linear_attn", D, each.mixer, layout, grouped=config.grouped)
+            table |= {f"{path}/linear_attn/{name}": leaf for name, leaf in mixing.items()}
         else:
-            own = _attention(f"{prefix}.self_attn", D, each.attention, layout)
-            table |= {f"{path}/self_attn/{name}": leaf for name, leaf in own.items()}
+            where = f"{path}/self_attn", f"{prefix}.self_attn"
+            table |= tables.attention(*where, D, each.attention, layout, qk_norm=True, gate=True)
         mlp = f"{prefix}.mlp"
         if each.experts is None:
             return table | tables.swiglu(f"{path}/mlp", mlp, D, each.intermediate_size, layout)
@@ -232,28 +201,11 @@ def tensors(config: Qwen3NextConfig, layout: Layout = WHOLE) -> Table:
             table |= tables.experts(f"{path}/experts", mlp, D, each.experts, layout)
         else:
             table[f"{path}/experts/router"] = copied(f"{mlp}.gate.weight", each.experts.num_experts, D)
-            stored = tables.stored_together(f"{mlp}.experts", D, each.experts, layout)
-            table |= {f"{path}/experts/{name}": leaf for name, leaf in stored.items()}
+            table |= tables.stored_together(f"{path}/experts", f"{mlp}.experts", D, each.experts, layout)
         table[f"{path}/shared_gate"] = copied(f"{mlp}.shared_expert_gate.weight", 1, D)
         return table | tables.swiglu(f"{path}/shared_expert", f"{mlp}.shared_expert", D, config.shared_inner, layout)
 
     return tables.decoder(config, layer, "model.language_model" if config.nested else "model")
-
-
-def _attention(prefix: str, width: int, c: AttentionConfig, layout: Layout) -> Table:
-    """The rows of a query head and of its gate are stored one after the other."""
-    N, H, keys = c.num_heads, c.head_dim, c.num_kv_heads * c.head_dim
-    q = Stored(f"{prefix}.q_proj.weight", (2 * N * H, width))
-    halves = [[2 * H * head + H * half + i for head in range(N) for i in range(H)] for half in (0, 1)]
-    sections = [Section(q, rows) for rows in halves]
-    for name in ("k_proj", "v_proj"):
-        sections.append(Section(Stored(f"{prefix}.{name}.weight", (keys, width)), copies=layout.copies(c.num_kv_heads)))
-    return {
-        "qkv_proj/weight": fused(sections, layout.shards),
-        "o_proj/weight": copied(f"{prefix}.o_proj.weight", width, N * H),
-        "q_norm/weight": copied(f"{prefix}.q_norm.weight", H),
-        "k_norm/weight": copied(f"{prefix}.k_norm.weight", H),
-    }
 
 
 def _linear_attention(prefix: str, width: int, c: LinearAttentionConfig, layout: Layout, *, grouped: bool) -> Table:

@@ -18,8 +18,8 @@ from dflash_jax.checkpoint import (
     fused,
     fused_each,
 )
-from dflash_jax.config import ExpertsConfig, LayerConfig, TargetConfig
-from dflash_jax.mesh import Layout
+from dflash_jax.config import AttentionConfig, ExpertsConfig, LayerConfig, TargetConfig
+from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.quantised import BLOCK, FP8, GROUP, INT4
 
 Where = Callable[[str], bool]
@@ -48,6 +48,24 @@ def decoder(
     return table
 
 
+def uniform(config: TargetConfig, layout: Layout = WHOLE, *, qk_norm: bool, output_bias: bool | None = None) -> Table:
+    """A decoder whose layers are all as `decoder_layer` has them, with an MLP or with experts.
+
+    Args:
+        qk_norm, output_bias: see `attention`.
+    """
+
+    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
+        D, fp8, bias = config.hidden_size, config.in_fp8, config.attention_bias
+        how = {"bias": bias, "qk_norm": qk_norm, "output_bias": output_bias, "mlp_bias": config.mlp_bias}
+        table = decoder_layer(path, prefix, D, each, layout, fp8=fp8, **how)
+        if each.experts:
+            table |= experts(f"{path}/experts", f"{prefix}.mlp", D, each.experts, layout, fp8=fp8)
+        return table
+
+    return decoder(config, layer)
+
+
 def ignored(config: TargetConfig) -> tuple[str, ...]:
     """Patterns of the names of tensors that published checkpoints carry and nobody reads."""
     return ("*rotary_emb.inv_freq", *(("*lm_head.weight",) if config.tie_word_embeddings else ()))
@@ -62,6 +80,7 @@ def decoder_layer(
     *,
     bias: bool,
     qk_norm: bool,
+    output_bias: bool | None = None,
     mlp_bias: bool = False,
     fuse_qkv: bool = True,
     fp8: Where = nowhere,
@@ -71,41 +90,70 @@ def decoder_layer(
     Args:
         path, prefix: of the parameters, and of the checkpoint tensors.
         width: of the model.
-        bias: whether the projections of attention have one.
-        qk_norm: whether query and key heads have a norm.
+        bias, qk_norm, output_bias, fuse_qkv: see `attention`.
         mlp_bias: whether the products of the MLP have one.
-        fuse_qkv: whether keys, values and their norm belong to the layer; else they live elsewhere.
         fp8: which modules, by name, have weights in FP8 with block scales, which then stay so.
     """
-    c = layer.attention
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    attention = f"{prefix}.self_attn"
-    heads = [("q_proj", queries, 1)]
-    if fuse_qkv:
-        heads += [(name, keys, layout.copies(c.num_kv_heads)) for name in ("k_proj", "v_proj")]
-    projection = "qkv_proj" if fuse_qkv else "q_proj"
-
-    def each(kind: str, *rest: int) -> list[Section]:
-        return [Section(Stored(f"{attention}.{n}.{kind}", (size, *rest)), copies=times) for n, size, times in heads]
-
-    def weight(names: Sequence[tuple[str, int, int]], width: int) -> Leaf | QuantisedLeaf:
-        return linear(names, width, layout.shards, fp8=fp8)
-
-    table: Table = {
-        "input_layernorm/weight": copied(f"{prefix}.input_layernorm.weight", width),
-        "post_attention_layernorm/weight": copied(f"{prefix}.post_attention_layernorm.weight", width),
-        f"self_attn/{projection}/weight": weight([(f"{attention}.{n}", size, c) for n, size, c in heads], width),
-        "self_attn/o_proj/weight": linear([(f"{attention}.o_proj", width, 1)], queries, fp8=fp8),
-    }
+    how = {"bias": bias, "output_bias": output_bias, "qk_norm": qk_norm, "fuse_qkv": fuse_qkv}
+    table = norms(path, prefix, width, "input_layernorm", "post_attention_layernorm")
+    table |= attention(f"{path}/self_attn", f"{prefix}.self_attn", width, layer.attention, layout, fp8=fp8, **how)
     if layer.experts is None:
-        table |= swiglu("mlp", f"{prefix}.mlp", width, layer.intermediate_size, layout, bias=mlp_bias, fp8=fp8)
-    for name in ("q_norm", "k_norm") if fuse_qkv else ("q_norm",):
-        if qk_norm:
-            table[f"self_attn/{name}/weight"] = copied(f"{attention}.{name}.weight", c.head_dim)
+        inner = layer.intermediate_size
+        table |= swiglu(f"{path}/mlp", f"{prefix}.mlp", width, inner, layout, bias=mlp_bias, fp8=fp8)
+    return table
+
+
+def norms(path: str, prefix: str, size: int, *names: str) -> Table:
+    """The weights of norms of these names."""
+    return {f"{path}/{name}/weight": copied(f"{prefix}.{name}.weight", size) for name in names}
+
+
+def attention(
+    path: str,
+    prefix: str,
+    width: int,
+    config: AttentionConfig,
+    layout: Layout,
+    *,
+    bias: bool = False,
+    output_bias: bool | None = None,
+    qk_norm: bool = False,
+    values_are_keys: bool = False,
+    gate: bool = False,
+    fuse_qkv: bool = True,
+    fp8: Where = nowhere,
+) -> Table:
+    """`models.attention.Attention` under Hugging Face's names.
+
+    Args:
+        path, prefix: of the parameters, and of the checkpoint tensors.
+        width: of the model.
+        bias, output_bias, values_are_keys, gate: see `Attention`. The rows of a query head and of its gate are stored
+            one after the other.
+        qk_norm: whether every query and key head has a norm.
+        fuse_qkv: whether keys, values and their norm belong to the layer; else they live elsewhere.
+        fp8: see `decoder_layer`.
+    """
+    N, K, H, copies = config.num_heads, config.num_kv_heads, config.head_dim, layout.copies(config.num_kv_heads)
+    outputs = [Outputs(f"{prefix}.q_proj", N * H)]
+    if gate:
+        halves = [[2 * H * head + H * half + i for head in range(N) for i in range(H)] for half in (0, 1)]
+        outputs = [Outputs(f"{prefix}.q_proj", 2 * N * H, 1, rows) for rows in halves]
+    if fuse_qkv:
+        outputs += [Outputs(f"{prefix}.{x}_proj", K * H, copies) for x in ("k" if values_are_keys else "kv")]
+    projection = f"{path}/qkv_proj" if fuse_qkv else f"{path}/q_proj"
+    table: Table = {
+        f"{projection}/weight": linear(outputs, width, layout.shards, fp8=fp8),
+        f"{path}/o_proj/weight": linear([Outputs(f"{prefix}.o_proj", width)], N * H, fp8=fp8),
+    }
+    if qk_norm:
+        table |= norms(path, prefix, H, *(("q_norm", "k_norm") if fuse_qkv else ("q_norm",)))
     if bias:
-        table[f"self_attn/{projection}/bias"] = fused(each("bias"), layout.shards)
-        table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", width)
-    return {f"{path}/{name}": leaf for name, leaf in table.items()}
+        biases = [Section(Stored(f"{x.name}.bias", (x.size,)), x.order, x.copies) for x in outputs]
+        table[f"{projection}/bias"] = fused(biases, layout.shards)
+    if bias if output_bias is None else output_bias:
+        table[f"{path}/o_proj/bias"] = copied(f"{prefix}.o_proj.bias", width)
+    return table
 
 
 def swiglu(
@@ -239,11 +287,11 @@ def experts(
     return table
 
 
-def stored_together(prefix: str, width: int, config: ExpertsConfig, layout: Layout) -> Table:
-    """Gate and up, and down, of all experts, each one tensor; without the experts' path.
+def stored_together(path: str, prefix: str, width: int, config: ExpertsConfig, layout: Layout) -> Table:
+    """Experts without their router: gate and up of all of them are one tensor, and down of all of them another.
 
     Args:
-        prefix: of the tensors.
+        path, prefix: of the parameters, and of the checkpoint tensors.
     """
     E, inner, parts, pieces = config.num_experts, config.intermediate_size, layout.inner, []
     source, count = Stored(f"{prefix}.gate_up_proj", (E, 2 * inner, width)), inner // layout.inner
@@ -252,7 +300,7 @@ def stored_together(prefix: str, width: int, config: ExpertsConfig, layout: Layo
         index = slice(0, E), slice(place * count, (place + 1) * count), slice(0, width)
         pieces.append(Part(source, index, (slice(None), slice(first, first + count))))
     down = copied(f"{prefix}.down_proj", E, width, inner)
-    return {"gate_up_proj": Leaf(source.shape, tuple(pieces)), "down_proj": down}
+    return {f"{path}/gate_up_proj": Leaf(source.shape, tuple(pieces)), f"{path}/down_proj": down}
 
 
 def alternating(source: Source, shape: tuple[int, ...], parts: int, axis: int = 1, dtype: str | None = None) -> Leaf:
