@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import KV, Cache, Fresh, Mixer
 from dflash_jax.cache.split import Split
-from dflash_jax.config import AttentionConfig, LayerConfig
+from dflash_jax.config import AttentionConfig, LayerConfig, RopeConfig
 from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models.layers import Linear, RMSNorm, rms_norm, unfuse
@@ -91,7 +91,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T Din"], at: Pass, entry: KV | Split, shared: Fresh | None = None
+        self, x: Float[Array, "B T Din"], ctx: Pass, entry: KV | Split, shared: Fresh | None = None
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         """Returns the layer's output, and the block's keys and values.
 
@@ -118,10 +118,10 @@ class Attention(nn.Module):
         if fresh is None:
             k, v = others[-1 if self.values_are_keys else -2], others[-1]
             value_norm = None if self.value_norm is None else partial(rms_norm, weight=None, eps=self.value_norm)
-            fresh = keys_and_values(k, v, H, at.rope, norm("k_norm", K), value_norm)
-        q = split_heads(q, H, norm("q_norm", N), at.rope)
+            fresh = keys_and_values(k, v, H, ctx.rope, norm("k_norm", K), value_norm)
+        q = split_heads(q, H, norm("q_norm", N), ctx.rope)
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if self.sinks else None
-        out = attend_pass(q, fresh, at, entry, c, sinks).reshape(B, T, N * H)
+        out = attend_pass(q, fresh, ctx, entry, c, sinks).reshape(B, T, N * H)
         if self.gate:
             out = out * nn.sigmoid(others[0])
         output_bias = self.bias if self.output_bias is None else self.output_bias
@@ -156,29 +156,29 @@ def keys_and_values(
 def attend_pass(
     q: Float[Array, "B T N H"],
     fresh: Fresh,
-    at: Pass,
+    ctx: Pass,
     entry: KV | Split,
     config: AttentionConfig,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Attention of a layer's rotated queries to its cache entry and to the block, as `config` and the pass say."""
     by_layer = "causal" if config.causal else "full"
-    if at.per_row is not None:
-        assert at.visible is None
+    if ctx.per_row is not None:
+        assert ctx.visible is None
         assert sinks is None
         assert isinstance(entry, KV)
-        starts = jnp.zeros_like(at.lengths) if at.starts is None else at.starts[:, 0]
-        settings: dict[str, Any] = {"visible": by_layer, "window": config.window, "scale": config.scale}
-        return entry.attend_anchored(q, fresh, at.lengths, starts, at.per_row, **settings)
+        starts = jnp.zeros_like(ctx.lengths) if ctx.starts is None else ctx.starts[:, 0]
+        where = fresh, ctx.lengths, starts, ctx.per_row
+        return entry.attend_anchored(q, *where, visible=by_layer, window=config.window, scale=config.scale)
     return entry.attend(
         q,
-        at.positions,
+        ctx.positions,
         fresh,
-        at.lengths,
-        visible=by_layer if at.visible is None else at.visible,
-        rows=at.rows,
-        starts=at.starts,
-        key_positions=at.key_positions,
+        ctx.lengths,
+        visible=by_layer if ctx.visible is None else ctx.visible,
+        rows=ctx.rows,
+        starts=ctx.starts,
+        key_positions=ctx.key_positions,
         window=config.window,
         softcap=config.softcap,
         scale=config.scale,
@@ -190,14 +190,14 @@ def run_layers(
     layers: Sequence[nn.Module],
     configs: Sequence[LayerConfig],
     x: Float[Array, "B T D"],
-    at: Pass,
+    ctx: Pass,
     cache: Cache,
     taps: tuple[int, ...],
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]:
     """A block through all layers of a target, called inside its module.
 
     Args:
-        layers: modules `layer(x, at, entry, shared) -> (x, fresh)`; `shared` is what an earlier layer of the same
+        layers: modules `layer(x, ctx, entry, shared) -> (x, fresh)`; `shared` is what an earlier layer of the same
             cache entry found for the block, else None.
         configs: of the layers.
         taps: layers whose outputs to return; -1 is their input.
@@ -206,13 +206,13 @@ def run_layers(
         The last output, the tapped ones side by side, and what is fresh for each cache entry.
     """
     fresh: list[Any] = [None] * len(cache.entries)
-    outputs, tables = {-1: x}, dict[Any, Rope | None]()
+    outputs, tables = {-1: x}, dict[tuple[RopeConfig, int] | None, Rope | None]()
     for i, (layer, config) in enumerate(zip(layers, configs, strict=True)):
         mixer, entry = config.mixer, cache.of_layer[i]
         if mixer.rotary not in tables:
-            tables[mixer.rotary] = at.tables(mixer, x.dtype)
-        at = at.replace(rope=tables[mixer.rotary])
-        x, fresh[entry] = _apply_once_traced(layer, x, at, cache.entries[entry], fresh[entry])
+            tables[mixer.rotary] = ctx.tables(mixer, x.dtype)
+        ctx = ctx.replace(rope=tables[mixer.rotary])
+        x, fresh[entry] = _apply_once_traced(layer, x, ctx, cache.entries[entry], fresh[entry])
         if i in taps:
             outputs[i] = x
     features = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else x[..., :0]

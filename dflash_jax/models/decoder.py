@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.cache import Cache
+from dflash_jax.cache import Cache, Entry
 from dflash_jax.config import LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, run_layers
@@ -44,22 +44,22 @@ class Layer(nn.Module):
         c, options = self.config, {"norm_class": self.norm_class, "name": "self_attn"} | options
         return Attention(c.hidden_size, self.layer.attention, self.layout, c.attention_bias, **options)
 
-    def mlp(self, at: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+    def mlp(self, ctx: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
         """Its MLP, or its experts."""
         D, layer = self.config.hidden_size, self.layer
         if layer.experts:
-            return partial(Experts(D, layer.experts, self.layout, name="experts"), counts=at.counts)
+            return partial(Experts(D, layer.experts, self.layout, name="experts"), counts=ctx.counts)
         return MLP(D, layer.intermediate_size, self.layout, self.config.mlp_bias, name="mlp")
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Any
+        self, x: Float[Array, "B T D"], ctx: Pass, entry: Entry, shared: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
         D, eps = self.config.hidden_size, self.config.rms_norm_eps
         attention: Any = self.attention()
-        h, fresh = attention(self.norm_class(D, eps, name="input_layernorm")(x), at, entry, shared)
+        h, fresh = attention(self.norm_class(D, eps, name="input_layernorm")(x), ctx, entry, shared)
         x = on_every_device(x + h)
-        h = self.mlp(at)(self.norm_class(D, eps, name="post_attention_layernorm")(x))
+        h = self.mlp(ctx)(self.norm_class(D, eps, name="post_attention_layernorm")(x))
         return on_every_device(x + h), fresh
 
 
@@ -93,10 +93,10 @@ class Decoder(nn.Module):
         return found * jnp.asarray(self.config.embedding_scale, found.dtype)
 
     def forward(
-        self, tokens: Int[Array, "B T"], at: Pass, cache: Cache, taps: tuple[int, ...]
+        self, tokens: Int[Array, "B T"], ctx: Pass, cache: Cache, taps: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]:
         """Returns normed hidden states, the outputs of the tapped layers side by side, and what is fresh."""
-        x, features, fresh = run_layers(self.layers, self.config.layers, self.embed(tokens), at, cache, taps)
+        x, features, fresh = run_layers(self.layers, self.config.layers, self.embed(tokens), ctx, cache, taps)
         return self.norm(x), features, fresh
 
     def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -103,14 +103,8 @@ def config(raw: Raw) -> Gemma4Config:
 
 
 def _experts(raw: Raw) -> ExpertsConfig:
-    return ExpertsConfig(
-        require(raw, "num_experts"),
-        require(raw, "top_k_experts"),
-        require(raw, "moe_intermediate_size"),
-        norm_topk_prob=True,
-        activation=ACTIVATION,
-        per_expert_scale=True,
-    )
+    sizes = (require(raw, name) for name in ("num_experts", "top_k_experts", "moe_intermediate_size"))
+    return ExpertsConfig(*sizes, norm_topk_prob=True, activation=ACTIVATION, per_expert_scale=True)
 
 
 def _mixers(raw: Raw) -> list[AttentionConfig]:
@@ -179,7 +173,7 @@ class Layer(decoder.Layer):
         """By the norm of this name."""
         return Float32RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, name=name)(on_every_device(x))
 
-    def feed_forward(self, x: Float[Array, "B T D"], at: Pass) -> Float[Array, "B T D"]:
+    def feed_forward(self, x: Float[Array, "B T D"], ctx: Pass) -> Float[Array, "B T D"]:
         """What the MLP makes of a position, and where there are experts, these beside it."""
         D, eps, layer = self.config.hidden_size, self.config.rms_norm_eps, self.layer
         mlp = MLP(D, layer.intermediate_size, self.layout, activation=ACTIVATION, name="mlp")
@@ -188,16 +182,16 @@ class Layer(decoder.Layer):
             return out
         experts = Experts(D, layer.experts, self.layout, name="experts")
         routed = RMSNorm(D, eps, name="router_norm")(x) * D**-0.5
-        beside = experts(self.normed("pre_feedforward_layernorm_2", x), at.counts, routed)
+        beside = experts(self.normed("pre_feedforward_layernorm_2", x), ctx.counts, routed)
         return self.normed("post_feedforward_layernorm_1", out) + self.normed("post_feedforward_layernorm_2", beside)
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Any
+        self, x: Float[Array, "B T D"], ctx: Pass, entry: Any, shared: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
-        h, fresh = self.attention()(self.normed("input_layernorm", x), at, entry, shared)
+        h, fresh = self.attention()(self.normed("input_layernorm", x), ctx, entry, shared)
         x = x + self.normed("post_attention_layernorm", h)
-        x = x + self.normed("post_feedforward_layernorm", self.feed_forward(x, at))
+        x = x + self.normed("post_feedforward_layernorm", self.feed_forward(x, ctx))
         return on_every_device(x * self.param("layer_scalar", nn.initializers.ones, (1,))[0]), fresh
 
 
@@ -217,22 +211,22 @@ def tensors(config: Gemma4Config, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
     D = config.hidden_size
 
-    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        where, shared = (f"{path}/self_attn", f"{prefix}.self_attn"), config.values_are_keys(each.attention)
-        table = tables.attention(*where, D, each.attention, layout, qk_norm=True, values_are_keys=shared)
-        table |= tables.norms(path, prefix, D, *_NORMS, *(_EXPERT_NORMS if each.experts else ()))
-        table |= tables.swiglu(f"{path}/mlp", f"{prefix}.mlp", D, each.intermediate_size, layout)
+    def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
+        where, shared = (f"{path}/self_attn", f"{prefix}.self_attn"), config.values_are_keys(layer.attention)
+        table = tables.attention(*where, D, layer.attention, layout, qk_norm=True, values_are_keys=shared)
+        table |= tables.norms(path, prefix, D, *_NORMS, *(_EXPERT_NORMS if layer.experts else ()))
+        table |= tables.swiglu(f"{path}/mlp", f"{prefix}.mlp", D, layer.intermediate_size, layout)
         table[f"{path}/layer_scalar"] = copied(f"{prefix}.layer_scalar", 1)
-        if each.experts is None:
+        if layer.experts is None:
             return table
-        E = each.experts.num_experts
-        table |= tables.stored_together(f"{path}/experts", f"{prefix}.experts", D, each.experts, layout)
+        E = layer.experts.num_experts
+        table |= tables.stored_together(f"{path}/experts", f"{prefix}.experts", D, layer.experts, layout)
         table[f"{path}/experts/router"] = copied(f"{prefix}.router.proj.weight", E, D)
         table[f"{path}/experts/per_expert_scale"] = copied(f"{prefix}.router.per_expert_scale", E)
         table[f"{path}/router_norm/weight"] = copied(f"{prefix}.router.scale", D)
         return table
 
-    return tables.decoder(config, layer, "model.language_model" if config.nested else "model")
+    return tables.decoder(config, layer_table, "model.language_model" if config.nested else "model")
 
 
 def ignored(config: Gemma4Config) -> tuple[str, ...]:

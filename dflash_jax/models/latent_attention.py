@@ -11,7 +11,6 @@ entries of a latent, L of a cached vector: a latent, then the rotated part that 
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jaxtyping import Array, Float
 
 from dflash_jax.cache import Fresh
 from dflash_jax.cache.latent import Latent
+from dflash_jax.cache.split import Split
 from dflash_jax.config import RopeConfig
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, Layout, constrain
@@ -119,15 +119,15 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: None = None
+        self, x: Float[Array, "B T D"], ctx: Pass, entry: Latent | Split, shared: None = None
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, (B, T) = self.config, x.shape[:2]
         q, vectors = self._projected(x)
         plain, rotated = jnp.split(q.reshape(B, T, c.num_heads, c.head_dim), [c.qk_nope_head_dim], axis=-1)
-        rotated = rotate(rotated, at.rope)
+        rotated = rotate(rotated, ctx.rope)
         latents, key = jnp.split(vectors, [c.kv_lora_rank], axis=-1)
         latents = RMSNorm(c.kv_lora_rank, c.eps, name="kv_a_layernorm")(latents)
-        key = rotate(key[:, :, None], at.rope)[:, :, 0]
+        key = rotate(key[:, :, None], ctx.rope)[:, :, 0]
         fresh = Fresh(jnp.concatenate([latents, key], axis=-1)[:, None], None)
         up, expanded = self._up(x.dtype), c.absorbed < T
         if not expanded:
@@ -135,13 +135,13 @@ class LatentAttention(nn.Module):
             plain = product("btnh,nhc->btnc", plain, into).astype(x.dtype)
         out = entry.attend(
             jnp.concatenate([plain, rotated], axis=-1),
-            at.positions,
+            ctx.positions,
             fresh,
-            at.lengths,
-            visible="causal" if at.visible is None else at.visible,
-            rows=at.rows,
-            starts=at.starts,
-            key_positions=at.key_positions,
+            ctx.lengths,
+            visible="causal" if ctx.visible is None else ctx.visible,
+            rows=ctx.rows,
+            starts=ctx.starts,
+            key_positions=ctx.key_positions,
             scale=c.scale,
             up=up,
             expanded=expanded,

@@ -89,13 +89,8 @@ def config(raw: Raw) -> Qwen3NextConfig:
     raw, nested = text_config(raw, _OUTSIDE)
     check_fields(raw, [*DECODER_FIELDS, *_FIELDS], _FIXED)
     depth, attention = require(raw, "num_hidden_layers"), partly_rotated(raw, 0.25)
-    linear = LinearAttentionConfig(
-        require(raw, "linear_num_key_heads"),
-        require(raw, "linear_num_value_heads"),
-        require(raw, "linear_key_head_dim"),
-        require(raw, "linear_value_head_dim"),
-        require(raw, "linear_conv_kernel_dim"),
-    )
+    sizes = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+    linear = LinearAttentionConfig(*(require(raw, f"linear_{name}") for name in sizes))
     if linear.num_value_heads % linear.num_key_heads:
         raise ValueError(
             f"linear_num_value_heads {linear.num_value_heads} must be a multiple of linear_num_key_heads "
@@ -132,12 +127,8 @@ def _experts(raw: Raw, model_type: str) -> ExpertsConfig | None:
     always = model_type != "qwen3_next"  # Qwen3.5 always divides by the sum
     if not always and not isinstance(raw.get("norm_topk_prob"), bool):
         raise ValueError(f"config.json must give norm_topk_prob, true or false, got {raw.get('norm_topk_prob')!r:.80}")
-    return ExpertsConfig(
-        require(raw, "num_experts"),
-        require(raw, "num_experts_per_tok"),
-        require(raw, "moe_intermediate_size"),
-        norm_topk_prob=always or raw["norm_topk_prob"],
-    )
+    sizes = (require(raw, name) for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
+    return ExpertsConfig(*sizes, norm_topk_prob=always or raw["norm_topk_prob"])
 
 
 class Norm(RMSNorm):
@@ -160,18 +151,18 @@ class Layer(decoder.Layer):
             return LinearAttention(c.hidden_size, mixer, c.rms_norm_eps, self.layout, name="linear_attn")
         return self.grouped_query(qk_norm=c.rms_norm_eps, gate=True)
 
-    def mlp(self, at: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+    def mlp(self, ctx: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
         c, D = self.config, self.config.hidden_size
         assert isinstance(c, Qwen3NextConfig)
         if self.layer.experts is None:
-            return super().mlp(at)
+            return super().mlp(ctx)
         experts = Experts(D, self.layer.experts, self.layout, name="experts")
         shared = MLP(D, c.shared_inner, self.layout, name="shared_expert")
         gate = self.param("shared_gate", nn.initializers.normal(0.02), (1, D))
 
         def both(h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
             passes = jax.nn.sigmoid(project(h, gate).astype(h.dtype))
-            return experts(h, counts=at.counts) + passes * shared(h)
+            return experts(h, counts=ctx.counts) + passes * shared(h)
 
         return both
 
@@ -185,27 +176,27 @@ class Model(decoder.Decoder):
 def tensors(config: Qwen3NextConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
 
-    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
+    def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
         D = config.hidden_size
         table = tables.norms(path, prefix, D, "input_layernorm", "post_attention_layernorm")
-        if isinstance(each.mixer, LinearAttentionConfig):
-            mixing = _linear_attention(f"{prefix}.linear_attn", D, each.mixer, layout, grouped=config.grouped)
+        if isinstance(layer.mixer, LinearAttentionConfig):
+            mixing = _linear_attention(f"{prefix}.linear_attn", D, layer.mixer, layout, grouped=config.grouped)
             table |= {f"{path}/linear_attn/{name}": leaf for name, leaf in mixing.items()}
         else:
             where = f"{path}/self_attn", f"{prefix}.self_attn"
-            table |= tables.attention(*where, D, each.attention, layout, qk_norm=True, gate=True)
+            table |= tables.attention(*where, D, layer.attention, layout, qk_norm=True, gate=True)
         mlp = f"{prefix}.mlp"
-        if each.experts is None:
-            return table | tables.swiglu(f"{path}/mlp", mlp, D, each.intermediate_size, layout)
+        if layer.experts is None:
+            return table | tables.swiglu(f"{path}/mlp", mlp, D, layer.intermediate_size, layout)
         if config.apart:
-            table |= tables.experts(f"{path}/experts", mlp, D, each.experts, layout)
+            table |= tables.experts(f"{path}/experts", mlp, D, layer.experts, layout)
         else:
-            table[f"{path}/experts/router"] = copied(f"{mlp}.gate.weight", each.experts.num_experts, D)
-            table |= tables.stored_together(f"{path}/experts", f"{mlp}.experts", D, each.experts, layout)
+            table[f"{path}/experts/router"] = copied(f"{mlp}.gate.weight", layer.experts.num_experts, D)
+            table |= tables.stored_together(f"{path}/experts", f"{mlp}.experts", D, layer.experts, layout)
         table[f"{path}/shared_gate"] = copied(f"{mlp}.shared_expert_gate.weight", 1, D)
         return table | tables.swiglu(f"{path}/shared_expert", f"{mlp}.shared_expert", D, config.shared_inner, layout)
 
-    return tables.decoder(config, layer, "model.language_model" if config.nested else "model")
+    return tables.decoder(config, layer_table, "model.language_model" if config.nested else "model")
 
 
 def _linear_attention(prefix: str, width: int, c: LinearAttentionConfig, layout: Layout, *, grouped: bool) -> Table:

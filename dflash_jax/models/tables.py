@@ -27,12 +27,15 @@ nowhere: Where = lambda name: False
 
 
 def decoder(
-    config: TargetConfig, layer: Callable[[str, str, LayerConfig], Table], prefix: str = "model", head: str = "lm_head"
+    config: TargetConfig,
+    layer_table: Callable[[str, str, LayerConfig], Table],
+    prefix: str = "model",
+    head: str = "lm_head",
 ) -> Table:
     """Embedding, layers, final norm and head under Hugging Face's names.
 
     Args:
-        layer: the table of a layer, given the paths of its parameters and of its tensors.
+        layer_table: of one layer, given the paths of its parameters and of its tensors.
         prefix: of all tensors but the head's.
         head: name of that.
     """
@@ -43,8 +46,8 @@ def decoder(
     }
     if not config.tie_word_embeddings:
         table["lm_head"] = copied(f"{head}.weight", config.vocab_size, D)
-    for i, each in enumerate(config.layers):
-        table |= layer(f"layers_{i}", f"{prefix}.layers.{i}", each)
+    for i, layer in enumerate(config.layers):
+        table |= layer_table(f"layers_{i}", f"{prefix}.layers.{i}", layer)
     return table
 
 
@@ -55,15 +58,15 @@ def uniform(config: TargetConfig, layout: Layout = WHOLE, *, qk_norm: bool, outp
         qk_norm, output_bias: see `attention`.
     """
 
-    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
+    def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
         D, fp8, bias = config.hidden_size, config.in_fp8, config.attention_bias
         how = {"bias": bias, "qk_norm": qk_norm, "output_bias": output_bias, "mlp_bias": config.mlp_bias}
-        table = decoder_layer(path, prefix, D, each, layout, fp8=fp8, **how)
-        if each.experts:
-            table |= experts(f"{path}/experts", f"{prefix}.mlp", D, each.experts, layout, fp8=fp8)
+        table = decoder_layer(path, prefix, D, layer, layout, fp8=fp8, **how)
+        if layer.experts:
+            table |= experts(f"{path}/experts", f"{prefix}.mlp", D, layer.experts, layout, fp8=fp8)
         return table
 
-    return decoder(config, layer)
+    return decoder(config, layer_table)
 
 
 def ignored(config: TargetConfig) -> tuple[str, ...]:
@@ -205,32 +208,32 @@ def linear(
             dequantised as they are read.
     """
     every = [layer if isinstance(layer, Outputs) else Outputs(*layer) for layer in layers]
-    if not all(fp8(each.name) for each in every):
+    if not all(fp8(layer.name) for layer in every):
         return fused(_plain(every, width, fp8), shards)
     values, scale = _in_fp8(every, width, shards)
     return QuantisedLeaf(fused(values, shards, "float8_e4m3fn"), fused(scale, shards, "float32"), FP8)
 
 
 def _plain(layers: Sequence[Outputs], width: int, fp8: Where) -> list[Section]:
-    def source(each: Outputs) -> Source:
-        name, shape = f"{each.name}.weight", (each.size, width)
-        return BlockScaled(name, f"{name}_scale_inv", shape, (BLOCK, BLOCK)) if fp8(each.name) else Stored(name, shape)
+    def source(layer: Outputs) -> Source:
+        name, shape = f"{layer.name}.weight", (layer.size, width)
+        return BlockScaled(name, f"{name}_scale_inv", shape, (BLOCK, BLOCK)) if fp8(layer.name) else Stored(name, shape)
 
-    return [Section(source(each), each.order, each.copies) for each in layers]
+    return [Section(source(layer), layer.order, layer.copies) for layer in layers]
 
 
 def _in_fp8(layers: Sequence[Outputs], width: int, shards: int) -> tuple[list[Section], list[Section]]:
     """Values and scales. Where blocks end in the middle of what is joined, or outputs change their block, each output
     gets the scales of its block."""
-    sizes = [each.size for each in layers]
+    sizes = [layer.size for layer in layers]
     ragged = len(sizes) > 1 and any(size % BLOCK for size in (sizes if shards > 1 else sizes[:-1]))
-    moved = any(to // BLOCK != of // BLOCK for each in layers for to, of in enumerate(each.order or ()))
+    moved = any(to // BLOCK != of // BLOCK for layer in layers for to, of in enumerate(layer.order or ()))
     values, scales = list[Section](), list[Section]()
-    for each in layers:
-        name, order = f"{each.name}.weight", range(each.size) if each.order is None else each.order
-        values.append(Section(Stored(name, (each.size, width), ("F8_E4M3",)), each.order, each.copies))
-        blocks = Stored(f"{name}_scale_inv", (-(-each.size // BLOCK), -(-width // BLOCK)))
-        scales.append(Section(blocks, [of // BLOCK for of in order] if ragged or moved else None, each.copies))
+    for layer in layers:
+        name, order = f"{layer.name}.weight", range(layer.size) if layer.order is None else layer.order
+        values.append(Section(Stored(name, (layer.size, width), ("F8_E4M3",)), layer.order, layer.copies))
+        blocks = Stored(f"{name}_scale_inv", (-(-layer.size // BLOCK), -(-width // BLOCK)))
+        scales.append(Section(blocks, [of // BLOCK for of in order] if ragged or moved else None, layer.copies))
     return values, scales
 
 
@@ -239,8 +242,8 @@ def _in_int4(layers: Sequence[Outputs], width: int) -> tuple[list[Section], list
     if width % GROUP:
         raise ValueError(f"{layers[0].name}: INT4 has groups of {GROUP} inputs, and {width} are no multiple")
     return (
-        [Section(Packed(f"{each.name}.weight", (each.size, width // 8), 8)) for each in layers],
-        [Section(Stored(f"{each.name}.weight_scale", (each.size, width // GROUP))) for each in layers],
+        [Section(Packed(f"{layer.name}.weight", (layer.size, width // 8), 8)) for layer in layers],
+        [Section(Stored(f"{layer.name}.weight_scale", (layer.size, width // GROUP))) for layer in layers],
     )
 
 
@@ -269,11 +272,11 @@ def experts(
     inner, every = config.intermediate_size, [f"{prefix}.experts.{e}" for e in range(config.num_experts)]
 
     def weight(names: tuple[str, ...], outputs: int, inputs: int, shards: int) -> Leaf | QuantisedLeaf:
-        each = [[Outputs(f"{expert}.{name}", outputs) for name in names] for expert in every]
-        if not int4 and not all(fp8(layer.name) for layers in each for layer in layers):
-            return fused_each([_plain(layers, inputs, fp8) for layers in each], shards)
+        joined = [[Outputs(f"{expert}.{name}", outputs) for name in names] for expert in every]
+        if not int4 and not all(fp8(layer.name) for layers in joined for layer in layers):
+            return fused_each([_plain(layers, inputs, fp8) for layers in joined], shards)
         how = _in_int4 if int4 else partial(_in_fp8, shards=shards)
-        values, scale = zip(*(how(layers, inputs) for layers in each), strict=True)
+        values, scale = zip(*(how(layers, inputs) for layers in joined), strict=True)
         dtypes, kind = (("int32", None), INT4) if int4 else (("float8_e4m3fn", "float32"), FP8)
         return QuantisedLeaf(fused_each(values, shards, dtypes[0]), fused_each(scale, shards, dtypes[1]), kind)
 
