@@ -36,7 +36,7 @@ class Layer(nn.Module):
     layout: Layout
 
     def attention(self) -> nn.Module:
-        """Its attention: grouped-query attention without norms of heads, unless the family says otherwise."""
+        """The layer's attention: grouped-query attention without norms of heads, unless the family says otherwise."""
         return self.grouped_query()
 
     def grouped_query(self, **options: Any) -> Attention:
@@ -45,7 +45,7 @@ class Layer(nn.Module):
         return Attention(c.hidden_size, self.layer.attention, self.layout, c.attention_bias, **options)
 
     def mlp(self, ctx: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-        """Its MLP, or its experts."""
+        """The layer's MLP, or its experts."""
         D, layer = self.config.hidden_size, self.layer
         if layer.experts:
             return partial(Experts(D, layer.experts, self.layout, name="experts"), counts=ctx.counts)

@@ -186,7 +186,7 @@ def _has_int4(raw: Raw) -> bool:
 
 
 class Layer(decoder.Layer):
-    """With latent attention; experts have one beside them that every token goes through."""
+    """A layer with latent attention; experts have one beside them that every token goes through."""
 
     def attention(self) -> nn.Module:
         mixer = self.layer.mixer
@@ -204,7 +204,7 @@ class Layer(decoder.Layer):
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers."""
 
     layer = Layer
 

@@ -159,7 +159,7 @@ def _shapes(raw: Raw, types: list[str]) -> list[Raw]:
 
 
 class Layer(decoder.Layer):
-    """With norms of what attention and the MLP return, too, and its output times a number."""
+    """A layer that also norms what attention and the MLP return, and multiplies its output by a number."""
 
     norm_class = Float32RMSNorm
 
@@ -170,11 +170,11 @@ class Layer(decoder.Layer):
         return self.grouped_query(qk_norm=eps, value_norm=eps, values_are_keys=shared)
 
     def normed(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """By the norm of this name."""
+        """`x` through a new norm of this name."""
         return Float32RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, name=name)(on_every_device(x))
 
     def feed_forward(self, x: Float[Array, "B T D"], ctx: Pass) -> Float[Array, "B T D"]:
-        """What the MLP makes of a position, and where there are experts, these beside it."""
+        """The MLP of normed positions, or the sum of MLP and experts, where the layer has both."""
         D, eps, layer = self.config.hidden_size, self.config.rms_norm_eps, self.layer
         mlp = MLP(D, layer.intermediate_size, self.layout, activation=ACTIVATION, name="mlp")
         out = mlp(self.normed("pre_feedforward_layernorm", x))
@@ -196,7 +196,7 @@ class Layer(decoder.Layer):
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers, with capped logits."""
 
     layer = Layer
 

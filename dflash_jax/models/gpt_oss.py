@@ -75,7 +75,7 @@ def config(raw: Raw) -> GptOssConfig:
 
 
 class Layer(decoder.Layer):
-    """With sinks of attention."""
+    """A layer whose query heads have attention sinks."""
 
     norm_class = Float32RMSNorm
 
@@ -84,7 +84,7 @@ class Layer(decoder.Layer):
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers."""
 
     layer = Layer
 

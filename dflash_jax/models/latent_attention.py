@@ -57,12 +57,12 @@ class LatentAttentionConfig:
 
     @property
     def head_dim(self) -> int:
-        """Of queries and keys."""
+        """Dimensions of a query, and of a key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def up_dim(self) -> int:
-        """What a head makes of a latent: the rest of its key, and its value."""
+        """Dimensions that a head makes from a latent: the rest of its key, and its value."""
         return self.qk_nope_head_dim + self.v_head_dim
 
     @property
@@ -72,7 +72,7 @@ class LatentAttentionConfig:
 
     @property
     def scale(self) -> float:
-        """Of the scores. YaRN stretches them here instead of in cosines and sines, as far as `mscale_all_dim` says."""
+        """Scale of the scores, which YaRN stretches here, not in cosines and sines, as far as `mscale_all_dim` says."""
         rope = self.rope
         stretched = rope.kind != "default" and rope.mscale_all_dim and rope.factor > 1
         stretch = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1 if stretched else 1.0
@@ -164,7 +164,7 @@ class LatentAttention(nn.Module):
         return Linear((c.q_lora_rank, size), name="q_b_proj")(narrow), vectors
 
     def _up(self, dtype: jnp.dtype) -> Float[Array, "N _ C"]:
-        """What makes keys and values from latents, by head."""
+        """The weight that makes keys and values of every head from latents."""
         c = self.config
         weight = parameter(self, "kv_b_proj", (c.num_heads * c.up_dim, c.kv_lora_rank))
         weight = gathered(weight, "/".join((*self.path, "kv_b_proj")))

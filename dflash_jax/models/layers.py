@@ -47,7 +47,7 @@ class Float32RMSNorm(RMSNorm):
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"] | None, eps: float) -> Float[Array, "... D"]:
-    """See `RMSNorm`; rounded before the product with the weight, if there is one."""
+    """`x` over its root mean square along the last axis, rounded before the product with the weight, if any."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     normed = wide.astype(x.dtype)

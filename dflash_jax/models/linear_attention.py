@@ -44,12 +44,12 @@ class LinearAttentionConfig:
 
     @property
     def key_size(self) -> int:
-        """Of all keys, and of all queries."""
+        """Dimensions of the keys of all heads, and of the queries."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def value_size(self) -> int:
-        """Of all values."""
+        """Dimensions of the values of all heads."""
         return self.num_value_heads * self.value_head_dim
 
     @property
@@ -59,7 +59,7 @@ class LinearAttentionConfig:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
     def entry(self, rows: int, slots: int, dtype: DTypeLike, layout: Layout, widest: int) -> Entry:

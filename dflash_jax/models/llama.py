@@ -54,7 +54,7 @@ def head_dim(raw: Raw) -> int:
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of the usual layers."""
 
     layer = decoder.Layer
 

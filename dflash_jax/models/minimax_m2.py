@@ -46,14 +46,14 @@ def config(raw: Raw) -> TargetConfig:
 
 
 class Layer(decoder.Layer):
-    """With one norm of all query heads, and one of all key heads."""
+    """A layer with one norm of all query heads, and one of all key heads."""
 
     def attention(self) -> Attention:
         return self.grouped_query(qk_norm=self.config.rms_norm_eps, qk_norm_per_head=False)
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers."""
 
     layer = Layer
 

@@ -19,14 +19,14 @@ def config(raw: Raw) -> TargetConfig:
 
 
 class Layer(decoder.Layer):
-    """Without norms of heads."""
+    """A layer without a bias of the output of attention."""
 
     def attention(self) -> Attention:
         return self.grouped_query(output_bias=False)
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers."""
 
     layer = Layer
 

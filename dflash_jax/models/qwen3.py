@@ -47,14 +47,14 @@ def config(raw: Raw) -> TargetConfig:
 
 
 class Layer(decoder.Layer):
-    """With a norm of every query and key head."""
+    """A layer with a norm of every query and key head."""
 
     def attention(self) -> Attention:
         return self.grouped_query(qk_norm=self.config.rms_norm_eps)
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers."""
 
     layer = Layer
 

@@ -141,7 +141,7 @@ class Norm(RMSNorm):
 
 
 class Layer(decoder.Layer):
-    """With linear attention or gated attention; experts have one beside them that every token goes through."""
+    """A layer with linear or gated attention; experts have one beside them that every token goes through."""
 
     norm_class = Norm
 
@@ -168,7 +168,7 @@ class Layer(decoder.Layer):
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers."""
 
     layer = Layer
 
