@@ -11,11 +11,11 @@ from dflash_jax.cli import EngineOptions, GenerationOptions
 if TYPE_CHECKING:
     from dflash_jax.config import TargetConfig
     from dflash_jax.drafters.base import Drafter
-    from dflash_jax.infer.engine import Engine
-    from dflash_jax.infer.engine_config import EngineConfig
-    from dflash_jax.infer.lengths import Lengths
-    from dflash_jax.infer.lines import Line
-    from dflash_jax.infer.requests import Request
+    from dflash_jax.infer.engine.engine import Engine
+    from dflash_jax.infer.engine.engine_config import EngineConfig
+    from dflash_jax.infer.engine.lengths import Lengths
+    from dflash_jax.infer.engine.requests import Request
+    from dflash_jax.infer.jobs.lines import Line
     from dflash_jax.loading import Loaded
     from dflash_jax.target import Target
 
@@ -55,7 +55,7 @@ def needs_of(
         logprobs: alternatives that requests still unknown may ask for.
         growing: whether such requests may begin as others did, like the turns of a conversation.
     """
-    from dflash_jax.infer.prefixes import shared_chunks, shared_tokens
+    from dflash_jax.infer.engine.prefixes import shared_chunks, shared_tokens
 
     known = range(config.vocab_size)
     fit = [r for r in requests if r.prompt_token_ids and all(token in known for token in r.prompt_token_ids)]
@@ -86,8 +86,8 @@ def engine_config(
     Raises:
         ValueError: an option is out of range.
     """
-    from dflash_jax.infer.engine_config import EngineConfig
-    from dflash_jax.infer.lengths import two_lengths
+    from dflash_jax.infer.engine.engine_config import EngineConfig
+    from dflash_jax.infer.engine.lengths import two_lengths
     from dflash_jax.mesh import rows_of
 
     _check_options(generation, options)
@@ -168,7 +168,7 @@ def _given_lengths(
     Raises:
         ValueError: rows cannot have them.
     """
-    from dflash_jax.infer.lengths import Lengths
+    from dflash_jax.infer.engine.lengths import Lengths
 
     long = -(-slots // 8) if options.long_slots is None else options.long_slots
     long = -(-long // parts) * parts
@@ -184,7 +184,7 @@ def _given_lengths(
 
 def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConfig") -> "Engine":
     """The engine; says what to do where there is no memory for it."""
-    from dflash_jax.infer.engine import Engine
+    from dflash_jax.infer.engine.engine import Engine
 
     try:
         return Engine(target, drafter, config)
@@ -197,7 +197,7 @@ def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConf
 
 def needs_of_lines(config: "TargetConfig", lines: "Sequence[Line]", options: EngineOptions) -> Needs:
     """What the lines of a job need."""
-    from dflash_jax.infer.lines import requests_of
+    from dflash_jax.infer.jobs.lines import requests_of
 
     return needs_of(config, requests_of(lines), options, growing=any(line.later for line in lines))
 

@@ -33,10 +33,10 @@ from dflash_jax.loading import describe, load, pair_sources
 from dflash_jax.serve_http import HttpOptions, serve_http
 
 if TYPE_CHECKING:
-    from dflash_jax.infer.batch_job import JobFiles
-    from dflash_jax.infer.engine import Engine
-    from dflash_jax.infer.lines import Line
-    from dflash_jax.infer.params import SamplingParams
+    from dflash_jax.infer.engine.engine import Engine
+    from dflash_jax.infer.engine.params import SamplingParams
+    from dflash_jax.infer.jobs.batch_job import JobFiles
+    from dflash_jax.infer.jobs.lines import Line
     from dflash_jax.infer.text import Text
 
 DESCRIPTION = """\
@@ -225,7 +225,7 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
         raise ValueError("--input needs --output FILE.jsonl")
     if (interval := options.stats_interval) is not None and not 0 <= interval < math.inf:
         raise ValueError(f"--stats-interval must be at least 0 and finite, got {interval}")
-    from dflash_jax.infer.batch_job import Job, JobFiles, LocalEngine
+    from dflash_jax.infer.jobs.batch_job import Job, JobFiles, LocalEngine
 
     process, processes = _share(options.processes)
     files = JobFiles(
@@ -258,13 +258,13 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
 
 
 def _serve_with_ray(options: ServeOptions, sources: Sequence[str], files: "JobFiles", begin: float) -> int:
-    from dflash_jax.infer.batch_job import Job
+    from dflash_jax.infer.jobs.batch_job import Job
 
     if options.processes is not None:
         raise ValueError("--ray and --processes are two ways to share a job; give one of them")
     if (most := options.cluster.ray_workers) is not None and most < 1:
         raise ValueError(f"--ray-workers must be at least 1, got {most}")
-    from dflash_jax.infer.cluster import RayWorkers
+    from dflash_jax.infer.jobs.cluster import RayWorkers
 
     length = options.engine.max_length
     directory, config, text, defaults = describe(options.models, options.generation, max_length=length)
@@ -280,8 +280,8 @@ def _serve_with_ray(options: ServeOptions, sources: Sequence[str], files: "JobFi
 
 def _lines(sources: Sequence[str], files: "JobFiles", text: "Text", defaults: "SamplingParams") -> "list[Line]":
     """The lines of a job."""
-    from dflash_jax.infer.inputs import input_lines
-    from dflash_jax.infer.lines import read_lines
+    from dflash_jax.infer.jobs.inputs import input_lines
+    from dflash_jax.infer.jobs.lines import read_lines
 
     with reading(Path(sources[0])) if len(sources) == 1 else contextlib.nullcontext():
         return read_lines(input_lines(sources, files.own), text, defaults)
@@ -296,7 +296,7 @@ def _settings(
     lines: "Sequence[Line]",
 ) -> dict[str, Any]:
     """What the answers of a job depend on."""
-    from dflash_jax.infer.jobs import job_settings
+    from dflash_jax.infer.jobs.jobs import job_settings
 
     engine = options.engine
     source = None if options.no_speculation else pair_sources(options.models)[1]
@@ -342,7 +342,7 @@ def _answer(options: ServeOptions, prompt: str) -> int:
     generation = options.generation
     loaded = load(options.models, generation, speculative=not options.no_speculation)
     text = loaded.text
-    from dflash_jax.infer.requests import Request
+    from dflash_jax.infer.engine.requests import Request
     from dflash_jax.infer.text import GrowingText
 
     if text.has_chat_template:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from dflash_jax.infer.requests import RequestError
+from dflash_jax.infer.engine.requests import RequestError
 
 # Settings of an answer, named alike in every form.
 COMMON = """

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_jax.infer.requests import RequestError
+from dflash_jax.infer.engine.requests import RequestError
 
 MOST_LEVELS = 64  # of objects and lists in a message
 # What a part of a message may be besides text, and what is missing to read it.

@@ -5,9 +5,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dflash_jax.infer.engine.params import MOST_ALTERNATIVES
+from dflash_jax.infer.engine.requests import RequestError
 from dflash_jax.infer.fields import BODY, COMMON, check_fields
-from dflash_jax.infer.params import MOST_ALTERNATIVES
-from dflash_jax.infer.requests import RequestError
 from dflash_jax.infer.text import valid_text
 
 LONGEST_NAME = 256  # characters of a model's name

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from dflash_jax.infer.engine import Engine
+    from dflash_jax.infer.engine.engine import Engine
 
 _log = logging.getLogger("dflash_jax")
 LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal

@@ -7,8 +7,8 @@ from typing import Any
 
 from dflash_jax.checkpoint.tokenizer import check_tokenizer_files
 from dflash_jax.files import one_line, said
+from dflash_jax.infer.engine.requests import RequestError
 from dflash_jax.infer.messages import strings_in, template_messages
-from dflash_jax.infer.requests import RequestError
 
 LEAST_BYTES = 16  # that a text may have per token, however short the tokens of a vocabulary are
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

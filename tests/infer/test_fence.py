@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflash_jax.infer import jobs
-from dflash_jax.infer.jobs import Answering
-from dflash_jax.infer.lines import read_lines
+from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.engine.requests import Completion, RequestError
+from dflash_jax.infer.http.server import Service
+from dflash_jax.infer.jobs import jobs
+from dflash_jax.infer.jobs.jobs import Answering
+from dflash_jax.infer.jobs.lines import read_lines
 from dflash_jax.infer.openai import TEXT
-from dflash_jax.infer.params import SamplingParams
-from dflash_jax.infer.requests import Completion, RequestError
-from dflash_jax.infer.server import Service
 from dflash_jax.infer.text import Text
 
 PROVOKED = [
