@@ -6,7 +6,8 @@ Like `cli`, nothing here imports jax before there is work for it.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dflash_jax.cli import EngineOptions, GenerationOptions
+from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions
+from dflash_jax.loading import Loaded, load
 
 if TYPE_CHECKING:
     from dflash_jax.config import TargetConfig
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from dflash_jax.infer.engine.lengths import Lengths
     from dflash_jax.infer.engine.requests import Request
     from dflash_jax.infer.jobs.lines import Line
-    from dflash_jax.loading import Loaded
+    from dflash_jax.infer.text import Text
     from dflash_jax.target import Target
 
 LARGEST_CHUNK = 256  # tokens of a prompt that are read at once
@@ -202,8 +203,16 @@ def needs_of_lines(config: "TargetConfig", lines: "Sequence[Line]", options: Eng
     return needs_of(config, requests_of(lines), options, growing=any(line.later for line in lines))
 
 
+def load_engine(
+    models: ModelOptions, generation: GenerationOptions, options: EngineOptions, needs: Needs, *, speculative: bool
+) -> "tuple[Engine, Text]":
+    """Models and engine for requests that need this, with the target's tokenizer, in a process that has neither."""
+    loaded = load(models, generation, speculative=speculative, max_length=options.max_length)
+    return engine_for(loaded, needs, generation, options), loaded.text
+
+
 def engine_for(
-    loaded: "Loaded", needs: Needs, generation: GenerationOptions, options: EngineOptions, *, plain: bool = False
+    loaded: Loaded, needs: Needs, generation: GenerationOptions, options: EngineOptions, *, plain: bool = False
 ) -> "Engine":
     """An engine for requests that need this; arguments as in `engine_config`."""
     config = engine_config(loaded.target, needs, generation, options, plain=plain)

@@ -33,6 +33,11 @@ class Loaded(NamedTuple):
     text: "Text"
     defaults: "SamplingParams"
 
+    @property
+    def described(self) -> "Described":
+        """The same as `describe` says."""
+        return Described(self.target.directory, self.target.config, self.text, self.defaults)
+
 
 def load(
     models: ModelOptions, generation: GenerationOptions, *, speculative: bool = True, max_length: int | None = None

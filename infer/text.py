@@ -1,17 +1,15 @@
-"""Tokenizer, chat template and stop strings. The only user of `transformers` outside the tests."""
+"""Prompts and chat messages into tokens, tokens into text, and stop strings."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.checkpoint.tokenizer import check_tokenizer_files
-from dflash_jax.files import one_line, said
 from dflash_jax.infer.engine.requests import RequestError
 from dflash_jax.infer.messages import strings_in, template_messages
+from dflash_jax.vocabulary import TOKENIZER_FILES, load_tokenizer
 
 LEAST_BYTES = 16  # that a text may have per token, however short the tokens of a vocabulary are
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 # What `apply_chat_template` takes itself, or is given here: no arguments of a template.
 RESERVED = frozenset(
     "self conversation messages chat_template tokenize add_generation_prompt continue_final_message padding truncation "
@@ -36,23 +34,9 @@ class Text:
         self, directory: str, template_arguments: Mapping[str, Any] | None = None, most_tokens: int | None = None
     ):
         self.template_arguments = dict(template_arguments or {})
-        self._directory, self._tokenizer = directory, None
+        self._directory, self._tokenizer = directory, load_tokenizer(Path(directory))
         self._most_tokens, self._most_bytes = most_tokens, math.inf
-        if not any((Path(directory) / name).is_file() for name in TOKENIZER_FILES):
-            return
-        check_tokenizer_files(Path(directory))
-        from transformers import AutoTokenizer
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-            self._tokenizer.decode(self._tokenizer.encode("a"))  # some values are only looked at when they are needed
-        except Exception as error:  # tokenizer files are read by several libraries, which raise what they like
-            reason = said(error).strip().splitlines()[0]
-            wrong = f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}"
-            raise ValueError(one_line(wrong)) from error
-        if most_tokens is not None:
+        if self._tokenizer is not None and most_tokens is not None:
             longest = max((len(token.encode(errors="replace")) for token in self._tokenizer.get_vocab()), default=1)
             self._most_bytes = most_tokens * max(longest, LEAST_BYTES)
 
@@ -139,11 +123,6 @@ class Text:
         """Pad and end token."""
         ids = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id) if self._tokenizer else ()
         return {i for i in ids if i is not None}
-
-    @property
-    def tokens(self) -> dict[str, int]:
-        """The id of every token the tokenizer can produce, by its text."""
-        return self._tokenizer.get_vocab() if self._tokenizer else {}
 
     @property
     def used_tokens(self) -> set[int]:

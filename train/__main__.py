@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _regenerate(options: RegenerateOptions) -> int:
     from dflash_jax.benchmarks.datasets import training_prompts
     from dflash_jax.engines import engine_for, needs_of_lines
-    from dflash_jax.infer.jobs.jobs import job_settings, run_job
+    from dflash_jax.infer.jobs.answering import job_settings, run_job
     from dflash_jax.infer.jobs.lines import read_lines
     from dflash_jax.loading import load
     from dflash_jax.train.regenerate import answer_record, journal

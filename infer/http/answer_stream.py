@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from dflash_jax.infer import openai
+from dflash_jax.infer.answers import token_logprobs
 from dflash_jax.infer.engine.requests import Completion
 from dflash_jax.infer.http.asked import Asked
 from dflash_jax.infer.http.worker import Progress
-from dflash_jax.infer.jobs.jobs import token_logprobs
 from dflash_jax.infer.text import GrowingText, Text
 
 

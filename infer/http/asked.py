@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Request, RequestError
-from dflash_jax.infer.jobs.lines import plain_request, sample_count
+from dflash_jax.infer.plain import plain_request, sample_count
 from dflash_jax.infer.text import Text
 
 # Fields of a body that a line of a batch has not.

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from dflash_jax.infer.answers import speculation
 from dflash_jax.infer.engine.requests import Completion
-from dflash_jax.infer.jobs.jobs import speculation
 
 
 def usage(answers: Sequence[Completion], counts: Sequence[int] | None = None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from dflash_jax.infer import openai
+from dflash_jax.infer.answers import answer
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Completion, Request, RequestError
 from dflash_jax.infer.http import reports
@@ -29,8 +30,7 @@ from dflash_jax.infer.http.answer_stream import AnswerStream
 from dflash_jax.infer.http.asked import Asked, read_body
 from dflash_jax.infer.http.responses import EventStream, WholeAnswer
 from dflash_jax.infer.http.worker import OverloadedError, Progress, Worker
-from dflash_jax.infer.jobs.jobs import answer
-from dflash_jax.infer.jobs.lines import refusal
+from dflash_jax.infer.plain import refusal
 from dflash_jax.infer.text import Text
 
 READERS = 4  # prompts that are turned into tokens at a time

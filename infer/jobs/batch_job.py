@@ -18,10 +18,12 @@ from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.stats import Stats
 from dflash_jax.infer.interrupt import INTERRUPTED, stop_signals
 from dflash_jax.infer.jobs import parts
+from dflash_jax.infer.jobs.answering import Event, run_job
 from dflash_jax.infer.jobs.inputs import input_paths
-from dflash_jax.infer.jobs.jobs import Event, Tally, answer_record, record_id, rewrite_in_order, run_job, summarise
 from dflash_jax.infer.jobs.journal import Journal, settings_path, when_there_is_room
 from dflash_jax.infer.jobs.lines import Line
+from dflash_jax.infer.jobs.records import answer_record, record_id, rewrite_in_order
+from dflash_jax.infer.jobs.summary import Tally, summarise
 from dflash_jax.infer.progress import Reporter, Working, engine_rates, memory_mib, warm_up
 from dflash_jax.infer.text import Text
 
@@ -128,6 +130,14 @@ class Backend(Working, Protocol):
     @property
     def steps_by_block_size(self) -> dict[str, int]: ...
 
+    def dtype(self) -> str:
+        """Of the target's weights, as `job_settings` takes it."""
+        ...
+
+    def close(self) -> None:
+        """Ends it; nothing is asked of it afterwards."""
+        ...
+
     def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
         """Gets ready for these lines, once the output is known to be usable.
 
@@ -137,7 +147,7 @@ class Backend(Working, Protocol):
         ...
 
     def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        """Answers the lines; see `jobs.run_job`."""
+        """Answers the lines; see `answering.run_job`."""
         ...
 
 
@@ -146,11 +156,12 @@ class LocalEngine:
 
     Args:
         make: makes it.
-        text: see `jobs.Answering`.
+        text: see `answering.Answering`.
+        dtype: of the target.
     """
 
-    def __init__(self, make: Callable[[], Engine], text: Text):
-        self._make, self._text = make, text
+    def __init__(self, make: Callable[[], Engine], text: Text, dtype: str):
+        self._make, self._text, self._dtype = make, text, dtype
         self._engine: Engine | None = None
 
     @property
@@ -169,6 +180,12 @@ class LocalEngine:
     @property
     def steps_by_block_size(self) -> dict[str, int]:
         return self.engine.steps_by_block_size
+
+    def dtype(self) -> str:
+        return self._dtype
+
+    def close(self) -> None:
+        self._engine = None
 
     def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
         self._engine = self._make()
@@ -192,7 +209,7 @@ class Job:
     Args:
         files: checked.
         lines: the whole input.
-        settings: what the answers depend on, to be saved beside them; see `jobs.job_settings`.
+        settings: what the answers depend on, to be saved beside them; see `answering.job_settings`.
         notes: what else the summary tells.
         begin: when the run began, by `time.perf_counter`.
     """

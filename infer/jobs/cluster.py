@@ -13,16 +13,15 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.stats import Stats
-from dflash_jax.infer.jobs.jobs import Answering, Event, answer_record, error_record, record_id
+from dflash_jax.infer.jobs.answering import Answering, Event
 from dflash_jax.infer.jobs.lines import Line, attached, detached
+from dflash_jax.infer.jobs.records import answer_record, error_record, record_id
 from dflash_jax.infer.progress import memory_mib
-
-if TYPE_CHECKING:
-    from dflash_jax.engines import Needs
-    from dflash_jax.serve import ServeOptions
+from dflash_jax.infer.text import Text
 
 TURN = 1.0  # seconds after which a worker reports, even if no line is finished
 LOOK = 0.5  # seconds between two looks at an interrupt
@@ -30,6 +29,7 @@ GROW = 5.0  # seconds between two looks for nodes that came
 AHEAD = 2  # lines a worker has, in engines full of them
 DEATHS = 3  # of workers one after the other, without a line finished in between, that end the job
 ACCELERATORS = ("TPU", "GPU")
+MakeEngine = Callable[[], tuple[Engine, Text]]
 
 
 class Ready(NamedTuple):
@@ -60,24 +60,16 @@ class EngineWorker:
     """Answers lines with an engine; runs as a Ray actor.
 
     Args:
-        options: of the job.
-        needs: of all its lines.
+        make: loads the models and makes the engine for the lines of the job, and its tokenizer.
     """
 
-    def __init__(self, options: "ServeOptions", needs: "Needs"):
-        from dflash_jax.engines import engine_for
-        from dflash_jax.loading import load
-
-        speculative, length = not options.no_speculation, options.engine.max_length
-        loaded = load(options.models, options.generation, speculative=speculative, max_length=length)
-        self._engine = engine_for(loaded, needs, options.generation, options.engine)
+    def __init__(self, make: MakeEngine):
+        self._engine, self._text = make()
         self._engine.warm_up()
-        self._text = loaded.text
         self._answering = Answering(self._engine, partial(answer_record, text=self._text), self._text)
-        self._dtype = loaded.target.dtype.name
 
     def ready(self) -> Ready:
-        return Ready(self._engine.slots, self._engine.width, self._dtype)
+        return Ready(self._engine.slots, self._engine.width, self._engine.target.dtype.name)
 
     def turn(self, lines: Sequence[Line], admit: bool) -> Report:
         """Takes these lines, which are `detached`, and works until some line is finished, or for a while.
@@ -119,7 +111,7 @@ class RayWorkers:
     Args:
         address: of the cluster; None is the one that the environment names or that runs here, or a new one of this
             machine alone.
-        options, needs: see `EngineWorker`.
+        make: see `EngineWorker`; it is sent to the workers.
         resources: of each worker, by Ray's names; empty is all accelerators of a node, or one CPU where there are none.
         most: workers at a time; None is as many as the nodes have resources for.
 
@@ -130,8 +122,7 @@ class RayWorkers:
     def __init__(
         self,
         address: str | None,
-        options: "ServeOptions",
-        needs: "Needs",
+        make: MakeEngine,
         resources: Mapping[str, float],
         most: int | None = None,
     ):
@@ -146,7 +137,7 @@ class RayWorkers:
         except (ConnectionError, RuntimeError) as error:
             raise ValueError(f"no Ray cluster at {address or 'this machine'}: {str(error).splitlines()[0]}") from error
         self._needed = dict(resources) or self._default_resources()
-        self._options, self._needs = options, ray.put(needs)
+        self._make = ray.put(make)
         self._workers: list[Remote] = []
         self._lost_stats, self._lost_used = [], list[dict[str, int]]()
         self._looked, self._deaths, self._began, self._width = 0.0, 0, time.perf_counter(), 1
@@ -199,7 +190,7 @@ class RayWorkers:
         return f"workers {len(ready)}/{len(self._workers)}   {slots}   waiting {waiting}   memory {memory:.0f} MiB"
 
     def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        """See `jobs.run_job`.
+        """See `answering.run_job`.
 
         Raises:
             ValueError: workers cannot begin, or die one after the other.
@@ -253,7 +244,7 @@ class RayWorkers:
         needed = dict(self._needed)
         how = {"num_cpus": needed.pop("CPU", 0), "num_gpus": needed.pop("GPU", 0), "resources": needed}
         for _ in range(min(most - len(self._workers), lines)):
-            actor = self._ray.remote(EngineWorker).options(**how).remote(self._options, self._needs)
+            actor = self._ray.remote(EngineWorker).options(**how).remote(self._make)
             self._workers.append(Remote(actor, actor.ready.remote()))
 
     def _receive(self, waiting: deque[Line]) -> list[Event]:

@@ -12,8 +12,8 @@ from typing import Any
 
 from dflash_jax import files
 from dflash_jax.infer.jobs import journal
-from dflash_jax.infer.jobs.jobs import record_id
 from dflash_jax.infer.jobs.lines import Line
+from dflash_jax.infer.jobs.records import record_id
 
 
 def part_path(output: Path, process: int, processes: int) -> Path:

@@ -8,8 +8,8 @@ import pytest
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Completion, RequestError
 from dflash_jax.infer.http.server import Service
-from dflash_jax.infer.jobs import jobs
-from dflash_jax.infer.jobs.jobs import Answering
+from dflash_jax.infer.jobs import records
+from dflash_jax.infer.jobs.answering import Answering
 from dflash_jax.infer.jobs.lines import read_lines
 from dflash_jax.infer.openai import TEXT
 from dflash_jax.infer.text import Text
@@ -45,7 +45,7 @@ def test_a_line_ends_as_its_record(error):
     assert good.request
     assert other.request
     assert bad.error
-    record = jobs.error_record(bad)
+    record = records.error_record(bad)
     assert record["id"] == "bad"
     assert record["error"]["code"] == "invalid_request"
 

@@ -17,9 +17,10 @@ from dflash_jax import files
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Request
 from dflash_jax.infer.jobs import journal, parts
-from dflash_jax.infer.jobs.jobs import job_settings, rewrite_in_order
+from dflash_jax.infer.jobs.answering import job_settings
 from dflash_jax.infer.jobs.journal import FORMAT, Journal, settings_path
 from dflash_jax.infer.jobs.lines import Line
+from dflash_jax.infer.jobs.records import rewrite_in_order
 from dflash_jax.infer.text import Text
 
 SETTINGS = {"target": "here", "target_fingerprint": "f" * 64, "temperature": 0.5}

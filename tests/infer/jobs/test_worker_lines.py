@@ -4,15 +4,16 @@ import json
 import pickle
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from dflash_jax import serve
-from dflash_jax.engines import needs_of_lines
+from dflash_jax.engines import load_engine, needs_of_lines
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.jobs.cluster import EngineWorker
-from dflash_jax.infer.jobs.jobs import record_id
 from dflash_jax.infer.jobs.lines import attached, detached, read_lines
+from dflash_jax.infer.jobs.records import record_id
 from dflash_jax.infer.text import Text
 from dflash_jax.models import target_config
 from tests import jobs, tiny
@@ -47,19 +48,20 @@ def test_lines_come_through_whole(lines):
 def test_a_worker_turns_no_prompt_into_tokens(pair, lines, monkeypatch):
     command = ["--target", str(pair / "target"), "--no-speculation", "--max-new-tokens", "12", "--batch-size", "2"]
     options = serve.parse_options([*command, "--input", "in.jsonl"])
+    asked = options.models, options.generation, options.engine
     taken = [line for line in lines[1] if not line.later]  # later turns are read when the first are answered
     needs = needs_of_lines(target_config(tiny.target_config()), taken, options.engine)
     monkeypatch.setattr(Text, "encode", lambda *_: pytest.fail("a prompt was turned into tokens"))
     monkeypatch.setattr(Text, "encode_chat", lambda *_: pytest.fail("a prompt was turned into tokens"))
-    worker, found = EngineWorker(options, pickle.loads(pickle.dumps(needs))), []
+    worker, found = EngineWorker(pickle.loads(pickle.dumps(partial(load_engine, *asked, needs, speculative=False)))), []
     sent = pickle.dumps([detached(line) for line in taken])
     while len(found) < len(taken):
         found += worker.turn(pickle.loads(sent), True).finished
         sent = pickle.dumps([])
     answers = {record_id(record): [each.token_ids for each in done] for record, done in found}
     for line in taken:
-        asked = [replace(line.request, sample=i) for i in range(line.n)]
-        assert answers[str(line.id)] == [done.token_ids for done in worker._engine.generate(asked)]
+        samples = [replace(line.request, sample=i) for i in range(line.n)]
+        assert answers[str(line.id)] == [done.token_ids for done in worker._engine.generate(samples)]
 
 
 def test_ray_is_asked_for_by_name(pair, tmp_path, monkeypatch, capsys):

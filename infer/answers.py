@@ -1,0 +1,42 @@
+"""What is said of an answer, in the records of jobs and over HTTP."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_jax.infer.engine.requests import Completion
+from dflash_jax.infer.text import Text
+
+
+def answer(completion: Completion, text: Text, stop: Sequence[str] = (), after: int = 0) -> dict[str, Any]:
+    """What an output record says of one answer; `stop` and `after` as in `Text.find_stop`."""
+    scores = {"logprobs": token_logprobs(completion, text)} if completion.logprobs else {}
+    return {
+        "text": text.answer(completion.token_ids, stop, after),
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "usage": usage(completion),
+        "speculation": speculation(completion),
+    } | scores
+
+
+def usage(completion: Completion) -> dict[str, int]:
+    """How many tokens an answer took."""
+    return {"prompt_tokens": completion.prompt_tokens, "completion_tokens": len(completion.token_ids)}
+
+
+def speculation(completion: Completion) -> dict[str, Any]:
+    """How the steps of an answer went."""
+    lengths = completion.acceptance_lengths
+    return {"steps": len(lengths), "acceptance_lengths": lengths, "tau": completion.tau}
+
+
+def token_logprobs(completion: Completion, text: Text, start: int = 0, stop: int | None = None) -> list[dict[str, Any]]:
+    """Tokens from `start` to `stop`, each with its log-probability and its likeliest alternatives."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        special = {"special": True} if text.is_special(token) else {}
+        return {"token": text.token(token), "id": token, "logprob": logprob} | special
+
+    c, these = completion, slice(start, stop)
+    chosen = zip(c.token_ids[these], c.logprobs[these], c.top_logprobs[these], strict=True)
+    return [entry(token, p) | {"top": [entry(*other) for other in top]} for token, p, top in chosen]
