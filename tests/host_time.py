@@ -41,7 +41,7 @@ def main(rows: int) -> None:
 
     for i in range(rows):
         engine.submit(tiny.ask([i % 50 + 1, 5, 9], TOKENS, id=str(i)))
-    while any(row is None or row.left for row in engine._rows):
+    while any(row is None or row.left for row in engine._admission.rows):
         engine.step()
     spent, steps = [], []
     with mock.patch("jax.device_get", timed):

@@ -29,7 +29,7 @@ PROMISE = 0.05  # of a tree that nobody has tried: what it gains over the chain 
 
 
 class Draft(NamedTuple):
-    """What a step proposes.
+    """A kind of step, by its proposal: a chain or a tree.
 
     Attributes:
         block_size: slots of the draft pass; 0 proposes nothing.
@@ -110,8 +110,8 @@ class Candidate:
     steps: int = 0
 
 
-class Seen(NamedTuple):
-    """What became of a request in a visit, step by step.
+class Outcome(NamedTuple):
+    """The steps of a request in one visit.
 
     Attributes:
         committed: tokens of each step.
@@ -174,7 +174,7 @@ class Estimates:
         self.trees = Trees()
 
     def rates(self, rows: Iterable[Hashable]) -> list[list[float]]:
-        """Of these requests; all others are forgotten. Of the batch if there are none."""
+        """Acceptance rates of these requests, all others are forgotten; those of the batch if there are none."""
         self._rows = {row: self._rows.get(row) or Acceptance(self._deepest) for row in rows}
         batch = self._batch.rates(0.5, 2.0)  # nothing seen yet reads as half accepted: enough to try
         return [seen.rates(batch, TRUST) for seen in self._rows.values()] or [batch]
@@ -183,8 +183,8 @@ class Estimates:
         """Tokens that a step is expected to commit for a row of these acceptance rates."""
         return expected_tokens(rates, candidate.proposed) * self.trees.ratio(candidate.nodes)
 
-    def observe(self, row: Hashable, proposed: int, seen: Seen) -> None:
-        """What became of a request in steps that proposed so many tokens each, one after the other."""
+    def observe(self, row: Hashable, proposed: int, seen: Outcome) -> None:
+        """Learns from steps of a request that proposed so many tokens each, one after the other."""
         for i, count in enumerate(seen.committed):
             tried, right = proposed, count
             if seen.chain is not None:  # a tree says of its chain no more than what was committed can tell
@@ -193,11 +193,11 @@ class Estimates:
             if row in self._rows:
                 self._rows[row].observe(tried, right)
 
-    def observe_tree(self, candidate: Candidate, seen: Iterable[Seen], expected: Mapping[int, float]) -> None:
-        """What a tree gained; after `observe` of its rows."""
+    def observe_tree(self, candidate: Candidate, seen: Iterable[Outcome], expected: Mapping[int, float]) -> None:
+        """Learns what a tree gained; after `observe` of its rows."""
         counts = [count for one in seen for count in one.committed]
-        each = expected_tokens(self._batch.rates(0.5, 2.0), candidate.proposed)
-        self.trees.observe(candidate.nodes, sum(counts), each * len(counts), len(counts), expected)
+        of_chain = expected_tokens(self._batch.rates(0.5, 2.0), candidate.proposed) * len(counts)
+        self.trees.observe(candidate.nodes, sum(counts), of_chain, len(counts), expected)
 
 
 class Chooser(Generic[Name]):
@@ -222,7 +222,7 @@ class Chooser(Generic[Name]):
         estimates: Estimates | None = None,
         nodes: Callable[[Name], int] = lambda name: 0,
     ):
-        self.candidates = {name: Candidate(proposed(name), each, nodes(name)) for name, each in seconds.items()}
+        self.candidates = {name: Candidate(proposed(name), time, nodes(name)) for name, time in seconds.items()}
         self.estimates = estimates or Estimates(max(candidate.proposed for candidate in self.candidates.values()))
         chains = [name for name, candidate in self.candidates.items() if not candidate.nodes]
         self._best = max(chains, key=lambda name: self.candidates[name].proposed)  # in use
@@ -241,7 +241,7 @@ class Chooser(Generic[Name]):
         rates = self.estimates.rates(rows)
         self.try_steps = max(1, min(TRY, TRIED // len(rates)))
         gain = self.estimates.gain
-        speed = {name: sum(gain(c, each) for each in rates) / c.seconds for name, c in self.candidates.items()}
+        speed = {name: sum(gain(c, of_row) for of_row in rates) / c.seconds for name, c in self.candidates.items()}
         best = max(speed, key=lambda name: speed[name])
         margin = MARGIN if self.candidates[self._best].proposed else BEGIN
         if speed[best] < margin * speed[self._best]:
@@ -260,7 +260,7 @@ class Chooser(Generic[Name]):
         return other
 
     def _to_try(self, best: Name, speed: Mapping[Name, float]) -> Name:
-        """What to try instead: the next best and plain decoding in turns, or the least speculation there is."""
+        """The candidate to try: the next best and plain decoding in turns, or the least speculation there is."""
         if self.candidates[best].proposed == 0:
             least = lambda name: (self.candidates[name].proposed, self.candidates[name].nodes)
             return min((name for name in speed if self.candidates[name].proposed), key=least, default=best)
@@ -273,7 +273,7 @@ class Chooser(Generic[Name]):
         name: Name,
         steps: int,
         seconds: float | None,
-        seen: Mapping[Hashable, Seen],
+        seen: Mapping[Hashable, Outcome],
         expected: Mapping[int, float] | None = None,
     ) -> None:
         """A visit of `steps` steps took so long, if that is known.

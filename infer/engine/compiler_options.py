@@ -57,8 +57,9 @@ def fastest_options(width: int, inner: int, tokens: int, *, clock: bool = True) 
         for _ in range(max(1, MEASURED // layer))
     ]
     x = jnp.ones((1, tokens, width))
-    programs = [jax.jit(_products, compiler_options=each) for each in (options, None)]
-    times = [[_seconds(each, x, weights) for each in programs] for _ in range(1 + ROUNDS)]  # the first one compiles
+    programs = [jax.jit(_products, compiler_options=given) for given in (options, None)]
+    # The first round compiles.
+    times = [[_seconds(program, x, weights) for program in programs] for _ in range(1 + ROUNDS)]
     given, left_out = (min(column) for column in zip(*times[1:], strict=True))
     return None if left_out < GAIN * given else options
 

@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,18 +39,18 @@ def _is_state(x: Any) -> bool:
 
 
 def _snapshots(state: State, row: Int[Array, ""], start: Int[Array, ""], chunk: int) -> Prefixes:
-    """Of the chunk of a row that begins at `start`."""
+    """What both models hold of the chunk of a row that begins at `start`."""
     draft = () if state.draft is None else state.draft.snapshot(row, start, chunk)
     return Prefixes(state.target_cache.snapshot(row, start, chunk), draft)
 
 
 def _positions(snapshots: Prefixes) -> Prefixes:
-    """What they hold of the chunk's own positions."""
+    """The part of snapshots that belongs to the chunk's positions."""
     return jax.tree.map(lambda x: None if _is_state(x) else x, snapshots, is_leaf=_is_state)
 
 
 def _states(snapshots: Prefixes) -> Prefixes:
-    """What they hold of all positions together."""
+    """The part of snapshots that stands for all positions before."""
     return jax.tree.map(lambda x: x if _is_state(x) else None, snapshots, is_leaf=_is_state)
 
 
@@ -168,94 +168,124 @@ class Places:
         return entry
 
 
-class PrefixCache:
-    """Chunks on the device by key, and the states after some of them.
+class KeptChunk(NamedTuple):
+    """The chunk of a row that ends after `end` tokens of its prompt.
+
+    Attributes:
+        entry: where it is kept; None if it is not to be.
+        state: where the states after it are kept; None if they are not to be, or not to be copied, for a chunk that
+            another one follows.
+    """
+
+    row: int
+    end: int
+    entry: int | None
+    state: int | None
+
+
+class PrefixIndex:
+    """Which chunks, and which states after some of them, are kept where. Pure host code: what it decides, `PrefixCache`
+    does on the device.
 
     Args:
-        state: whose rows they are of. Its programs must be called where the engine's are.
-        entries: how many chunks; 0 keeps none. If there are states, too, all take no more memory than so many chunks.
+        entries, states: how many are kept.
         chunk: tokens of each.
     """
 
-    def __init__(self, state: State, entries: int, chunk: int):
-        self.chunk = chunk
-        self.entries = self.states = 0
-        if entries:  # tracing a snapshot takes a while, and most engines for one answer keep none
-            like = jax.eval_shape(lambda state: _snapshots(state, jnp.int32(0), jnp.int32(0), chunk), state)
-            sizes = size_in_bytes(_positions(like)), size_in_bytes(_states(like))
-            self.entries, self.states = within(entries, *sizes, chunk)
-        self._chunks, self._ends = Places(self.entries), Places(self.states)
-        if self.entries:
-            self._kept, self._kept_states = init_prefixes(state, (self.entries, self.states), chunk)
-
-    @property
-    def programs(self) -> int:
-        """How many `warm_up` compiles."""
-        return (2 + 2 * bool(self.states)) if self.entries else 0
-
-    def warm_up(self, state: State) -> State:
-        """Compiles the copies there and back; `state` is consumed, and its first row must be idle."""
-        if not self.entries:
-            return state
-        self._keep(state, 0, 0, 0)
-        if self.states:
-            self._keep_state(state, 0, 0)
-            state = self._restore(state, 0, 0, [0] * self.chunk, 0)
-        return self._restore(state, 0, 0, [0] * self.chunk, None)
+    def __init__(self, entries: int, states: int, chunk: int):
+        self.entries, self.states, self.chunk = entries, states, chunk
+        self.chunks, self.ends = Places(entries), Places(states)
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         """Keys of a prompt's whole chunks, for the calls below."""
         return chain(prompt, self.chunk) if self.entries else []
 
-    def copy(self, state: State, row: int, filled: int, prompt: Sequence[int], keys: list[bytes]) -> tuple[State, int]:
-        """Commits to a row that was begun the next chunks of its prompt that are kept; never its last token, which
-        chooses the first new one.
-
-        Returns:
-            The state, and how many tokens of the prompt are committed now.
-        """
-        found: list[tuple[int, int | None]] = []  # of the next chunks: their entry, and that of the state after them
+    def find(self, row: int, filled: int, prompt: Sequence[int], keys: Sequence[bytes]) -> list[KeptChunk]:
+        """The kept chunks that follow the first `filled` tokens of a prompt; never with its last token, which chooses
+        the first new one."""
+        found: list[KeptChunk] = []
         if keys and filled % self.chunk == 0:
             most = (len(prompt) - 1) // self.chunk
-            for key in keys[filled // self.chunk : most]:
-                if (entry := self._chunks.find(key)) is None:
+            for end, key in enumerate(keys[filled // self.chunk : most], 1):
+                if (entry := self.chunks.find(key)) is None:
                     break
-                found.append((entry, self._ends.find(key) if self.states else None))
-        while self.states and found and found[-1][1] is None:
+                state = self.ends.find(key) if self.states else None
+                found.append(KeptChunk(row, filled + end * self.chunk, entry, state))
+        while self.states and found and found[-1].state is None:
             found.pop()
-        for i, (entry, end) in enumerate(found):
-            tokens = prompt[filled : filled + self.chunk]
-            state = self._restore(state, entry, row, tokens, end if i == len(found) - 1 else None)
-            filled += self.chunk
-        return state, filled
+        return [*(kept._replace(state=None) for kept in found[:-1]), *found[-1:]]
 
-    def offer(self, state: State, row: int, end: int, keys: list[bytes], *, awaited: bool = False) -> None:
-        """Keeps the last chunk of the `end` tokens of a prompt that are committed, if a chunk ends there.
+    def keep(self, row: int, end: int, keys: Sequence[bytes], *, awaited: bool = False) -> KeptChunk:
+        """Makes room for the last chunk of the `end` tokens of a prompt that are committed, if a chunk ends there, and
+        for the states after it, where they may be of use.
 
         Args:
             awaited: whether other prompts, too, will go on from here.
         """
         if not keys or end % self.chunk:
-            return
+            return KeptChunk(row, end, None, None)
         at = end // self.chunk
-        known = self._chunks.find(keys[at - 1]) is not None
-        if not known:
-            self._keep(state, self._chunks.take(keys[at - 1]), row, end - self.chunk)
-        if not self.states or self._ends.find(keys[at - 1]) is not None:
-            return
-        parts = known and (at == len(keys) or self._chunks.find(keys[at]) is None)  # from a prompt that was here before
-        if awaited or parts or at == len(keys) or end % STATE_EVERY < self.chunk:
-            self._keep_state(state, self._ends.take(keys[at - 1]), row)
+        key, last = keys[at - 1], at == len(keys)
+        known = self.chunks.find(key) is not None
+        entry = None if known else self.chunks.take(key)
+        if not self.states or self.ends.find(key) is not None:
+            return KeptChunk(row, end, entry, None)
+        parts = known and (last or self.chunks.find(keys[at]) is None)  # from a prompt that was here before
+        useful = awaited or parts or last or end % STATE_EVERY < self.chunk
+        return KeptChunk(row, end, entry, self.ends.take(key) if useful else None)
 
-    def _keep(self, state: State, entry: int, row: int, start: int) -> None:
-        self._kept = keep(self._kept, state, np.int32(entry), np.int32(row), np.int32(start), self.chunk)
 
-    def _keep_state(self, state: State, entry: int, row: int) -> None:
-        self._kept_states = keep_state(self._kept_states, state, np.int32(entry), np.int32(row))
+class PrefixCache:
+    """Chunks on the device, and the states after some of them.
 
-    def _restore(self, state: State, entry: int, row: int, tokens: Sequence[int], end: int | None) -> State:
-        states = None if end is None else (self._kept_states, np.int32(end))
-        return restore(state, self._kept, np.int32(entry), np.int32(row), np.asarray(tokens, np.int32), states)
+    Args:
+        state: whose rows they are of. Its programs must be called where the engine's are.
+        entries: how many chunks; 0 keeps none. If there are states, too, all take no more memory than so many chunks.
+        chunk: tokens of each.
+
+    Attributes:
+        index: what is kept where.
+    """
+
+    def __init__(self, state: State, entries: int, chunk: int):
+        states = 0
+        if entries:  # tracing a snapshot takes a while, and most engines for one answer keep none
+            like = jax.eval_shape(lambda state: _snapshots(state, jnp.int32(0), jnp.int32(0), chunk), state)
+            sizes = size_in_bytes(_positions(like)), size_in_bytes(_states(like))
+            entries, states = within(entries, *sizes, chunk)
+        self.index = PrefixIndex(entries, states, chunk)
+        if entries:
+            self._kept, self._kept_states = init_prefixes(state, (entries, states), chunk)
+
+    @property
+    def programs(self) -> int:
+        """How many programs `warm_up` compiles."""
+        return (2 + 2 * bool(self.index.states)) if self.index.entries else 0
+
+    def warm_up(self, state: State) -> State:
+        """Compiles the copies there and back; `state` is consumed, and its first row must be idle."""
+        if not self.index.entries:
+            return state
+        chunk, states = self.index.chunk, (0, None) if self.index.states else (None,)
+        self.keep(state, KeptChunk(0, chunk, 0, states[0]))
+        for end in states:
+            state = self.copy(state, KeptChunk(0, chunk, 0, end), [0] * chunk)
+        return state
+
+    def copy(self, state: State, kept: KeptChunk, prompt: Sequence[int]) -> State:
+        """Commits a kept chunk to a row that was begun; `state` is consumed."""
+        assert kept.entry is not None
+        states = None if kept.state is None else (self._kept_states, np.int32(kept.state))
+        tokens = np.asarray(prompt[kept.end - self.index.chunk : kept.end], np.int32)
+        return restore(state, self._kept, np.int32(kept.entry), np.int32(kept.row), tokens, states)
+
+    def keep(self, state: State, kept: KeptChunk) -> None:
+        """Keeps what `PrefixIndex.keep` made room for."""
+        row, start = np.int32(kept.row), np.int32(kept.end - self.index.chunk)
+        if kept.entry is not None:
+            self._kept = keep(self._kept, state, np.int32(kept.entry), row, start, self.index.chunk)
+        if kept.state is not None:
+            self._kept_states = keep_state(self._kept_states, state, np.int32(kept.state), row)
 
 
 def within(entries: int, chunk_bytes: int, state_bytes: int, chunk: int) -> tuple[int, int]:

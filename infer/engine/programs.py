@@ -127,19 +127,19 @@ def prefill(
         seen = tokens, features, positions, lengths, kept
         state = state.replace(draft=drafter.commit(target, state.draft, *seen, rows=rows))
     end, read = lengths + counts, counts > 0
-    given: RowSettings = jax.tree.map(lambda *each: jnp.stack(each), *settings)
+    given: RowSettings = jax.tree.map(lambda *leaves: jnp.stack(leaves), *settings)
     history = remember_prompts(state.history, tokens, rows, lengths, counts)
-    own = jax.tree.map(lambda x: x[rows], history)
+    of_rows = jax.tree.map(lambda x: x[rows], history)
     final = jnp.maximum(counts - 1, 0)
     logits = target.unembed(jnp.take_along_axis(hidden, final[:, None, None], axis=1))
     noise = gumbel_noise(given.sampling, end[:, None], target.config.vocab_size)
-    choice = Choice(given.sampling, given.penalties, own, end, noise, target.decodable, stops=given.stop_tokens)
+    choice = Choice(given.sampling, given.penalties, of_rows, end, noise, target.decodable, stops=given.stop_tokens)
     token, scores = choice.tokens(logits), None
     if logprobs is not None:
         scores = log_probabilities(choice.masked(logits), token, given.scored, logprobs)
     goes_on = last & ~jnp.any(token == given.stop_tokens, axis=1)
     budgets = jnp.where(goes_on, given.max_new_tokens - 1, 0)
-    own = own.replace(tokens=remember(own, token, end, jnp.ones_like(end)).tokens)
+    of_rows = of_rows.replace(tokens=remember(of_rows, token, end, jnp.ones_like(end)).tokens)
     written = jnp.where(read, rows, state.lengths.shape[0])
     put = lambda all, some: all.at[written].set(some, mode="drop")
     state = state.replace(
@@ -150,7 +150,7 @@ def prefill(
         sampling=jax.tree.map(put, state.sampling, given.sampling),
         penalties=jax.tree.map(put, state.penalties, given.penalties),
         scored=put(state.scored, given.scored),
-        history=jax.tree.map(put, history, own),
+        history=jax.tree.map(put, history, of_rows),
     )
     return pin(state), Committed(token, last.astype(jnp.int32), scores)
 

@@ -20,6 +20,11 @@ class RequestError(ValueError):
         self.code = code
 
 
+def invalid(message: str) -> RequestError:
+    """The error of a request with a setting that cannot be served."""
+    return RequestError("invalid_parameter", message)
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt and its settings.
@@ -59,7 +64,7 @@ class Request:
         try:
             self.params.check()
         except ValueError as error:
-            raise RequestError("invalid_parameter", str(error)) from error
+            raise invalid(str(error)) from error
 
 
 @dataclass

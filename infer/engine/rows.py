@@ -1,11 +1,14 @@
 """A request on its way: what it asks of the device, what it has got, and when it is finished."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dflash_jax.decoding.state import RowSettings
 from dflash_jax.decoding.step import Committed
-from dflash_jax.infer.engine.prompts import Unread
+from dflash_jax.infer.engine.chooser import Outcome
 from dflash_jax.infer.engine.requests import Completion, Request
 
 
@@ -15,7 +18,7 @@ class ActiveRequest:
 
     Attributes:
         budget: tokens it may generate.
-        keys: of the prompt's whole chunks (see `prefixes.PrefixCache`).
+        keys: of the prompt's whole chunks (see `prefixes.PrefixIndex`).
         settings: for the device; known from its admission on.
         room: tokens it may generate in its slot; if they are fewer than its budget, it moves to a longer one then.
         filled: prompt tokens committed.
@@ -31,6 +34,10 @@ class ActiveRequest:
     filled: int = 0
 
     @property
+    def prompt(self) -> Sequence[int]:
+        return self.request.prompt_token_ids
+
+    @property
     def decoding(self) -> bool:
         return not self.left and not self.outgrown
 
@@ -42,18 +49,44 @@ class ActiveRequest:
     def begins_in(self, length: int) -> bool:
         """Whether a slot of so many tokens will do: for all it may generate, or for a prompt that leaves it half free.
         Most answers end before their budget does."""
-        prompt = len(self.request.prompt_token_ids)
-        return prompt + self.budget <= length or prompt <= length // 2
+        return len(self.prompt) + self.budget <= length or len(self.prompt) <= length // 2
 
     @property
     def left(self) -> int:
         """Tokens of the prompt that are not committed."""
-        return len(self.request.prompt_token_ids) - self.filled
+        return len(self.prompt) - self.filled
 
-    def unread(self, slot: int) -> Unread:
-        """The prompt, for `slots.Slots.read`."""
-        assert self.settings is not None
-        return Unread(slot, self.request.prompt_token_ids, self.filled, self.keys, self.settings)
+    def on_device(self, engine_seed: int) -> RowSettings:
+        """Its settings for what it may still generate in its slot."""
+        request, left = self.request, self.room - len(self.completion.token_ids)
+        return request.params.on_device(request.id, request.sample, engine_seed, left)
+
+    def advance(
+        self, trace: Committed, at: int, committed: np.ndarray, proposed: int | None
+    ) -> tuple[list[int], Outcome] | None:
+        """Takes its tokens of a visit.
+
+        Args:
+            trace: of the visit, in which it is row `at`.
+            committed: which of its tokens [steps, most of a step] count.
+            proposed: tokens that each step proposed for it; None without a drafter.
+
+        Returns:
+            How many tokens of each step it has kept, and what its chooser learns of that; None if it got none.
+        """
+        step, place = np.nonzero(committed)
+        if not step.size:
+            return None
+        kept = self.extend(trace, (step, at, place))
+        counts = np.bincount(step[:kept])  # of each step; the device runs on past a stop string
+        counts = counts[counts > 0].tolist()
+        if proposed is not None:
+            self.completion.acceptance_lengths.extend(counts)
+            self.completion.proposed_tokens += len(counts) * proposed
+        chain = None if trace.forecast is None else trace.forecast.chain[: len(counts), at].tolist()
+        # What cut a row's last step was its end or that of its slot, not a wrong proposal.
+        uncut = slice(-1 if self.completion.finish_reason or self.outgrown else None)
+        return counts, Outcome(counts[uncut], chain and chain[uncut])
 
     def extend(self, committed: Committed, at: Any) -> int:
         """Appends the tokens at an index, in order, decides whether that is the end, and returns how many were kept."""

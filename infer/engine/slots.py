@@ -2,17 +2,17 @@
 
 import contextlib
 import itertools
+import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.cache import Group
-from dflash_jax.decoding.state import DraftModel, RowSettings, init_state
+from dflash_jax.decoding.state import DraftModel, RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options, fastest_options
@@ -21,28 +21,17 @@ from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.engine.prefixes import PrefixCache
 from dflash_jax.infer.engine.programs import begin, decode_call, move, prefill, release
-from dflash_jax.infer.engine.prompts import Cost, Selected, Shape, Unread, cheapest, fixed, modelled, select, shapes
+from dflash_jax.infer.engine.prompts import PrefillBatch, PrefillCost, Prefills, PrefillShape
+from dflash_jax.infer.engine.reads import ReadPlan, plan_reads
+from dflash_jax.infer.engine.rows import ActiveRequest
+from dflash_jax.kernels.block_attention.reference import CHUNK
 from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
+LANES = 16  # float32 numbers in the widest vector of a processor
 NARROWER = (4, 2)  # few busy rows run programs of a fourth or half of the rows,
 MANY = 16  # where there are so many: fewer are not worth compiling several times as many programs
-
-
-class Read(NamedTuple):
-    """Of one prompt.
-
-    Attributes:
-        filled: tokens that are committed now.
-        copied: of them, copied from another prompt this time.
-        place: of its row in the program; None if it was not read.
-    """
-
-    slot: int
-    filled: int
-    copied: int
-    place: int | None
 
 
 class Slots:
@@ -50,9 +39,7 @@ class Slots:
 
     Args:
         target, drafter: the models; without a drafter, one token a step.
-        config: of the engine. Rows and their length are those given here.
-        slots: rows.
-        max_length: tokens a row can hold.
+        config: of the engine.
         drafts: what `decode` may be asked for; a block size of 0 proposes nothing.
 
     Attributes:
@@ -61,18 +48,13 @@ class Slots:
         widths: how many rows `decode` may be asked to advance.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: DraftModel | None,
-        config: EngineConfig,
-        slots: int,
-        max_length: int,
-        drafts: Sequence[Draft],
-    ):
-        self._target, self._drafter, self._slots, self._config = target, drafter, slots, config
-        self._parts, self._chunk = rows_of(target.mesh), config.prefill_chunk
-        self._shapes = shapes(self._chunk, slots // self._parts)
+    def __init__(self, target: Target, drafter: DraftModel | None, config: EngineConfig, drafts: Sequence[Draft]):
+        self._target, self._drafter, self._config, self._drafts = target, drafter, config, tuple(drafts)
+        self._parts, self._fixed = rows_of(target.mesh), config.deterministic
+        self._slots = slots = self._rows_on_device()
+        # A cache of a single chunk would be another program than a longer one, and might round differently.
+        max_length = max(config.max_length, 2 * CHUNK) if self._fixed else config.max_length
+        self._prefills = Prefills(config.prefill_chunk, slots, self._parts, self._fixed)
         short = None
         if config.short_length is not None:
             short = Group(slots - config.long_slots, config.short_length)
@@ -82,120 +64,91 @@ class Slots:
             self.lengths = [short.slots if i % of_part < count else max_length for i in range(slots)]
         self._short = short
         groups = max_length if short is None else (short, Group(slots - short.rows, max_length))
-        self._fixed, self._neutral = config.deterministic, SamplingParams().on_device("", 0, 0, 1)
-        self._costs: dict[Shape, Cost] = {}  # in seconds, once measured
-        self._drafts = tuple(drafts)
+        self._neutral = SamplingParams().on_device("", 0, 0, 1)
         fewer = [slots // n // self._parts * self._parts for n in NARROWER if slots >= MANY and not self._fixed]
         self.widths = tuple(sorted({slots, *filter(None, fewer)}))
         with self._on_mesh():
-            made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, self._chunk)))()
+            made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, config.prefill_chunk)))()
             if self._fixed and made.calibration is not None:
                 made = made.replace(calibration=made.calibration.replace(frozen=True))
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
-            self._prefixes = PrefixCache(self.state, config.prefix_chunks, self._chunk)
+            self._prefixes = PrefixCache(self.state, config.prefix_chunks, config.prefill_chunk)
+
+    def _rows_on_device(self) -> int:
+        """The slots, and on CPU with `deterministic` some more that stay idle: there the last few of a block's
+        positions may be computed by other instructions than the rest, if they do not fill the processor's vectors."""
+        slots = self._config.slots
+        if not self._fixed or slots == 1 or jax.default_backend() != "cpu":
+            return slots
+        step = math.lcm(LANES // math.gcd(LANES, *map(self._block, self._drafts)), self._parts)
+        return -(-slots // step) * step
+
+    def _block(self, draft: Draft) -> int:
+        """Positions of a row that a step verifies."""
+        if self._drafter is None or draft.block_size == 0:
+            return 1
+        return (draft.nodes or self._drafter.depth(draft.block_size)) + 1
 
     @property
     def programs(self) -> int:
-        """How many `warm_up` compiles: for chunks of prompts, kinds of drafts, a row's beginning, move and end, kept
-        prefixes."""
+        """How many programs `warm_up` compiles: for chunks of prompts, kinds of drafts, a row's beginning, move and
+        end, kept prefixes."""
         more = 2 + bool(self._short) + self._prefixes.programs
-        return len(self._shapes) + len(self.widths) * len(self._drafts) + more
+        return len(self._prefills.shapes) + len(self.widths) * len(self._drafts) + more
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
-        """Of the prompt's chunks, for `read`."""
-        return self._prefixes.keys(prompt)
+        """Keys of the prompt's chunks, for `read`."""
+        return self._prefixes.index.keys(prompt)
 
-    def warm_up(self, look: Callable[[], object] = lambda: None) -> None:
+    def warm_up(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
         """Compiles every program; afterwards none is compiled any more. All rows must be idle.
 
         Args:
-            look: called between programs; what it raises ends the work.
+            check_interrupt: called between programs; what it raises ends the work.
         """
-        reading = ((prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._shapes)
+        reading = ((prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._prefills.shapes)
         decoding = (self._decode_call(draft, 0, 0, self.idle(width)) for draft, width in self._decoding)
         with self._on_mesh():
-            compile_all(itertools.chain(reading, decoding), look)
+            compile_all(itertools.chain(reading, decoding), check_interrupt)
         self.begin(0)
         if self._short:
             self.move(0, self._slots - 1, self._neutral)
             self.release(self._slots - 1)
-        for shape in self._shapes:
-            look()
+        for shape in self._prefills.shapes:
+            check_interrupt()
             self._prefill(*self._nothing(shape))
             if not self._fixed:
-                self._costs[shape] = self._prefill_cost(shape)
-        with self._on_mesh():
-            self.state = self._prefixes.warm_up(self.state)
+                self._prefills.costs[shape] = self._prefill_cost(shape)
+        self._change(self._prefixes.warm_up)
         for draft, width in self._decoding:
-            look()
+            check_interrupt()
             self.decode(draft, 0, 0, self.idle(width))
         self.release(0)
         jax.block_until_ready(self.state)
 
     def begin(self, slot: int) -> None:
         """Makes an idle row ready for a new prompt."""
-        with self._on_mesh():
-            self.state = begin(self.state, np.int32(slot))
+        self._change(begin, np.int32(slot))
 
-    def read(self, prompts: Sequence[Unread]) -> tuple[list[Read], Committed, float | None]:
-        """Commits the next tokens of some of these prompts, of the first one at least; after its last token a row
-        decodes.
+    def read(self, prompts: Mapping[int, ActiveRequest]) -> tuple[ReadPlan, Committed]:
+        """Commits the next tokens of some of these prompts; after its last token a row decodes.
 
         Args:
-            prompts: of rows that were begun; which are read together with the first is decided by the program's cost.
+            prompts: by slot, of rows that were begun, the first in turn first; see `reads.plan_reads`.
 
         Returns:
-            What was read, the first new tokens [B, 1] of the rows whose prompt ended, and how many seconds the program
-            takes, if that was measured.
+            What was read, and the first new tokens [B, 1] of the rows whose prompt ended.
         """
-        prompts = prompts[:1] if self._fixed else prompts
-        starts = {unread.slot: self._copied(unread) for unread in prompts}
-        ends = {u.slot: min(len(u.prompt), (starts[u.slot] // self._chunk + 1) * self._chunk) for u in prompts}
-        # A chunk that one of them reads is copied by the others when it is there.
-        begun: dict[bytes, int] = {}
-        shared = Counter(self._key(u, starts[u.slot]) for u in prompts)
-        for u in prompts:
-            begun.setdefault(self._key(u, starts[u.slot]), u.slot)
-        alone = [u for u in prompts if begun[self._key(u, starts[u.slot])] == u.slot]
-        parts = [[u for u in alone if u.slot * self._parts // self._slots == part] for part in range(self._parts)]
-        first, seconds = prompts[0].slot, None
-        if self._fixed:
-            shape = fixed(self._shapes, ends[first] - starts[first])
-        else:
-            left = [[(starts[u.slot], ends[u.slot] - starts[u.slot]) for u in part] for part in parts]
-            shape, cost = cheapest(self._costs or {shape: modelled(shape) for shape in self._shapes}, left)
-            seconds = cost if self._costs else None
-        taken = [[(u.slot, u.prompt[starts[u.slot] : ends[u.slot]]) for u in part] for part in parts]
-        selected = select(shape, taken, self._slots // self._parts)
-        of_slot = {u.slot: u for u in prompts}
-        rows, found = selected.rows.tolist(), []
-        settings, last = [self._neutral] * len(rows), np.zeros(len(rows), np.bool_)
-        for place, (row, count) in enumerate(zip(rows, selected.counts.tolist(), strict=True)):
-            if not count:
-                continue
-            unread, filled = of_slot[row], starts[row] + count
-            settings[place], last[place] = unread.settings, filled == len(unread.prompt)
-            found.append(Read(row, filled, starts[row] - unread.start, place))
-        tokens = self._prefill(selected, last, tuple(settings))
-        for read in found:
-            with self._on_mesh():
-                keys, awaited = of_slot[read.slot].keys, shared[self._key(of_slot[read.slot], starts[read.slot])] > 1
-                self._prefixes.offer(self.state, read.slot, read.filled, keys, awaited=awaited)
-        read = {one.slot for one in found}
-        found += [Read(slot, at, at - of_slot[slot].start, None) for slot, at in starts.items() if slot not in read]
-        return found, tokens, seconds
-
-    def _key(self, unread: Unread, at: int) -> bytes:
-        """Of the chunk of a prompt that is read next; one of its own where it could not be copied."""
-        if unread.keys and at % self._chunk == 0 and at + self._chunk < len(unread.prompt):
-            return unread.keys[at // self._chunk]
-        return unread.slot.to_bytes(4)
-
-    def _copied(self, unread: Unread) -> int:
-        """Tokens of a prompt that are committed once all chunks of it that are kept have been copied."""
+        plan = plan_reads(prompts, self._prefills, self._prefixes.index)
+        for kept in plan.copies:
+            self._change(self._prefixes.copy, kept, prompts[kept.row].prompt)
+        rows = zip(plan.batch.rows.tolist(), plan.batch.counts.tolist(), strict=True)
+        settings = tuple(prompts[row].settings or self._neutral if count else self._neutral for row, count in rows)
+        first = self._prefill(plan.batch, plan.last, settings)
         with self._on_mesh():
-            self.state, at = self._prefixes.copy(self.state, unread.slot, unread.start, unread.prompt, unread.keys)
-        return at
+            for kept in plan.kept:
+                self._prefixes.keep(self.state, kept)
+        return plan, first
 
     @property
     def _decoding(self) -> list[tuple[Draft, int]]:
@@ -234,41 +187,38 @@ class Slots:
 
     def release(self, slot: int) -> None:
         """Makes a row idle."""
-        with self._on_mesh():
-            self.state = release(self.state, np.int32(slot))
+        self._change(release, np.int32(slot))
 
     def move(self, slot: int, to: int, settings: RowSettings) -> None:
         """Continues a short row that stopped in an idle long one, under these settings."""
         assert self._short is not None
-        with self._on_mesh():
-            where = np.int32(slot), np.int32(to)
-            self.state = move(self.state, *where, settings, count=self._short.slots)
+        self._change(move, np.int32(slot), np.int32(to), settings, count=self._short.slots)
 
     def wait(self) -> None:
         """Waits for the device: `read` returns before it has."""
         jax.block_until_ready(self.state.anchor)
 
-    def step_seconds(self, look: Callable[[], object] = lambda: None) -> dict[tuple[Draft, int], float]:
+    def step_seconds(self, check_interrupt: Callable[[], object] = lambda: None) -> dict[tuple[Draft, int], float]:
         """Times a step of each kind of draft and number of rows, all of them busy with random tokens and half full:
-        tokens that are alike would visit fewer experts than a real block does. `look` is as in `warm_up`."""
+        tokens that are alike would visit fewer experts than a real block does. `check_interrupt` is as in `warm_up`."""
         with self._calibration_kept():
-            return self._timed_steps(look)
+            return self._timed_steps(check_interrupt)
 
-    def _timed_steps(self, look: Callable[[], object]) -> dict[tuple[Draft, int], float]:
-        rng, short = np.random.default_rng(0), self._shapes[0]
+    def _timed_steps(self, check_interrupt: Callable[[], object]) -> dict[tuple[Draft, int], float]:
+        rng, short = np.random.default_rng(0), self._prefills.shapes[0]
         endless = SamplingParams().on_device("", 0, 0, np.iinfo(np.int32).max)
         times: dict[tuple[Draft, int], list[float]] = {how: [] for how in self._decoding}
         for _ in range(3):
             for draft, width in times:
-                look()
+                check_interrupt()
                 slots = self.idle(width)
                 for slot in slots:
                     length = max(1, self.lengths[slot] // 2)
                     prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
                     self._place(slot, length - len(prompt))
-                    part = slot * self._parts // self._slots
+                    part = self._prefills.part(slot)
                     taken = [[(slot, prompt)] if p == part else [] for p in range(self._parts)]
-                    selected = select(short, taken, self._slots // self._parts)
+                    selected = self._prefills.batch(short, taken)
                     self._prefill(selected, selected.counts > 0, (endless,) * len(selected.rows))
                 self.wait()
                 begin = time.perf_counter()
@@ -280,7 +230,7 @@ class Slots:
 
     @contextlib.contextmanager
     def _calibration_kept(self) -> Iterator[None]:
-        """What decodes here teaches the calibration of the drafter's scores nothing: random tokens are no text."""
+        """Keeps the calibration of the drafter's scores as it is: random tokens are no text to learn from."""
         kept = jax.tree.map(jnp.copy, self.state.calibration)  # the programs consume the state's own arrays
         try:
             yield
@@ -293,16 +243,20 @@ class Slots:
         with self._on_mesh():
             self.state = self.state.replace(lengths=pin(self.state.lengths.at[slot].set(length)))
 
+    def _change(self, program: Callable[..., State], *arguments: Any, **given: Any) -> None:
+        with self._on_mesh():
+            self.state = program(self.state, *arguments, **given)
+
     def _on_mesh(self) -> Any:
         return entered(self._target.mesh)
 
-    def _nothing(self, shape: Shape) -> tuple[Selected, np.ndarray, tuple[RowSettings, ...]]:
-        """What a program reads that reads nothing."""
-        selected = select(shape, [[]] * self._parts, self._slots // self._parts)
+    def _nothing(self, shape: PrefillShape) -> tuple[PrefillBatch, np.ndarray, tuple[RowSettings, ...]]:
+        """The arguments of a program that reads nothing."""
+        selected = self._prefills.batch(shape)
         return selected, selected.counts > 0, (self._neutral,) * len(selected.rows)
 
-    def _prefill_cost(self, shape: Shape) -> Cost:
-        """Of a program for prompts, in seconds, by its times for empty rows and for such as are half full."""
+    def _prefill_cost(self, shape: PrefillShape) -> PrefillCost:
+        """The cost of a program in seconds, by its times for empty rows and for such as are half full."""
         arguments, seconds = self._nothing(shape), []
         halves = {slot: max(1, self.lengths[slot] // 2) for slot in arguments[0].rows.tolist()}
         for full in (0, 1):
@@ -316,12 +270,12 @@ class Slots:
                 self.wait()
                 times.append(time.perf_counter() - begin)
             seconds.append(min(times))
-        return Cost(seconds[0], max(0.0, seconds[1] - seconds[0]) / max(halves.values()))
+        return PrefillCost(seconds[0], max(0.0, seconds[1] - seconds[0]) / max(halves.values()))
 
-    def _prefill_arguments(self, selected: Selected, last: np.ndarray, settings: tuple[RowSettings, ...]) -> tuple:
+    def _prefill_arguments(self, selected: PrefillBatch, last: np.ndarray, settings: tuple[RowSettings, ...]) -> tuple:
         return self._target, self._drafter, self.state, *selected, last, settings, self._config.logprobs
 
-    def _prefill(self, selected: Selected, last: np.ndarray, settings: tuple[RowSettings, ...]) -> Committed:
+    def _prefill(self, selected: PrefillBatch, last: np.ndarray, settings: tuple[RowSettings, ...]) -> Committed:
         with self._on_mesh():
             self.state, first = prefill(*self._prefill_arguments(selected, last, settings))
         return first
@@ -343,9 +297,9 @@ class Slots:
         )
 
     def compiler_options(self, draft: Draft, rows: int) -> Options | None:
-        """Of the program with this draft; None for single tokens."""
+        """The compiler's options for the program with this draft; None for single tokens."""
         if self._drafter is None or draft.block_size == 0:
             return None
-        config, block = self._target.config, (draft.nodes or self._drafter.depth(draft.block_size)) + 1
+        config, block = self._target.config, self._block(draft)
         inner = max(layer.intermediate_size for layer in config.layers)
         return fastest_options(config.hidden_size, inner, rows * block, clock=not self._fixed)

@@ -28,7 +28,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of decoding; None before the first step."""
+        """How fast rows decoded; None before the first step."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else None
 
     @property

@@ -8,7 +8,7 @@ from dflash_jax.infer.engine.chooser import (
     Acceptance,
     Chooser,
     Draft,
-    Seen,
+    Outcome,
     Trees,
     block_sizes,
     expected_tokens,
@@ -41,7 +41,7 @@ def simulate(rate_of, visits, seed=0, costs=COSTS, rows=1, pace=lambda visit: 1.
             tokens += sum(seen[row])
         took = steps * costs[size] * pace(visit) * rng.uniform(0.97, 1.03)
         seconds += took
-        chooser.observe(size, steps, took, {row: Seen(counts) for row, counts in seen.items()})
+        chooser.observe(size, steps, took, {row: Outcome(counts) for row, counts in seen.items()})
     return tokens / rows / seconds, sizes
 
 
@@ -97,7 +97,7 @@ def test_a_tree_is_chosen_where_it_pays(gain):
         committed = np.maximum(committed, 1)
         mean = committed.mean() - 1
         expected = {15: mean, 31: mean * gain**0.5} if draft.nodes == 31 else {15: mean}
-        seen = Seen(committed.tolist(), np.minimum(chain, committed).tolist() if draft.nodes else None)
+        seen = Outcome(committed.tolist(), np.minimum(chain, committed).tolist() if draft.nodes else None)
         took = 16 * drafts[draft] * rng.uniform(0.97, 1.03)
         chooser.observe(draft, 16, took, {visit // LIFE: seen}, expected if draft.nodes else None)
         if visit >= 60:
@@ -175,7 +175,7 @@ def test_a_slow_step_is_noticed():
     chooser = Chooser(COSTS, proposed)
     for _ in range(60):
         size = chooser.choose([0])
-        chooser.observe(size, 16, 16 * (9.0 if size == 16 else COSTS[size]), {0: Seen([size] * 16)})
+        chooser.observe(size, 16, 16 * (9.0 if size == 16 else COSTS[size]), {0: Outcome([size] * 16)})
     assert size == 8
     assert sum(chooser.used.values()) == 60 * 16
 
@@ -184,7 +184,7 @@ def test_a_visit_of_unknown_duration_counts_for_acceptance_alone():
     chooser = Chooser(COSTS, proposed)
     for _ in range(20):
         size = chooser.choose([0])
-        chooser.observe(size, 16, None, {0: Seen([size] * 16)})
+        chooser.observe(size, 16, None, {0: Outcome([size] * 16)})
     assert size == 16
     assert sum(chooser.used.values()) == 20 * 16
     assert {name: candidate.seconds for name, candidate in chooser.candidates.items()} == COSTS

@@ -41,13 +41,13 @@ def test_an_error_of_the_compiler_is_raised():
 def test_nothing_is_waited_for_once_it_is_to_end():
     slow = Slow()
 
-    def look():
+    def check_interrupt():
         if slow.begun:
             raise KeyboardInterrupt
 
     begin = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
-        compile_all([(slow, (n,)) for n in range(1000)], look)
+        compile_all([(slow, (n,)) for n in range(1000)], check_interrupt)
     assert time.perf_counter() - begin < 300
     slow.go_on.set()
     time.sleep(0.2)
@@ -59,12 +59,12 @@ def test_an_engine_stops_between_programs(target, calls):
     engine = Engine(target, None, slots=2, max_length=64, prefill_chunk=8)
     asked = []
 
-    def look():
+    def check_interrupt():
         asked.append(1)
         if len(asked) == calls:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.warm_up(look)
+        engine.warm_up(check_interrupt)
     assert len(asked) == calls
     assert engine.generate([tiny.ask([1, 2, 3], 4)])[0].token_ids  # it compiles then

@@ -95,7 +95,7 @@ def test_nothing_is_chosen_by_the_clock(pair):
     engine.warm_up()
     assert not engine.choosers
     assert engine.block_size == pair[1].config.block_size
-    assert Engine(*pair, slots=2, max_length=64, block_size="auto")._auto
+    assert Engine(*pair, slots=2, max_length=64, block_size="auto").drafts.auto
 
 
 @pytest.mark.slow

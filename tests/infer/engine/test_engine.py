@@ -98,13 +98,13 @@ def test_stop_strings_of_some_rows_leave_the_others_their_overlap(target, drafte
     alone = Engine(target, None, slots=1, max_length=64)
     expected = [alone.generate([request])[0] for request in asked]
     engine = Engine(target, drafter, slots=3, max_length=64, steps_per_visit=4)
-    seen, look = [], engine._look
+    seen, collect = [], engine._collect
 
     def watched(visit):
-        seen.append((any(row and row.request.find_stop for row in engine._rows), engine._ahead is not None))
-        return look(visit)
+        seen.append((any(row and row.request.find_stop for row in engine._admission.rows), engine._ahead is not None))
+        return collect(visit)
 
-    monkeypatch.setattr(engine, "_look", watched)
+    monkeypatch.setattr(engine, "_collect", watched)
     for one, other in zip(expected, engine.generate(asked), strict=True):
         assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
     assert (True, True) in seen

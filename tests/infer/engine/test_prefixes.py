@@ -91,8 +91,8 @@ def test_the_chunk_unused_for_longest_makes_room(target):
     cache = PrefixCache(state, 2, 4)
     a, b, c = (chain([token] * 4, 4) for token in (1, 2, 3))
     for keys in (a, b, a, c):
-        cache.offer(state, 0, 4, keys)
-    assert [cache._chunks.find(keys[0]) is not None for keys in (a, b, c)] == [True, False, True]
+        cache.keep(state, cache.index.keep(0, 4, keys))
+    assert [cache.index.chunks.find(keys[0]) is not None for keys in (a, b, c)] == [True, False, True]
 
 
 def test_states_take_no_more_memory_than_the_chunks_would():

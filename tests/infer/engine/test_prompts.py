@@ -5,43 +5,47 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine
-from dflash_jax.infer.engine.prompts import Cost, Shape, cheapest, fixed, modelled, select, shapes
+from dflash_jax.infer.engine.prompts import PrefillCost as Cost
+from dflash_jax.infer.engine.prompts import Prefills, modelled
+from dflash_jax.infer.engine.prompts import PrefillShape as Shape
 from tests.tiny import ask
 
 LONG = [(7 * i + i // 9) % 60 for i in range(230)]
 
 
 def test_programs_have_bounds():
-    assert shapes(256, 8) == (Shape(1, 32), Shape(8, 32), Shape(1, 128), Shape(2, 128), Shape(1, 256))
-    assert shapes(256, 1) == (Shape(1, 32), Shape(1, 128), Shape(1, 256))
-    assert shapes(64, 8) == (Shape(1, 64), Shape(4, 64))
-    assert shapes(8, 4) == (Shape(1, 8), Shape(4, 8))
+    assert Prefills(256, 8).shapes == (Shape(1, 32), Shape(8, 32), Shape(1, 128), Shape(2, 128), Shape(1, 256))
+    assert Prefills(256, 1).shapes == (Shape(1, 32), Shape(1, 128), Shape(1, 256))
+    assert Prefills(64, 8).shapes == (Shape(1, 64), Shape(4, 64))
+    assert Prefills(8, 4).shapes == (Shape(1, 8), Shape(4, 8))
     for chunk in (1, 7, 64, 100, 256, 1000, 4096):
-        of_chunk = shapes(chunk, 16)
+        of_chunk = Prefills(chunk, 16).shapes
         assert len(of_chunk) <= 10
         assert max(shape.tokens for shape in of_chunk) == chunk
         assert all(shape.rows * shape.tokens <= max(256, chunk) for shape in of_chunk)
 
 
 def test_the_cheapest_program_per_token():
-    costs = {shape: modelled(shape) for shape in shapes(256, 8)}
-    best = lambda *left, start=0: cheapest(costs, [[(start, n) for n in left]])[0]
+    programs = Prefills(256, 8)
+    best = lambda *left, start=0: programs.choose([[(start, n) for n in left]])[0]
     assert best(20) == Shape(1, 32)
     assert best(100) == Shape(1, 128)  # one read of the weights, not four
     assert best(100, 120, 9) == Shape(2, 128)
     assert best(*[20] * 5) == Shape(8, 32)
     assert best(256, 10) == Shape(1, 256)
-    costs[Shape(8, 32)] = Cost(100.0, 10.0)
+    programs.costs.update({shape: modelled(shape) for shape in programs.shapes})
+    programs.costs[Shape(8, 32)] = Cost(100.0, 10.0)
     assert best(*[20] * 5) == Shape(8, 32)
     assert best(*[20] * 5, start=500) == Shape(1, 32)  # its rows are long
-    assert cheapest(costs, [[(0, 20)] * 8, [(30, 9)]]) == (Shape(8, 32), 400.0)
-    assert cheapest({shape: Cost(shape.rows * shape.tokens**2) for shape in costs}, [[(0, 256)]])[0] == Shape(1, 32)
-    assert fixed(tuple(costs), 100) == Shape(1, 128)
-    assert fixed(tuple(costs), 1000) == Shape(1, 256)
+    assert programs.choose([[(0, 20)] * 8, [(30, 9)]]) == (Shape(8, 32), 400.0)
+    programs.costs.update({shape: Cost(shape.rows * shape.tokens**2) for shape in programs.shapes})
+    assert best(256) == Shape(1, 32)
+    single = lambda n: Prefills(256, 8, fixed=True).choose([[(0, n)]])[0]
+    assert [single(100), single(1000)] == [Shape(1, 128), Shape(1, 256)]
 
 
 def test_rows_of_a_part_stay_in_it():
-    got = select(Shape(2, 4), [[(1, [5, 6, 7, 8, 9])], [(6, [1]), (4, [2, 3]), (7, [4])]], 4)
+    got = Prefills(4, 8, 2).batch(Shape(2, 4), [[(1, [5, 6, 7, 8, 9])], [(6, [1]), (4, [2, 3]), (7, [4])]])
     assert got.counts.tolist() == [4, 0, 1, 2]
     assert got.rows.tolist()[0] == 1
     assert got.rows.tolist()[1] in (0, 2, 3)  # idle in this program, and no other's
@@ -87,7 +91,7 @@ def test_rows_beside_the_prompts_stay_as_they_are(target, drafter):
     before = jax.device_get(engine.batch.state)
     for n in (40, 30):
         engine.submit(ask(LONG[:n], 5))
-    engine._turn = 1.0
+    engine._pacing.reading_left = 1.0
     programs = engine.stats.prompt_programs
     while engine.stats.prompt_programs < programs + 2:
         engine.step()

@@ -85,7 +85,7 @@ def test_one_that_waits_for_a_long_slot_can_be_cancelled(target, drafter, expect
     engine = Engine(target, drafter, max_length=64, slots=3, **SHORT)
     tickets = [engine.submit(requests()[i]) for i in (6, 9)]
     engine.submit(requests()[1])
-    while not any(row and row.outgrown for row in engine._rows):
+    while not any(row and row.outgrown for row in engine._admission.rows):
         engine.step()
     engine.cancel(*tickets)
     engine.submit(requests()[0])
