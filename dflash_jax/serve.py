@@ -274,7 +274,7 @@ def _lines(sources: Sequence[str], files: "JobFiles", text: "Text", defaults: "S
     from dflash_jax.infer.jobs.lines import read_lines
 
     with reading(Path(sources[0])) if len(sources) == 1 else contextlib.nullcontext():
-        return read_lines(input_lines(sources, files.own), text, defaults)
+        return read_lines(input_lines(sources, files.not_input), text, defaults)
 
 
 def _settings(options: ServeOptions, target: Described, dtype: str, lines: "Sequence[Line]") -> dict[str, Any]:

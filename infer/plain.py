@@ -1,12 +1,11 @@
 """A request in plain form: a JSON object with a prompt and settings, of a line of a job or a body over HTTP."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dflash_jax.files import said
+from dflash_jax.files import Fields, Json, said
 from dflash_jax.infer.engine.params import MOST_ALTERNATIVES, SamplingParams
-from dflash_jax.infer.engine.requests import Request, RequestError
+from dflash_jax.infer.engine.requests import Request, RequestError, invalid
 from dflash_jax.infer.fields import LINE, check_fields, token_budget
 from dflash_jax.infer.text import Text, template_arguments, valid_text
 
@@ -29,7 +28,7 @@ SETTINGS: dict[str, tuple[type, ...]] = {
 
 
 class PlainRequest(NamedTuple):
-    """What a line in one of the plain forms asks for.
+    """A request in plain form, read and checked.
 
     Attributes:
         stop: stop strings.
@@ -41,10 +40,10 @@ class PlainRequest(NamedTuple):
     stop: tuple[str, ...]
     messages: tuple[dict[str, str], ...]
     later: tuple[str, ...]
-    template_arguments: dict[str, Any]
+    template_arguments: Json
 
 
-def plain_request(row: Mapping[str, Any], name: str, text: Text, defaults: SamplingParams) -> PlainRequest:
+def plain_request(row: Fields, name: str, text: Text, defaults: SamplingParams) -> PlainRequest:
     """Reads a line in one of the plain forms.
 
     Raises:
@@ -60,18 +59,18 @@ def plain_request(row: Mapping[str, Any], name: str, text: Text, defaults: Sampl
     return PlainRequest(Request(prompt, params, id=name, find_stop=find_stop), stop, messages, later, arguments)
 
 
-def _settings(row: Mapping[str, Any], defaults: SamplingParams) -> dict[str, Any]:
-    given: dict[str, Any] = {name: row[name] for name in SETTINGS if row.get(name) is not None}
+def _settings(row: Fields, defaults: SamplingParams) -> Json:
+    given: Json = {name: row[name] for name in SETTINGS if row.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, SETTINGS[name]) or isinstance(value, bool):
             kind = "an integer" if SETTINGS[name] == (int,) else "a number"
-            raise RequestError("invalid_parameter", f"{name} must be {kind}, got {value!r:.80}")
+            raise invalid(f"{name} must be {kind}, got {value!r:.80}")
         if not abs(value) < 2**63:
-            raise RequestError("invalid_parameter", f"{name} is out of range: {value!r:.80}")
+            raise invalid(f"{name} is out of range: {value!r:.80}")
     if not 0 <= given.get("logprobs", 0) <= MOST_ALTERNATIVES:
-        raise RequestError("invalid_parameter", f"logprobs must lie in 0..{MOST_ALTERNATIVES}, got {given['logprobs']}")
+        raise invalid(f"logprobs must lie in 0..{MOST_ALTERNATIVES}, got {given['logprobs']}")
     if given.get("top_k", 0) >= 2**31:
-        raise RequestError("invalid_parameter", f"top_k is out of range: {given['top_k']}")
+        raise invalid(f"top_k is out of range: {given['top_k']}")
     if given.get("top_k") == -1:  # the other spelling of "all"
         given["top_k"] = 0
     if (budget := token_budget(row)) is not None:
@@ -79,43 +78,43 @@ def _settings(row: Mapping[str, Any], defaults: SamplingParams) -> dict[str, Any
     return given | _stop_settings(row, defaults)
 
 
-def _stop_settings(row: Mapping[str, Any], defaults: SamplingParams) -> dict[str, Any]:
+def _stop_settings(row: Fields, defaults: SamplingParams) -> Json:
     """`ignore_eos` and `stop_token_ids`: those of a line come to those of the job."""
-    given: dict[str, Any] = {}
+    given: Json = {}
     if (ignored := row.get("ignore_eos")) is not None:
         if not isinstance(ignored, bool):
-            raise RequestError("invalid_parameter", f"ignore_eos must be true or false, got {ignored!r:.60}")
+            raise invalid(f"ignore_eos must be true or false, got {ignored!r:.60}")
         given["ignore_eos"] = ignored
     if (stops := row.get("stop_token_ids")) is not None:
         if not isinstance(stops, list) or not all(type(token) is int and 0 <= token < 2**31 for token in stops):
-            raise RequestError("invalid_parameter", f"stop_token_ids must be a list of token ids, got {stops!r:.60}")
+            raise invalid(f"stop_token_ids must be a list of token ids, got {stops!r:.60}")
         given["stop_token_ids"] = tuple(dict.fromkeys((*defaults.stop_token_ids, *stops)))
     return given
 
 
-def sample_count(row: Mapping[str, Any]) -> int:
+def sample_count(row: Fields) -> int:
     """The field `n`, 1 by default; raises RequestError."""
     n = row.get("n")
     if n is None:
         return 1
     if type(n) is not int or not 1 <= n <= MOST_SAMPLES:
-        raise RequestError("invalid_parameter", f"n must be an integer in 1..{MOST_SAMPLES}, got {n!r:.60}")
+        raise invalid(f"n must be an integer in 1..{MOST_SAMPLES}, got {n!r:.60}")
     return n
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) and stop else stop or []
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise RequestError("invalid_parameter", f"stop must be a string or a list of strings, got {stop!r:.80}")
+        raise invalid(f"stop must be a string or a list of strings, got {stop!r:.80}")
     if len(stops) > MOST_STOPS:
-        raise RequestError("invalid_parameter", f"stop may have at most {MOST_STOPS} strings, got {len(stops)}")
+        raise invalid(f"stop may have at most {MOST_STOPS} strings, got {len(stops)}")
     if (longest := max((len(valid_text(s).encode()) for s in stops), default=0)) > LONGEST_STOP:
-        raise RequestError("invalid_parameter", f"a stop string may have at most {LONGEST_STOP} bytes, got {longest}")
+        raise invalid(f"a stop string may have at most {LONGEST_STOP} bytes, got {longest}")
     return tuple(stops)
 
 
 def _prompt(
-    row: Mapping[str, Any], text: Text, arguments: Mapping[str, Any]
+    row: Fields, text: Text, arguments: Fields
 ) -> tuple[list[int], tuple[dict[str, str], ...], tuple[str, ...]]:
     """Tokens of the first prompt; and its messages and later user turns, if it is a conversation."""
     given = [name for name in PROMPT_FIELDS if row.get(name) is not None]
@@ -126,9 +125,7 @@ def _prompt(
         )
     kind, value = given[0], row[given[0]]
     if row.get("chat_template_kwargs") and kind not in ("messages", "turns"):
-        raise RequestError(
-            "invalid_parameter", "chat_template_kwargs needs messages or turns; another prompt has no template"
-        )
+        raise invalid("chat_template_kwargs needs messages or turns; another prompt has no template")
     if kind == "prompt" and isinstance(value, str):
         return text.encode(value), (), ()
     if kind == "prompt_token_ids" and isinstance(value, list):
@@ -144,7 +141,7 @@ def _prompt(
 
 
 def refusal(error: Exception) -> RequestError:
-    """What a request is told whose content provoked this error."""
+    """The error for a request whose content provoked this exception."""
     if isinstance(error, RequestError):
         return error
     return RequestError("invalid_request", f"the request cannot be read: {said(error):.200}")

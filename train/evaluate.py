@@ -14,7 +14,7 @@ from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Request, RequestError
 from dflash_jax.infer.jobs.inputs import input_lines
 from dflash_jax.infer.jobs.lines import read_lines
-from dflash_jax.infer.jobs.summary import acceptance_summary
+from dflash_jax.infer.jobs.records import acceptance_summary
 from dflash_jax.infer.text import Text
 from dflash_jax.mesh import rows_of
 from dflash_jax.target import Target

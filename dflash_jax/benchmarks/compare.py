@@ -15,7 +15,7 @@ from dflash_jax.benchmarks.turns import side_by_side
 from dflash_jax.infer.engine.chooser import block_sizes
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion, Request
-from dflash_jax.infer.jobs.summary import acceptance_summary
+from dflash_jax.infer.jobs.records import acceptance_summary
 
 
 def compare(

@@ -2,8 +2,8 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
+from dflash_jax.files import Json
 from dflash_jax.infer import openai
 from dflash_jax.infer.answers import token_logprobs
 from dflash_jax.infer.engine.requests import Completion
@@ -26,7 +26,7 @@ class AnswerStream:
         self._scored = 0  # tokens whose log-probabilities were sent
         self._begun = False
 
-    def add(self, progress: Progress) -> dict[str, Any] | None:
+    def add(self, progress: Progress) -> Json | None:
         """The choice of the next chunk; None if nothing more can be said yet."""
         done, count, ended = progress.completion, progress.tokens, progress.finished
         self.completion = done

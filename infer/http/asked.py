@@ -2,18 +2,18 @@
 
 import json
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from dflash_jax.files import Fields
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine.params import SamplingParams
-from dflash_jax.infer.engine.requests import Request, RequestError
+from dflash_jax.infer.engine.requests import Request, RequestError, invalid
 from dflash_jax.infer.plain import plain_request, sample_count
 from dflash_jax.infer.text import Text
 
 # Fields of a body that a line of a batch has not.
-_OWN = "stream", "stream_options", "speculation", "return_meta_info"
+_HTTP_ONLY = "stream", "stream_options", "speculation", "return_meta_info"
 
 
 class Asked(NamedTuple):
@@ -62,9 +62,9 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
         raise RequestError("invalid_json", f"the body must be a JSON object: {error!s:.200}") from error
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
-        raise RequestError("invalid_parameter", f"stream_options must be an object, got {options!r:.60}")
+        raise invalid(f"stream_options must be an object, got {options!r:.60}")
     options = options or {}
-    plain = openai.plain_body({name: value for name, value in body.items() if name not in _OWN}, endpoint)
+    plain = openai.plain_body({name: value for name, value in body.items() if name not in _HTTP_ONLY}, endpoint)
     # Without a seed of its own a request draws from its name, so names never repeat.
     asked = plain_request(plain, uuid.uuid4().hex, text, defaults)
     request = replace(asked.request, speculative=_flag(body, "speculation", default=True))
@@ -81,8 +81,8 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
     )
 
 
-def _flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+def _flag(body: Fields, name: str, *, default: bool = False) -> bool:
     value = body.get(name)
     if not isinstance(value, bool | None):
-        raise RequestError("invalid_parameter", f"{name} must be true or false, got {value!r:.60}")
+        raise invalid(f"{name} must be true or false, got {value!r:.60}")
     return default if value is None else value

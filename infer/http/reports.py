@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
+from dflash_jax.files import Json
 from dflash_jax.infer.answers import speculation
 from dflash_jax.infer.engine.requests import Completion
 
 
-def usage(answers: Sequence[Completion], counts: Sequence[int] | None = None) -> dict[str, Any]:
+def usage(answers: Sequence[Completion], counts: Sequence[int] | None = None) -> Json:
     """OpenAI's `usage` of the answers to one prompt.
 
     Args:
@@ -24,14 +24,14 @@ def usage(answers: Sequence[Completion], counts: Sequence[int] | None = None) ->
     }
 
 
-def timed(answer: Completion, alone: bool) -> dict[str, Any]:
+def timed(answer: Completion, alone: bool) -> Json:
     """How the steps of a finished answer went, how long they took, and whether it had the engine to itself."""
     seconds = answer.finished - answer.first_token
     rate = (len(answer.token_ids) - 1) / seconds if seconds > 0 else None
     return speculation(answer) | {"decode_seconds": seconds, "tokens_per_second": rate, "alone": alone}
 
 
-def meta_info(answer: Completion) -> dict[str, Any]:
+def meta_info(answer: Completion) -> Json:
     """SGLang's `meta_info`, as its benchmark and the `dflash` client read it.
 
     `spec_accept_length` is tau, the mean number of tokens a step; it is left out where no step was made.
@@ -47,12 +47,12 @@ def meta_info(answer: Completion) -> dict[str, Any]:
     return found | ({"spec_accept_length": answer.tau} if steps else {})
 
 
-def metrics(answer: Completion) -> dict[str, Any]:
+def metrics(answer: Completion) -> Json:
     """vLLM's `metrics` of a request, as aiperf and `vllm bench` read them. Times are in milliseconds.
 
     `acceptance_histogram[j]` counts the steps that accepted j proposed tokens; a step's bonus token is not counted.
     """
-    found: dict[str, Any] = {
+    found: Json = {
         "queue_time_ms": 1000 * (answer.started - answer.submitted),
         "time_to_first_token_ms": 1000 * (answer.first_token - answer.submitted),
     }

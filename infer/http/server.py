@@ -21,6 +21,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from dflash_jax.files import Json
 from dflash_jax.infer import openai
 from dflash_jax.infer.answers import answer
 from dflash_jax.infer.engine.params import SamplingParams
@@ -39,7 +40,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server takes from a client.
+    """How much a client may send, and in what time.
 
     Attributes:
         request_bytes: of a body, at most.
@@ -115,7 +116,7 @@ def make_app(
         return JSONResponse(listed)
 
     async def server_info(request: HTTPRequest) -> Response:
-        """What SGLang's benchmark asks for."""
+        """The figures that SGLang's benchmark reads."""
         state = {} if worker.tau is None else {"avg_spec_accept_length": worker.tau}
         return JSONResponse({"model_path": root or model, "internal_states": [state]})
 
@@ -189,7 +190,7 @@ class Service:
             return WholeAnswer(body, present.pop_all().close)
 
     async def _admitted(self, raw: bytes, endpoint: str) -> Asked:
-        """What a body asks for, whose samples the worker has counted in. It counts as one while it is read, so that the
+        """Reads a body, whose samples the worker has counted in. It counts as one while it is read, so that the
         queue for the tokenizer is bounded, too.
 
         Raises:
@@ -206,7 +207,7 @@ class Service:
         return asked
 
     def _read(self, raw: bytes, endpoint: str) -> Asked:
-        """What a body asks for; raises RequestError, whatever is in it."""
+        """Reads a body; raises RequestError, whatever is in it."""
         try:
             asked = read_body(raw, endpoint, self._text, self._defaults, self._model)
             self._worker.engine.check(asked.samples[0])
@@ -216,7 +217,7 @@ class Service:
 
     def _whole(self, asked: Asked, done: Sequence[Completion]) -> bytes:
         answers = [answer(completion, self._text, asked.stop, asked.min_tokens) for completion in done]
-        body: dict[str, Any] = openai.body(asked.endpoint, asked.model, answers)
+        body: Json = openai.body(asked.endpoint, asked.model, answers)
         body["usage"] = reports.usage(done)
         if len(done) == 1:
             body["metrics"] = reports.metrics(done[0])
@@ -236,14 +237,14 @@ class Service:
         event = lambda **fields: b"data: %s\n\n" % _json(head | fields)
         streams = [AnswerStream(text, asked) for _ in asked.samples]
 
-        def tokens() -> dict[str, Any]:
+        def tokens() -> Json:
             begun = [stream for stream in streams if stream.tokens]
             return reports.usage([stream.completion for stream in begun], [stream.tokens for stream in begun])
 
         def chunk(index: int, progress: Progress) -> bytes | None:
             if (choice := streams[index].add(progress)) is None:
                 return None
-            fields: dict[str, Any] = {"choices": [choice | {"index": index}]}
+            fields: Json = {"choices": [choice | {"index": index}]}
             if asked.always_usage or progress.finished:  # load generators look for it there, asked for or not
                 fields["usage"] = tokens()
             if progress.finished:

@@ -21,7 +21,7 @@ class OverloadedError(Exception):
 
 
 class Progress(NamedTuple):
-    """What there is of an answer.
+    """An answer so far.
 
     Attributes:
         completion: the engine may go on writing to it.

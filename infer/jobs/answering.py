@@ -3,9 +3,9 @@
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from dflash_jax.checkpoint.fingerprint import fingerprint
+from dflash_jax.files import Fields, Json
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Completion, Request
@@ -23,10 +23,10 @@ def job_settings(
     lines: Sequence[Line],
     seed: int,
     max_length: int | None,
-    deterministic: Mapping[str, Any] | None = None,
-    overrides: Mapping[str, Mapping[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """What the answers of a job depend on.
+    deterministic: Fields | None = None,
+    overrides: Mapping[str, Fields] | None = None,
+) -> Json:
+    """All that the answers of a job depend on.
 
     `target` and `input` are for people; their fingerprints are what must not change (None for a target that was made
     in memory).
@@ -36,7 +36,7 @@ def job_settings(
         deterministic: what the last bits depend on besides, of a job that fixes them.
         overrides: replaced fields of `config.json`, by the option that names them.
     """
-    more: dict[str, Any] = {}  # defaults are left out
+    more: Json = {}  # defaults are left out
     if text.template_arguments:
         more["chat_template_kwargs"] = text.template_arguments
     if deterministic is not None:
@@ -62,7 +62,7 @@ def job_settings(
     }
 
 
-Event = tuple[dict[str, Any] | None, list[Completion]]  # output record or None while in progress, answers so far
+Event = tuple[Json | None, list[Completion]]  # output record or None while in progress, answers so far
 
 
 class Answering:
@@ -73,15 +73,13 @@ class Answering:
         text: continues conversations; without it their first turn is the whole line.
     """
 
-    def __init__(
-        self, engine: Engine, record: Callable[[Line, list[Completion]], dict[str, Any]], text: Text | None = None
-    ):
+    def __init__(self, engine: Engine, record: Callable[[Line, list[Completion]], Json], text: Text | None = None):
         self._engine, self._record, self._text = engine, record, text
         self._tickets: dict[int, tuple[Line, list[Completion]]] = {}  # and its answers
 
     @property
     def busy(self) -> bool:
-        """Whether lines are not finished."""
+        """Whether lines are in progress."""
         return bool(self._tickets)
 
     def add(self, line: Line) -> Iterator[Event]:
@@ -96,8 +94,8 @@ class Answering:
         except Exception as error:
             yield error_record(replace(line, error=refusal(error))), []
 
-    def turn(self, admit: bool) -> Iterator[Event]:
-        """One turn of the engine's work; see `Engine.step`."""
+    def step(self, admit: bool) -> Iterator[Event]:
+        """One piece of the engine's work; see `Engine.step`."""
         for ticket, completion in self._engine.step(admit=admit):
             line, answers = self._tickets[ticket]
             if not completion.finish_reason:
@@ -126,7 +124,7 @@ class Answering:
 def run_job(
     engine: Engine,
     lines: Iterable[Line],
-    record: Callable[[Line, list[Completion]], dict[str, Any]],
+    record: Callable[[Line, list[Completion]], Json],
     text: Text | None = None,
     admit: Callable[[], bool] = lambda: True,
 ) -> Generator[Event, None, None]:
@@ -134,7 +132,7 @@ def run_job(
 
     Args:
         record, text: see `Answering`.
-        admit: asked before every turn of work; while it is false no request is begun, and the job ends when those
+        admit: asked before every piece of work; while it is false no request is begun, and the job ends when those
             in progress are finished.
     """
     answering = Answering(engine, record, text)
@@ -145,7 +143,7 @@ def run_job(
             going = admit()
             if not going and not engine.busy:
                 return
-            yield from answering.turn(going)
+            yield from answering.step(going)
     finally:
         answering.close()
 

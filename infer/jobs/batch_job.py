@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from dflash_jax import files
-from dflash_jax.files import write_json
+from dflash_jax.files import Json, write_json
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.stats import Stats
 from dflash_jax.infer.interrupt import INTERRUPTED, stop_signals
@@ -22,8 +22,7 @@ from dflash_jax.infer.jobs.answering import Event, run_job
 from dflash_jax.infer.jobs.inputs import input_paths
 from dflash_jax.infer.jobs.journal import Journal, settings_path, when_there_is_room
 from dflash_jax.infer.jobs.lines import Line
-from dflash_jax.infer.jobs.records import answer_record, record_id, rewrite_in_order
-from dflash_jax.infer.jobs.summary import Tally, summarise
+from dflash_jax.infer.jobs.records import Tally, answer_record, record_id, rewrite_in_order, summarise
 from dflash_jax.infer.progress import Reporter, Working, engine_rates, memory_mib, warm_up
 from dflash_jax.infer.text import Text
 
@@ -32,7 +31,7 @@ _log = logging.getLogger("dflash_jax")
 
 @dataclass(frozen=True)
 class JobFiles:
-    """What a job reads and writes.
+    """The files of a job.
 
     Attributes:
         input: paths, globs, or `-`.
@@ -63,21 +62,21 @@ class JobFiles:
 
     @property
     def summary_file(self) -> Path | None:
-        """Where this process writes its summary."""
+        """The summary of this process."""
         if self.summary is None or self.processes == 1:
             return self.summary
         return self.summary.with_name(f"{self.summary.name}.{self.process}")
 
     @property
-    def own(self) -> frozenset[Path]:
+    def not_input(self) -> frozenset[Path]:
         """Files of the job itself, links followed, which a glob of inputs does not mean."""
-        own = [self.output, *self._beside()]
+        found = [self.output, *self._beside()]
         if self.summary:
-            own += [self.summary, *self.summary.parent.glob(f"{escape(self.summary.name)}.*")]
-        return frozenset(Path(os.path.realpath(path)) for path in own)
+            found += [self.summary, *self.summary.parent.glob(f"{escape(self.summary.name)}.*")]
+        return frozenset(Path(os.path.realpath(path)) for path in found)
 
     def _beside(self) -> list[Path]:
-        """What lies beside the output, or will."""
+        """Files that lie beside the output, or will."""
         found = [self.part, *parts.found_parts(self.output)]
         return [*found, *map(settings_path, (self.output, *found)), parts.lock_path(self.output)]
 
@@ -91,7 +90,7 @@ class JobFiles:
         for path in results:
             if kept := next((other for other in beside if _same(path, other)), None):
                 raise ValueError(f"{path} is {kept.name}, which the job keeps beside its output; choose another file")
-        for source in input_paths(self.input, self.own):
+        for source in input_paths(self.input, self.not_input):
             for path in (*results, *beside):
                 if source != "-" and _same(Path(source), path):
                     raise ValueError(f"{path} is the input; choose another file for the results")
@@ -116,22 +115,14 @@ def _is_pipe(path: Path) -> bool:
 
 
 class Backend(Working, Protocol):
-    """Who answers the lines of a job: an engine in this process, or others.
+    """Who answers the lines of a job: an engine in this process, or others."""
 
-    Attributes:
-        stats: of what was done so far.
-        width: most tokens a step can commit per row.
-    """
-
-    @property
-    def stats(self) -> Stats: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def steps_by_block_size(self) -> dict[str, int]: ...
+    def done(self) -> tuple[Stats, int, dict[str, int]]:
+        """What was done so far, the most tokens that a step can commit for a row, and the steps with each draft."""
+        ...
 
     def dtype(self) -> str:
-        """Of the target's weights, as `job_settings` takes it."""
+        """The dtype of the target's weights."""
         ...
 
     def close(self) -> None:
@@ -160,37 +151,24 @@ class LocalEngine:
         dtype: of the target.
     """
 
+    engine: Engine  # from `begin` on
+
     def __init__(self, make: Callable[[], Engine], text: Text, dtype: str):
         self._make, self._text, self._dtype = make, text, dtype
-        self._engine: Engine | None = None
 
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None, "call begin first"
-        return self._engine
-
-    @property
-    def stats(self) -> Stats:
-        return self.engine.stats
-
-    @property
-    def width(self) -> int:
-        return self.engine.width
-
-    @property
-    def steps_by_block_size(self) -> dict[str, int]:
-        return self.engine.steps_by_block_size
+    def done(self) -> tuple[Stats, int, dict[str, int]]:
+        return self.engine.stats, self.engine.width, self.engine.steps_by_block_size
 
     def dtype(self) -> str:
         return self._dtype
 
     def close(self) -> None:
-        self._engine = None
+        pass
 
     def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
-        self._engine = self._make()
+        self.engine = self._make()
         if left:
-            warm_up(self._engine, admit)
+            warm_up(self.engine, admit)
 
     def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
         return run_job(self.engine, left, partial(answer_record, text=self._text), self._text, admit=admit)
@@ -218,8 +196,8 @@ class Job:
         self,
         files: JobFiles,
         lines: Sequence[Line],
-        settings: dict[str, Any],
-        notes: dict[str, Any],
+        settings: Json,
+        notes: Json,
         begin: float,
     ):
         self.files, self.lines, self.settings, self.notes = files, lines, settings, notes
@@ -265,7 +243,7 @@ class Job:
             return INTERRUPTED
         return 1 if failed else 0
 
-    def _key(self, record: dict[str, Any]) -> str:
+    def _key(self, record: Json) -> str:
         if (name := record_id(record)) not in self._known:
             raise ValueError(f"id {name!r:.60} is not in the input")
         return name
@@ -306,9 +284,9 @@ class Job:
         elif self.files.ordered:
             rewrite_in_order(self.files.output, self.lines)
 
-    def _summary(self, backend: Backend, done: int, failed: int, unfinished: int) -> dict[str, Any]:
+    def _summary(self, backend: Backend, done: int, failed: int, unfinished: int) -> Json:
         wall, process, processes = time.perf_counter() - self._begin, self.files.process, self.files.processes
-        summary = summarise(self._tally, len(self.lines), failed, backend.stats, backend.width, wall)
-        used = backend.steps_by_block_size
+        stats, width, used = backend.done()
+        summary = summarise(self._tally, len(self.lines), failed, stats, width, wall)
         more = {"steps_by_block_size": used, "process": process, "processes": processes}
         return summary | {"resumed": done, "unfinished": unfinished} | more | self.notes

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -23,7 +23,7 @@ from dflash_jax.infer.jobs.records import answer_record, error_record, record_id
 from dflash_jax.infer.progress import memory_mib
 from dflash_jax.infer.text import Text
 
-TURN = 1.0  # seconds after which a worker reports, even if no line is finished
+REPORT = 1.0  # seconds after which a worker reports, even if no line is finished
 LOOK = 0.5  # seconds between two looks at an interrupt
 GROW = 5.0  # seconds between two looks for nodes that came
 AHEAD = 2  # lines a worker has, in engines full of them
@@ -33,7 +33,7 @@ MakeEngine = Callable[[], tuple[Engine, Text]]
 
 
 class Ready(NamedTuple):
-    """What a worker says of itself once its programs are compiled."""
+    """A worker whose programs are compiled."""
 
     slots: int
     width: int
@@ -41,7 +41,7 @@ class Ready(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a turn of a worker's work came to.
+    """The result of `EngineWorker.work`.
 
     Attributes:
         finished: records of finished lines, and their answers.
@@ -71,17 +71,17 @@ class EngineWorker:
     def ready(self) -> Ready:
         return Ready(self._engine.slots, self._engine.width, self._engine.target.dtype.name)
 
-    def turn(self, lines: Sequence[Line], admit: bool) -> Report:
+    def work(self, lines: Sequence[Line], admit: bool) -> Report:
         """Takes these lines, which are `detached`, and works until some line is finished, or for a while.
 
         Args:
             admit: whether waiting requests may begin.
         """
-        end = time.perf_counter() + TURN
+        end = time.perf_counter() + REPORT
         finished = [event for line in lines for event in self._answering.add(attached(line, self._text))]
         engine = self._engine
         while not finished and (engine.busy or (admit and engine.waiting)) and time.perf_counter() < end:
-            finished = [event for event in self._answering.turn(admit) if event[0] is not None]
+            finished = [event for event in self._answering.step(admit) if event[0] is not None]
         stats, used = engine.stats, engine.steps_by_block_size
         return Report(finished, engine.busy, engine.waiting, stats, used, memory_mib())
 
@@ -139,29 +139,22 @@ class RayWorkers:
         self._needed = dict(resources) or self._default_resources()
         self._make = ray.put(make)
         self._workers: list[Remote] = []
-        self._lost_stats, self._lost_used = [], list[dict[str, int]]()
+        self._lost: list[Report] = []  # the last ones of workers that are gone
         self._looked, self._deaths, self._began, self._width = 0.0, 0, time.perf_counter(), 1
 
     # ----------------------------------------------------------------------------------------------
     # What a job asks
 
-    @property
-    def stats(self) -> Stats:
-        """Sums over all workers: seconds are those of all of them."""
-        known = [*self._lost_stats, *(w.report.stats for w in self._workers if w.report)]
-        return Stats(**{f.name: sum(getattr(stats, f.name) for stats in known) for f in fields(Stats)})
-
-    @property
-    def width(self) -> int:
-        return self._width
-
-    @property
-    def steps_by_block_size(self) -> dict[str, int]:
-        known = [*self._lost_used, *(w.report.steps_by_block_size for w in self._workers if w.report)]
-        return {draft: sum(used.get(draft, 0) for used in known) for used in known for draft in used}
+    def done(self) -> tuple[Stats, int, dict[str, int]]:
+        known = [*self._lost, *(w.report for w in self._workers if w.report)]
+        stats = Stats(**{f.name: sum(getattr(report.stats, f.name) for report in known) for f in fields(Stats)})
+        used = Counter[str]()  # seconds of `stats` and these are sums over all workers
+        for report in known:
+            used.update(report.steps_by_block_size)
+        return stats, self._width, dict(used)
 
     def dtype(self) -> str:
-        """Of the target, as the first worker that is ready says.
+        """The dtype of the target, as the first worker that is ready says.
 
         Raises:
             ValueError: the workers cannot begin.
@@ -176,7 +169,7 @@ class RayWorkers:
         """Nothing: workers begin when there is work for them."""
 
     def rates(self) -> str:
-        stats = self.stats
+        stats, _, _ = self.done()
         if not stats.steps:
             return ""
         return f"{stats.decode_tokens / (time.perf_counter() - self._began):.0f} tok/s tau {stats.tau:.2f}"
@@ -281,7 +274,7 @@ class RayWorkers:
                 new.append(detached(line := waiting.popleft()))
                 worker.lines[str(line.id)] = line
             if worker.lines and (going or worker.report is None or worker.report.busy):
-                worker.call = worker.actor.turn.remote(new, going)
+                worker.call = worker.actor.work.remote(new, going)
 
     def _lose(self, worker: Remote, waiting: deque[Line], error: Exception) -> None:
         """Gives up a worker that died, or whose call failed: its device may be out of memory, its node out of disk."""
@@ -303,5 +296,4 @@ class RayWorkers:
 
     def _keep_figures(self, worker: Remote) -> None:
         if worker.report:
-            self._lost_stats.append(worker.report.stats)
-            self._lost_used.append(worker.report.steps_by_block_size)
+            self._lost.append(worker.report._replace(finished=[]))

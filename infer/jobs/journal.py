@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Hashable
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dflash_jax import files
+from dflash_jax.files import Json
 
 PAUSE = 10.0  # seconds between attempts to write to a full disk
 LOOK = 0.2  # seconds between two checks for an interrupt meanwhile
@@ -25,7 +26,7 @@ _log = logging.getLogger("dflash_jax")
 
 
 def when_there_is_room(path: Path, write: Callable[[], T], stopping: Callable[[], object] = lambda: False) -> T:
-    """What `write` returns; while the disk is full, it is said, and `write` is called again every `PAUSE` seconds.
+    """Returns what `write` returns; while the disk is full, says so and calls it again every `PAUSE` seconds.
 
     Args:
         path: what is written.
@@ -58,7 +59,7 @@ def settings_path(output: Path) -> Path:
     return output.with_name(output.name + ".settings.json")
 
 
-def check_settings(output: Path, settings: dict[str, Any], remedy: str = REMEDY) -> None:
+def check_settings(output: Path, settings: Json, remedy: str = REMEDY) -> None:
     """Raises ValueError if an output was made with other settings, or nobody can tell; `remedy` is what to do.
 
     A field `x` with a field `x_fingerprint` beside it is a name for people, and may differ.
@@ -135,8 +136,8 @@ class Journal:
     def __init__(
         self,
         path: str | Path,
-        settings: dict[str, Any],
-        key: Callable[[dict[str, Any]], Hashable],
+        settings: Json,
+        key: Callable[[Json], Hashable],
         *,
         force: bool = False,
         remedy: str = REMEDY,
@@ -162,8 +163,8 @@ class Journal:
             self._file.close()
             raise
 
-    def _read(self, key: Callable[[dict[str, Any]], Hashable]) -> None:
-        def read(record: dict[str, Any]) -> tuple[Hashable, bool]:
+    def _read(self, key: Callable[[Json], Hashable]) -> None:
+        def read(record: Json) -> tuple[Hashable, bool]:
             if (name := key(record)) in self.done:
                 raise ValueError(f"{name!r:.60} is there twice")
             return name, bool(record.get("error"))
@@ -175,7 +176,7 @@ class Journal:
         with self.path.open("rb+") as file:
             file.truncate(self._size)
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: Json) -> None:
         """Writes a record before it returns; while the disk is full, it says so and waits.
 
         Raises:

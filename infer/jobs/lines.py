@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dflash_jax.files import Fields
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine.params import SamplingParams
-from dflash_jax.infer.engine.requests import Request, RequestError
+from dflash_jax.infer.engine.requests import Request, RequestError, invalid
 from dflash_jax.infer.plain import plain_request, refusal, sample_count
 from dflash_jax.infer.text import Text, valid_text
 
@@ -21,13 +22,10 @@ class Line:
     Attributes:
         index: line number in the input, blank lines not counted, from 0.
         id: the line's own id, else its index.
-        request: what to generate.
-        stop: stop strings of the request.
+        request, stop, messages, later, template_arguments: see `PlainRequest`; the `later` user turns follow one answer
+            after the other.
         error: instead of a request.
-        named: whether the id is the line's own.
-        messages: of a conversation whose `later` user turns follow one answer after the other.
-        later: see `messages`.
-        template_arguments: of the chat template, the line's own.
+        named: whether the line itself has the id.
         n: answers to give to the prompt.
         metadata: of the line, which its record repeats; None without.
         batch: of an OpenAI batch line, which is answered in that form.
@@ -39,11 +37,11 @@ class Line:
     id: Any
     request: Request | None = None
     stop: tuple[str, ...] = ()
-    error: RequestError | None = None
-    named: bool = False
     messages: tuple[dict[str, str], ...] = ()
     later: tuple[str, ...] = ()
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    template_arguments: Fields = field(default_factory=dict)
+    error: RequestError | None = None
+    named: bool = False
     n: int = 1
     metadata: Any = None
     batch: openai.BatchLine | None = None
@@ -90,7 +88,7 @@ def attached(line: Line, text: Text) -> Line:
 
 
 def requests_of(lines: Iterable[Line]) -> list[Request]:
-    """What an engine for these lines must have room for."""
+    """The requests of these lines that an engine must have room for."""
     return [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
 
 
@@ -112,29 +110,15 @@ def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> 
         if is_batch := name == "custom_id":
             row, batch = openai.plain_line(row)
         metadata = _metadata(row)
-        request, stop, messages, later, arguments = plain_request(row, str(line_id), text, defaults)
-        n = sample_count(row)
-        if n > 1 and later:
-            raise RequestError("invalid_parameter", "n works with a single prompt, not with a conversation's turns")
+        plain, n = plain_request(row, str(line_id), text, defaults), sample_count(row)
+        if n > 1 and plain.later:
+            raise invalid("n works with a single prompt, not with a conversation's turns")
     except Exception as error:  # whatever a line provokes is its own fault, and stops no other
         return Line(index, line_id, error=refusal(error), named=named, is_batch=is_batch, metadata=metadata)
-    return Line(
-        index,
-        line_id,
-        request,
-        stop,
-        named=named,
-        messages=messages,
-        later=later,
-        template_arguments=arguments,
-        n=n,
-        metadata=metadata,
-        batch=batch,
-        is_batch=is_batch,
-    )
+    return Line(index, line_id, *plain, named=named, n=n, metadata=metadata, batch=batch, is_batch=is_batch)
 
 
-def _parse_json(raw: bytes) -> Mapping[str, Any]:
+def _parse_json(raw: bytes) -> Fields:
     try:
         row = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -144,8 +128,8 @@ def _parse_json(raw: bytes) -> Mapping[str, Any]:
     return row
 
 
-def _metadata(row: Mapping[str, Any]) -> Any:
-    """What the record of a line is to repeat; raises RequestError if it cannot be written."""
+def _metadata(row: Fields) -> Any:
+    """The metadata of a line, which its record repeats; raises RequestError if it cannot be written."""
     found = row.get("metadata")
     try:
         valid_text(json.dumps(found, ensure_ascii=False, allow_nan=False))

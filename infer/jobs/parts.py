@@ -8,21 +8,21 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from dflash_jax import files
+from dflash_jax.files import Json
 from dflash_jax.infer.jobs import journal
 from dflash_jax.infer.jobs.lines import Line
 from dflash_jax.infer.jobs.records import record_id
 
 
 def part_path(output: Path, process: int, processes: int) -> Path:
-    """Where one of several processes writes."""
+    """The part of the output that one of several processes writes."""
     return output.with_name(f"{output.name}.part-{process}-of-{processes}")
 
 
 def lock_path(output: Path) -> Path:
-    """What a process locks to read or merge all parts."""
+    """The file that a process locks to read or merge all parts."""
     return output.with_name(output.name + ".lock")
 
 
@@ -46,7 +46,7 @@ def answered(output: Path) -> dict[str, str]:
     return records
 
 
-def check_settings(output: Path, settings: dict[str, Any]) -> None:
+def check_settings(output: Path, settings: Json) -> None:
     """Raises ValueError if the output or a part was made with other settings, or nobody can tell."""
     with _alone(output):
         for path in (output, *found_parts(output)):
@@ -65,8 +65,8 @@ def merge(output: Path, lines: Sequence[Line]) -> bool:
         if saved:
             settings, data = journal.settings_path(output), saved[-1].read_bytes()
             journal.when_there_is_room(settings, lambda: files.write(settings, data))
-        whole = "".join(records[str(line.id)] for line in lines)
-        journal.when_there_is_room(output, lambda: files.write_text(output, whole))
+        text = "".join(records[str(line.id)] for line in lines)
+        journal.when_there_is_room(output, lambda: files.write_text(output, text))
         for part in parts:
             part.unlink()
             journal.settings_path(part).unlink(missing_ok=True)

@@ -78,6 +78,6 @@ def test_a_finished_line_whose_record_cannot_be_made_stops_no_other(error):
     engine = SimpleNamespace(submit=lambda request: next(tickets), step=lambda admit: [(0, done), (1, done)])
     answering = Answering(engine, record)
     assert not [event for line in lines for event in answering.add(line)]
-    (bad, _), (good, _) = answering.turn(admit=True)
+    (bad, _), (good, _) = answering.step(admit=True)
     assert bad["error"]["code"] == "invalid_request"
     assert good == {"id": "good"}

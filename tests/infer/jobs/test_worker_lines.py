@@ -56,7 +56,7 @@ def test_a_worker_turns_no_prompt_into_tokens(pair, lines, monkeypatch):
     worker, found = EngineWorker(pickle.loads(pickle.dumps(partial(load_engine, *asked, needs, speculative=False)))), []
     sent = pickle.dumps([detached(line) for line in taken])
     while len(found) < len(taken):
-        found += worker.turn(pickle.loads(sent), True).finished
+        found += worker.work(pickle.loads(sent), True).finished
         sent = pickle.dumps([])
     answers = {record_id(record): [each.token_ids for each in done] for record, done in found}
     for line in taken:
