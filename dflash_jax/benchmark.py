@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from dflash_jax.benchmarks.datasets import Sample
     from dflash_jax.benchmarks.official import Official
     from dflash_jax.drafters.base import Drafter
-    from dflash_jax.infer.engine import Engine
-    from dflash_jax.infer.requests import Completion, Request
+    from dflash_jax.infer.engine.engine import Engine
+    from dflash_jax.infer.engine.requests import Completion, Request
 
 DESCRIPTION = """\
 Measures speedup, tau and the cost of a step; autoregressive and speculative decoding take turns on the same prompts,
@@ -235,7 +235,7 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
     text = loaded.text
     if options.untrained and loaded.drafter:
         loaded = loaded._replace(drafter=untrained(loaded.drafter))
-    from dflash_jax.infer.requests import Request
+    from dflash_jax.infer.engine.requests import Request
 
     prompts = [
         text.encode_chat([{"role": "user", "content": question}]) if text.has_chat_template else text.encode(question)
@@ -269,7 +269,7 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
     if engines["speculative"].drafter is None:
         raise ValueError(f"--block-size {generation.block_size} proposes nothing; choose a larger one to compare")
     from dflash_jax.benchmarks.compare import compare
-    from dflash_jax.infer.chooser import Draft
+    from dflash_jax.infer.engine.chooser import Draft
 
     length = sum(map(len, prompts)) // len(prompts) + generation.max_new_tokens // 2
     figures, answers = compare(engines, requests, official, length)
@@ -315,7 +315,7 @@ def _jobs(
 ) -> dict[str, Any]:
     """The figures of `--jobs`."""
     from dflash_jax.benchmarks.compare import compare_jobs
-    from dflash_jax.infer.chooser import Chooser, Draft, block_sizes
+    from dflash_jax.infer.engine.chooser import Chooser, Draft, block_sizes
 
     assert loaded.drafter is not None
     most, one = loaded.drafter.config.block_size, generation.block_size

@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _regenerate(options: RegenerateOptions) -> int:
     from dflash_jax.benchmarks.datasets import training_prompts
     from dflash_jax.engines import engine_for, needs_of_lines
-    from dflash_jax.infer.jobs import job_settings, run_job
-    from dflash_jax.infer.lines import read_lines
+    from dflash_jax.infer.jobs.answering import job_settings, run_job
+    from dflash_jax.infer.jobs.lines import read_lines
     from dflash_jax.loading import load
     from dflash_jax.train.regenerate import answer_record, journal
 
@@ -190,7 +190,7 @@ def _fit(options: FitOptions) -> int:
     config, target, data, drafter, raw = _prepare(options.source, settings_given(options.settings))
     from functools import partial
 
-    from dflash_jax.infer.params import SamplingParams
+    from dflash_jax.infer.engine.params import SamplingParams
     from dflash_jax.train.evaluate import evaluate, read_prompts
     from dflash_jax.train.features import FeatureCache
     from dflash_jax.train.fit import Run

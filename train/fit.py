@@ -18,7 +18,7 @@ from dflash_jax.checkpoint import read_json
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.loading import load_drafter
 from dflash_jax.files import one_line, reading, write_json, write_text
-from dflash_jax.infer.compiler_options import block_compiler_options
+from dflash_jax.infer.engine.compiler_options import block_compiler_options
 from dflash_jax.infer.interrupt import stop_signals
 from dflash_jax.mesh import HEADS, ROWS, gather, parts_of, rows_of, spread
 from dflash_jax.sharding import shardings

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.infer.journal import Journal
-from dflash_jax.infer.lines import Line
-from dflash_jax.infer.requests import Completion
+from dflash_jax.infer.engine.requests import Completion
+from dflash_jax.infer.jobs.journal import Journal
+from dflash_jax.infer.jobs.lines import Line
 
 
 def journal(

@@ -12,10 +12,10 @@ from dflash_jax.benchmarks.experts import experts_hit
 from dflash_jax.benchmarks.official import Official
 from dflash_jax.benchmarks.step_times import StepTimes, samples_due
 from dflash_jax.benchmarks.turns import side_by_side
-from dflash_jax.infer.chooser import block_sizes
-from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.jobs import acceptance_summary
-from dflash_jax.infer.requests import Completion, Request
+from dflash_jax.infer.engine.chooser import block_sizes
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.requests import Completion, Request
+from dflash_jax.infer.jobs.records import acceptance_summary
 
 
 def compare(

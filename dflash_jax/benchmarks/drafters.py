@@ -19,9 +19,9 @@ from dflash_jax.cli import EngineOptions
 from dflash_jax.config import Raw
 from dflash_jax.drafters.loading import load_drafter
 from dflash_jax.engines import engine_config, make_engine, needs_of
-from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.jobs import acceptance_summary
-from dflash_jax.infer.requests import Completion, Request
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.requests import Completion, Request
+from dflash_jax.infer.jobs.records import acceptance_summary
 from dflash_jax.loading import load, pair_sources
 
 PLAIN = "autoregressive"
