@@ -120,15 +120,11 @@ def attend(
     kind = visible if isinstance(visible, str) else "one for each row" if visible.ndim == 3 else "one for all rows"
     options = {"visible": kind, "window": window, "softcap": softcap, "scale": factor, "apart": cache_v is not None}
     trial = partial(Trial.of, sinks=sinks is not None, starts=starts is not None, **options)
-    if (
-        isinstance(visible, str)
-        and visible == "causal"
-        and cache_k.shape[2] == 0
-        and key_positions is None
-        and choose(ALONE, q, v, cache_k, cache_v, implementation=implementation, trial=trial(q, v, cache_k)) is splash
-    ):
-        alone = partial(splash.attend, window=window, scale=factor, softcap=softcap)
-        return on_each_device(alone, (queries, keys, keys, P(split), P(heads)), queries)(q, k, v, starts, sinks)
+    chosen_for = partial(choose, implementation=implementation, call=attend)
+    alone = isinstance(visible, str) and visible == "causal" and cache_k.shape[2] == 0 and key_positions is None
+    if alone and chosen_for(ALONE, q, v, cache_k, cache_v, trial=trial(q, v, cache_k)) is splash:
+        by_splash = partial(splash.attend, window=window, scale=factor, softcap=softcap)
+        return on_each_device(by_splash, (queries, keys, keys, P(split), P(heads)), queries)(q, k, v, starts, sinks)
     mask = block_mask(visible, k.shape[2], positions, at, window)
     low = starts
     if starts is not None:
@@ -139,7 +135,7 @@ def attend(
 
     def local(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows):
         arrays = q, v, cache_k, cache_v
-        chosen = choose(serving, *arrays, implementation=implementation, trial=trial(*arrays[:3]))
+        chosen = chosen_for(serving, *arrays, trial=trial(*arrays[:3]))
         rows, here = local_rows(rows, cache_k.shape[0], held)
         lengths = jnp.where(here, lengths, 0)
         more = {} if up is None else {"up": up}

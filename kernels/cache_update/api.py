@@ -56,7 +56,7 @@ def append(
 
     def local(cache_k, cache_v, k, v, lengths, kept, rows):
         trial = Trial.of(cache_k, cache_v, k, ring)
-        chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation, trial=trial)
+        chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation, trial=trial, call=append)
         rows, here = local_rows(rows, cache_k.shape[0], held)
         if rows is not None and held != split and current_mesh() is not None:
             at, rows, here = owned_rows(rows, here, cache_k.shape[0])
