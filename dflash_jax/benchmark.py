@@ -24,8 +24,8 @@ from dflash_jax.infer.interrupt import exit_quietly, exit_status
 from dflash_jax.loading import Loaded, load, pair_sources
 
 if TYPE_CHECKING:
-    from dflash_jax.benchmarks.datasets import Sample
     from dflash_jax.benchmarks.official import Official
+    from dflash_jax.data.datasets import Sample
     from dflash_jax.drafters.base import Drafter
     from dflash_jax.infer.engine import Engine
     from dflash_jax.infer.requests import Completion, Request
@@ -385,11 +385,11 @@ def untrained(drafter: "Drafter") -> "Drafter":
 
 def questions(dataset: str, count: int) -> "tuple[list[Sample], Callable[[int, str], bool] | None]":
     """Samples of a dataset, and, for made problems, whether a text answers the i-th."""
-    from dflash_jax.benchmarks.datasets import Sample, load_dataset
+    from dflash_jax.data.datasets import Sample, load_dataset
 
     if dataset != "problems":
         return load_dataset(dataset, count), None
-    from dflash_jax.train.toy.problems import is_correct, problems
+    from dflash_jax.data.problems import is_correct, problems
 
     if count < 1:
         raise ValueError(f"max_samples must be at least 1, got {count}")

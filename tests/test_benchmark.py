@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_jax import benchmark
-from dflash_jax.benchmarks.datasets import SOURCES, Sample, load_dataset, training_prompts
 from dflash_jax.benchmarks.step_times import SAMPLES, samples_due
+from dflash_jax.data.datasets import SOURCES, Sample, load_dataset, training_prompts
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _regenerate(options: RegenerateOptions) -> int:
-    from dflash_jax.benchmarks.datasets import training_prompts
+    from dflash_jax.data.datasets import training_prompts
     from dflash_jax.engines import engine_for, needs_of_lines
     from dflash_jax.infer.jobs import job_settings, run_job
     from dflash_jax.infer.lines import read_lines

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.bundled import bundled_pair
 from dflash_jax.cache import Cache, Fresh, commit
 from dflash_jax.checkpoint import read_json
+from dflash_jax.data.problems import problems
 from dflash_jax.decoding.state import TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.files import read_json_lines
@@ -31,7 +32,6 @@ from dflash_jax.train.drafters import choose_mask_token, new_drafter
 from dflash_jax.train.evaluate import evaluate
 from dflash_jax.train.fit import Run
 from dflash_jax.train.toy.pair import PROMPT_SEED, Recipe, conversations, prepare_drafter, regenerate_half
-from dflash_jax.train.toy.problems import problems
 
 EVALUATION_SEED = 3  # of the held-out problems
 

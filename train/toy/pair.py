@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from dflash_jax import checkpoint, files, models
+from dflash_jax.data.problems import Problem, problems
 from dflash_jax.infer.interrupt import INTERRUPTED
 from dflash_jax.infer.text import Text
 from dflash_jax.target import Target
 from dflash_jax.train.config import StageError, make_config
 from dflash_jax.train.data import Example
 from dflash_jax.train.toy.pretrain import new_target, pretrain
-from dflash_jax.train.toy.problems import Problem, problems
 from dflash_jax.train.toy.tokenizer import END, PAD, train_tokenizer
 
 # Seeds of the generator. The held-out split shares no question with the others, whatever the seed.
