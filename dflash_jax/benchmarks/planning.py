@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from dflash_jax import models, sharding
 from dflash_jax.benchmarks import step_times
+from dflash_jax.benchmarks.arguments import PlanOptions
 from dflash_jax.benchmarks.compiled import collectives, memory_bytes
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.benchmarks.presets import PAIRS
@@ -48,14 +49,10 @@ from dflash_jax.mesh import AXES, HEADS, ROWS, make_mesh, parse_mesh, parts_of
 from dflash_jax.overrides import overridden
 from dflash_jax.target import Target
 
-if TYPE_CHECKING:
-    from dflash_jax.plan import PlanOptions
-
-
 Pair = tuple[Raw, Raw]
 
 
-def plan(options: "PlanOptions") -> dict[str, Any]:
+def plan(options: PlanOptions) -> dict[str, Any]:
     """The figures of `table`; raises ValueError for what cannot be planned."""
     chip, count = parse_topology(options.topology)
     target, drafter = _configs(options.target, options.drafter)
