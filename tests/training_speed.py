@@ -23,7 +23,7 @@ from dflash_jax import load_target
 from dflash_jax.train.config import make_config
 from dflash_jax.train.data import Rows, read_examples
 from dflash_jax.train.drafters import choose_mask_token, new_drafter
-from dflash_jax.train.fit import Run
+from dflash_jax.train.opening import open_run
 
 
 class TorchLoop:
@@ -190,9 +190,9 @@ def main():
         theirs = DFlashInTorch(options.target, raw, options.blocks)
     seconds = {"dflash_jax": [], "torch": []}
     with tempfile.TemporaryDirectory() as directory:
-        run = Run(directory, target, drafter, raw, examples, config)
+        run = open_run(directory, target, drafter, raw, examples, config)
         for step in range(options.steps + 1):
-            batch, rows = run.batch(step), run._packing.rows(run._packing.contents(step))
+            batch, rows = run.batch(step), run.packing.rows(run.packing.contents(step))
             begin = time.perf_counter()
             run.state, _ = jax.block_until_ready(run._step(run.target, run.drafter, run.state, batch))
             seconds["dflash_jax"].append(time.perf_counter() - begin)

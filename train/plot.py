@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.train import metrics
+from dflash_jax.train.arguments import PlotOptions
 
 
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
@@ -63,3 +64,9 @@ def plot_ablations(results: Sequence[Mapping[str, Any]], output: str | Path) -> 
     axes.set_xlabel("tau")
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(output)
+
+
+def main(options: PlotOptions) -> int:
+    """The stage `plot`; returns its exit status."""
+    plot(options.run, options.output)
+    return 0

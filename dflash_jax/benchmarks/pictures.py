@@ -2,7 +2,7 @@
 
     python -m dflash_jax.benchmarks.pictures --directory docs/figures
 
-draws `answer.svg` from `answer.json`, `speed.svg` from all `speed-*.json` (figures of `dflash_jax.benchmark compare --json`),
+draws `answer.svg` from `answer.json`, `speed.svg` from all `speed-*.json` (figures of `benchmark compare --json`),
 and `sweep.svg` from `sweep.json`. With `--prompt TEXT`, the bundled pair first answers it, for `answer.json`.
 """
 

@@ -1,0 +1,70 @@
+"""The stage `fit`: trains a drafter, or continues a run."""
+
+import json
+from functools import partial
+
+from dflash_jax.infer.params import SamplingParams
+from dflash_jax.infer.progress import progress_bar
+from dflash_jax.target import Target
+from dflash_jax.train.arguments import FitOptions, settings_given
+from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.evaluate import evaluate, read_prompts
+from dflash_jax.train.features import FeatureCache
+from dflash_jax.train.metrics import Metrics
+from dflash_jax.train.opening import open_run
+from dflash_jax.train.prepare import prepare
+from dflash_jax.train.run import Judge, Run
+
+SHOWN = {"loss": "loss", "teacher_forced_tau": "tau (teacher-forced)", "tau": "tau (decoded)"}  # of the metrics
+
+
+def main(options: FitOptions) -> int:
+    """Runs the stage; returns its exit status."""
+    config, target, data, drafter, raw = prepare(options.source, settings_given(options.settings))
+    features = None
+    if options.features:
+        features = FeatureCache(options.features, target, drafter.taps, data.examples, config.losses.distill)
+    judge = _judge(options, target, config)
+    run = open_run(options.output, target, drafter, raw, data.examples, config, features=features, evaluate=judge)
+    metrics = _train(run, options.tensorboard)
+    print(json.dumps({name: value for name, value in metrics.items() if isinstance(value, int | float)}))
+    return 0
+
+
+def _judge(options: FitOptions, target: Target, config: TrainConfig) -> Judge | None:
+    """What decodes the held-out prompts, if there are any."""
+    if not options.evaluate_prompts:
+        if config.evaluate_every:
+            raise ValueError("evaluate_every needs --evaluate-prompts FILE.jsonl")
+        return None
+    arguments = dict(options.chat_template_kwargs)
+    requests = read_prompts(options.evaluate_prompts, target, config.evaluate_samples, arguments)
+    params = SamplingParams(config.evaluate_max_new_tokens, config.evaluate_temperature)
+    decode = partial(evaluate, target, requests=requests, params=params, block_size=config.block_size)
+    return lambda drafter: decode(drafter) | {"chat_template_kwargs": arguments}
+
+
+def _train(run: Run, tensorboard: str | None) -> Metrics:
+    """Trains to the end, with a progress bar and a log for TensorBoard in that directory; returns the last metrics."""
+    writer = None
+    if tensorboard:
+        from tensorboardX import SummaryWriter
+
+        writer = SummaryWriter(tensorboard)
+    with progress_bar(run.steps, "step") as bar:
+        bar.update(int(run.state.step))
+
+        def report(step: int, metrics: Metrics) -> None:
+            bar.update(step - bar.n)
+            bar.set_postfix_str(
+                " ".join(f"{SHOWN[k]} {metrics[k]:.3f}" for k in SHOWN if metrics.get(k)), refresh=False
+            )
+            if writer:
+                for name, value in metrics.items():
+                    if isinstance(value, float):
+                        writer.add_scalar(name, value, step)
+
+        metrics = run.fit(report)
+    if writer:
+        writer.close()
+    return metrics
