@@ -14,13 +14,7 @@ from dflash_jax.infer.interrupt import exit_quietly, exit_status
 
 DESCRIPTION = """\
 Measures speedup, tau and the cost of a step; autoregressive and speculative decoding take turns on the same prompts,
-both warmed up.
-
-  modes
-    compare       a pair, one batch after another (the default)
-    jobs          whole jobs, at every block size
-    sweep         more and more requests at the same time
-    drafters      several drafters of one target
+both warmed up. Without options it is compare.
 
   examples      compare (the bundled pair, on held-out problems)
                 compare --target DIR --drafter DIR --dataset gsm8k --max-samples 24 --json figures.json

@@ -1,6 +1,6 @@
 """The options of `python -m dflash_jax.benchmark MODE ...` and of `python -m dflash_jax.plan`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,24 +13,17 @@ Figures = dict[str, Any]  # what is measured or planned, as it is written to a J
 Plot = Annotated[Path | None, optional(Path, "FILE.svg")]
 
 
-def _concurrencies(given: Sequence[str]) -> tuple[int, ...]:
-    try:
-        numbers = tuple(map(int, given[0].split(",")))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"must be numbers of at least 1 like 1,2,4, got {given[0]!r:.60}")
-    return numbers
+def _numbers(kind: type[int] | type[float], least: int) -> Callable[[Sequence[str]], tuple[float, ...]]:
+    def read(given: Sequence[str]) -> tuple[float, ...]:
+        try:
+            numbers = tuple(map(kind, given[0].split(",")))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(least <= number < float("inf") for number in numbers):
+            raise ValueError(f"must be numbers of at least {least} like {least},2,4, got {given[0]!r:.60}")
+        return numbers
 
-
-def _temperatures(given: Sequence[str]) -> tuple[float, ...]:
-    try:
-        numbers = tuple(map(float, given[0].split(",")))
-    except ValueError:
-        numbers = ()
-    if not numbers or not all(0 <= number < float("inf") for number in numbers):
-        raise ValueError(f"must be numbers of at least 0 like 0,1, got {given[0]!r:.60}")
-    return numbers
+    return read
 
 
 def _named(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -109,7 +102,7 @@ class PairOptions(MeasureOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(PairOptions):
-    """Options of `compare`.
+    """Speedup, tau and the cost of a step of a pair.
 
     Attributes:
         official: also run the official torch implementation (greedy, batch 1, CPU)
@@ -119,39 +112,40 @@ class CompareOptions(PairOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobsOptions(PairOptions):
-    """Options of `jobs`.
+class JobsOptions(CompareOptions):
+    """Whole jobs, prefill included: plain decoding, each block size, auto, and one prompt at a time. With --block-size
+    N: only plain decoding and N. With --block-size auto: plain decoding, auto, and plain decoding that keeps the
+    drafter's state up to date.
 
     Attributes:
         rounds: how often all prompts are answered
-        official: also run the official torch implementation (greedy, batch 1, CPU)
     """
 
     rounds: Annotated[int, arg(metavar="N")] = 2
-    official: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(PairOptions):
-    """Options of `sweep`.
+    """So many requests at the same time: plain decoding, the block size and auto, at each number.
 
     Attributes:
-        concurrency: numbers of requests at the same time
+        concurrency: the numbers
         plot: tokens per second against tokens per second and user (a file that matplotlib can write)
     """
 
     concurrency: Annotated[
-        tuple[int, ...], parsed(_concurrencies, "N[,N...]"), arg(help_behavior_hint="(default: 1,2,4,8)")
+        tuple[int, ...], parsed(_numbers(int, 1), "N[,N...]"), arg(help_behavior_hint="(default: 1,2,4,8)")
     ] = (1, 2, 4, 8)
     plot: Plot = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftersOptions(MeasureOptions):
-    """Options of `drafters`.
+    """Drafters of one target side by side: tau, speedup, times and bytes of a step, on each of the --tasks at each
+    --temperature.
 
     Attributes:
-        drafters: names and checkpoints of drafters of one target
+        drafters: their names and checkpoints
         tasks: datasets, like gsm8k,mt-bench (default: the one of --dataset)
         temperature: 0 is greedy; several are measured one after another
         rounds: how often all prompts are answered
@@ -161,7 +155,7 @@ class DraftersOptions(MeasureOptions):
     drafters: Annotated[tuple[tuple[str, str], ...], parsed(_named, "NAME=DIR,...")]
     tasks: Annotated[str | None, optional(str, "NAME,...")] = None
     temperature: Annotated[
-        tuple[float, ...], parsed(_temperatures, "T[,T...]"), arg(help_behavior_hint="(default: 0)")
+        tuple[float, ...], parsed(_numbers(float, 0), "T[,T...]"), arg(help_behavior_hint="(default: 0)")
     ] = (0.0,)
     rounds: Annotated[int, arg(metavar="N")] = 2
     plot: Plot = None
@@ -170,30 +164,10 @@ class DraftersOptions(MeasureOptions):
 
 
 Mode = (
-    Annotated[CompareOptions, subcommand("compare", description="speedup, tau and the cost of a step of a pair")]
-    | Annotated[
-        JobsOptions,
-        subcommand(
-            "jobs",
-            description="whole jobs, prefill included: plain decoding, each block size, auto, and one prompt at a "
-            "time. With --block-size N: only plain decoding and N. With --block-size auto: plain decoding, auto, and "
-            "plain decoding that keeps the drafter's state up to date",
-        ),
-    ]
-    | Annotated[
-        SweepOptions,
-        subcommand(
-            "sweep", description="so many requests at the same time: plain decoding, the block size and auto, at each"
-        ),
-    ]
-    | Annotated[
-        DraftersOptions,
-        subcommand(
-            "drafters",
-            description="drafters of one target side by side: tau, speedup, times and bytes of a step, on each of the "
-            "--tasks at each --temperature",
-        ),
-    ]
+    Annotated[CompareOptions, subcommand("compare")]
+    | Annotated[JobsOptions, subcommand("jobs")]
+    | Annotated[SweepOptions, subcommand("sweep")]
+    | Annotated[DraftersOptions, subcommand("drafters")]
 )
 
 
