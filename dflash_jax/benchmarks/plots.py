@@ -1,11 +1,12 @@
 """Plots of the benchmark's figures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.files import check_writable
 
 
@@ -27,7 +28,7 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def plot_sweep(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot_sweep(rows: Sequence[Figures], path: Path) -> None:
     """Draws tokens per second over tokens per second and user, a line per engine, a point per concurrency."""
     figure = new_figure(7, 5)
     axes = figure.add_subplot()
@@ -45,7 +46,7 @@ def plot_sweep(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def plot_drafters(cells: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot_drafters(cells: Sequence[Figures], steps: Sequence[Figures], path: Path) -> None:
     """Draws speedups as bars, acceptance by position, and tau over the time of a draft; see `drafters`."""
     names = list(dict.fromkeys(cell["drafter"] for cell in cells))
     groups = list(dict.fromkeys((cell["task"], cell["temperature"]) for cell in cells))
