@@ -96,7 +96,7 @@ def _compared(name: str, trial: AnyTrial, call: Call) -> Finding:
     try:
         with jax.debug_nans(False):  # a trial holds NaN where nothing may be read
             calls = [partial(call, implementation=which) for which in (name, "xla")]
-            results = [jax.tree.leaves(jax.device_get(trial.run(each))) for each in calls]
+            results = [jax.tree.leaves(jax.device_get(trial.run(bound))) for bound in calls]
     except Exception as error:  # a compiler raises whatever it likes
         text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"
         if "RESOURCE_EXHAUSTED" in str(error) and not OWN_MEMORY.search(str(error)):

@@ -42,15 +42,15 @@ def compare_drafters(
     """
     cells, steps = [], []
     for temperature in temperatures:
-        each = tasks(temperature)
-        together = [request for requests in each.values() for request in requests]
+        asked = tasks(temperature)
+        together = [request for requests in asked.values() for request in requests]
         engines = {name: make_engine(name, temperature, together) for name in (PLAIN, *names)}
         for engine in engines.values():
             engine.warm_up()
             engine.generate(together[: engine.slots])
         length = sum(len(r.prompt_token_ids) + r.params.max_new_tokens // 2 for r in together) // len(together)
         parts = {name: StepTimes(engines[PLAIN], engines[name], length, temperature=temperature) for name in names}
-        for task, requests in each.items():
+        for task, requests in asked.items():
             answered = _answered(engines, requests, rounds, parts)
             cells += [{"task": task, "temperature": temperature} | cell for cell in _cells(task, engines, answered)]
         for name, times in parts.items():
@@ -111,15 +111,15 @@ def _cells(task: str, engines: Mapping[str, Engine], answered: Mapping[str, Answ
         raise ValueError(f"{task}: nothing was decoded; raise --max-new-tokens")
     rate = lambda one: float(one.tokens.sum() / one.seconds.sum())
     plain, cells = answered[PLAIN], []
-    for name, own in answered.items():
+    for name, side in answered.items():
         if name == PLAIN:
             continue
-        answers = [answer for each in own.answers for answer in each]
+        answers = [answer for turn in side.answers for answer in turn]
         lengths = Counter(n for answer in answers for n in answer.acceptance_lengths)
-        figures, speedup = acceptance_summary(lengths, engines[name].width), rate(own) / rate(plain)
+        figures, speedup = acceptance_summary(lengths, engines[name].width), rate(side) / rate(plain)
         equal = [
-            all(turn[i].token_ids == plain.answers[0][i].token_ids for turn in own.answers)
-            for i in range(len(own.answers[0]))
+            all(turn[i].token_ids == plain.answers[0][i].token_ids for turn in side.answers)
+            for i in range(len(side.answers[0]))
         ]
         cells.append(
             {
@@ -130,13 +130,13 @@ def _cells(task: str, engines: Mapping[str, Engine], answered: Mapping[str, Answ
                 "block_size": engines[name].block_size,
                 "nodes": engines[name].tree,
                 "tau": figures["tau"],
-                "tau_error": tau_error(own.answers),
+                "tau_error": tau_error(side.answers),
                 "acceptance_per_position": figures["acceptance_per_position"],
-                "tokens_per_second": rate(own),
-                "tokens_per_second_error": rate(own) * relative_error([own.tokens], [own.seconds]),
+                "tokens_per_second": rate(side),
+                "tokens_per_second_error": rate(side) * relative_error([side.tokens], [side.seconds]),
                 "autoregressive_tokens_per_second": rate(plain),
                 "speedup": speedup,
-                "speedup_error": speedup * relative_error([own.tokens, plain.seconds], [own.seconds, plain.tokens]),
+                "speedup_error": speedup * relative_error([side.tokens, plain.seconds], [side.seconds, plain.tokens]),
                 "omega": figures["tau"] / speedup - 1,
             }
         )

@@ -78,9 +78,9 @@ def by_category(categories: Sequence[str], answers: Sequence[Completion]) -> dic
     """Samples and mean acceptance length of each kind of task."""
     found: dict[str, Figures] = {}
     for category in sorted(set(categories)):
-        own = [answer for answer, its in zip(answers, categories, strict=True) if its == category]
-        lengths = [n for answer in own for n in answer.acceptance_lengths]
-        found[category] = {"samples": len(own), "tau": sum(lengths) / len(lengths) if lengths else None}
+        of_kind = [answer for answer, its in zip(answers, categories, strict=True) if its == category]
+        lengths = [n for answer in of_kind for n in answer.acceptance_lengths]
+        found[category] = {"samples": len(of_kind), "tau": sum(lengths) / len(lengths) if lengths else None}
     return found
 
 

@@ -174,7 +174,7 @@ def markdown(cells: Sequence[Figures], steps: Sequence[Figures]) -> str:
     """The cells as a Markdown table."""
     head = ["drafter", "task", "T", "tau", "speedup", "tokens/s", "omega", *PARTS[:-1], "commit ms", "equal"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    times = {(each["drafter"], each["temperature"]): each["ms"] for each in steps}
+    times = {(step["drafter"], step["temperature"]): step["ms"] for step in steps}
     for cell in cells:
         ms = times[cell["drafter"], cell["temperature"]]
         row = [

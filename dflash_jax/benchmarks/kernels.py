@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bandwidth(kind: str) -> float | None:
-    """Of a device by its name, or None."""
+    """The memory bandwidth of a device by its name, bytes a second, or None."""
     return next((CHIPS[chip].bandwidth for name, chip in KINDS.items() if name in kind.lower()), None)
 
 

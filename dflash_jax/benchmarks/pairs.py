@@ -60,9 +60,7 @@ def ask(options: PairOptions) -> Asked:
     samples, right = questions(options.questions, options.max_samples)
     loaded = load(replace(options.models, target=source, drafter=draft_source), generation)
     assert loaded.drafter is not None
-    if options.untrained:
-        loaded = loaded._replace(drafter=untrained(loaded.drafter))
-    assert loaded.drafter is not None
+    drafter = untrained(loaded.drafter) if options.untrained else loaded.drafter
     prompts = enumerate(encoded(loaded.text, samples))
     settings = {
         "dataset": options.questions,
@@ -73,7 +71,7 @@ def ask(options: PairOptions) -> Asked:
         "chat_template_kwargs": loaded.text.template_arguments,
     }
     requests = [Request(prompt, loaded.defaults, id=str(i)) for i, prompt in prompts]
-    return Asked(loaded, loaded.drafter, draft_source, samples, requests, right, settings)
+    return Asked(loaded._replace(drafter=drafter), drafter, draft_source, samples, requests, right, settings)
 
 
 def encoded(text: Text, samples: Sequence[Sample]) -> list[list[int]]:

@@ -106,9 +106,9 @@ def _configs(target: str, drafter: str | None) -> Pair:
             return raw
 
     if target in PAIRS:
-        own = PAIRS[target]
-        depth = models.target_config(own[0]).num_hidden_layers
-        return own[0], own[1] if drafter is None else read(drafter, "drafter", lambda raw: drafter_config(raw, depth))
+        first, published = PAIRS[target]
+        depth = models.target_config(first).num_hidden_layers
+        return first, read(drafter, "drafter", lambda raw: drafter_config(raw, depth)) if drafter else published
     if drafter is None:
         raise ValueError(f"--drafter is needed, unless --target is one of {', '.join(PAIRS)}")
     first = read(target, "target", models.target_config)

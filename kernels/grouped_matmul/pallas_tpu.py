@@ -116,7 +116,7 @@ def _mxfp4(x: Float[Array, "P D"], weights: Quantised, where: Visits, height: in
         pl.BlockSpec((1, groups, BLOCK), lambda n, v, *_: (v, 0, n)),
         pl.BlockSpec((half, groups), lambda *_: (0, 0)),
     ]
-    values, scale = (jnp.swapaxes(each, 1, 2) for each in (weights.values, weights.scale))
+    values, scale = (jnp.swapaxes(x, 1, 2) for x in (weights.values, weights.scale))
     return product, [x[:, ::2], x[:, 1::2], values, scale[where.group], spread], specs
 
 
