@@ -19,7 +19,7 @@ from dflash_jax.decoding.logprobs import log_probabilities
 from dflash_jax.decoding.penalties import remember, remember_prompts
 from dflash_jax.decoding.sampling import gumbel_noise
 from dflash_jax.decoding.state import DraftModel, RowSettings, Seen, State, TargetModel, all_rows, begin_row, some_rows
-from dflash_jax.decoding.step import Committed, make_round, run, speculative_step
+from dflash_jax.decoding.step import Committed, run, speculative_step, step_functions
 from dflash_jax.infer.compiler_options import Options
 from dflash_jax.mesh import constrain, split_rows
 from dflash_jax.sharding import pin
@@ -51,7 +51,7 @@ def decode_call(
 @cache
 def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Callable:
     def program(target, drafter, state, rows, max_steps, leave_below, block_size, nodes, proposals, capacity, logprobs):
-        parts = make_round(target, drafter, block_size, proposals, nodes)
+        parts = step_functions(target, drafter, block_size, proposals, nodes)
         step = partial(speculative_step, parts, logprobs=logprobs)
         narrow = state if rows is None else some_rows(state, rows)
         narrow, trace = run(step, narrow, max_steps, leave_below, capacity)

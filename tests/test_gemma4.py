@@ -237,7 +237,9 @@ def test_drafters_embed_like_their_target(target, tmp_path):
     logits, state = draft(target, drafter)
     table = np.asarray(target.params["embed_tokens"])
     x = jnp.asarray(table[[7, tiny.MASK, tiny.MASK, tiny.MASK]] * 32**0.5)[None]
-    hidden, _ = jax.jit(type(drafter).forward)(drafter, x, 9 + jnp.arange(4)[None], state, jnp.asarray([9]))
+    hidden, _ = jax.jit(type(drafter).forward)(
+        drafter, x, Pass(9 + jnp.arange(4)[None], None, jnp.asarray([9]), None), state
+    )
     expected = 2 * np.tanh(np.asarray(hidden)[:, 1:] @ table.T / 2)
     np.testing.assert_allclose(logits, expected, atol=1e-5)
     # A scale of their own goes before, and so does an embedding of their own.

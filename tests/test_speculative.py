@@ -13,7 +13,7 @@ from dflash_jax.decoding.penalties import Penalties
 from dflash_jax.decoding.proposal import Proposal, accept, make_block
 from dflash_jax.decoding.sampling import Sampling, select
 from dflash_jax.decoding.state import Query, RowSettings, init_state
-from dflash_jax.decoding.step import make_round, speculative_step
+from dflash_jax.decoding.step import speculative_step, step_functions
 from dflash_jax.infer.programs import begin, decode_call, prefill
 from tests import tiny
 
@@ -29,7 +29,7 @@ def decode(*arguments, **options):
 
 @partial(jax.jit, static_argnames="block_size")
 def one_step(target, drafter, state, block_size):
-    return speculative_step(make_round(target, drafter, block_size), state)
+    return speculative_step(step_functions(target, drafter, block_size), state)
 
 
 def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
@@ -167,7 +167,7 @@ def test_gold_drafts_are_accepted_whole_and_garbage_drafts_change_nothing(target
 
     for propose, expected in ((gold, width), (garbage, 1)):
         state = start(target, drafter, PROMPTS, **settings)[0]
-        step = jax.jit(partial(speculative_step, make_round(target, drafter, width)._replace(propose=propose)))
+        step = jax.jit(partial(speculative_step, step_functions(target, drafter, width)._replace(propose=propose)))
         got = [[] for _ in PROMPTS]
         for _ in range(4):
             state, committed = step(state)
@@ -376,7 +376,7 @@ def test_a_decode_program_updates_its_state_in_place(target, drafter):
     slots = 4096
     state = jax.eval_shape(lambda: init_state(target, drafter, 2, slots, 2))
     run = jax.jit(
-        lambda t, d, s: jax.lax.fori_loop(0, 3, lambda _, x: speculative_step(make_round(t, d, 8), x)[0], s),
+        lambda t, d, s: jax.lax.fori_loop(0, 3, lambda _, x: speculative_step(step_functions(t, d, 8), x)[0], s),
         donate_argnums=2,
     )
     memory = run.lower(target, drafter, state).compile().memory_analysis()

@@ -15,9 +15,9 @@ from dflash_jax import (
     begin_decoding,
     load_drafter,
     load_target,
-    make_round,
     spec_generate,
     speculative_step,
+    step_functions,
 )
 from dflash_jax.decoding.calibration import GREEDY, SHARPNESS, init_calibration
 from dflash_jax.decoding.proposal import Proposal, accept, make_block
@@ -158,7 +158,7 @@ def test_a_chain_is_grown_from_the_same_options():
         return Options(jax.vmap(lambda of, tokens: of[tokens])(table[:, d], tips.tokens)), carried
 
     choice = tiny.choice_of(rows, depth, V, 1.0)
-    chain = jax.jit(lambda choice: grow(choice, jnp.zeros(rows, jnp.int32), depth, expand))(choice)
+    chain = jax.jit(lambda choice: grow(choice, jnp.zeros(rows, jnp.int32), depth, expand, None))(choice)
     assert chain.parents is None
     token = np.zeros(rows, int)
     for d in range(depth):
@@ -297,7 +297,7 @@ def test_no_vocabulary_is_sorted(kind, tmp_path):
     drafter = load_drafter(tmp_path / kind, num_target_layers=4)
     state, _ = begin_decoding(target, drafter, [[1, 2, 3]])
     for nodes in (0, 9):
-        step = partial(speculative_step, make_round(target, drafter, drafter.config.block_size, nodes=nodes))
+        step = partial(speculative_step, step_functions(target, drafter, drafter.config.block_size, nodes=nodes))
         program = jax.jit(step).lower(state).compile().as_text()
         assert not re.findall(rf"f32\[[\d,]*{size}\]\S* sort\(|\(f32\[[\d,]*{size}\].* sort\(", program)
 

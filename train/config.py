@@ -151,7 +151,7 @@ class TrainConfig:
         settings = _kind(self.drafter).settings
         if self.hyper == _no_settings():
             object.__setattr__(self, "hyper", settings())
-        if not isinstance(self.hyper, settings):
+        if type(self.hyper) is not settings:
             raise ValueError(f"a {self.drafter} drafter has other hyper-parameters than {self.hyper}")
         positive = "num_layers length anchors batch_size accumulate epochs learning_rate loss_chunk log_every keep "
         positive += "clip_norm evaluate_samples evaluate_max_new_tokens"

@@ -3,12 +3,12 @@
 Shapes: B rows, T block positions, J committed positions, Q stop tokens, V vocabulary, FD tapped features side by side.
 """
 
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax.cache import Cache, Capacity
 from dflash_jax.cache.split import groups_of
@@ -25,9 +25,9 @@ class Carried(Protocol):
     """What a model carries from step to step, for every row: a pytree, such as a `Cache`."""
 
     def begin(self, row: Int[Array, ""]) -> Self: ...
-    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Any: ...
-    def restore(self, snapshot: Any, row: Int[Array, ""], end: Int[Array, ""]) -> Self: ...
-    def partition(self) -> Any: ...
+    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> PyTree: ...
+    def restore(self, snapshot: PyTree, row: Int[Array, ""], end: Int[Array, ""]) -> Self: ...
+    def partition(self) -> PyTree: ...
 
 
 class TargetModel(Protocol):
@@ -59,7 +59,7 @@ class TargetModel(Protocol):
         taps: tuple[int, ...] = (),
         rows: Int[Array, " B"] | None = None,
         counts: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]: ...
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[PyTree, ...]]: ...
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]: ...
 
 
@@ -128,7 +128,7 @@ class Drafting(Protocol):
         """
         ...
 
-    def propose(self, target: TargetModel, state: Any, query: Query, choice: Choice) -> Proposal:
+    def propose(self, target: TargetModel, state: PyTree, query: Query, choice: Choice) -> Proposal:
         """Proposes for the positions after the anchor.
 
         Args:
@@ -138,7 +138,7 @@ class Drafting(Protocol):
         """
         ...
 
-    def commit(self, target: TargetModel, state: Any, seen: Seen) -> Any:
+    def commit(self, target: TargetModel, state: PyTree, seen: Seen) -> PyTree:
         """The state after more committed positions."""
         ...
 

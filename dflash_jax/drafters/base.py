@@ -4,13 +4,13 @@ Shapes: B rows, T tokens, J committed positions, P predictions, D width, V vocab
 side by side.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax import checkpoint, sharding
 from dflash_jax.decoding.state import Drafting, TargetModel
@@ -63,7 +63,7 @@ class Drafter(Drafting, struct.PyTreeNode):
     `refine`.
     """
 
-    params: Any
+    params: PyTree
     config: DrafterConfig = struct.field(pytree_node=False)
     layout: Layout = struct.field(pytree_node=False, default=WHOLE, kw_only=True)
     mesh: AnyMesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
@@ -108,7 +108,7 @@ class Drafter(Drafting, struct.PyTreeNode):
 
     def teacher_forced(
         self, target: TargetModel, features: Float[Array, "B S FD"], blocks: Blocks, *, remat: bool = False
-    ) -> Any:
+    ) -> PyTree:
         """What every prediction of every block is scored from, as decoding would compute it if all tokens before were
         right: a pytree of arrays [B, A, P, ...], of which the first is a final-normed state.
 
@@ -118,22 +118,22 @@ class Drafter(Drafting, struct.PyTreeNode):
         """
         raise NotImplementedError
 
-    def heads(self) -> dict[str, Any]:
+    def heads(self) -> dict[str, PyTree]:
         """Trained parameters that `score` and `refine` need; gradients flow to them from there."""
         return {}
 
-    def score(self, target: TargetModel, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
+    def score(self, target: TargetModel, heads: dict[str, PyTree], states: PyTree) -> Float[Array, "M V"]:
         """Logits of M predictions, each from its own entries of what `teacher_forced` returned."""
-        return self.unembed(target, seen[None])[0]
+        return self.unembed(target, states[None])[0]
 
     def refine(
-        self, heads: dict[str, Any], seen: Any, logits: Float[Array, "M V"], labels: Int[Array, " M"]
+        self, heads: dict[str, PyTree], states: PyTree, logits: Float[Array, "M V"], labels: Int[Array, " M"]
     ) -> tuple[Float[Array, " M"] | float, Bool[Array, " M"]]:
         """A further loss of each prediction, and whether the label is what it would propose."""
         best = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
         return 0.0, jnp.max(logits, axis=-1) == best
 
-    def _apply(self, method: str, *args: Any) -> Any:
+    def _apply(self, method: str, *args: PyTree) -> PyTree:
         params = {k: v for k, v in self.params.items() if k not in self.outside_model}
         with entered(self.mesh):
             return self.model(self.config, self.layout).apply({"params": params}, *args, method=method)

@@ -7,13 +7,13 @@ vocabulary of the drafter.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax import checkpoint, sharding
 from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, kv_projection: Any
+        self, x: Float[Array, "B T D"], at: Pass, entry: PyTree, kv_projection: PyTree
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, layer, D, eps = self.config, self.layer, self.config.hidden_size, self.config.rms_norm_eps
         attention = Attention(D, layer.attention, self.layout, c.attention_bias, eps, name="self_attn")
@@ -59,8 +59,8 @@ class Layer(nn.Module):
         return on_every_device(x + h), fresh
 
     def around(
-        self, name: str, h: Float[Array, "B T D"], sublayer: Callable[[Array], tuple[Array, Any]]
-    ) -> tuple[Float[Array, "B T D"], Any]:
+        self, name: str, h: Float[Array, "B T D"], sublayer: Callable[[Array], tuple[Array, PyTree]]
+    ) -> tuple[Float[Array, "B T D"], PyTree]:
         """What a sublayer, "attention" or "mlp", makes of its normed input. Kin of DFlash do more around it."""
         return sublayer(h)
 
@@ -217,7 +217,7 @@ class Drafter(base.Drafter):
 
     def teacher_forced(
         self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
-    ) -> Any:
+    ) -> PyTree:
         """Hidden states of every prediction."""
         B, A, P = blocks.labels.shape
         positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], blocks.text_starts.shape)

@@ -6,7 +6,7 @@ Shapes: B rows, T block slots, P proposals, C candidates of a slot, K taps, g gr
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax import checkpoint
 from dflash_jax.cache import Cache
@@ -87,8 +87,8 @@ class Layer(dflash.Layer):
     """A layer of DFlash with convolutions around attention and MLP."""
 
     def around(
-        self, name: str, h: Float[Array, "B T D"], sublayer: Callable[[Array], tuple[Array, Any]]
-    ) -> tuple[Float[Array, "B T D"], Any]:
+        self, name: str, h: Float[Array, "B T D"], sublayer: Callable[[Array], tuple[Array, PyTree]]
+    ) -> tuple[Float[Array, "B T D"], PyTree]:
         c = self.config
         assert isinstance(c, DFlash2Config)
         convolve = Convolution(c.hidden_size, c.conv_kernel_size, c.conv_group_size, name=f"{name}_conv")
@@ -130,20 +130,20 @@ class Drafter(dflash.Drafter):
 
     def teacher_forced(
         self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
-    ) -> Any:
+    ) -> PyTree:
         """Hidden states, and what the selector makes of them and of the tokens before."""
         hidden = super().teacher_forced(target, features, blocks, remat=remat)
         gates = self.gates(hidden.reshape(*hidden.shape[:1], -1, hidden.shape[-1])).reshape(*hidden.shape[:3], -1)
         return hidden, self.params["candidate_selector"]["predecessor_codebook"][blocks.previous] * gates
 
-    def heads(self) -> dict[str, Any]:
+    def heads(self) -> dict[str, PyTree]:
         return {"successor_codebook": self.params["candidate_selector"]["successor_codebook"]}
 
-    def score(self, target: TargetModel, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
-        return self.unembed(target, seen[0][None])[0]
+    def score(self, target: TargetModel, heads: dict[str, PyTree], states: PyTree) -> Float[Array, "M V"]:
+        return self.unembed(target, states[0][None])[0]
 
     def refine(
-        self, heads: dict[str, Any], seen: Any, logits: Float[Array, "M V"], labels: Int[Array, " M"]
+        self, heads: dict[str, PyTree], states: PyTree, logits: Float[Array, "M V"], labels: Int[Array, " M"]
     ) -> tuple[Float[Array, " M"] | float, Bool[Array, " M"]]:
         """The selector's cross-entropy over its candidates, of which the label takes the last one's place if it is not
         among them."""
@@ -154,7 +154,7 @@ class Drafter(dflash.Drafter):
         ids = candidates if self.vocabulary is None else self.vocabulary[candidates]
         after = heads["successor_codebook"][ids].astype(jnp.float32)
         scores = jnp.take_along_axis(logits, candidates, axis=1)
-        scores = scores + jnp.sum(seen[1].astype(jnp.float32)[:, None] * after, axis=-1)
+        scores = scores + jnp.sum(states[1].astype(jnp.float32)[:, None] * after, axis=-1)
         own = jnp.sum(jnp.where(candidates == labels[:, None], scores, 0.0), axis=1)
         return jax.nn.logsumexp(scores, axis=1) - own, found & (own == jnp.max(scores, axis=1))
 

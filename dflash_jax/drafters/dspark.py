@@ -7,14 +7,14 @@ Shapes: B rows, P proposals, R rank, V vocabulary of the drafter.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax import checkpoint, sharding
 from dflash_jax.cache import Cache
@@ -181,7 +181,7 @@ class Drafter(dflash.Drafter):
 
     def teacher_forced(
         self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
-    ) -> Any:
+    ) -> PyTree:
         """Hidden states, and what the biases are products of."""
         hidden = super().teacher_forced(target, features, blocks, remat=remat)
         if not self.config.markov_rank:
@@ -194,11 +194,11 @@ class Drafter(dflash.Drafter):
             latents.append(latent)
         return flat.reshape(B, A, P, -1), jnp.stack(latents, axis=1).reshape(B, A, P, -1)
 
-    def heads(self) -> dict[str, Any]:
+    def heads(self) -> dict[str, PyTree]:
         return {"markov_w2": self.params["markov_head"]["markov_w2"]} if self.config.markov_rank else {}
 
-    def score(self, target: TargetModel, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
-        hidden, latent = seen
+    def score(self, target: TargetModel, heads: dict[str, PyTree], states: PyTree) -> Float[Array, "M V"]:
+        hidden, latent = states
         logits = self.unembed(target, hidden[None])[0]
         return logits + self.bias(latent[None], heads["markov_w2"])[0] if heads else logits
 

@@ -9,7 +9,7 @@ side by side, V vocabulary of the drafter.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax import checkpoint
 from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
@@ -66,7 +66,7 @@ class EagleState(struct.PyTreeNode):
 class Snapshot(struct.PyTreeNode):
     """Pairs of some positions and the features after them; see `cache.Entry.snapshot`."""
 
-    pairs: tuple[Any, ...]
+    pairs: tuple[PyTree, ...]
     feature: Float[Array, "1 D"]
 
     def partition(self) -> "Snapshot":
@@ -112,7 +112,12 @@ class Model(nn.Module):
         return self._fresh(self._joined(known, embedded), at)
 
     def forward(
-        self, known: Float[Array, "B T D"], embedded: Float[Array, "B T D"], at: Pass, entry: Any, before: Fresh | None
+        self,
+        known: Float[Array, "B T D"],
+        embedded: Float[Array, "B T D"],
+        at: Pass,
+        entry: PyTree,
+        before: Fresh | None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Fresh]:
         """One pass.
 
@@ -228,7 +233,7 @@ class Drafter(base.Drafter):
 
     def teacher_forced(
         self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
-    ) -> Any:
+    ) -> PyTree:
         """Final-normed states of every pass of every block: training-time test (paper section 3)."""
         B, A, P = blocks.labels.shape
         behind = jnp.roll(blocks.text, -1, axis=1)  # of the last position: no block reads it

@@ -9,7 +9,7 @@ Shapes: B rows, T block slots, P proposals, M tokens before, W nodes of one dept
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax import checkpoint
 from dflash_jax.cache import Cache
@@ -142,7 +142,7 @@ class Drafter(dflash.Drafter):
 
     def teacher_forced(
         self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
-    ) -> Any:
+    ) -> PyTree:
         """Hidden states of every prediction, corrected for the data token before it."""
         both = super().teacher_forced(target, features, blocks, remat=remat)
         if not self.config.corrected:

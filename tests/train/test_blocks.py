@@ -201,7 +201,7 @@ def test_packed_blocks_equal_decoding(target, rows, name, tmp_path):
         block_size=8,
         predictions=8 if predicts else 7,
     )
-    packed = jax.jit(drafter.teacher_forced)(target, features, starts, blocks)
+    packed = jax.jit(drafter.teacher_forced)(target, features, blocks)
 
     other, _ = target_features(target, tuple(tap + 1 for tap in drafter.taps), tokens, starts)
     used = np.asarray(blocks.labelled).any(axis=-1)

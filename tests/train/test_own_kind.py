@@ -20,6 +20,7 @@ from dflash_jax.mesh import WHOLE
 from dflash_jax.sharding import Rule
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.config import TrainConfig, make_config
+from tests import tiny
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def test_it_trains_saves_loads_exports_and_serves(registered, pair, tmp_path, ca
     answers.write_text('{"prompt_token_ids": [1, 4], "response_token_ids": [2, 3, 4, 9, 8, 7, 6, 5, 4, 3]}\n' * 16)
     settings = "--num-layers 1 --block-size 4 --batch-size 2 --length 16 --anchors 4 --max-steps 3".split()
     fit = ["fit", "--target", str(pair / "target"), "--data", str(answers), *settings, "--output", str(run)]
-    assert main([*fit, "--drafter", "slotted", "--slot-gain", "3", "--mask-token-id", "62"]) == 0
+    assert main([*fit, "--drafter", "slotted", "--slot-gain", "3", "--mask-token-id", str(tiny.MASK)]) == 0
     assert json.loads((run / "config.json").read_text())["slot_gain"] == 3.0
     assert main(["export", "--run", str(run), "--output", str(exported), "--dtype", "float32"]) == 0
     loaded = load_drafter(exported)
@@ -126,7 +127,7 @@ def test_it_trains_saves_loads_exports_and_serves(registered, pair, tmp_path, ca
     assert main([*again, "--init-from", str(exported), "--output", str(tmp_path / "more")]) == 0
     capsys.readouterr()
     job = ["--target", str(pair / "target"), "--prompt", "a b c", "--max-new-tokens", "8"]
-    assert serve.main(job) == 0
+    assert serve.main([*job, "--no-speculation"]) == 0
     plain = capsys.readouterr().out
     assert serve.main([*job, "--drafter", str(exported)]) == 0
     assert capsys.readouterr().out == plain
