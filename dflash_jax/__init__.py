@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from dflash_jax.decoding.state import State as State
     from dflash_jax.decoding.state import init_state as init_state
     from dflash_jax.decoding.step import Committed as Committed
-    from dflash_jax.decoding.step import Round as Round
-    from dflash_jax.decoding.step import choosing as choosing
-    from dflash_jax.decoding.step import make_round as make_round
+    from dflash_jax.decoding.step import StepFunctions as StepFunctions
+    from dflash_jax.decoding.step import make_choose as make_choose
     from dflash_jax.decoding.step import run as run
     from dflash_jax.decoding.step import speculative_step as speculative_step
+    from dflash_jax.decoding.step import step_functions as step_functions
     from dflash_jax.drafters.base import Drafter as Drafter
     from dflash_jax.drafters.loading import load_drafter as load_drafter
     from dflash_jax.infer.engine import Engine as Engine
@@ -53,15 +53,15 @@ _PUBLIC = {
     "SamplingParams": "infer.params",
     "Target": "target",
     "Text": "infer.text",
-    "Round": "decoding.step",
+    "StepFunctions": "decoding.step",
     "begin_decoding": "infer.generate",
     "bundled_pair": "bundled",
-    "choosing": "decoding.step",
+    "make_choose": "decoding.step",
     "generate": "infer.generate",
     "Proposal": "decoding.proposal",
     "init_state": "decoding.state",
     "make_mesh": "mesh",
-    "make_round": "decoding.step",
+    "step_functions": "decoding.step",
     "parse_mesh": "mesh",
     "run": "decoding.step",
     "load_drafter": "drafters.loading",

@@ -6,7 +6,7 @@ Families and drafters make them from a `config.json`; what they share for that i
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,15 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     partial_rotary_factor: float = 1.0
     rotated: int = 0
+
+
+class LayerMixer(Mixer, Protocol):
+    """The description of a layer that mixes positions, as a whole."""
+
+    @property
+    def rotary(self) -> tuple[RopeConfig, int] | None:
+        """The rotary embedding of its heads and their dimensions; None rotates nothing."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,7 @@ class LayerConfig:
         experts: what it has instead of an MLP; None if it has one.
     """
 
-    mixer: Mixer
+    mixer: LayerMixer
     intermediate_size: int
     experts: ExpertsConfig | None = None
 
@@ -193,7 +202,7 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
-    def mixers(self) -> tuple[Mixer, ...]:
+    def mixers(self) -> tuple[LayerMixer, ...]:
         """What each layer mixes positions with."""
         return tuple(layer.mixer for layer in self.layers)
 

@@ -13,10 +13,9 @@ from dflash_jax.quantised import BLOCK
 from dflash_jax.unsupported import check_needs, quantisation
 
 # What no real model exceeds: another number is a mistake, found before memory is asked for.
-_MOST = {"num_hidden_layers": 2**12, "num_target_layers": 2**12, "block_size": 2**10, "ttt_length": 2**10}
+_MOST = {"num_hidden_layers": 2**12, "num_target_layers": 2**12, "block_size": 2**10}
 _MOST |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok"), 2**16)
-_MOST |= dict.fromkeys(("num_experts", "num_local_experts", "markov_rank", "selector_rank", "selector_top_k"), 2**16)
-_MOST |= dict.fromkeys(("conv_kernel_size", "conv_group_size"), 2**16)
+_MOST |= dict.fromkeys(("num_experts", "num_local_experts"), 2**16)
 _MOST |= {"hidden_size": 2**18, "intermediate_size": 2**20, "moe_intermediate_size": 2**20}
 _MOST |= {"vocab_size": 2**24, "draft_vocab_size": 2**24, "rms_norm_eps": 0.1, "rope_theta": 1e12, "factor": 1e6}
 _MOST |= {"partial_rotary_factor": 1.0}
@@ -54,13 +53,14 @@ _INERT_WHEN_OFF = frozenset(
 )
 
 
-def require(raw: Raw, name: str, kind: type = int) -> Any:
-    """Returns `raw[name]`, a positive int or a float; raises ValueError if it is missing or misshapen."""
+def require(raw: Raw, name: str, kind: type = int, most: float | None = None) -> Any:
+    """Returns `raw[name]`, a positive int or a float, of at most `most` (None is what no real model exceeds); raises
+    ValueError if it is missing or misshapen."""
     value: Any = raw.get(name)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value < float("inf") or (kind is int and value != int(value)):
         raise ValueError(f"config.json must have a positive {kind.__name__} {name!r}, got {value!r:.80}")
-    if value > (most := _MOST.get(name, _MOST_ANYWHERE)):
+    if value > (most := most or _MOST.get(name, _MOST_ANYWHERE)):
         raise ValueError(f"config.json: {name} must be at most {most}, got {value!r:.80}")
     if value < (least := _LEAST.get(name, 0)):
         raise ValueError(f"config.json: {name} must be at least {least}, got {value!r:.80}")

@@ -48,16 +48,7 @@ RULES: list[Rule] = [
     Rule(r"experts/down_bias", 2, P()),
     Rule(r"experts/gate_up_proj", 3, P("expert", "model", "fsdp")),
     Rule(r"experts/down_proj", 3, P("expert", "fsdp", "model")),
-    Rule(r"kv_proj", 3, P(None, HEADS, "fsdp")),  # of all draft layers
-    Rule(r"kv_bias", 2, P(None, HEADS)),
     Rule(r"\w*norm(s_\d+)?/weight", 1, P()),
-    Rule(r"k_norm", 2, P()),  # of all draft layers
-    Rule(r"d2t", 1, P()),
-    Rule(r"\w+_conv/base_kernel", 3, P()),
-    Rule(r"(kernel_projection|hidden_projection|joint_proj|gate_proj|confidence_head/proj)/weight", 2, P()),
-    Rule(r"(joint_proj|gate_proj|confidence_head/proj)/bias", 1, P()),
-    Rule(r"(\w+_codebook|markov_w1)", 2, P()),  # rows of them are looked up
-    Rule(r"markov_w2", 2, P(HEADS, "fsdp")),
 ]
 
 

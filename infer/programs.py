@@ -18,8 +18,8 @@ from dflash_jax.decoding.choice import Choice, Proposals
 from dflash_jax.decoding.logprobs import log_probabilities
 from dflash_jax.decoding.penalties import remember, remember_prompts
 from dflash_jax.decoding.sampling import gumbel_noise
-from dflash_jax.decoding.state import DraftModel, RowSettings, State, TargetModel, all_rows, begin_row, some_rows
-from dflash_jax.decoding.step import Committed, make_round, run, speculative_step
+from dflash_jax.decoding.state import DraftModel, RowSettings, Seen, State, TargetModel, all_rows, begin_row, some_rows
+from dflash_jax.decoding.step import Committed, run, speculative_step, step_functions
 from dflash_jax.infer.compiler_options import Options
 from dflash_jax.mesh import constrain, split_rows
 from dflash_jax.sharding import pin
@@ -51,7 +51,7 @@ def decode_call(
 @cache
 def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Callable:
     def program(target, drafter, state, rows, max_steps, leave_below, block_size, nodes, proposals, capacity, logprobs):
-        parts = make_round(target, drafter, block_size, proposals, nodes)
+        parts = step_functions(target, drafter, block_size, proposals, nodes)
         step = partial(speculative_step, parts, logprobs=logprobs)
         narrow = state if rows is None else some_rows(state, rows)
         narrow, trace = run(step, narrow, max_steps, leave_below, capacity)
@@ -124,8 +124,8 @@ def prefill(
     kept = once_read(counts, hidden)
     state = state.replace(target_cache=commit(state.target_cache, fresh, lengths, kept, rows=rows))
     if drafter is not None:
-        seen = tokens, features, positions, lengths, kept
-        state = state.replace(draft=drafter.commit(target, state.draft, *seen, rows=rows))
+        seen = Seen(tokens, features, positions, lengths, kept, rows)
+        state = state.replace(draft=drafter.commit(target, state.draft, seen))
     end, read = lengths + counts, counts > 0
     given: RowSettings = jax.tree.map(lambda *each: jnp.stack(each), *settings)
     history = remember_prompts(state.history, tokens, rows, lengths, counts)

@@ -9,6 +9,7 @@ import pytest
 
 from dflash_jax import Engine, load_drafter, load_target
 from dflash_jax.decoding.calibration import MEMORY, MOST, SHARPNESS, Lessons, init_calibration
+from dflash_jax.decoding.selection import likeliest, pick
 from dflash_jax.drafters import drafter_config
 from tests import tiny
 
@@ -19,7 +20,7 @@ def test_every_sharpness_is_tried():
     choice = tiny.choice_of(6, DEPTH, V, 0.7)
     logits = jax.random.normal(jax.random.key(1), (6, DEPTH, V)) * 2
     for best, c in enumerate(SHARPNESS):
-        ours = choice.replace(sharpness=jnp.full(DEPTH, best)).picks(logits)
+        ours = pick(choice.replace(sharpness=jnp.full(DEPTH, best)), logits)
         for d in range(DEPTH):
             noise = 0 if math.isinf(c) else choice.noise[:, d] / c  # c x + g and x + g / c have the same best
             expected = jnp.argmax(logits[:, d] / 0.7 + noise, axis=1)
@@ -40,14 +41,14 @@ def test_the_noise_decides_which_candidates_are_looked_at(c):
     ours = choice.replace(sharpness=jnp.full(DEPTH, SHARPNESS.index(c)))
     noise = 0 if math.isinf(c) else np.asarray(choice.noise[1, :DEPTH]) / c
     keys = np.stack([logits[0], logits[1] / 0.7 + noise])
-    scores, places = ours.best(logits, 4)
+    scores, places = likeliest(ours, logits, 4)
     np.testing.assert_array_equal(np.sort(places), np.sort(np.argsort(-keys)[..., :4]))
     np.testing.assert_array_equal(scores, np.take_along_axis(np.asarray(logits), np.asarray(places), axis=2))
-    likeliest = np.argsort(-np.asarray(logits))[..., :4]
+    likely = np.argsort(-np.asarray(logits))[..., :4]
     greedy = choice.sampling.replace(temperature=jnp.zeros(2))
     for other in (choice.replace(plain=True), choice.replace(sampling=greedy)):
-        np.testing.assert_array_equal(other.best(logits, 4)[1], likeliest)
-    differs = np.any(np.sort(places[1]) != np.sort(likeliest[1]))
+        np.testing.assert_array_equal(likeliest(other, logits, 4)[1], likely)
+    differs = np.any(np.sort(places[1]) != np.sort(likely[1]))
     assert differs == (not math.isinf(c))
 
 
@@ -57,7 +58,7 @@ def test_greedy_rows_propose_the_best_token_beside_sampled_ones():
     noise = jnp.where(temperature[:, None, None] > 0, choice.noise, 0)
     choice = choice.replace(sampling=choice.sampling.replace(temperature=temperature), noise=noise)
     logits = jax.random.normal(jax.random.key(1), (2, DEPTH, V))
-    picks = choice.replace(sharpness=jnp.zeros(DEPTH, jnp.int32)).picks(logits)
+    picks = pick(choice.replace(sharpness=jnp.zeros(DEPTH, jnp.int32)), logits)
     np.testing.assert_array_equal(picks.trials[0], np.argmax(logits[0], axis=1)[:, None].repeat(len(SHARPNESS), 1))
 
 

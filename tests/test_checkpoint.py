@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_jax import checkpoint, load_drafter, load_target
 from dflash_jax.drafters import drafter_config
-from dflash_jax.drafters.dflash import tensors as drafter_tensors
+from dflash_jax.drafters.dflash import DFlash
 from dflash_jax.models import qwen3, target_config
 from tests import tiny
 
@@ -62,7 +62,7 @@ def test_saving_gives_back_every_tensor(kind, tmp_path):
     else:
         raw = tiny.drafter_config(attention_bias=True)
         tiny.write_drafter(tmp_path / "in", raw)
-        params, table = load_drafter(tmp_path / "in").params, drafter_tensors(drafter_config(raw))
+        params, table = load_drafter(tmp_path / "in").params, DFlash().tensors(drafter_config(raw))
     checkpoint.save(tmp_path / "out", params, table, raw)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
     assert set(before) == set(after)
@@ -232,7 +232,7 @@ def test_a_table_of_large_tensors_is_small():
 def test_every_table_covers_every_parameter_once():
     for table in (
         qwen3.tensors(target_config(tiny.target_config(tie_word_embeddings=False))),
-        drafter_tensors(drafter_config(tiny.drafter_config(attention_bias=True))),
+        DFlash().tensors(drafter_config(tiny.drafter_config(attention_bias=True))),
     ):
         for leaf in table.values():
             covered = np.zeros(leaf.shape, int)

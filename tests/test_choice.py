@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from dflash_jax.decoding.penalties import History, Penalties
+from dflash_jax.decoding.proposing import propose
+from dflash_jax.decoding.selection import rank
 from tests import tiny
 
 B, DEPTH, V = 6, 5, 60
@@ -13,7 +15,8 @@ IDS = jnp.asarray(np.sort(np.random.default_rng(3).permutation(V)[:23]))
 LOGITS = jax.random.normal(jax.random.key(1), (B, DEPTH, len(IDS))) * 2
 # Of few digits no sum rounds: then it does not matter which of them a compiler puts together.
 short = lambda x: jnp.round(x * 64) / 64
-GIVEN = {"before": jnp.asarray(np.random.default_rng(0).integers(0, V, (B, 3))), "forbidden": (int(IDS[4]), 1)}
+BEFORE = jnp.asarray(np.random.default_rng(0).integers(0, V, (B, 3)))
+FORBIDDEN = int(IDS[4]), 1
 
 
 def choices():
@@ -62,9 +65,9 @@ DAILY = "calibrated", "tree"
 def test_proposals_and_tokens(name):
     choice = choices()[name]
     logits = LOGITS if choice.nodes else short(LOGITS)  # of which many paths would be as good as others
-    for given in ({}, GIVEN):
-        ours = choice.propose(logits, vocabulary=IDS, **given)
-        theirs = choice.propose(scattered(logits), **given)
+    for forbidden in ((), FORBIDDEN):
+        own, whole = choice.restricted(IDS, forbidden=forbidden), choice.restricted(forbidden=forbidden)
+        ours, theirs = propose(own, logits), propose(whole, scattered(logits))
         assert_same((ours.tokens, ours.parents), (theirs.tokens, theirs.parents))
         if choice.nodes:
             np.testing.assert_allclose(ours.scores, theirs.scores, rtol=1e-5)
@@ -72,16 +75,16 @@ def test_proposals_and_tokens(name):
             assert_same(ours.lessons, theirs.lessons)
         for depth in (0, 2):
             part = short(LOGITS[:, depth:])
-            tokens = choice.tokens(part, depth=depth, vocabulary=IDS, **given)
-            assert_same(tokens, choice.tokens(scattered(part), depth=depth, **given))
-            scores = choice.scores(part, depth=depth, vocabulary=IDS, **given)
-            assert_same(scores, choice.scores(scattered(part), depth=depth, **given)[:, :, IDS])
+            for before in (None, BEFORE):
+                given = {"depth": depth, "before": before}
+                assert_same(own.tokens(part, **given), whole.tokens(scattered(part), **given))
 
 
 def test_ranks_of_nodes_with_their_own_ancestors():
     choice, seen = choices()["tree"], jnp.asarray(np.random.default_rng(4).integers(0, 2, (1, DEPTH, 3)), bool)
-    ours, learnt = choice.ranks(LOGITS, depth=1, vocabulary=IDS, seen=seen, **GIVEN)
-    theirs, other = choice.ranks(scattered(LOGITS), depth=1, seen=seen, **GIVEN)
+    own, whole, one = choice.restricted(IDS, forbidden=FORBIDDEN), choice.restricted(forbidden=FORBIDDEN), slice(1, 2)
+    ours, learnt = rank(own, own.allowed(LOGITS, BEFORE, seen), one)
+    theirs, other = rank(whole, whole.allowed(scattered(LOGITS), BEFORE, seen), one)
     assert_same((ours.tokens, learnt.tokens), (theirs.tokens, other.tokens))
     np.testing.assert_allclose(ours.scores, theirs.scores, rtol=1e-5)
 
@@ -89,6 +92,6 @@ def test_ranks_of_nodes_with_their_own_ancestors():
 def test_nothing_of_the_whole_vocabularys_size_is_made_but_noise():
     """Five candidates of sharpness look at the reduced vocabulary alone."""
     choice = choices()["calibrated"].replace(decodable=None)
-    program = jax.make_jaxpr(lambda choice, logits: choice.propose(logits, vocabulary=IDS))(choice, LOGITS)
+    program = jax.make_jaxpr(lambda choice, logits: propose(choice.restricted(IDS), logits))(choice, LOGITS)
     large = [eqn.primitive.name for eqn in program.eqns for out in eqn.outvars if out.aval.shape == (B, DEPTH, V)]
     assert set(large) <= {"slice"}  # of the noise

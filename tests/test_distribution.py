@@ -12,7 +12,7 @@ from dflash_jax import load_drafter, load_target
 from dflash_jax.decoding.calibration import init_calibration
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.sampling import Sampling
-from dflash_jax.decoding.step import make_round, run, speculative_step
+from dflash_jax.decoding.step import run, speculative_step, step_functions
 from tests import tiny
 from tests.test_speculative import start
 
@@ -108,7 +108,7 @@ def p_value(counts, p):
 def test_three_tokens_come_as_often_as_the_target_has_them(pair, settings):
     target, drafter = pair
     asked = {name: value for name, value in settings.items() if name not in ("proposals", "nodes")}
-    parts = make_round(target, drafter, BLOCK, settings.get("proposals", "coupled"), settings.get("nodes", 0))
+    parts = step_functions(target, drafter, BLOCK, settings.get("proposals", "coupled"), settings.get("nodes", 0))
     counts, first = drawn(target, parts, drafter, **asked)
     p = exact(target, **asked)
     assert counts.sum() > 50_000
@@ -138,7 +138,7 @@ class Lenient(Choice):
 @pytest.mark.parametrize("wrong", [Reusing, Lenient])
 def test_a_wrong_rule_is_noticed(pair, wrong):
     target, drafter = pair
-    parts = make_round(target, drafter, BLOCK, "independent")
-    choosing = lambda state: wrong(**vars(parts.choosing(state)))
-    counts, _ = drawn(target, parts._replace(choosing=choosing), drafter, 1.0, batches=2)
+    parts = step_functions(target, drafter, BLOCK, "independent")
+    choosing = lambda state: wrong(**vars(parts.choose(state)))
+    counts, _ = drawn(target, parts._replace(choose=choosing), drafter, 1.0, batches=2)
     assert p_value(counts, exact(target, 1.0)) < 1e-10

@@ -25,7 +25,7 @@ def drafter_on(mesh):
     config = replace(config, own_head=True)
     params = jax.eval_shape(lambda: {"lm_head": jnp.zeros((V, D)), "markov_head": {"markov_w2": jnp.zeros((V, R))}})
     spec = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-    return kind.Drafter(jax.tree.map(spec, params, shardings(params, mesh)), config, mesh=mesh)
+    return kind.drafter(jax.tree.map(spec, params, shardings(params, mesh)), config, mesh=mesh)
 
 
 def compiled(mesh, call, *arguments):

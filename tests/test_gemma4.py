@@ -12,6 +12,7 @@ from dflash_jax.benchmarks import planning
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.cache import size_in_bytes
 from dflash_jax.config import RopeConfig
+from dflash_jax.decoding.state import Query, Seen
 from dflash_jax.drafters import drafter_config
 from dflash_jax.mesh import AXES, Layout
 from dflash_jax.models.rope import rope_tables
@@ -223,8 +224,9 @@ def draft(target, drafter):
 
     @jax.jit
     def run(target, drafter):
-        state = drafter.commit(target, drafter.init_state(1, 32), tokens, features, at, nothing, lengths)
-        return drafter.logits(target, jnp.asarray([7]), state, lengths, 4), state
+        seen = Seen(tokens, features, at, nothing, lengths)
+        state = drafter.commit(target, drafter.init_state(1, 32), seen)
+        return drafter.logits(target, state, Query(jnp.asarray([7]), lengths, 4)), state
 
     return run(target, drafter)
 
@@ -235,7 +237,9 @@ def test_drafters_embed_like_their_target(target, tmp_path):
     logits, state = draft(target, drafter)
     table = np.asarray(target.params["embed_tokens"])
     x = jnp.asarray(table[[7, tiny.MASK, tiny.MASK, tiny.MASK]] * 32**0.5)[None]
-    hidden, _ = jax.jit(type(drafter).forward)(drafter, x, 9 + jnp.arange(4)[None], state, jnp.asarray([9]))
+    hidden, _ = jax.jit(type(drafter).forward)(
+        drafter, x, Pass(9 + jnp.arange(4)[None], None, jnp.asarray([9]), None), state
+    )
     expected = 2 * np.tanh(np.asarray(hidden)[:, 1:] @ table.T / 2)
     np.testing.assert_allclose(logits, expected, atol=1e-5)
     # A scale of their own goes before, and so does an embedding of their own.

@@ -15,7 +15,7 @@ from dflash_jax.decoding.penalties import Penalties
 from dflash_jax.decoding.proposal import Proposal, make_tree
 from dflash_jax.decoding.sampling import Sampling
 from dflash_jax.decoding.state import RowSettings, init_state
-from dflash_jax.decoding.step import choosing, make_round, run, speculative_step
+from dflash_jax.decoding.step import make_choose, run, speculative_step, step_functions
 from dflash_jax.infer.programs import begin, prefill
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
@@ -287,7 +287,9 @@ def rollout(target, drafter, parts, state, steps):
 )
 def test_random_trees_equal_autoregressive_decoding(request, drafter, which, how):
     target = request.getfixturevalue(which)
-    plain, _, _ = rollout(target, None, make_round(target, None, 0), started(target, None, *SETTINGS[how]), WIDTH - 1)
+    plain, _, _ = rollout(
+        target, None, step_functions(target, None, 0), started(target, None, *SETTINGS[how]), WIDTH - 1
+    )
     truth, lengths = jnp.asarray(plain), jnp.asarray([len(prompt) for prompt in PROMPTS])
     depth, nodes = 5, 14
 
@@ -296,7 +298,7 @@ def test_random_trees_equal_autoregressive_decoding(request, drafter, which, how
         following = jnp.take_along_axis(truth, jnp.minimum(done, WIDTH - 2), axis=1)
         return random_tree(jax.random.fold_in(jax.random.key(3), jnp.sum(state.lengths)), following, nodes, depth, 64)
 
-    parts = make_round(target, drafter, 8)._replace(propose=propose, choosing=choosing(target, depth))
+    parts = step_functions(target, drafter, 8)._replace(propose=propose, choose=make_choose(target, depth))
     got, counts, _ = rollout(target, drafter, parts, started(target, drafter, *SETTINGS[how]), WIDTH - 1)
     assert got == plain
     assert counts.max() > 3
@@ -307,7 +309,7 @@ def test_random_trees_equal_autoregressive_decoding(request, drafter, which, how
 @pytest.mark.parametrize("which", ["qwen3", pytest.param("toy", marks=pytest.mark.slow)])
 def test_a_tree_of_rank_one_equals_the_chain_bit_for_bit(target, toy, drafter, which):
     target = target if which == "qwen3" else toy
-    chain = make_round(target, drafter, 6, "coupled")  # calibrating would be another program
+    chain = step_functions(target, drafter, 6, "coupled")  # calibrating would be another program
 
     def propose(state, choice):
         tokens = chain.propose(state, choice).tokens
@@ -326,7 +328,7 @@ def test_a_tree_of_rank_one_equals_the_chain_bit_for_bit(target, toy, drafter, w
 
 
 def test_a_proposal_that_is_deeper_than_its_drafter_said_is_refused(target, drafter):
-    parts, state = make_round(target, drafter, 4), started(target, drafter)
+    parts, state = step_functions(target, drafter, 4), started(target, drafter)
     deep = lambda state, choice: Proposal(jnp.zeros((len(PROMPTS), 5), jnp.int32))
     with pytest.raises(ValueError, match="may be 3 nodes deep, .* this one is 5"):
         jax.eval_shape(partial(speculative_step, parts._replace(propose=deep)), state)
@@ -334,7 +336,7 @@ def test_a_proposal_that_is_deeper_than_its_drafter_said_is_refused(target, draf
 
 @pytest.mark.lossless
 def test_a_path_that_is_longer_than_the_tree_was_said_to_be_is_cut(target, drafter):
-    chain = make_round(target, drafter, 6, "coupled")
+    chain = step_functions(target, drafter, 6, "coupled")
 
     def propose(state, choice):
         tokens = chain.propose(state, choice).tokens
@@ -342,7 +344,7 @@ def test_a_path_that_is_longer_than_the_tree_was_said_to_be_is_cut(target, draft
         return Proposal(tokens, parents, 2)
 
     state = lambda: started(target, drafter, 3.0)
-    expected, _, _ = rollout(target, None, make_round(target, None, 0), started(target, None, 3.0), 40)
+    expected, _, _ = rollout(target, None, step_functions(target, None, 0), started(target, None, 3.0), 40)
     got, counts, _ = rollout(target, drafter, chain._replace(propose=propose), state(), 12)
     assert counts.max() == 3
     assert [row[: len(ours)] for row, ours in zip(expected, got, strict=True)] == got

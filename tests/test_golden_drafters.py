@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import load_drafter
+from dflash_jax.decoding.state import Query, Seen
 from tests import tiny
 from tests.oracle import seeded
 
@@ -34,8 +35,8 @@ def committed(drafter, target, golden, taps):
     tokens, features = seeded.inputs(length, taps, golden["seed"])
     positions, count = jnp.arange(length)[None], jnp.asarray([length])
     state = drafter.init_state(1, 64, length)
-    given = jnp.asarray(tokens[None, :length]), jnp.asarray(features), positions, jnp.zeros_like(count), count
-    return drafter.commit(target, state, *given), count, jnp.asarray(tokens[length:])
+    seen = Seen(jnp.asarray(tokens[None, :length]), jnp.asarray(features), positions, jnp.zeros_like(count), count)
+    return drafter.commit(target, state, seen), count, jnp.asarray(tokens[length:])
 
 
 def of_eagle(drafter, target, golden):
@@ -47,17 +48,17 @@ def of_eagle(drafter, target, golden):
         logits.append(drafter.unembed(target, hidden)[0, 0])
         token = jnp.asarray([after])
     depth = len(logits)
-    proposal = drafter.propose(target, state, anchor, lengths, depth + 1, tiny.choice_of(1, depth, seeded.VOCAB))
+    proposal = drafter.propose(target, state, Query(anchor, lengths, depth + 1), tiny.choice_of(1, depth, seeded.VOCAB))
     return {"logits": jnp.stack(logits), "tokens": proposal.tokens[0]}
 
 
 def of_block(drafter, target, golden):
     """What a block computes; with a Markov head, after the golden's tokens."""
     (state, lengths, anchor), block = committed(drafter, target, golden, 2), golden["block"]
-    hidden = drafter.denoise(target, anchor, state, lengths, block)
+    hidden = drafter.denoise(target, state, Query(anchor, lengths, block))
     logits = drafter.unembed(target, hidden)[0]
     choice = tiny.choice_of(1, drafter.depth(block), seeded.VOCAB)
-    proposal = drafter.propose(target, state, anchor, lengths, block, choice)
+    proposal = drafter.propose(target, state, Query(anchor, lengths, block), choice)
     predicting = slice(-len(golden["hidden"]), None)
     found = {"hidden": hidden[0, predicting], "logits": logits[predicting], "tokens": proposal.tokens[0]}
     if "corrected" in golden:

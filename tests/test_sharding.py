@@ -14,7 +14,7 @@ from dflash_jax.benchmarks.compiled import collectives
 from dflash_jax.benchmarks.step_times import StepTimes
 from dflash_jax.checkpoint import Reader, leaves
 from dflash_jax.decoding.state import init_state
-from dflash_jax.decoding.step import make_round, speculative_step
+from dflash_jax.decoding.step import speculative_step, step_functions
 from dflash_jax.drafters import KINDS, drafter_config, kind_of
 from dflash_jax.infer.prompts import modelled
 from dflash_jax.infer.slots import Slots
@@ -281,7 +281,7 @@ def test_nothing_large_is_gathered(directory):
     target, drafter = load_target(directory / "target", mesh=where), load_drafter(directory / "drafter", mesh=where)
     with jax.set_mesh(where):
         state = jax.jit(lambda: pin(init_state(target, drafter, 4, 64, 8)))()
-        step = jax.jit(lambda *pair: speculative_step(make_round(*pair[:2], 8), pair[2], logprobs=3))
+        step = jax.jit(lambda *pair: speculative_step(step_functions(*pair[:2], 8), pair[2], logprobs=3))
         found = collectives(step.lower(target, drafter, state).compile().as_text())
     hidden = 4 * 8 * 32 * 4  # rows, block, width, bytes
     assert {c["kind"] for c in found} >= {"all-reduce"}

@@ -12,8 +12,8 @@ from dflash_jax.cache import commit
 from dflash_jax.decoding.penalties import Penalties
 from dflash_jax.decoding.proposal import Proposal, accept, make_block
 from dflash_jax.decoding.sampling import Sampling, select
-from dflash_jax.decoding.state import RowSettings, init_state
-from dflash_jax.decoding.step import make_round, speculative_step
+from dflash_jax.decoding.state import Query, RowSettings, init_state
+from dflash_jax.decoding.step import speculative_step, step_functions
 from dflash_jax.infer.programs import begin, decode_call, prefill
 from tests import tiny
 
@@ -29,7 +29,7 @@ def decode(*arguments, **options):
 
 @partial(jax.jit, static_argnames="block_size")
 def one_step(target, drafter, state, block_size):
-    return speculative_step(make_round(target, drafter, block_size), state)
+    return speculative_step(step_functions(target, drafter, block_size), state)
 
 
 def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
@@ -167,7 +167,7 @@ def test_gold_drafts_are_accepted_whole_and_garbage_drafts_change_nothing(target
 
     for propose, expected in ((gold, width), (garbage, 1)):
         state = start(target, drafter, PROMPTS, **settings)[0]
-        step = jax.jit(partial(speculative_step, make_round(target, drafter, width)._replace(propose=propose)))
+        step = jax.jit(partial(speculative_step, step_functions(target, drafter, width)._replace(propose=propose)))
         got = [[] for _ in PROMPTS]
         for _ in range(4):
             state, committed = step(state)
@@ -209,13 +209,15 @@ def test_caches_hold_exactly_the_positions_before_the_anchor(target, drafter):
 def test_draft_reads_context_strictly_before_the_anchor(target, drafter):
     state, _ = start(target, drafter, PROMPTS[1:2])
     a = int(state.lengths[0])
-    base = drafter.logits(target, state.anchor, state.draft, state.lengths, 8)
+    base = drafter.logits(target, state.draft, Query(state.anchor, state.lengths, 8))
 
     def logits_with(position):
         entries = [
             e.replace(k=e.k.at[:, :, position].add(3.0), v=e.v.at[:, :, position].add(3.0)) for e in state.draft.entries
         ]
-        return drafter.logits(target, state.anchor, state.draft.replace(entries=tuple(entries)), state.lengths, 8)
+        return drafter.logits(
+            target, state.draft.replace(entries=tuple(entries)), Query(state.anchor, state.lengths, 8)
+        )
 
     np.testing.assert_array_equal(logits_with(a), base)
     assert np.abs(np.asarray(logits_with(a - 1) - base)).max() > 1e-3
@@ -223,8 +225,8 @@ def test_draft_reads_context_strictly_before_the_anchor(target, drafter):
 
 def test_slot_zero_carries_the_anchor(target, drafter):
     state, _ = start(target, drafter, PROMPTS[:1])
-    base = drafter.logits(target, state.anchor, state.draft, state.lengths, 8)
-    other = drafter.logits(target, (state.anchor + 1) % 60, state.draft, state.lengths, 8)
+    base = drafter.logits(target, state.draft, Query(state.anchor, state.lengths, 8))
+    other = drafter.logits(target, state.draft, Query((state.anchor + 1) % 60, state.lengths, 8))
     assert base.shape == (1, 7, tiny.VOCAB)
     assert np.abs(np.asarray(base - other)).max() > 1e-3
 
@@ -248,8 +250,8 @@ def test_wrong_taps_change_the_draft(target, drafter):
 def test_scalings_of_the_config_are_applied(target, drafter, change, tmp_path):
     scaled = load_drafter(tiny.write_drafter(tmp_path, tiny.drafter_config(dflash_config=change)))
     state, _ = start(target, drafter, PROMPTS[:1])
-    base = np.asarray(drafter.logits(target, state.anchor, state.draft, state.lengths, 8))
-    ours = np.asarray(scaled.logits(target, state.anchor, state.draft, state.lengths, 8))
+    base = np.asarray(drafter.logits(target, state.draft, Query(state.anchor, state.lengths, 8)))
+    ours = np.asarray(scaled.logits(target, state.draft, Query(state.anchor, state.lengths, 8)))
     if "final_logit_softcapping" in change:
         np.testing.assert_allclose(ours, 2 * np.tanh(base / 2), atol=1e-5)
     elif "output_multiplier" in change:
@@ -264,10 +266,10 @@ def test_own_embedding_and_head_are_used(target, drafter, tmp_path):
     import dataclasses
 
     from dflash_jax.drafters import drafter_config
-    from dflash_jax.drafters.dflash import tensors
+    from dflash_jax.drafters.dflash import DFlash
 
     config = dataclasses.replace(drafter_config(raw), own_embedding=True, own_head=True)
-    extra = tiny.random_tensors(tensors(config), seed=1)
+    extra = tiny.random_tensors(DFlash().tensors(config), seed=1)
     extra["embed_tokens.weight"] = np.asarray(target.params["embed_tokens"])
     extra["lm_head.weight"] = np.asarray(target.params["embed_tokens"]) * 2
     own = load_drafter(tiny.write(tmp_path, raw, extra))
@@ -275,8 +277,8 @@ def test_own_embedding_and_head_are_used(target, drafter, tmp_path):
     assert own.config.own_head
     shared = {k: v for k, v in own.params.items() if k not in ("embed_tokens", "lm_head")}
     state, _ = start(target, drafter, PROMPTS[:1])
-    ours = own.logits(target, state.anchor, state.draft, state.lengths, 8)
-    base = drafter.replace(params=shared).logits(target, state.anchor, state.draft, state.lengths, 8)
+    ours = own.logits(target, state.draft, Query(state.anchor, state.lengths, 8))
+    base = drafter.replace(params=shared).logits(target, state.draft, Query(state.anchor, state.lengths, 8))
     np.testing.assert_allclose(ours, 2 * base, rtol=1e-5, atol=1e-5)
 
 
@@ -302,7 +304,7 @@ def test_a_whole_vocabulary_may_have_a_map(target, drafter, tmp_path):
     assert first.tokens == second.tokens
     assert first.acceptance_lengths == second.acceptance_lengths
     state, _ = start(target, drafter, PROMPTS[:1])
-    proposals = [one.logits(target, state.anchor, state.draft, state.lengths, 8) for one in (plain, moved)]
+    proposals = [one.logits(target, state.draft, Query(state.anchor, state.lengths, 8)) for one in (plain, moved)]
     np.testing.assert_allclose(proposals[0][..., order], proposals[1], rtol=1e-5, atol=1e-5)
 
 
@@ -374,7 +376,7 @@ def test_a_decode_program_updates_its_state_in_place(target, drafter):
     slots = 4096
     state = jax.eval_shape(lambda: init_state(target, drafter, 2, slots, 2))
     run = jax.jit(
-        lambda t, d, s: jax.lax.fori_loop(0, 3, lambda _, x: speculative_step(make_round(t, d, 8), x)[0], s),
+        lambda t, d, s: jax.lax.fori_loop(0, 3, lambda _, x: speculative_step(step_functions(t, d, 8), x)[0], s),
         donate_argnums=2,
     )
     memory = run.lower(target, drafter, state).compile().memory_analysis()

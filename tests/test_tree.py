@@ -15,13 +15,14 @@ from dflash_jax import (
     begin_decoding,
     load_drafter,
     load_target,
-    make_round,
     spec_generate,
     speculative_step,
+    step_functions,
 )
 from dflash_jax.decoding.calibration import GREEDY, SHARPNESS, init_calibration
-from dflash_jax.decoding.growth import Options, grow
 from dflash_jax.decoding.proposal import Proposal, accept, make_block
+from dflash_jax.decoding.proposing import Options, grow
+from dflash_jax.decoding.selection import pick, rank
 from dflash_jax.decoding.tree import Ranked, best_nodes, levels_of, pruned
 from tests import tiny
 
@@ -157,7 +158,7 @@ def test_a_chain_is_grown_from_the_same_options():
         return Options(jax.vmap(lambda of, tokens: of[tokens])(table[:, d], tips.tokens)), carried
 
     choice = tiny.choice_of(rows, depth, V, 1.0)
-    chain = jax.jit(lambda choice: grow(choice, jnp.zeros(rows, jnp.int32), depth, expand))(choice)
+    chain = jax.jit(lambda choice: grow(choice, jnp.zeros(rows, jnp.int32), depth, expand, None))(choice)
     assert chain.parents is None
     token = np.zeros(rows, int)
     for d in range(depth):
@@ -199,7 +200,7 @@ def test_scores_are_those_of_the_choice_that_draft_and_target_share():
     logits = jax.random.normal(jax.random.key(2), (rows, depth, V)) * 2
     for temperature in (0.0, 0.7):
         choice = tiny.choice_of(rows, depth, V, temperature).replace(nodes=V)
-        scored = jax.jit(lambda own: (own.ranked(logits, own.noise[:, :depth], slice(depth))[0], own.picks(logits)))
+        scored = jax.jit(lambda own: (rank(own, logits, slice(depth))[0], pick(own, logits)))
         for best, c in enumerate(SHARPNESS):
             own = choice.replace(sharpness=jnp.full(depth, best), greedy=jnp.full(depth, 1.4))
             ranked, picks = scored(own)
@@ -219,7 +220,7 @@ def test_greedy_sharpness_is_learnt_by_likelihood():
     calibration = init_calibration(depth)
     assert calibration.greedy.tolist() == [1.0, 1.0]
     choice = tiny.choice_of(rows, depth, V).replace(nodes=6)
-    _, lessons = jax.jit(lambda choice: choice.ranked(x, choice.noise[:, :depth], slice(depth)))(choice)
+    _, lessons = jax.jit(lambda choice: rank(choice, x, slice(depth)))(choice)
     judged, nobody = jnp.ones((rows, depth), bool).at[:, 1].set(False), jnp.zeros(rows, bool)
     after = calibration.learn(lessons, right, None, judged, nobody)
     assert after.greedy.tolist() == [2.0, 1.0]
@@ -296,7 +297,7 @@ def test_no_vocabulary_is_sorted(kind, tmp_path):
     drafter = load_drafter(tmp_path / kind, num_target_layers=4)
     state, _ = begin_decoding(target, drafter, [[1, 2, 3]])
     for nodes in (0, 9):
-        step = partial(speculative_step, make_round(target, drafter, drafter.config.block_size, nodes=nodes))
+        step = partial(speculative_step, step_functions(target, drafter, drafter.config.block_size, nodes=nodes))
         program = jax.jit(step).lower(state).compile().as_text()
         assert not re.findall(rf"f32\[[\d,]*{size}\]\S* sort\(|\(f32\[[\d,]*{size}\].* sort\(", program)
 

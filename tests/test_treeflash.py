@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import load_drafter, load_target, spec_generate
+from dflash_jax.decoding.state import Query
 from dflash_jax.drafters import treeflash
 from tests import tiny
 
@@ -22,7 +23,7 @@ def pair(tmp_path_factory):
 def drafted(target, drafter):
     """States of the slots after two anchors without context, and plain logits of theirs."""
     anchor, lengths = jnp.asarray([5, 9]), jnp.zeros(2, jnp.int32)
-    both = drafter.denoise(target, anchor, drafter.init_state(2, 16), lengths, drafter.config.block_size)
+    both = drafter.denoise(target, drafter.init_state(2, 16), Query(anchor, lengths, drafter.config.block_size))
     return anchor, both, drafter.unembed(target, both[..., drafter.config.hidden_size :])
 
 
@@ -54,7 +55,7 @@ def test_a_chain_goes_by_the_best_tokens_of_the_plain_slots(pair):
     expected = [np.argmax(by_formula(target, drafter, both[row], np.asarray(before[row])), axis=-1) for row in (0, 1)]
     choice = tiny.choice_of(2, 4, tiny.VOCAB)
     lengths = jnp.zeros(2, jnp.int32)
-    chain = drafter.propose(target, drafter.init_state(2, 16), anchor, lengths, 5, choice)
+    chain = drafter.propose(target, drafter.init_state(2, 16), Query(anchor, lengths, 5), choice)
     np.testing.assert_array_equal(chain.tokens, expected)
 
 
@@ -65,7 +66,7 @@ def test_a_tree_is_that_of_a_heap(pair, nodes, monkeypatch):
     anchor, both, plain = drafted(target, drafter)
     choice = tiny.choice_of(2, 4, tiny.VOCAB).replace(nodes=nodes)
     lengths = jnp.zeros(2, jnp.int32)
-    tree = drafter.propose(target, drafter.init_state(2, 16), anchor, lengths, 5, choice)
+    tree = drafter.propose(target, drafter.init_state(2, 16), Query(anchor, lengths, 5), choice)
     leaves = 0
     for row in range(2):
         best = np.argsort(-np.asarray(plain[row]), axis=-1)[:, :3]
@@ -108,7 +109,7 @@ def test_a_correction_of_zero_proposes_the_trees_of_a_dflash_drafter(pair, tmp_p
     params |= {name: v1.params[name] for name in v1.params}
     params["ar_approximation"]["d"]["weight"] = jnp.zeros_like(params["ar_approximation"]["d"]["weight"])
     choice = tiny.choice_of(2, 4, tiny.VOCAB, temperature).replace(nodes=12)
-    asked = jnp.asarray([5, 9]), jnp.zeros(2, jnp.int32), 5, choice
+    asked = Query(jnp.asarray([5, 9]), jnp.zeros(2, jnp.int32), 5), choice
     trees = [one.propose(target, one.init_state(2, 16), *asked) for one in (v1, drafter.replace(params=params))]
     for row in range(2):
         paths = [_paths(tree.tokens[row].tolist(), tree.parents[row].tolist()) for tree in trees]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dflash_jax import generate, load_drafter, load_target, spec_generate
-from dflash_jax.decoding.state import init_state
-from dflash_jax.decoding.step import choosing, proposing
+from dflash_jax.decoding.state import Query, init_state
+from dflash_jax.decoding.step import make_choose, make_propose
 from dflash_jax.vocabulary import decodable_tokens
 from tests import tiny
 
@@ -46,9 +46,9 @@ def test_padded_rows_are_never_emitted(directory, temperature):
 def test_the_mask_token_is_never_proposed(directory):
     target, drafter = loud(load_target(directory / "target"), [tiny.MASK]), load_drafter(directory / "drafter")
     state = init_state(target, drafter, 3, 32, 2).replace(anchor=jnp.asarray([5, 9, 11]))
-    logits = drafter.logits(target, state.anchor, state.draft, state.lengths, 8)
+    logits = drafter.logits(target, state.draft, Query(state.anchor, state.lengths, 8))
     assert (np.asarray(jnp.argmax(logits, axis=-1)) == tiny.MASK).any()  # the control
-    proposal = jax.jit(lambda s: proposing(target, drafter, 8, "coupled")(s, choosing(target, 7)(s)))(state)
+    proposal = jax.jit(lambda s: make_propose(target, drafter, 8, "coupled")(s, make_choose(target, 7)(s)))(state)
     assert not (np.asarray(proposal.tokens) == tiny.MASK).any()
     # Whether it may be emitted is the target's affair alone: no drafter changes an output.
     plain = generate(target, PROMPTS, max_new_tokens=20, stop_token_ids=[])

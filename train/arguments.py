@@ -1,6 +1,8 @@
 """The options of `python -m dflash_jax.train STAGE ...`."""
 
-import dataclasses
+import importlib
+import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -18,10 +20,10 @@ from dflash_jax.cli import (
     parse,
     parsed,
 )
-from dflash_jax.train.config import TrainConfig, setting
+from dflash_jax.train.config import TrainConfig, setting, setting_fields
 
 DESCRIPTION = """\
-Trains a drafter for a target: DFlash, DFlash 2, DSpark, EAGLE-3 or TreeFlash.
+Trains a drafter for a target.
 
   stages
     regenerate      the target answers prompts itself    prompts -> answers.jsonl
@@ -56,22 +58,26 @@ def _setting(name: str) -> Callable[[list[str]], Any]:
     return read
 
 
-def _settings() -> type:
-    """A dataclass with the fields of `TrainConfig`, each NOT_GIVEN unless its flag is there."""
-    fields = []
-    for each in dataclasses.fields(TrainConfig):
+def settings_class() -> type:
+    """A dataclass with a field for every setting, NOT_GIVEN unless its flag is there; those of the kinds of drafters
+    among them, if these are imported."""
+    kinds = sys.modules.get("dflash_jax.drafters")
+    made, documents = [], [(TrainConfig.__doc__ or "").rstrip()]
+    for kind in kinds.KINDS.values() if kinds else ():
+        of_kind = (kind.settings.__doc__ or "").partition("Attributes:")[2].rstrip()
+        documents.append(re.sub(r"(\n        \w+: )", rf"\1of {kind.name}: ", of_kind))
+    for each in setting_fields(kinds is not None).values():
         hint = "" if each.default in ((), None) else f"(default: {each.default})"
         shown = "|".join(get_args(each.type)) if get_origin(each.type) is Literal else "X"
+        if each.name == "drafter" and kinds:
+            shown = "|".join(kinds.KINDS)
         read = parsed(_setting(each.name), shown, "*" if each.default == () else 1)
-        fields.append((each.name, Annotated[Any, read, arg(help_behavior_hint=hint)], field(default=NOT_GIVEN)))
-    text = (TrainConfig.__doc__ or "").replace(
-        "What `fit` does.", "The paper's recipe by default; flags override --config."
-    )
-    return make_dataclass("Settings", fields, frozen=True, namespace={"__doc__": text, "__module__": __name__})
+        made.append((each.name, Annotated[Any, read, arg(help_behavior_hint=hint)], field(default=NOT_GIVEN)))
+    text = "".join(documents).replace("What `fit` does.", "The paper's recipe by default; flags override --config.")
+    return make_dataclass("Settings", made, frozen=True, namespace={"__doc__": text, "__module__": __name__})
 
 
-Settings = _settings()
-SETTINGS = arg(constructor=Settings)
+SETTINGS = arg(constructor_factory=settings_class)
 
 
 def settings_given(settings: Any) -> dict[str, Any]:
@@ -145,7 +151,7 @@ class CacheFeaturesOptions:
     output: Directory
     source: DataOptions
     hidden: bool = False
-    settings: Annotated[Any, SETTINGS] = field(default_factory=Settings)
+    settings: Annotated[Any, SETTINGS] = field(default_factory=lambda: settings_class()())
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,7 @@ class FitOptions:
     evaluate_prompts: Annotated[str | None, optional(str, "FILE.jsonl")] = None
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
     tensorboard: Annotated[str | None, optional(str, "DIR")] = None
-    settings: Annotated[Any, SETTINGS] = field(default_factory=Settings)
+    settings: Annotated[Any, SETTINGS] = field(default_factory=lambda: settings_class()())
 
 
 @dataclass(frozen=True)
@@ -272,5 +278,8 @@ Stage = (
 
 def parse_stage(argv: Sequence[str] | None = None) -> Any:
     """The options of a stage, an instance of the class that is its name."""
+    words: Sequence[str] = sys.argv[1:] if argv is None else argv
     stages: Any = Stage
+    if words[:1] and words[0] in ("fit", "cache-features"):
+        importlib.import_module("dflash_jax.drafters")  # for the flags of its kinds; the other stages start faster
     return parse(stages, argv, prog="python -m dflash_jax.train", description=DESCRIPTION)

@@ -59,7 +59,7 @@ def draw_blocks(
     positions = anchors[:, :, None] + 1 + jnp.arange(predictions)[None, None]
     at = jnp.minimum(positions, S - 1)
     labelled = used[:, :, None] & (positions < S) & pick(supervised, at) & (pick(starts, at) == first[:, :, None])
-    return Blocks(tokens, anchors, first, pick(tokens, anchors), pick(tokens, at), labelled, at)
+    return Blocks(tokens, starts, anchors, first, pick(tokens, anchors), pick(tokens, at), labelled, at)
 
 
 def target_features(

@@ -2,11 +2,15 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
 from dflash_jax.files import reading
+
+if TYPE_CHECKING:
+    from dflash_jax.drafters import AnyKind
+    from dflash_jax.drafters.kind import Settings
 
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # published; other sizes in between
 
@@ -48,19 +52,15 @@ class TrainConfig:
     """What `fit` does.
 
     Attributes:
-        drafter: kind of a new drafter: "dflash", "dflash2", "dspark", "eagle3" or "treeflash" (see `drafters.KINDS`).
-            With --init-from, a DFlash drafter may become a "dflash2", "dspark" or "treeflash" one.
-        block_size: slots of a draft pass, the anchor included; for "eagle3", one more than its passes.
-        num_layers: depth of a new drafter; 1 up to the target's. An "eagle3" has one layer.
+        drafter: kind of a new drafter (docs/drafters.md). With --init-from, a drafter may become one of a kind that
+            builds on its own.
+        hyper: hyper-parameters that only the kind has; by default, the kind's own.
+        block_size: positions of a step, the anchor included; slots of a draft pass, where there is one pass.
+        num_layers: depth of a new drafter; 1 up to the target's.
         target_layer_ids: tapped layers; empty takes the reference rule for the depths.
         mask_token_id: token of the masked slots; None takes the tokenizer's mask token, else the last
             embedding row no token uses.
         draft_vocab_size: tokens that a new drafter can propose, the most frequent ones of the answers; 0 is all.
-        conv_group_size: of "dflash2": channels of a convolution that share their dynamic coefficients.
-        selector_rank: of "dflash2": width of the selector.
-        selector_top_k: of "dflash2": tokens of a slot that it chooses among.
-        markov_rank: of "dspark": width of the Markov head.
-        markov_head_type: of "dspark": what it looks at: the token before alone, the slot's state, too, or all before.
         length: tokens of a packed row; longer sequences are cut.
         anchors: blocks drawn per conversation at each visit.
         anchor_placement: "random", drawn anew at each visit, "fixed": every `block_size`-th answer token, or
@@ -104,16 +104,12 @@ class TrainConfig:
     """
 
     drafter: str = "dflash"
+    hyper: "Settings" = field(default_factory=lambda: _no_settings())
     block_size: int = 16
     num_layers: int = 5
     target_layer_ids: tuple[int, ...] = ()
     mask_token_id: int | None = None
     draft_vocab_size: int = 0
-    conv_group_size: int = 16
-    selector_rank: int = 256
-    selector_top_k: int = 16
-    markov_rank: int = 256
-    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     length: int = 3072
     anchors: int = 512
     anchor_placement: Literal["random", "fixed", "decoded"] = "random"
@@ -152,8 +148,12 @@ class TrainConfig:
     keep: int = 2
 
     def __post_init__(self):
-        positive = "conv_group_size selector_rank selector_top_k markov_rank "
-        positive += "num_layers length anchors batch_size accumulate epochs learning_rate loss_chunk log_every keep "
+        settings = _kind(self.drafter).settings
+        if self.hyper == _no_settings():
+            object.__setattr__(self, "hyper", settings())
+        if type(self.hyper) is not settings:
+            raise ValueError(f"a {self.drafter} drafter has other hyper-parameters than {self.hyper}")
+        positive = "num_layers length anchors batch_size accumulate epochs learning_rate loss_chunk log_every keep "
         positive += "clip_norm evaluate_samples evaluate_max_new_tokens"
         for name in positive.split():
             if not getattr(self, name) > 0:
@@ -178,6 +178,11 @@ class TrainConfig:
         if not any(self.losses):
             raise ValueError(f"all losses are off: at least one must be above 0 of {', '.join(Coefficients._fields)}")
 
+    def named(self) -> dict[str, Any]:
+        """All settings by their names, those of the kind among them."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "hyper"}
+        return own | dataclasses.asdict(self.hyper)
+
     @property
     def losses(self) -> Coefficients:
         """Coefficients of the losses."""
@@ -196,13 +201,30 @@ class TrainConfig:
         return _GAMMA.get(self.block_size, max(1.0, 4.0 + 3.0 * (self.block_size - 8) / 8))
 
 
-def read_config(path: str | Path | None, overrides: dict[str, Any] | None = None) -> TrainConfig:
-    """`make_config` of `read_settings`."""
-    return make_config(read_settings(path, overrides))
+def _no_settings() -> "Settings":
+    from dflash_jax.drafters.kind import Settings
+
+    return Settings()
+
+
+def _kind(name: str) -> "AnyKind":
+    from dflash_jax.drafters import kind_named
+
+    return kind_named(name)
+
+
+def setting_fields(kinds: bool = True) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of all settings by their names: of a run, and, with `kinds`, of every kind of drafter."""
+    classes: list[Any] = [TrainConfig]
+    if kinds:
+        from dflash_jax.drafters import KINDS
+
+        classes += [kind.settings for kind in KINDS.values()]
+    return {field.name: field for each in classes for field in dataclasses.fields(each) if field.name != "hyper"}
 
 
 def read_settings(path: str | Path | None, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Reads a YAML or JSON file of `TrainConfig` fields; `overrides` win.
+    """Reads a YAML or JSON file of settings by name; `overrides` win.
 
     Raises:
         ValueError: it is unreadable, or these are not the settings of a run.
@@ -236,12 +258,16 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
     Raises:
         ValueError: an unknown field (with the known ones), or a value of the wrong type or out of range.
     """
-    return TrainConfig(**_checked(given))
+    checked, of_run = _checked(given), {field.name for field in dataclasses.fields(TrainConfig)}
+    settings = _kind(checked.get("drafter", TrainConfig.drafter)).settings
+    of_kind = {field.name for field in dataclasses.fields(settings)}
+    hyper = settings(**{name: value for name, value in checked.items() if name in of_kind})
+    return TrainConfig(hyper=hyper, **{name: value for name, value in checked.items() if name in of_run})
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
     """Settings by name, each as the type of its field; raises ValueError."""
-    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    known = setting_fields()
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"unknown settings {', '.join(map(str, unknown))}; known are {', '.join(known)}")
     return {name: setting(name, value) for name, value in given.items()}
@@ -255,7 +281,7 @@ def setting(name: str, value: Any) -> Any:
     """
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-    kind = get_type_hints(TrainConfig)[name]
+    kind: Any = setting_fields()[name].type
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
     assert isinstance(spec, PrimitiveConstructorSpec)
     words = [str(part) for part in (value if isinstance(value, list | tuple) else [value])]

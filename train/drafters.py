@@ -16,7 +16,6 @@ from dflash_jax.config import AttentionConfig, RopeConfig
 from dflash_jax.config_json import token_ids
 from dflash_jax.drafters import KINDS, drafter_config, kind_named, kind_of
 from dflash_jax.drafters.base import Drafter
-from dflash_jax.drafters.config import default_target_layer_ids
 from dflash_jax.infer.text import Text
 from dflash_jax.mesh import entered, gather
 from dflash_jax.sharding import lookup
@@ -42,8 +41,6 @@ def new_drafter(
     """
     c, layer, kind = target.config, target.config.layers[-1], kind_named(config.drafter)
     attention = next(each.attention for each in reversed(c.layers) if isinstance(each.mixer, AttentionConfig))
-    # Of a shallow target the rule names a layer twice.
-    taps = config.target_layer_ids or sorted({*default_target_layer_ids(c.num_hidden_layers, config.num_layers)})
     common: dict[str, Any] = {
         "model_type": "qwen3",
         "vocab_size": c.vocab_size,
@@ -64,7 +61,7 @@ def new_drafter(
         "use_cache": True,
         "block_size": config.block_size,
         "num_target_layers": c.num_hidden_layers,
-        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(taps)},
+        "dflash_config": {"mask_token_id": mask_token_id},
         **(_rope_fields(attention.rope) if attention.rope else {}),
     }
     given: dict[str, Any] = {}
@@ -72,7 +69,7 @@ def new_drafter(
         common["draft_vocab_size"] = len(vocabulary)
         ids = np.asarray(vocabulary, np.int32)
         given = {"d2t": ids - np.arange(len(ids), dtype=np.int32), "lm_head": _head_rows(target, ids)}
-    return _made(target, config, dict(kind.fresh(common, config)), given)
+    return _made(target, config, dict(kind.new_config(common, config.hyper, config.target_layer_ids)), given)
 
 
 def _head_rows(target: Target, ids: np.ndarray) -> np.ndarray:
@@ -103,7 +100,7 @@ def _made(
         elif (value := kind.initial(path, leaf.shape)) is None:
             value = rng.standard_normal(leaf.shape, np.float32) * np.float32(INIT_STD)
         params[path] = jnp.asarray(value)
-    return kind.Drafter(nested(params, table), parsed), raw
+    return kind.drafter(nested(params, table), parsed), raw
 
 
 def converted(
@@ -117,10 +114,10 @@ def converted(
     found = kind_of(raw)
     if found == config.drafter:
         return started, raw
-    own = kind_named(config.drafter).becomes(started.config, raw, config)
-    if own is None:
+    converted_raw = kind_named(config.drafter).config_from(started.config, raw, config.hyper)
+    if converted_raw is None:
         raise ValueError(f"--init-from: a {found} drafter cannot become a {config.drafter} one")
-    return _made(target, config, dict(own), flat(started.params))
+    return _made(target, config, dict(converted_raw), flat(started.params))
 
 
 def frequent_tokens(examples: Sequence[Example], size: int) -> list[int] | None:

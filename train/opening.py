@@ -1,6 +1,5 @@
 """Opens a training run: what does not fit is refused before anything is written, then it begins or continues."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def open_run(
         _check_same_run(directory, identity)
     if leads:
         write_json(directory / "run.json", identity)
-        write_json(directory / "config.json", dataclasses.asdict(config))
+        write_json(directory / "config.json", config.named())
         write_json(directory / "drafter.json", raw)
     packing = Packing(examples, config.length, config.batch_size, config.seed)
     steps = packing.steps(config.epochs)
@@ -135,7 +134,7 @@ def _check_mesh(drafter: Drafter, mesh: Mesh | None, config: TrainConfig) -> Non
 
 def _identity(target: Target, drafter: Drafter, examples: list[Example], config: TrainConfig) -> Raw:
     """What may not change when a run continues."""
-    settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE}
+    settings = {name: value for name, value in config.named().items() if name not in FREE}
     return json.loads(json.dumps(settings)) | {
         "target": model_fingerprint(target),
         "data": data_fingerprint(examples),

@@ -165,7 +165,7 @@ class Run:
 
     def trained(self) -> Drafter:
         """The drafter as it is now, in float32."""
-        return self.drafter.replace(params=self.state.params | split_params(self.drafter.params)[1])
+        return self.drafter.replace(params=self.state.params | split_params(self.drafter)[1])
 
     def evaluate(self) -> Metrics:
         """Evaluates, logs, and keeps the drafter as `best` if none before reached its tau."""
@@ -196,4 +196,4 @@ def load_run(directory: str | Path, step: int | None = None) -> tuple[Drafter, d
         drafter = load_drafter(directory / "last", dtype="float32")  # for what is not trained
         with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
             params = checkpoints.restore_params(step)
-        return drafter.replace(params=params | split_params(drafter.params)[1]), raw
+        return drafter.replace(params=params | split_params(drafter)[1]), raw

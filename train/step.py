@@ -18,8 +18,6 @@ from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.drafters import cast
 from dflash_jax.train.losses import decay_weights, dpace_weights, teacher_forced_lengths, token_losses
 
-FROZEN = ("embed_tokens", "lm_head", "d2t")  # where a drafter carries its own
-
 
 class TrainState(struct.PyTreeNode):
     """Everything a run carries from step to step.
@@ -63,10 +61,10 @@ class Sums(NamedTuple):
     blocks: Float[Array, ""]
 
 
-def split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_params(drafter: Drafter) -> tuple[dict[str, Any], dict[str, Any]]:
     """(trained, frozen) parameters of a drafter."""
-    trained = {name: value for name, value in params.items() if name not in FROZEN}
-    return trained, {name: value for name, value in params.items() if name in FROZEN}
+    trained = {name: value for name, value in drafter.params.items() if name not in drafter.frozen}
+    return trained, {name: value for name, value in drafter.params.items() if name in drafter.frozen}
 
 
 def make_optimizer(config: TrainConfig, steps: int) -> optax.GradientTransformation:
@@ -118,7 +116,7 @@ def make_schedule(config: TrainConfig, steps: int) -> optax.Schedule:
 
 def init_state(drafter: Drafter, config: TrainConfig, steps: int) -> TrainState:
     """A run's beginning: float32 copies of the drafter's trained parameters."""
-    trained, _ = split_params(drafter.params)
+    trained, _ = split_params(drafter)
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)
     return TrainState(jnp.int32(0), params, make_optimizer(config, steps).init(params))
 
@@ -184,7 +182,7 @@ def train_step(
 
 def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any, batch: Batch, keys: Array) -> Sums:
     """Loss sums of some rows with the trained parameters `params`."""
-    drafter = drafter.replace(params=cast(params, target.dtype) | split_params(drafter.params)[1])
+    drafter = drafter.replace(params=cast(params, target.dtype) | split_params(drafter)[1])
     blocks = draw_blocks(
         keys,
         batch.tokens,
@@ -205,7 +203,7 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
         shape = features.shape[1:]
         noise = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), shape))(keys)
         features = features + (config.feature_noise * (2 * noise - 1)).astype(features.dtype)
-    seen = drafter.teacher_forced(target, features, batch.starts, blocks, remat=config.remat)
+    seen = drafter.teacher_forced(target, features, blocks, remat=config.remat)
     B, A, P = blocks.labels.shape
     flat, target_hidden = (lambda x: x.reshape(B * A * P, *x.shape[3:])), None
     if config.losses.distill:

@@ -4,9 +4,8 @@ All answer the same prompts, in turns in one process, and give the same answers.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 from jax.sharding import AbstractMesh
 
@@ -160,13 +159,14 @@ def bytes_per_step(raw: Raw, block_size: int, nodes: int = 0) -> dict[str, float
     common = {**common, "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
     common["block_size"] = block_size
     common["sample_from_anchor"] = getattr(config, "anchor_predicts", False)
-    settings = SimpleNamespace(block_size=block_size, target_layer_ids=(), conv_group_size=16, selector_rank=256)
-    settings.selector_top_k, settings.markov_rank = 16, 256
-    settings.markov_head_type = getattr(config, "markov_head_type", "vanilla")
-    fresh = dict(kinds.KINDS[kinds.kind_of(raw)].fresh(common, settings))
+    kind = kinds.KINDS[kinds.kind_of(raw)]
+    # Of its hyper-parameters, sizes are those of the paper, and the rest is its own.
+    named = {field.name: getattr(config, field.name, None) for field in fields(kind.settings)}
+    settings = kind.settings(**{name: value for name, value in named.items() if isinstance(value, str)})
+    new = dict(kind.new_config(common, settings))
     if config.draft_vocab_size != config.vocab_size:
-        fresh["draft_vocab_size"] = 32000
-    figures = traced((target, fresh), {"data": 1}, 1, 1024, None, nodes)
+        new["draft_vocab_size"] = 32000
+    figures = traced((target, new), {"data": 1}, 1, 1024, None, nodes)
     return {"step_gb": figures["bytes_accessed"] / 1e9, "draft_gb": figures["draft_bytes"] / 1e9}
 
 

@@ -180,7 +180,7 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
     from dflash_jax.benchmarks.random_weights import random_pair
     from dflash_jax.benchmarks.step_times import StepTimes
     from dflash_jax.decoding.state import init_state
-    from dflash_jax.decoding.step import make_round, speculative_step
+    from dflash_jax.decoding.step import speculative_step, step_functions
     from dflash_jax.infer.engine import Engine
 
     target, drafter = random_pair(*PAIRS[pair], jnp.dtype(dtype))
@@ -194,7 +194,7 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
     seconds = times.seconds()
     room = jax.eval_shape(lambda: init_state(target, None, batch, length, 1))
     # What products read of weights and cache; of the cache, as much as is filled.
-    alone = lambda target, state: speculative_step(make_round(target, None, 0), state)
+    alone = lambda target, state: speculative_step(step_functions(target, None, 0), state)
     weights, cache = cost(alone, target, room).bytes_read
     read = weights + cache * context / length
     ratio = seconds["speculative"] / seconds["autoregressive"]

@@ -38,7 +38,7 @@ from dflash_jax.cache import size_in_bytes
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.config import Raw, TargetConfig
 from dflash_jax.decoding.state import State, init_state
-from dflash_jax.decoding.step import Committed, make_round, speculative_step
+from dflash_jax.decoding.step import Committed, speculative_step, step_functions
 from dflash_jax.drafters import drafter_config
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import DrafterConfig
@@ -152,7 +152,7 @@ def compile_step(
     """The speculative step as compiled for the mesh's devices, its state donated; nothing is allocated."""
 
     def step(target: Target, drafter: Drafter, state: State) -> tuple[State, Committed]:
-        parts = make_round(target, drafter, block_size or drafter.config.block_size, nodes=nodes)
+        parts = step_functions(target, drafter, block_size or drafter.config.block_size, nodes=nodes)
         state, committed = speculative_step(parts, state)
         return sharding.pin(state), committed
 
@@ -277,10 +277,10 @@ def traced(
     pair, (heads, rows) = shapes(raws, None, batch, length), (parts_of(mesh, HEADS), parts_of(mesh, ROWS))
 
     def step(target: Target, drafter: Drafter, state: State, size: int, nodes: int = 0) -> tuple[State, Committed]:
-        return speculative_step(make_round(target, drafter, size, nodes=nodes), state)
+        return speculative_step(step_functions(target, drafter, size, nodes=nodes), state)
 
     def plain(target: Target, state: State) -> tuple[State, Committed]:
-        return speculative_step(make_round(target, None, 0), state)
+        return speculative_step(step_functions(target, None, 0), state)
 
     block_size = block_size or pair[1].config.block_size
     whole = cost(partial(step, size=block_size, nodes=nodes), *pair)

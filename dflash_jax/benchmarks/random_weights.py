@@ -31,7 +31,7 @@ def random_pair(
     sharding.check_layout(draft_config, mesh)
     kind = drafters.KINDS[drafters.kind_of(drafter)]
     second = _random(kind.tensors(draft_config, first.layout), dtype)
-    return first, kind.Drafter(second, draft_config, layout=first.layout, mesh=mesh)
+    return first, kind.drafter(second, draft_config, layout=first.layout, mesh=mesh)
 
 
 def random_target(raw: Raw, dtype: DTypeLike = jnp.bfloat16, mesh: AnyMesh | None = None) -> Target:

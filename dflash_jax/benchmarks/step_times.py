@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.proposal import Accepted, Block, Proposal, accept, make_block
 from dflash_jax.decoding.state import DraftModel, State, init_state
-from dflash_jax.decoding.step import Round, make_round, speculative_step
+from dflash_jax.decoding.step import StepFunctions, speculative_step, step_functions
 from dflash_jax.infer.chooser import Draft
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.params import STOP_WIDTH
@@ -154,8 +154,8 @@ def in_turn(target: Target, drafter: DraftModel, state: State, noise: jax.Array,
 
 def _round(
     target: Target, drafter: DraftModel | None, block: int, proposals: Proposals = "calibrated", nodes: int = 0
-) -> Round:
-    return make_round(target, drafter, block, proposals, nodes)
+) -> StepFunctions:
+    return step_functions(target, drafter, block, proposals, nodes)
 
 
 def draft(target: Target, drafter: DraftModel, state: State, noise: jax.Array | None = None, **how: Any) -> State:
@@ -165,9 +165,9 @@ def draft(target: Target, drafter: DraftModel, state: State, noise: jax.Array | 
     """
     parts = _round(target, drafter, **how)
     if noise is None:  # not zeros: the compiler would leave out the sum
-        shape = jax.eval_shape(parts.choosing, state).noise.shape
+        shape = jax.eval_shape(parts.choose, state).noise.shape
         noise = jnp.broadcast_to((state.anchor % 7).astype(jnp.float32)[:, None, None], shape)
-    choice = parts.choosing(state).replace(noise=noise)
+    choice = parts.choose(state).replace(noise=noise)
     return state.replace(anchor=parts.propose(state, choice).tokens[:, -1])  # the next iteration depends on this one
 
 
@@ -184,7 +184,7 @@ def choose(target: Target, drafter: DraftModel, state: State, **how: Any) -> Sta
     block = _some_block(target, parts, state)
     like, _ = jax.eval_shape(parts.verify, state, block)
     logits = jnp.broadcast_to((state.anchor[0] % 7).astype(like.dtype), like.shape)
-    chosen = parts.choosing(state).for_block(logits, block)
+    chosen = parts.choose(state).for_block(logits, block)
     accepted, _ = accept(chosen, block, state.remaining, state.stop_tokens)
     return state.replace(anchor=(state.anchor + accepted.count) % target.config.vocab_size)
 
@@ -204,11 +204,11 @@ def commit(target: Target, drafter: DraftModel, state: State, **how: Any) -> Sta
     return parts.commit(state, verified, accepted).replace(anchor=state.anchor + 1)
 
 
-def _some_block(target: Target, parts: Round, state: State) -> Block:
+def _some_block(target: Target, parts: StepFunctions, state: State) -> Block:
     """A block of random tokens, of the shape that this round's proposals have."""
 
     def propose(state: State) -> Proposal:
-        return parts.propose(state, parts.choosing(state))
+        return parts.propose(state, parts.choose(state))
 
     like = jax.eval_shape(propose, state)
     tokens = (_random(like.tokens, target.config.vocab_size) + state.anchor[:, None]) % target.config.vocab_size

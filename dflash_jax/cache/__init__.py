@@ -6,13 +6,13 @@ Shapes: R cache rows, B block rows, T block positions, J positions of an accepte
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax.cache.attention import KV as KV
 from dflash_jax.cache.attention import Fresh as Fresh
@@ -31,7 +31,7 @@ class Entry(Protocol):
 
     def commit(
         self,
-        fresh: Any,
+        fresh: PyTree,
         lengths: Int[Array, " B"],
         kept: Int[Array, " B"],
         *,
@@ -41,13 +41,13 @@ class Entry(Protocol):
         """The entry with the first `kept` positions of a block after `lengths`; see `commit`."""
         ...
 
-    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Any:
+    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> PyTree:
         """What a row needs to continue after its committed positions `start..start+count-1`, given all before them;
         a pytree of arrays [1, ...] with a method `partition` of its own. The row must end there. One that has an
         attribute `whole` that is true needs none of those before, however many they are."""
         ...
 
-    def restore(self, snapshot: Any, row: Int[Array, ""], end: Int[Array, ""]) -> Self:
+    def restore(self, snapshot: PyTree, row: Int[Array, ""], end: Int[Array, ""]) -> Self:
         """The entry with a snapshot, of this entry or of one with another number of slots, whose last position is
         `end - 1`."""
         ...
@@ -63,11 +63,6 @@ class Mixer(Protocol):
     @property
     def shares(self) -> int | None:
         """An earlier layer whose entry it reads, or None."""
-        ...
-
-    @property
-    def rotary(self) -> tuple[Any, int] | None:
-        """The rotary embedding of its heads (see `config.RopeConfig`) and their dimensions; None rotates nothing."""
         ...
 
     def entry(self, rows: int, slots: int, dtype: DTypeLike, layout: Layout, widest: int) -> Entry: ...
@@ -95,11 +90,11 @@ class Cache(struct.PyTreeNode):
         """See `Entry.begin`."""
         return self.replace(entries=tuple(entry.begin(row) for entry in self.entries))
 
-    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> tuple[Any, ...]:
+    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> tuple[PyTree, ...]:
         """See `Entry.snapshot`."""
         return tuple(entry.snapshot(row, start, count) for entry in self.entries)
 
-    def restore(self, snapshot: tuple[Any, ...], row: Int[Array, ""], end: Int[Array, ""]) -> "Cache":
+    def restore(self, snapshot: tuple[PyTree, ...], row: Int[Array, ""], end: Int[Array, ""]) -> "Cache":
         """See `Entry.restore`; an entry whose snapshot is None stays as it is."""
         pairs = zip(self.entries, snapshot, strict=True)
         return self.replace(entries=tuple(e if one is None else e.restore(one, row, end) for e, one in pairs))
@@ -157,7 +152,7 @@ def once_read(kept: Int[Array, " B"], hidden: Float[Array, "B T D"]) -> Int[Arra
 
 def commit(
     cache: Cache,
-    fresh: Sequence[Any],
+    fresh: Sequence[PyTree],
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
     *,
@@ -178,6 +173,6 @@ def commit(
     return cache.replace(entries=tuple(e.commit(f, lengths, kept, path=path, rows=rows) for e, f in pairs))
 
 
-def size_in_bytes(tree: Any) -> int:
+def size_in_bytes(tree: PyTree) -> int:
     """Bytes of all arrays (or their shapes) in a pytree."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax.mesh import row_parts
 
@@ -54,7 +54,7 @@ class Selected(NamedTuple):
     inside: Bool[Array, "p m"] | None = None
     rows: Int[Array, " _"] | None = None
 
-    def take(self, x: Any) -> Any:
+    def take(self, x: PyTree) -> PyTree:
         """Their rows of an array [B, ...] or of several; None stays None."""
 
         def one(x: Array) -> Array:
@@ -88,14 +88,14 @@ class Split(struct.PyTreeNode):
         rows: of each group.
     """
 
-    entries: tuple[Any, ...]
+    entries: tuple[PyTree, ...]
     rows: tuple[int, ...] = struct.field(pytree_node=False)
 
     def attend(
         self,
         q: Float[Array, "B T N H"],
         positions: Int[Array, "B T"],
-        fresh: Any,
+        fresh: PyTree,
         lengths: Int[Array, " B"],
         *,
         visible: Any,
@@ -125,7 +125,7 @@ class Split(struct.PyTreeNode):
     def begin(self, row: Int[Array, ""]) -> "Split":
         """Each group's entry with the row begun, if the row is its own."""
 
-        def begun(entry: Any, group: int) -> Any:
+        def begun(entry: PyTree, group: int) -> PyTree:
             inside, at = self._place(row, group)
             new = entry.begin(jnp.where(inside, at, 0))
             return entry if new is entry else jax.tree.map(lambda a, b: jnp.where(inside, a, b), new, entry)
@@ -134,7 +134,7 @@ class Split(struct.PyTreeNode):
 
     def commit(
         self,
-        fresh: Any,
+        fresh: PyTree,
         lengths: Int[Array, " B"],
         kept: Int[Array, " B"],
         *,
@@ -149,7 +149,7 @@ class Split(struct.PyTreeNode):
             new.append(entry.commit(own.take(fresh), *counts, path=own.take(path), rows=own.rows))
         return self.replace(entries=tuple(new))
 
-    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Any:
+    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> PyTree:
         """See `Entry.snapshot`; of no more positions than the shortest row holds."""
         found = None
         for group, entry in enumerate(self.entries):
@@ -158,7 +158,7 @@ class Split(struct.PyTreeNode):
             found = own if found is None else jax.tree.map(partial(jnp.where, inside), own, found)
         return found
 
-    def restore(self, snapshot: Any, row: Int[Array, ""], end: Int[Array, ""]) -> "Split":
+    def restore(self, snapshot: PyTree, row: Int[Array, ""], end: Int[Array, ""]) -> "Split":
         """See `Entry.restore`."""
         new = []
         for group, entry in enumerate(self.entries):

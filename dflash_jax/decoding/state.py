@@ -1,14 +1,14 @@
 """What a decoding batch carries from step to step, and what the algorithm asks of its models.
 
-Shapes: B rows, T block positions, J committed positions, Q stop tokens, V vocabulary.
+Shapes: B rows, T block positions, J committed positions, Q stop tokens, V vocabulary, FD tapped features side by side.
 """
 
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax.cache import Cache, Capacity
 from dflash_jax.cache.split import groups_of
@@ -25,9 +25,9 @@ class Carried(Protocol):
     """What a model carries from step to step, for every row: a pytree, such as a `Cache`."""
 
     def begin(self, row: Int[Array, ""]) -> Self: ...
-    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Any: ...
-    def restore(self, snapshot: Any, row: Int[Array, ""], end: Int[Array, ""]) -> Self: ...
-    def partition(self) -> Any: ...
+    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> PyTree: ...
+    def restore(self, snapshot: PyTree, row: Int[Array, ""], end: Int[Array, ""]) -> Self: ...
+    def partition(self) -> PyTree: ...
 
 
 class TargetModel(Protocol):
@@ -59,8 +59,43 @@ class TargetModel(Protocol):
         taps: tuple[int, ...] = (),
         rows: Int[Array, " B"] | None = None,
         counts: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]: ...
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[PyTree, ...]]: ...
     def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]: ...
+
+
+class Query(struct.PyTreeNode):
+    """What a drafter is asked: to propose what follows each row's anchor.
+
+    Attributes:
+        anchor: last committed token of each row, which stands at position `lengths`.
+        lengths: committed positions of each row before it.
+        block_size: positions of the block, the anchor included.
+        rows: row of the drafter's state of each of these rows, all different; None if they are every row, in order.
+    """
+
+    anchor: Int[Array, " B"]
+    lengths: Int[Array, " B"]
+    block_size: int = struct.field(pytree_node=False)
+    rows: Int[Array, " B"] | None = None
+
+
+class Seen(struct.PyTreeNode):
+    """Positions that a drafter is to add to its state: of a chunk of a prompt, or accepted in a step.
+
+    Attributes:
+        tokens, features, positions: of these positions, in order; what is not kept is arbitrary. Features are the
+            outputs of the tapped target layers, side by side.
+        lengths: committed positions before them.
+        kept: how many of each row are committed, the first ones.
+        rows: see `Query`.
+    """
+
+    tokens: Int[Array, "B J"]
+    features: Float[Array, "B J FD"]
+    positions: Int[Array, "B J"]
+    lengths: Int[Array, " B"]
+    kept: Int[Array, " B"]
+    rows: Int[Array, " B"] | None = None
 
 
 class DraftConfig(Protocol):
@@ -76,59 +111,46 @@ class DraftConfig(Protocol):
         ...
 
 
-class DraftModel(Protocol):
-    """What the algorithm asks of a drafter, likewise (see `drafters.dflash.Drafter`). Its state is its own affair."""
-
-    @property
-    def config(self) -> DraftConfig: ...
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Target layers whose outputs it wants."""
-        ...
+class Drafting(Protocol):
+    """How a drafter proposes. Its state is its own affair."""
 
     def depth(self, block_size: int) -> int:
         """Nodes on the longest path that `propose` proposes."""
         ...
 
-    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Carried: ...
+    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Carried:
+        """What it carries before anything is committed.
 
-    def propose(
-        self,
-        target: TargetModel,
-        state: Any,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
-        """Proposes for the positions after the anchor, which stands at `lengths`.
-
-        `rows` are rows of the state, as in `commit`. `choice` picks tokens under each row's settings, as the target
-        will; it may be asked between passes of the drafter, and for scores instead.
+        Args:
+            rows: of the batch.
+            slots: positions of every row, or the groups that rows of different lengths stand in.
+            widest: the most positions that one `commit` adds.
         """
         ...
 
-    def commit(
-        self,
-        target: TargetModel,
-        state: Any,
-        tokens: Int[Array, "B J"],
-        features: Float[Array, "B J FD"],
-        positions: Int[Array, "B J"],
-        lengths: Int[Array, " B"],
-        kept: Int[Array, " B"],
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Any:
-        """The state after `kept` more committed positions: of a prompt's chunk, or accepted.
+    def propose(self, target: TargetModel, state: PyTree, query: Query, choice: Choice) -> Proposal:
+        """Proposes for the positions after the anchor.
 
         Args:
-            tokens, features, positions: of these positions, in order; what is not kept is arbitrary.
-            lengths: committed positions before.
-            rows: row of the state of each of these rows, all different; None if they are every row, in order.
+            state: what the drafter carries.
+            choice: picks tokens under each row's settings, as the target will. It may be asked between passes of the
+                drafter.
         """
+        ...
+
+    def commit(self, target: TargetModel, state: PyTree, seen: Seen) -> PyTree:
+        """The state after more committed positions."""
+        ...
+
+
+class DraftModel(Drafting, Protocol):
+    """What the algorithm asks of a drafter, a pytree of its parameters (see `drafters.base.Drafter`)."""
+
+    @property
+    def config(self) -> DraftConfig: ...
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs it needs."""
         ...
 
 

@@ -4,13 +4,13 @@ Shapes: B rows, T block positions, J committed positions of a step, V vocabulary
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax import cache
 from dflash_jax.decoding.calibration import Calibration
@@ -19,7 +19,7 @@ from dflash_jax.decoding.logprobs import Logprobs, log_probabilities
 from dflash_jax.decoding.penalties import remember
 from dflash_jax.decoding.proposal import Accepted, Block, Proposal, accept, make_block
 from dflash_jax.decoding.sampling import gumbel_noise
-from dflash_jax.decoding.state import DraftModel, State, TargetModel, without_idle_rows
+from dflash_jax.decoding.state import DraftModel, Query, Seen, State, TargetModel, without_idle_rows
 
 
 class Committed(struct.PyTreeNode):
@@ -60,26 +60,26 @@ class Verified(NamedTuple):
 
     block: Block
     features: Float[Array, "B T FD"]
-    fresh: tuple[Any, ...]
+    fresh: tuple[PyTree, ...]
 
 
-class Round(NamedTuple):
+class StepFunctions(NamedTuple):
     """The functions that a step is made of.
 
     Attributes:
-        choosing: how tokens are chosen in this step.
+        choose: how tokens are chosen in this step.
         propose: nodes after each row's anchor; what they are never changes the output.
         verify: the target's logits of a block, and what is to be committed of it.
         commit: writes what was accepted to the target's cache and the drafter's state.
     """
 
-    choosing: Callable[[State], Choice]
+    choose: Callable[[State], Choice]
     propose: Callable[[State, Choice], Proposal]
     verify: Callable[[State, Block], tuple[Float[Array, "B T V"], Verified]]
     commit: Callable[[State, Verified, Accepted], State]
 
 
-def speculative_step(parts: Round, state: State, *, logprobs: int | None = None) -> tuple[State, Committed]:
+def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | None = None) -> tuple[State, Committed]:
     """One round: propose a block, verify it, accept its longest correct path plus one token, commit.
 
     The tokens are the target's own whatever is proposed: every position's token is chosen from the
@@ -87,7 +87,7 @@ def speculative_step(parts: Round, state: State, *, logprobs: int | None = None)
     (Paper section 3; reference `dflash/model.py`, `dflash_generate`.)
 
     Args:
-        parts: the models, as functions.
+        functions: the models, as functions.
         state: before the step; it stays valid unless your `jax.jit` donates it.
         logprobs: alternatives to return the log-probabilities of; None returns none.
 
@@ -95,12 +95,12 @@ def speculative_step(parts: Round, state: State, *, logprobs: int | None = None)
         ValueError: a proposal is deeper than its drafter said.
     """
     view = without_idle_rows(state)
-    choice = parts.choosing(view)
-    block = make_block(view.anchor, parts.propose(view, choice))
+    choice = functions.choose(view)
+    block = make_block(view.anchor, functions.propose(view, choice))
     if block.proposal.depth + 1 > choice.noise.shape[1]:
         deep, most = block.proposal.depth, choice.noise.shape[1] - 1
         raise ValueError(f"a proposal may be {most} nodes deep, as its drafter's `depth` says; this one is {deep}")
-    logits, verified = parts.verify(view, block)
+    logits, verified = functions.verify(view, block)
     accepted, remaining = accept(choice.for_block(logits, block), block, view.remaining, view.stop_tokens)
     tokens, path, count = accepted
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
@@ -108,7 +108,7 @@ def speculative_step(parts: Round, state: State, *, logprobs: int | None = None)
     if logprobs is not None:
         along = logits if path is None else jnp.take_along_axis(logits, path[:, :, None], axis=1)
         scores = log_probabilities(choice.masked(along), tokens, view.scored, logprobs)
-    after = parts.commit(view, verified, accepted).replace(
+    after = functions.commit(view, verified, accepted).replace(
         anchor=jnp.where(count > 0, last, view.anchor),
         lengths=state.lengths + count,
         remaining=remaining,
@@ -150,10 +150,10 @@ def sizes_within(nodes: int) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Its parts for a target and a drafter
+# Its functions for a target and a drafter
 
 
-def choosing(target: TargetModel, depth: int) -> Callable[[State], Choice]:
+def make_choose(target: TargetModel, depth: int) -> Callable[[State], Choice]:
     """A function State -> `Choice`: settings, and noise [B, depth + 1, V] of `depth` nodes and the token after them."""
 
     def choice(state: State) -> Choice:
@@ -166,15 +166,16 @@ def choosing(target: TargetModel, depth: int) -> Callable[[State], Choice]:
     return choice
 
 
-def proposing(
+def make_propose(
     target: TargetModel, drafter: DraftModel, block_size: int, proposals: Proposals, nodes: int = 0
 ) -> Callable[[State, Choice], Proposal]:
     """Proposals of a drafter; see `Choice.for_drafting` for their kinds."""
 
     def propose(state: State, choice: Choice) -> Proposal:
         assert state.calibration is not None
-        own = choice.for_drafting(proposals, state.calibration).replace(nodes=nodes)
-        return drafter.propose(target, state.draft, state.anchor, state.lengths, block_size, own, rows=state.rows)
+        drafting = choice.for_drafting(proposals, state.calibration).replace(nodes=nodes)
+        query = Query(state.anchor, state.lengths, block_size, state.rows)
+        return drafter.propose(target, state.draft, query, drafting)
 
     return propose
 
@@ -184,7 +185,7 @@ def nothing(state: State, choice: Choice) -> Proposal:
     return Proposal(jnp.zeros((state.anchor.shape[0], 0), jnp.int32))
 
 
-def verifying(
+def make_verify(
     target: TargetModel, drafter: DraftModel | None
 ) -> Callable[[State, Block], tuple[Float[Array, "B T V"], Verified]]:
     """Scores a block with one pass of the target, in which a position sees its ancestors."""
@@ -200,7 +201,7 @@ def verifying(
     return verify
 
 
-def committing(target: TargetModel, drafter: DraftModel | None) -> Callable[[State, Verified, Accepted], State]:
+def make_commit(target: TargetModel, drafter: DraftModel | None) -> Callable[[State, Verified, Accepted], State]:
     """Commits what was accepted to the target's cache, and its features to the drafter's state."""
 
     def commit(state: State, verified: Verified, accepted: Accepted) -> State:
@@ -214,20 +215,19 @@ def committing(target: TargetModel, drafter: DraftModel | None) -> Callable[[Sta
             tokens = jnp.take_along_axis(tokens, path, axis=1)
             features = jnp.take_along_axis(features, path[:, :, None], axis=1)
         positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
-        seen = tokens, features, positions, state.lengths, count
-        draft = drafter.commit(target, state.draft, *seen, rows=state.rows)
-        return state.replace(draft=draft)
+        seen = Seen(tokens, features, positions, state.lengths, count, state.rows)
+        return state.replace(draft=drafter.commit(target, state.draft, seen))
 
     return commit
 
 
-def make_round(
+def step_functions(
     target: TargetModel,
     drafter: DraftModel | None,
     block_size: int,
     proposals: Proposals = "calibrated",
     nodes: int = 0,
-) -> Round:
+) -> StepFunctions:
     """The step of a target and a drafter.
 
     Args:
@@ -240,8 +240,10 @@ def make_round(
     depth, propose = 0, nothing
     if drafter is not None and block_size > 0 and drafter.depth(block_size) > 0:
         depth = drafter.depth(block_size)
-        propose = proposing(target, drafter, block_size, proposals, nodes)
-    return Round(choosing(target, depth), propose, verifying(target, drafter), committing(target, drafter))
+        propose = make_propose(target, drafter, block_size, proposals, nodes)
+    return StepFunctions(
+        make_choose(target, depth), propose, make_verify(target, drafter), make_commit(target, drafter)
+    )
 
 
 def run(

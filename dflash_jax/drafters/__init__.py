@@ -1,43 +1,44 @@
-"""Kinds of drafters: one file each, holding only what differs.
-
-A kind is a module with
-
-- `CLASSES`, a pattern of the names that published configs have in `architectures`, and `matches(raw)`, whether a config
-  is of this kind; the first that says so in `KINDS` is taken;
-- `config(raw) -> DrafterConfig`;
-- a class `Drafter(params, config, layout=, mesh=)`, a `base.Drafter`;
-- `tensors(config, layout)`, which says what every parameter is made of, and `canonical_name`, which gives tensors of
-  published variants the names in that table;
-- for training, `fresh(common, settings)`, the `config.json` of a new one; `becomes(config, raw, settings)`, that of one
-  that begins as a drafter of another kind, or None; and `initial(path, shape)`, a new parameter that is not drawn as
-  others are.
-
-`RULES` says how parameters of its own are split, as in `models`.
-"""
+"""Kinds of drafters: one file each, holding only what differs, in a `Kind` that is registered here."""
 
 import re
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from dflash_jax.config import Raw
 from dflash_jax.drafters import dflash, dflash2, dspark, eagle3, known, treeflash
+from dflash_jax.drafters.base import RULES as BASE_RULES
 from dflash_jax.drafters.config import DrafterConfig, with_mask_token
 from dflash_jax.drafters.fields import Lookup, classes_of, unnested
+from dflash_jax.drafters.kind import Kind
 from dflash_jax.drafters.speculators import flattened
 from dflash_jax.sharding import add_rules
 
-KINDS: dict[str, ModuleType] = {
-    "eagle3": eagle3,
-    "treeflash": treeflash,
-    "dflash2": dflash2,
-    "dspark": dspark,
-    "dflash": dflash,  # last: it takes configs that name no class
-}
-for module in KINDS.values():
-    add_rules(getattr(module, "RULES", ()))
+AnyKind = Kind[Any, Any]
+KINDS: dict[str, AnyKind] = {}  # the first that matches a config is taken
 
 
-def kind_named(name: str) -> ModuleType:
+def register(kind: AnyKind) -> None:
+    """Makes a kind of drafter known by its name: to loading, training, export and serving.
+
+    It is asked before those that are known already whether a `config.json` is one of its own.
+
+    Raises:
+        ValueError: there is another one of this name.
+    """
+    if type(KINDS.get(kind.name, kind)) is not type(kind):
+        raise ValueError(f"there is another kind of drafter named {kind.name!r}: {type(KINDS[kind.name]).__name__}")
+    others = {name: known for name, known in KINDS.items() if name != kind.name}
+    KINDS.clear()
+    KINDS.update({kind.name: kind} | others)
+    add_rules(kind.rules)
+
+
+add_rules(BASE_RULES)
+for _kind in (dflash.DFlash(), dspark.DSpark(), dflash2.DFlash2(), treeflash.TreeFlash(), eagle3.Eagle3()):
+    register(_kind)
+
+
+def kind_named(name: str) -> AnyKind:
     """The kind of this name; raises ValueError naming those there are."""
     if name not in KINDS:
         raise ValueError(f"the kind of a drafter must be one of {', '.join(sorted(KINDS))}, got {name!r:.60}")
@@ -52,7 +53,7 @@ def kind_of(raw: Raw) -> str:
     """
     raw = laid_out(raw)
     for name in classes_of(raw):
-        if not any(re.fullmatch(kind.CLASSES, name) for kind in KINDS.values()):
+        if not any(re.fullmatch(kind.classes, name) for kind in KINDS.values()):
             raise ValueError(
                 f"a drafter of class {name}{known.needs(name)} is not supported; the kinds here are "
                 f"{', '.join(sorted(KINDS))}. If it is one of them under another name, correct `architectures` in its "
@@ -67,7 +68,7 @@ def laid_out(raw: Raw) -> Raw:
     Raises:
         ValueError: it cannot be read as the configuration of one drafter.
     """
-    return flattened(unnested(raw))
+    return flattened(unnested(raw), KINDS.values())
 
 
 def drafter_config(raw: Raw, num_target_layers: int | None = None, target: str | Path | None = None) -> DrafterConfig:

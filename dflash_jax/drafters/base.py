@@ -4,24 +4,24 @@ Shapes: B rows, T tokens, J committed positions, P predictions, D width, V vocab
 side by side.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax import checkpoint, sharding
-from dflash_jax.cache import Capacity
-from dflash_jax.decoding.choice import Choice
-from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.state import Drafting, TargetModel
 from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
 from dflash_jax.models.layers import project
+from dflash_jax.sharding import Rule
 
 # Tensors that published checkpoints carry and nobody reads: the target's own, and what follows from `d2t`.
 UNREAD = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+RULES = (Rule(r"d2t", 1, P()),)
 
 
 class Blocks(NamedTuple):
@@ -31,6 +31,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         text: the rows.
+        text_starts: where the document of each position of the rows begins.
         anchors: positions in the row, ascending; 0 for a block that is not used.
         starts: where each anchor's document begins.
         tokens: the anchors' tokens.
@@ -40,6 +41,7 @@ class Blocks(NamedTuple):
     """
 
     text: Int[Array, "B S"]
+    text_starts: Int[Array, "B S"]
     anchors: Int[Array, "B A"]
     starts: Int[Array, "B A"]
     tokens: Int[Array, "B A"]
@@ -53,19 +55,21 @@ class Blocks(NamedTuple):
         return jnp.concatenate([self.tokens[:, :, None], self.labels[:, :, :-1]], axis=2)
 
 
-class Drafter(struct.PyTreeNode):
+class Drafter(Drafting, struct.PyTreeNode):
     """A loaded drafter, a `decoding.state.DraftModel`. A pytree of its parameters; see `Target`.
 
-    What it decodes with, a kind must have: `init_state`, `propose` and `commit`. What it learns with: `teacher_forced`,
-    and where its logits depend on more than one state, `heads`, `score` and `refine`.
+    What it decodes with, a kind must have: `dtype`, `init_state`, `propose` and `commit`. What it learns with:
+    `teacher_forced` (see `Trainable`), and where its logits depend on more than one state, `heads`, `score` and
+    `refine`.
     """
 
-    params: Any
+    params: PyTree
     config: DrafterConfig = struct.field(pytree_node=False)
     layout: Layout = struct.field(pytree_node=False, default=WHOLE, kw_only=True)
     mesh: AnyMesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
-    model: ClassVar[type[nn.Module]]  # of the parameters that are not `apart`
-    apart: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head", "d2t")
+    model: ClassVar[type[nn.Module]]  # of the parameters that are not `outside_model`
+    frozen: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head", "d2t")  # parameters that are not trained
+    outside_model: ClassVar[tuple[str, ...]] = frozen
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -80,41 +84,9 @@ class Drafter(struct.PyTreeNode):
         return jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32) + self.params["d2t"]
 
     @property
-    def dtype(self) -> Any:
-        raise NotImplementedError
-
-    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Any:
-        """See `DraftModel`."""
-        raise NotImplementedError
-
-    def propose(
-        self,
-        target: TargetModel,
-        state: Any,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
-        """See `DraftModel`."""
-        raise NotImplementedError
-
-    def commit(
-        self,
-        target: TargetModel,
-        state: Any,
-        tokens: Int[Array, "B J"],
-        features: Float[Array, "B J FD"],
-        positions: Int[Array, "B J"],
-        lengths: Int[Array, " B"],
-        kept: Int[Array, " B"],
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Any:
-        """See `DraftModel`."""
-        raise NotImplementedError
+    def dtype(self) -> jnp.dtype:
+        """Of the computation: that of the fusion of the tapped features."""
+        return self.params["fc"]["weight"].dtype
 
     def depth(self, block_size: int) -> int:
         """Tokens proposed at this block size; each is one deeper than the last."""
@@ -135,41 +107,34 @@ class Drafter(struct.PyTreeNode):
             return project(hidden, sharding.gathered(self.params["lm_head"], "lm_head"))
 
     def teacher_forced(
-        self,
-        target: TargetModel,
-        features: Float[Array, "B S FD"],
-        starts: Int[Array, "B S"],
-        blocks: Blocks,
-        *,
-        remat: bool = False,
-    ) -> Any:
+        self, target: TargetModel, features: Float[Array, "B S FD"], blocks: Blocks, *, remat: bool = False
+    ) -> PyTree:
         """What every prediction of every block is scored from, as decoding would compute it if all tokens before were
         right: a pytree of arrays [B, A, P, ...], of which the first is a final-normed state.
 
         Args:
             features: of all positions of the rows.
-            starts: where the document of each position begins.
             remat: compute layers again in the backward pass instead of keeping their insides.
         """
         raise NotImplementedError
 
-    def heads(self) -> dict[str, Any]:
+    def heads(self) -> dict[str, PyTree]:
         """Trained parameters that `score` and `refine` need; gradients flow to them from there."""
         return {}
 
-    def score(self, target: TargetModel, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
+    def score(self, target: TargetModel, heads: dict[str, PyTree], states: PyTree) -> Float[Array, "M V"]:
         """Logits of M predictions, each from its own entries of what `teacher_forced` returned."""
-        return self.unembed(target, seen[None])[0]
+        return self.unembed(target, states[None])[0]
 
     def refine(
-        self, heads: dict[str, Any], seen: Any, logits: Float[Array, "M V"], labels: Int[Array, " M"]
+        self, heads: dict[str, PyTree], states: PyTree, logits: Float[Array, "M V"], labels: Int[Array, " M"]
     ) -> tuple[Float[Array, " M"] | float, Bool[Array, " M"]]:
         """A further loss of each prediction, and whether the label is what it would propose."""
         best = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
         return 0.0, jnp.max(logits, axis=-1) == best
 
-    def _apply(self, method: str, *args: Any) -> Any:
-        params = {k: v for k, v in self.params.items() if k not in self.apart}
+    def _apply(self, method: str, *args: PyTree) -> PyTree:
+        params = {k: v for k, v in self.params.items() if k not in self.outside_model}
         with entered(self.mesh):
             return self.model(self.config, self.layout).apply({"params": params}, *args, method=method)
 

@@ -6,72 +6,35 @@ Shapes: B rows, T block slots, P proposals, J committed positions, L draft layer
 vocabulary of the drafter.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
 
 import flax.linen as nn
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax import checkpoint, sharding
 from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
 from dflash_jax.config import LayerConfig, Raw
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.proposing import propose
+from dflash_jax.decoding.state import Query, Seen, TargetModel
 from dflash_jax.drafters import base
-from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
-from dflash_jax.drafters.fields import classes_of, is_of
+from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, default_target_layer_ids, dflash_fields
+from dflash_jax.drafters.fields import classes_of
+from dflash_jax.drafters.kind import Hyper, Kind, Settings
 from dflash_jax.kernels.products import product
-from dflash_jax.mesh import WHOLE, Layout, on_every_device
+from dflash_jax.mesh import HEADS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, matmul, rms_norm, unfuse
 from dflash_jax.models.rope import Rope, rotate
 from dflash_jax.models.tables import decoder_layer
+from dflash_jax.sharding import Rule
 
-# QwenDFlashDraftModel is AngelSlim's, DFlashSpeculator that of `speculators`, the assistant SGLang 0.5.23's alias
-# (models/dflash.py).
-CLASSES = r"(Qwen3?)?DFlash(Qwen3)?(DraftModel|Model|ForCausalLM|Speculator)|MuseGlimmerAssistantModel"
-canonical_name = base.canonical_name
-
-
-def matches(raw: Raw) -> bool:
-    """Whether a config is that of such a drafter; one that names no class is."""
-    return not classes_of(raw) or is_of(raw, CLASSES)
-
-
-def config(raw: Raw) -> DFlashConfig:
-    """Reads `config.json`; see `config.dflash_fields`."""
-    return DFlashConfig(**dflash_fields(raw))
-
-
-def fresh(common: Raw, settings: Any) -> Raw:
-    """`config.json` of a new drafter.
-
-    Args:
-        common: the fields of its layers, and where it stands in its target.
-        settings: a `train.config.TrainConfig`.
-    """
-    return {**common, "architectures": ["DFlashDraftModel"]}
-
-
-def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
-    """`config.json` of a drafter of this kind that begins as one of another kind with this `config`, or None."""
-    return None
-
-
-def common_of(config: DrafterConfig, raw: Raw) -> Raw | None:
-    """What a DFlash drafter gives to one of its kin that begins as it (see `fresh`); None for another kind."""
-    if type(config) is not DFlashConfig:
-        return None
-    return {"sample_from_anchor": config.anchor_predicts, "dflash_config": {}, **raw}
-
-
-def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A new parameter, where it is not drawn as all others are."""
-    return None
+Config = TypeVar("Config", bound=DFlashConfig)
 
 
 class Layer(nn.Module):
@@ -83,7 +46,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, kv_projection: Any
+        self, x: Float[Array, "B T D"], at: Pass, entry: PyTree, kv_projection: PyTree
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, layer, D, eps = self.config, self.layer, self.config.hidden_size, self.config.rms_norm_eps
         attention = Attention(D, layer.attention, self.layout, c.attention_bias, eps, name="self_attn")
@@ -96,8 +59,8 @@ class Layer(nn.Module):
         return on_every_device(x + h), fresh
 
     def around(
-        self, name: str, h: Float[Array, "B T D"], sublayer: Callable[[Array], tuple[Array, Any]]
-    ) -> tuple[Float[Array, "B T D"], Any]:
+        self, name: str, h: Float[Array, "B T D"], sublayer: Callable[[Array], tuple[Array, PyTree]]
+    ) -> tuple[Float[Array, "B T D"], PyTree]:
         """What a sublayer, "attention" or "mlp", makes of its normed input. Kin of DFlash do more around it."""
         return sublayer(h)
 
@@ -188,81 +151,42 @@ class Drafter(base.Drafter):
     config: DFlashConfig = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.params["kv_proj"].dtype
-
     def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Cache:
         """An empty draft cache; windowed layers hold no more than their window."""
         return init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
 
-    def propose(
-        self,
-        target: TargetModel,
-        state: Cache,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
+    def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
         """Tokens for the positions after the anchor, every one chosen from its own slot of one pass."""
-        logits = self.logits(target, anchor, state, lengths, block_size, rows=rows)
-        return choice.propose(logits, **self.choosable)
+        return propose(self.restricted(choice), self.logits(target, state, query))
 
     @property
     def first_slot(self) -> int:
         """The first slot of the pass that predicts, or that predictions need."""
         return 0 if self.config.anchor_predicts else 1
 
-    @property
-    def choosable(self) -> dict[str, Any]:
-        """What `Choice.tokens` must know of the drafter's vocabulary."""
-        return {"forbidden": (self.config.mask_token_id,), "vocabulary": self.vocabulary}
+    def restricted(self, choice: Choice) -> Choice:
+        """The choice among the tokens that it may propose: its vocabulary, without its mask token."""
+        return choice.restricted(self.vocabulary, forbidden=(self.config.mask_token_id,))
 
-    def commit(
-        self,
-        target: TargetModel,
-        state: Cache,
-        tokens: Int[Array, "B J"],
-        features: Float[Array, "B J FD"],
-        positions: Int[Array, "B J"],
-        lengths: Int[Array, " B"],
-        kept: Int[Array, " B"],
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Cache:
+    def commit(self, target: TargetModel, state: Cache, seen: Seen) -> Cache:
         """Projects the target's features of committed positions into the draft cache."""
-        return commit(state, self.context(features, positions), lengths, kept, rows=rows)
+        fresh = self.context(seen.features, seen.positions)
+        return commit(state, fresh, seen.lengths, seen.kept, rows=seen.rows)
 
     def forward(
-        self,
-        x: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        cache: Cache,
-        lengths: Int[Array, " B"],
-        *,
-        visible: Any = None,
-        rows: Int[Array, " B"] | None = None,
-        starts: Int[Array, "B T"] | None = None,
-        per_row: int | None = None,
-        remat: bool = False,
+        self, x: Float[Array, "B T D"], at: Pass, cache: Cache, *, remat: bool = False
     ) -> tuple[Float[Array, "B T _"], tuple[Fresh, ...]]:
         """Denoises embedded block slots against the committed context; reads the cache only.
 
         Args:
-            x, positions: the blocks.
+            x: the blocks.
+            at: where they stand, and the context that each sees.
             cache: context.
-            lengths: context each block sees.
-            visible, rows, starts: see `Target.forward`.
-            per_row: see `models.attention.Pass`.
             remat: see `Model.forward`.
 
         Returns:
             Final-normed hidden states, and the block's own keys and values.
         """
-        at = Pass(positions, visible, lengths, rows, starts=starts, per_row=per_row)
         return self._apply("forward", x, at, cache, remat)
 
     def context(
@@ -278,76 +202,62 @@ class Drafter(base.Drafter):
             features, positions: of the target's committed positions.
             starts: where the document of each position begins (see `Target.forward`).
         """
-        nobody = jnp.zeros(positions.shape[0], jnp.int32)
-        at = Pass(positions, None, nobody, None, starts=starts)
+        no_context = jnp.zeros(positions.shape[0], jnp.int32)
+        at = Pass(positions, None, no_context, None, starts=starts)
         return self._apply("context", features.astype(self.dtype), at)
 
-    def logits(
-        self,
-        target: TargetModel,
-        anchor: Int[Array, " B"],
-        cache: Cache,
-        lengths: Int[Array, " B"],
-        block_size: int,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Float[Array, "B P V"]:
+    def logits(self, target: TargetModel, cache: Cache, query: Query) -> Float[Array, "B P V"]:
         """Float32 logits of the proposals for positions a+1, a+2, ... after the anchor.
 
         Args:
             target: supplies embedding and head where the checkpoint has none of its own.
-            anchor: last committed token of each row, at position `lengths`.
             cache: draft cache holding exactly the positions before the anchor.
-            block_size: slots of this pass, up to the checkpoint's.
-            rows: see `forward`.
         """
-        return self.unembed(target, self.denoise(target, anchor, cache, lengths, block_size, rows=rows))
+        return self.unembed(target, self.denoise(target, cache, query))
 
     def teacher_forced(
-        self,
-        target: TargetModel,
-        features: Float[Array, "B S FD"],
-        starts: Int[Array, "B S"],
-        blocks: base.Blocks,
-        *,
-        remat: bool = False,
-    ) -> Any:
+        self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
+    ) -> PyTree:
         """Hidden states of every prediction."""
         B, A, P = blocks.labels.shape
-        positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], starts.shape)
-        context = self.context(features, positions, starts=starts)
+        positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], blocks.text_starts.shape)
+        context = self.context(features, positions, starts=blocks.text_starts)
         cache = Cache(tuple(KV(fresh.k, fresh.v) for fresh in context), tuple(range(len(context))))
         flat = lambda x: x.reshape(B * A)
         size = P if self.config.anchor_predicts else P + 1
-        of_blocks = {"starts": flat(blocks.starts), "per_row": A, "remat": remat}
-        hidden = self.denoise(target, flat(blocks.tokens), cache, flat(blocks.anchors), size, **of_blocks)
+        query = Query(flat(blocks.tokens), flat(blocks.anchors), size)
+        hidden = self.denoise(target, cache, query, starts=flat(blocks.starts), per_row=A, remat=remat)
         return hidden.reshape(B, A, -1, hidden.shape[-1])
 
     def denoise(
         self,
         target: TargetModel,
-        anchor: Int[Array, " B"],
         cache: Cache,
-        lengths: Int[Array, " B"],
-        block_size: int,
+        query: Query,
         *,
-        rows: Int[Array, " B"] | None = None,
         starts: Int[Array, " B"] | None = None,
         per_row: int | None = None,
         remat: bool = False,
     ) -> Float[Array, "B P _"]:
-        """Hidden states of the slots from `first_slot` on; arguments as in `logits` and `forward`."""
-        c = self.config
-        tokens = jnp.full((anchor.shape[0], block_size), c.mask_token_id, jnp.int32).at[:, 0].set(anchor)
-        positions = lengths[:, None] + jnp.arange(block_size)[None]
+        """Hidden states of the slots from `first_slot` on.
+
+        Args:
+            cache: see `logits`.
+            starts: where the document of each anchor begins; None is at 0.
+            per_row: see `models.attention.Pass`.
+            remat: see `Model.forward`.
+        """
+        c, shape = self.config, (query.anchor.shape[0], query.block_size)
+        tokens = jnp.full(shape, c.mask_token_id, jnp.int32).at[:, 0].set(query.anchor)
+        positions = query.lengths[:, None] + jnp.arange(query.block_size)[None]
         scale = c.input_embedding_scale
         if scale is None:  # rows of the target's table, as the target reads them
             scale = 1.0 if c.own_embedding else target.config.embedding_scale
         x = (self.embed(target, tokens) * scale).astype(self.dtype)
         if starts is not None:
             starts = jnp.broadcast_to(starts[:, None], positions.shape)
-        hidden, _ = self.forward(x, positions, cache, lengths, rows=rows, starts=starts, per_row=per_row, remat=remat)
-        return hidden[:, self.first_slot :]
+        at = Pass(positions, None, query.lengths, query.rows, starts=starts, per_row=per_row)
+        return self.forward(x, at, cache, remat=remat)[0][:, self.first_slot :]
 
     def unembed(self, target: TargetModel, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
         """Float32 logits of hidden states."""
@@ -358,29 +268,78 @@ class Drafter(base.Drafter):
         return logits
 
 
-def tensors(config: DFlashConfig, layout: Layout = WHOLE) -> checkpoint.Table:
-    """Checkpoint tensors of every parameter (method 7.3)."""
-    D, depth, mixer = config.hidden_size, config.num_hidden_layers, config.layers[0].attention
-    H, keys, copies = mixer.head_dim, mixer.num_kv_heads * mixer.head_dim, layout.copies(mixer.num_kv_heads)
-    features = len(config.target_layer_ids) * config.target_hidden_size
+class Family(Kind[Config, Hyper]):
+    """What DFlash and the kinds that build on it have in common.
 
-    def keys_and_values(layer: int, kind: str, *rest: int) -> checkpoint.Leaf:
-        names = [f"layers.{layer}.self_attn.{name}_proj.{kind}" for name in "kv"]
-        each = [checkpoint.Section(checkpoint.Stored(name, (keys, *rest)), copies=copies) for name in names]
-        return checkpoint.fused(each, layout.shards)
+    Attributes:
+        architecture: the class name in the `config.json` of a new one.
+    """
 
-    norms = [checkpoint.copied(f"layers.{i}.self_attn.k_norm.weight", H) for i in range(depth)]
-    table: checkpoint.Table = {
-        "kv_proj": checkpoint.stacked([keys_and_values(i, "weight", D) for i in range(depth)]),
-        "k_norm": checkpoint.stacked(norms),
-        "fc/weight": checkpoint.copied("fc.weight", D, features),
-        "hidden_norm/weight": checkpoint.copied("hidden_norm.weight", D),
-        "norm/weight": checkpoint.copied("norm.weight", D),
-    }
-    if config.attention_bias:
-        table["kv_bias"] = checkpoint.stacked([keys_and_values(i, "bias") for i in range(depth)])
-    bias = config.attention_bias
-    for i, layer in enumerate(config.layers):
-        names = f"layers_{i}", f"layers.{i}"
-        table |= decoder_layer(*names, D, layer, layout, bias=bias, qk_norm=True, fuse_qkv=False)
-    return table | base.vocabulary_tensors(config)
+    drafter = Drafter
+    architecture: ClassVar[str]
+    rules = (
+        Rule(r"kv_proj", 3, P(None, HEADS, "fsdp")),  # of all draft layers
+        Rule(r"kv_bias", 2, P(None, HEADS)),
+        Rule(r"k_norm", 2, P()),  # of all draft layers
+    )
+
+    def from_speculators(self, fields: Raw) -> Raw:
+        return {"block_size": 8, **fields}
+
+    def new_config(self, common: Raw, settings: Hyper, taps: Sequence[int] | None = None) -> Raw:
+        nested = dict(common["dflash_config"])
+        if not taps and "target_layer_ids" not in nested:
+            depths = common["num_target_layers"], common["num_hidden_layers"]
+            taps = sorted({*default_target_layer_ids(*depths)})  # of a shallow target the rule names a layer twice
+        nested |= {"target_layer_ids": list(taps)} if taps else {}
+        return {**common, "dflash_config": nested, "architectures": [self.architecture]}
+
+    def config_from(self, config: DrafterConfig, raw: Raw, settings: Hyper) -> Raw | None:
+        """A kind of this family can begin as a DFlash drafter: at first it proposes the same."""
+        if type(config) is not DFlashConfig:
+            return None
+        began = {"sample_from_anchor": config.anchor_predicts, "dflash_config": {}, **raw}
+        return self.new_config(began, settings, config.target_layer_ids)
+
+    def tensors(self, config: Config, layout: Layout = WHOLE) -> checkpoint.Table:
+        """Method, section 7.3."""
+        D, depth, mixer = config.hidden_size, config.num_hidden_layers, config.layers[0].attention
+        H, keys, copies = mixer.head_dim, mixer.num_kv_heads * mixer.head_dim, layout.copies(mixer.num_kv_heads)
+        features = len(config.target_layer_ids) * config.target_hidden_size
+
+        def keys_and_values(layer: int, kind: str, *rest: int) -> checkpoint.Leaf:
+            names = [f"layers.{layer}.self_attn.{name}_proj.{kind}" for name in "kv"]
+            each = [checkpoint.Section(checkpoint.Stored(name, (keys, *rest)), copies=copies) for name in names]
+            return checkpoint.fused(each, layout.shards)
+
+        norms = [checkpoint.copied(f"layers.{i}.self_attn.k_norm.weight", H) for i in range(depth)]
+        table: checkpoint.Table = {
+            "kv_proj": checkpoint.stacked([keys_and_values(i, "weight", D) for i in range(depth)]),
+            "k_norm": checkpoint.stacked(norms),
+            "fc/weight": checkpoint.copied("fc.weight", D, features),
+            "hidden_norm/weight": checkpoint.copied("hidden_norm.weight", D),
+            "norm/weight": checkpoint.copied("norm.weight", D),
+        }
+        if config.attention_bias:
+            table["kv_bias"] = checkpoint.stacked([keys_and_values(i, "bias") for i in range(depth)])
+        bias = config.attention_bias
+        for i, layer in enumerate(config.layers):
+            names = f"layers_{i}", f"layers.{i}"
+            table |= decoder_layer(*names, D, layer, layout, bias=bias, qk_norm=True, fuse_qkv=False)
+        return table | base.vocabulary_tensors(config)
+
+
+class DFlash(Family[DFlashConfig, Settings]):
+    """DFlash (v1). It takes every config that names no class."""
+
+    name, architecture = "dflash", "DFlashDraftModel"
+    # QwenDFlashDraftModel is AngelSlim's, DFlashSpeculator that of `speculators`, the assistant SGLang 0.5.23's alias
+    # (models/dflash.py).
+    classes = r"(Qwen3?)?DFlash(Qwen3)?(DraftModel|Model|ForCausalLM|Speculator)|MuseGlimmerAssistantModel"
+    speculators = "dflash", "DFlashDraftModel"
+
+    def matches(self, raw: Raw) -> bool:
+        return not classes_of(raw) or super().matches(raw)
+
+    def config(self, raw: Raw) -> DFlashConfig:
+        return DFlashConfig(**dflash_fields(raw))

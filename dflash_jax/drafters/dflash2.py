@@ -4,40 +4,35 @@ given the one before (reference `dflash/model.py`, `DFlash2DraftModel`).
 Shapes: B rows, T block slots, P proposals, C candidates of a slot, K taps, g group size, R rank, V vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax import checkpoint
 from dflash_jax.cache import Cache
 from dflash_jax.config import Raw
 from dflash_jax.config_json import require
 from dflash_jax.decoding.choice import Choice
-from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.proposing import Frontier, Options, grow
 from dflash_jax.decoding.sampling import top_k
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.selection import likeliest
+from dflash_jax.decoding.state import Query, TargetModel
 from dflash_jax.drafters import base, dflash
-from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
-from dflash_jax.drafters.fields import Lookup, is_of
+from dflash_jax.drafters.config import DFlashConfig, dflash_fields
+from dflash_jax.drafters.fields import Lookup
+from dflash_jax.drafters.kind import Settings
 from dflash_jax.mesh import WHOLE, Layout, entered
 from dflash_jax.models.layers import Linear, matmul
-
-# The classes with Beam and MiniMax in their names are aliases in SGLang 0.5.23 (models/dflash.py).
-CLASSES = r"(Qwen3|MiniMax)?DFlash2(Beam)?(DraftModel|Model|ForCausalLM|Speculator)"
-FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-
-
-def matches(raw: Raw) -> bool:
-    """Whether a config is that of such a drafter."""
-    return is_of(raw, CLASSES, FIELDS)
+from dflash_jax.sharding import Rule
 
 
 @dataclass(frozen=True)
@@ -55,46 +50,6 @@ class DFlash2Config(DFlashConfig):
     conv_group_size: int = 16
     selector_rank: int = 256
     selector_top_k: int = 16
-
-
-def config(raw: Raw) -> DFlash2Config:
-    """Reads `config.json`.
-
-    Raises:
-        ValueError: as for DFlash, or one of the four fields is missing, or groups do not divide the width.
-    """
-    fields, get = dflash_fields(raw, FIELDS, projectors=("dflash", "dflash2")), Lookup(raw)
-    own = {name: require({name: get(name)}, name) for name in FIELDS}
-    if fields["hidden_size"] % own["conv_group_size"]:
-        width, group = fields["hidden_size"], own["conv_group_size"]
-        raise ValueError(f"conv_group_size must divide hidden_size {width}, got {group}")
-    if own["selector_top_k"] > fields["draft_vocab_size"]:
-        most, top = fields["draft_vocab_size"], own["selector_top_k"]
-        raise ValueError(f"selector_top_k must be at most the vocabulary's {most}, got {top}")
-    return DFlash2Config(**fields, **own)
-
-
-def fresh(common: Raw, settings: Any) -> Raw:
-    """`config.json` of a new drafter; see `dflash.fresh`."""
-    own = {"conv_kernel_size": 2} | {name: getattr(settings, name) for name in FIELDS[1:]}
-    nested = {**common["dflash_config"], **own}
-    return {**common, "architectures": ["DFlash2DraftModel"], "dflash_config": nested}
-
-
-def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
-    """`config.json` of a drafter that begins as a DFlash drafter; see `dflash.becomes`."""
-    common = dflash.common_of(config, raw)
-    return None if common is None else fresh(common, settings)
-
-
-def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A new drafter begins as DFlash: convolutions hand on what they get, and the selector adds nothing."""
-    if path.endswith("base_kernel"):
-        kernel = np.zeros(shape, np.float32)
-        kernel[:, 0] = 1
-        return kernel
-    unused = path.endswith(("kernel_projection/weight", "successor_codebook"))
-    return np.zeros(shape, np.float32) if unused else None
 
 
 class Convolution(nn.Module):
@@ -132,8 +87,8 @@ class Layer(dflash.Layer):
     """A layer of DFlash with convolutions around attention and MLP."""
 
     def around(
-        self, name: str, h: Float[Array, "B T D"], sublayer: Callable[[Array], tuple[Array, Any]]
-    ) -> tuple[Float[Array, "B T D"], Any]:
+        self, name: str, h: Float[Array, "B T D"], sublayer: Callable[[Array], tuple[Array, PyTree]]
+    ) -> tuple[Float[Array, "B T D"], PyTree]:
         c = self.config
         assert isinstance(c, DFlash2Config)
         convolve = Convolution(c.hidden_size, c.conv_kernel_size, c.conv_group_size, name=f"{name}_conv")
@@ -151,61 +106,44 @@ class Drafter(dflash.Drafter):
 
     config: DFlash2Config = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model
-    apart: ClassVar[tuple[str, ...]] = (*base.Drafter.apart, "candidate_selector")
+    outside_model: ClassVar[tuple[str, ...]] = (*base.Drafter.outside_model, "candidate_selector")
 
-    def propose(
-        self,
-        target: TargetModel,
-        state: Cache,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
+    def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
         """One pass, then slot after slot one of its best tokens."""
-        hidden = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
-        return self.chosen(target, anchor, hidden, choice)
+        return self.chosen(target, query.anchor, self.denoise(target, state, query), choice)
 
     def chosen(
         self, target: TargetModel, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice
     ) -> Proposal:
         """A token for every slot, or a tree of them, given the one chosen for the slot before."""
-        logits = choice.allowed(self.unembed(target, hidden), **self.choosable)
-        unary, candidates = choice.best(logits, self.config.selector_top_k, vocabulary=self.vocabulary)
-        candidates = candidates if self.vocabulary is None else self.vocabulary[candidates]
-        gates = self.gates(hidden)
+        choice = self.restricted(choice)
+        logits = choice.allowed(self.unembed(target, hidden))
+        unary, candidates = likeliest(choice, logits, self.config.selector_top_k)
+        gates, ids = self.gates(hidden), choice.ids(candidates)
 
-        def expand(slot: int, tips: Tips, _: None) -> tuple[Options, None]:
-            pairs = self.pairs(gates[:, slot], tips.tokens, candidates[:, slot])
+        def expand(slot: int, frontier: Frontier, _: None) -> tuple[Options, None]:
+            pairs = self.pairs(gates[:, slot], frontier.tokens, ids[:, slot])
             among = jnp.broadcast_to(candidates[:, slot, None], pairs.shape)
             return Options(unary[:, slot, None] + pairs, among), None
 
-        return grow(choice, anchor, hidden.shape[1], expand)
+        return grow(choice, anchor, hidden.shape[1], expand, None)
 
     def teacher_forced(
-        self,
-        target: TargetModel,
-        features: Float[Array, "B S FD"],
-        starts: Int[Array, "B S"],
-        blocks: base.Blocks,
-        *,
-        remat: bool = False,
-    ) -> Any:
+        self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
+    ) -> PyTree:
         """Hidden states, and what the selector makes of them and of the tokens before."""
-        hidden = super().teacher_forced(target, features, starts, blocks, remat=remat)
+        hidden = super().teacher_forced(target, features, blocks, remat=remat)
         gates = self.gates(hidden.reshape(*hidden.shape[:1], -1, hidden.shape[-1])).reshape(*hidden.shape[:3], -1)
         return hidden, self.params["candidate_selector"]["predecessor_codebook"][blocks.previous] * gates
 
-    def heads(self) -> dict[str, Any]:
+    def heads(self) -> dict[str, PyTree]:
         return {"successor_codebook": self.params["candidate_selector"]["successor_codebook"]}
 
-    def score(self, target: TargetModel, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
-        return self.unembed(target, seen[0][None])[0]
+    def score(self, target: TargetModel, heads: dict[str, PyTree], states: PyTree) -> Float[Array, "M V"]:
+        return self.unembed(target, states[0][None])[0]
 
     def refine(
-        self, heads: dict[str, Any], seen: Any, logits: Float[Array, "M V"], labels: Int[Array, " M"]
+        self, heads: dict[str, PyTree], states: PyTree, logits: Float[Array, "M V"], labels: Int[Array, " M"]
     ) -> tuple[Float[Array, " M"] | float, Bool[Array, " M"]]:
         """The selector's cross-entropy over its candidates, of which the label takes the last one's place if it is not
         among them."""
@@ -216,7 +154,7 @@ class Drafter(dflash.Drafter):
         ids = candidates if self.vocabulary is None else self.vocabulary[candidates]
         after = heads["successor_codebook"][ids].astype(jnp.float32)
         scores = jnp.take_along_axis(logits, candidates, axis=1)
-        scores = scores + jnp.sum(seen[1].astype(jnp.float32)[:, None] * after, axis=-1)
+        scores = scores + jnp.sum(states[1].astype(jnp.float32)[:, None] * after, axis=-1)
         own = jnp.sum(jnp.where(candidates == labels[:, None], scores, 0.0), axis=1)
         return jax.nn.logsumexp(scores, axis=1) - own, found & (own == jnp.max(scores, axis=1))
 
@@ -236,26 +174,89 @@ class Drafter(dflash.Drafter):
             return jnp.sum(before[:, :, None] * after[:, None], axis=-1)
 
 
-def canonical_name(name: str) -> str:
-    """Tensor names of published variants, as z-lab's."""
-    name = base.canonical_name(name)
-    codebook = name.removesuffix(".weight")
-    return codebook if codebook.endswith("_codebook") else name
+@dataclass(frozen=True)
+class DFlash2Settings(Settings):
+    """Hyper-parameters of a new DFlash 2 drafter.
+
+    Attributes:
+        conv_group_size: channels of a convolution that share their dynamic coefficients.
+        selector_rank: width of the selector.
+        selector_top_k: tokens of a slot that it chooses among.
+    """
+
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+    def __post_init__(self):
+        self.check_positive()
 
 
-def tensors(config: DFlash2Config, layout: Layout = WHOLE) -> checkpoint.Table:
-    """Checkpoint tensors of every parameter (method 6)."""
-    D, K, V, R = config.hidden_size, config.conv_kernel_size, config.vocab_size, config.selector_rank
-    table, dynamic = dflash.tensors(config, layout), 2 * K * D // config.conv_group_size
-    for i in range(config.num_hidden_layers):
-        for name in ("attention_conv", "mlp_conv"):
-            path, prefix = f"layers_{i}/{name}", f"layers.{i}.{name}"
-            table[f"{path}/base_kernel"] = checkpoint.copied(f"{prefix}.base_kernel", 2, K, D)
-            table[f"{path}/kernel_projection/weight"] = checkpoint.copied(
-                f"{prefix}.kernel_projection.weight", dynamic, D
-            )
-    selector = "candidate_selector"
-    table[f"{selector}/hidden_projection/weight"] = checkpoint.copied(f"{selector}.hidden_projection.weight", R, D)
-    for name in ("predecessor_codebook", "successor_codebook"):
-        table[f"{selector}/{name}"] = checkpoint.copied(f"{selector}.{name}", V, R)
-    return table
+class DFlash2(dflash.Family[DFlash2Config, DFlash2Settings]):
+    """DFlash 2."""
+
+    name, architecture = "dflash2", "DFlash2DraftModel"
+    # The classes with Beam and MiniMax in their names are aliases in SGLang 0.5.23 (models/dflash.py).
+    classes = r"(Qwen3|MiniMax)?DFlash2(Beam)?(DraftModel|Model|ForCausalLM|Speculator)"
+    fields = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    drafter, settings = Drafter, DFlash2Settings
+    speculators = "dflash2", "DFlash2DraftModel"
+    rules = (
+        Rule(r"\w+_conv/base_kernel", 3, P()),
+        Rule(r"(kernel_projection|hidden_projection)/weight", 2, P()),
+        Rule(r"\w+_codebook", 2, P()),  # rows of them are looked up
+    )
+
+    def config(self, raw: Raw) -> DFlash2Config:
+        """Reads `config.json`.
+
+        Raises:
+            ValueError: as for DFlash, or one of the four fields is missing, or groups do not divide the width.
+        """
+        fields, get = dflash_fields(raw, self.fields, projectors=("dflash", "dflash2")), Lookup(raw)
+        sizes = {name: require({name: get(name)}, name, most=2**16) for name in self.fields}
+        if fields["hidden_size"] % sizes["conv_group_size"]:
+            width, group = fields["hidden_size"], sizes["conv_group_size"]
+            raise ValueError(f"conv_group_size must divide hidden_size {width}, got {group}")
+        if sizes["selector_top_k"] > fields["draft_vocab_size"]:
+            most, top = fields["draft_vocab_size"], sizes["selector_top_k"]
+            raise ValueError(f"selector_top_k must be at most the vocabulary's {most}, got {top}")
+        return DFlash2Config(**fields, **sizes)
+
+    def from_speculators(self, fields: Raw) -> Raw:
+        return {"sliding_window_non_causal": True, **super().from_speculators(fields)}
+
+    def new_config(self, common: Raw, settings: DFlash2Settings, taps: Sequence[int] | None = None) -> Raw:
+        raw = super().new_config(common, settings, taps)
+        return {**raw, "dflash_config": {**raw["dflash_config"], "conv_kernel_size": 2, **asdict(settings)}}
+
+    def initial(self, path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """It begins as DFlash: convolutions hand on what they get, and the selector adds nothing."""
+        if path.endswith("base_kernel"):
+            kernel = np.zeros(shape, np.float32)
+            kernel[:, 0] = 1
+            return kernel
+        unused = path.endswith(("kernel_projection/weight", "successor_codebook"))
+        return np.zeros(shape, np.float32) if unused else None
+
+    def canonical_name(self, name: str) -> str:
+        name = super().canonical_name(name)
+        codebook = name.removesuffix(".weight")
+        return codebook if codebook.endswith("_codebook") else name
+
+    def tensors(self, config: DFlash2Config, layout: Layout = WHOLE) -> checkpoint.Table:
+        """Method, section 6."""
+        D, K, V, R = config.hidden_size, config.conv_kernel_size, config.vocab_size, config.selector_rank
+        table, dynamic = super().tensors(config, layout), 2 * K * D // config.conv_group_size
+        for i in range(config.num_hidden_layers):
+            for name in ("attention_conv", "mlp_conv"):
+                path, prefix = f"layers_{i}/{name}", f"layers.{i}.{name}"
+                table[f"{path}/base_kernel"] = checkpoint.copied(f"{prefix}.base_kernel", 2, K, D)
+                table[f"{path}/kernel_projection/weight"] = checkpoint.copied(
+                    f"{prefix}.kernel_projection.weight", dynamic, D
+                )
+        selector = "candidate_selector"
+        table[f"{selector}/hidden_projection/weight"] = checkpoint.copied(f"{selector}.hidden_projection.weight", R, D)
+        for name in ("predecessor_codebook", "successor_codebook"):
+            table[f"{selector}/{name}"] = checkpoint.copied(f"{selector}.{name}", V, R)
+        return table

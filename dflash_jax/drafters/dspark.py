@@ -5,38 +5,35 @@ a head. "gated" and "rnn" heads let the slot's hidden state, or a recurrent stat
 Shapes: B rows, P proposals, R rank, V vocabulary of the drafter.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar, Literal, Self, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax import checkpoint, sharding
 from dflash_jax.cache import Cache
 from dflash_jax.config import Raw
 from dflash_jax.config_json import mapping, require
 from dflash_jax.decoding.choice import Choice
-from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.proposing import Frontier, Options, grow, propose
+from dflash_jax.decoding.selection import likeliest
+from dflash_jax.decoding.state import Query, TargetModel
 from dflash_jax.drafters import base, dflash
-from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
-from dflash_jax.drafters.fields import Lookup, flag, is_of
-from dflash_jax.drafters.speculators import WHICH_SLOTS
+from dflash_jax.drafters.config import DFlashConfig, dflash_fields
+from dflash_jax.drafters.fields import Lookup, flag
+from dflash_jax.drafters.kind import Settings
 from dflash_jax.kernels.products import product
-from dflash_jax.mesh import WHOLE, Layout, entered
+from dflash_jax.mesh import HEADS, WHOLE, Layout, entered
 from dflash_jax.models.layers import project
+from dflash_jax.sharding import Rule
 
-# LingDSparkModel is an alias of Qwen3DSparkModel in DeepSpec and SGLang 0.5.23 (models/dspark.py).
-CLASSES = r"(Qwen3|Ling)?DSpark(DraftModel|Model|ForCausalLM|Speculator)"
-# ModelOpt says `use_confidence_head`; the others say `enable_confidence_head`.
-FIELDS = """
-    markov_rank markov_head_type enable_confidence_head use_confidence_head confidence_head_with_markov
-""".split()
 # Names that SGLang 0.5.23 reads at the top as well (speculative/dspark_components/dspark_config.py).
 _PREFIXED = {
     "dspark_block_size": "block_size",
@@ -54,13 +51,26 @@ _ALIASES = {
     "joint_proj.": "markov_head.joint_proj.",
     "confidence_proj.": "confidence_head.proj.",
 }
+_FIELDS = (
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "use_confidence_head",  # ModelOpt's name of it
+    "confidence_head_with_markov",
+)
+# Every release that has DSpark, 0.7.0 to 0.9.0, writes the field, true unless it was set otherwise. Between #677
+# (2026-06-29) and #760 (2026-07-13) the sources had DSpark without it, and only masks predicted; such files do not say
+# of which day they are, and others have lost the field. Readers differ, too: SGLang, vLLM and the library itself take
+# its absence as true, llama.cpp as false (vllm#56792, sglang#30982).
+WHICH_SLOTS = (
+    "config.json of a DSpark drafter by speculators must give sample_from_anchor, found none, and there are two kinds: "
+    "releases from 0.7.0 on train the anchor's slot to predict, too, and write true; versions between #677 and #760 "
+    "wrote nothing and trained the masks' slots only. Acceptance is near 0 if the wrong one is taken. Say "
+    "--drafter-config '{\"sample_from_anchor\": false}' (only masks predict) or '{\"sample_from_anchor\": true}' (the "
+    "anchor predicts, too)"
+)
 TREE_CANDIDATES = 64  # tokens of a slot that the head of a tree looks at
 Head = Literal["vanilla", "gated", "rnn"]
-
-
-def matches(raw: Raw) -> bool:
-    """Whether a config is that of such a drafter."""
-    return is_of(raw, CLASSES, [*FIELDS, "dspark_config", *_PREFIXED]) or Lookup(raw)("projector_type") == "dspark"
 
 
 @dataclass(frozen=True)
@@ -111,72 +121,15 @@ def _gathered(raw: Raw) -> Raw:
     return {**outside, "dflash_config": inside} if named or extra else raw
 
 
-def config(raw: Raw) -> DSparkConfig:
-    """Reads `config.json`.
-
-    Raises:
-        ValueError: as for DFlash, an unknown head, or a config of `speculators` that does not say which slots predict.
-    """
-    raw = _gathered(raw)
-    if raw.get("speculators_version") and Lookup(raw)("sample_from_anchor") is None:
-        raise ValueError(WHICH_SLOTS)
-    # DeepSpec's, SpecForge's and ModelOpt's trainers shift the labels: the anchor predicts, too.
-    fields, get = dflash_fields(raw, FIELDS, projectors=("dspark",), anchor_predicts=True), Lookup(raw)
-    rank, kind = get("markov_rank", default=0), get("markov_head_type", default="vanilla")
-    if rank:
-        require({"markov_rank": rank}, "markov_rank")
-    if kind not in get_args(Head):
-        raise ValueError(f"markov_head_type must be one of {', '.join(get_args(Head))}, got {kind!r:.80}")
-    confident = bool(flag(get, "enable_confidence_head", "use_confidence_head"))
-    informed = bool(flag(get, "confidence_head_with_markov")) and confident
-    if informed and not rank:
-        raise ValueError("confidence_head_with_markov needs a markov_rank above 0")
-    return DSparkConfig(
-        **fields,
-        markov_rank=rank or 0,
-        markov_head_type=kind,
-        enable_confidence_head=confident,
-        confidence_head_with_markov=informed,
-    )
-
-
-def fresh(common: Raw, settings: Any) -> Raw:
-    """`config.json` of a new drafter; see `dflash.fresh`. Its anchor predicts, too, unless `common` says otherwise."""
-    own = {"markov_rank": settings.markov_rank, "markov_head_type": settings.markov_head_type}
-    return {"sample_from_anchor": True, **common, **own, "architectures": ["DSparkDraftModel"]}
-
-
-def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
-    """`config.json` of a drafter that begins as a DFlash drafter; see `dflash.becomes`."""
-    common = dflash.common_of(config, raw)
-    return None if common is None else fresh(common, settings)
-
-
-def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A new drafter begins as DFlash: its head adds nothing."""
-    return np.zeros(shape, np.float32) if path.endswith("markov_w2") else None
-
-
 class Drafter(dflash.Drafter):
     """A loaded DSpark drafter."""
 
     config: DSparkConfig = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
-    apart: ClassVar[tuple[str, ...]] = (*base.Drafter.apart, "markov_head", "confidence_head")
+    outside_model: ClassVar[tuple[str, ...]] = (*base.Drafter.outside_model, "markov_head", "confidence_head")
 
-    def propose(
-        self,
-        target: TargetModel,
-        state: Cache,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
+    def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
         """One pass, then slot after slot a token. An "rnn" head also reads the slot of an anchor that predicts none."""
-        hidden = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
-        return self.chosen(target, anchor, hidden, choice)
+        return self.chosen(target, query.anchor, self.denoise(target, state, query), choice)
 
     @property
     def first_slot(self) -> int:
@@ -201,45 +154,36 @@ class Drafter(dflash.Drafter):
     ) -> Proposal:
         """A token for every slot, or a tree of them, given the one chosen for the slot before.
 
-        In a tree, the head corrects a slot's `TREE_CANDIDATES` best tokens alone (`Choice.best`): logits of the whole
-        vocabulary for every node would cost more than they bring.
+        In a tree, the head corrects a slot's `TREE_CANDIDATES` best tokens alone (`selection.likeliest`): logits of the
+        whole vocabulary for every node would cost more than they bring.
         """
-        begun, hidden = self.begun(anchor, hidden)
-        logits = self.unembed(target, hidden)
+        (begun, hidden), choice = self.begun(anchor, hidden), self.restricted(choice)
+        logits, candidates = self.unembed(target, hidden), None
         if not self.config.markov_rank:
-            return choice.propose(logits, **self.choosable)
-        best, ids = self.best(choice, logits) if choice.nodes else (logits, None)
+            return propose(choice, logits)
+        if choice.nodes:
+            count = min(TREE_CANDIDATES, logits.shape[-1])
+            logits, candidates = likeliest(choice, choice.allowed(logits), count)
 
-        def expand(slot: int, tips: Tips, carried: Float[Array, "B _ R"]) -> tuple[Options, Float[Array, "B W R"]]:
-            B, W = tips.tokens.shape
-            carried = jnp.take_along_axis(carried, tips.parents[:, :, None], axis=1).reshape(B * W, -1)
+        def expand(
+            slot: int, frontier: Frontier, carried: Float[Array, "B _ R"]
+        ) -> tuple[Options, Float[Array, "B W R"]]:
+            B, W = frontier.tokens.shape
+            carried = jnp.take_along_axis(carried, frontier.parents[:, :, None], axis=1).reshape(B * W, -1)
             state = jnp.repeat(hidden[:, slot], W, axis=0)
-            carried, latent = (x.reshape(B, W, -1) for x in self.latent(carried, tips.tokens.reshape(-1), state))
-            if ids is None:
-                return Options(best[:, slot, None] + self.bias(latent)), carried
-            among = ids[:, slot]
-            tokens = among if self.vocabulary is None else self.vocabulary[among]
-            scores = best[:, slot, None] + self.bias_of(latent, among)
-            return Options(scores, jnp.broadcast_to(tokens[:, None], scores.shape)), carried
+            carried, latent = (x.reshape(B, W, -1) for x in self.latent(carried, frontier.tokens.reshape(-1), state))
+            if candidates is None:
+                return Options(logits[:, slot, None] + self.bias(latent)), carried
+            scores = logits[:, slot, None] + self.bias_of(latent, candidates[:, slot])
+            return Options(scores, jnp.broadcast_to(candidates[:, slot, None], scores.shape)), carried
 
-        return grow(choice, anchor, hidden.shape[1], expand, begun[:, None], **self.choosable)
-
-    def best(self, choice: Choice, logits: Float[Array, "B P V"]) -> tuple[Float[Array, "B P C"], Int[Array, "B P C"]]:
-        """The best allowed tokens of every slot, as the drafter numbers them."""
-        allowed = choice.allowed(logits, **self.choosable)
-        return choice.best(allowed, min(TREE_CANDIDATES, allowed.shape[-1]), vocabulary=self.vocabulary)
+        return grow(choice, anchor, hidden.shape[1], expand, begun[:, None])
 
     def teacher_forced(
-        self,
-        target: TargetModel,
-        features: Float[Array, "B S FD"],
-        starts: Int[Array, "B S"],
-        blocks: base.Blocks,
-        *,
-        remat: bool = False,
-    ) -> Any:
+        self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
+    ) -> PyTree:
         """Hidden states, and what the biases are products of."""
-        hidden = super().teacher_forced(target, features, starts, blocks, remat=remat)
+        hidden = super().teacher_forced(target, features, blocks, remat=remat)
         if not self.config.markov_rank:
             return hidden, hidden[..., :0]
         B, A, P = blocks.labels.shape
@@ -250,11 +194,11 @@ class Drafter(dflash.Drafter):
             latents.append(latent)
         return flat.reshape(B, A, P, -1), jnp.stack(latents, axis=1).reshape(B, A, P, -1)
 
-    def heads(self) -> dict[str, Any]:
+    def heads(self) -> dict[str, PyTree]:
         return {"markov_w2": self.params["markov_head"]["markov_w2"]} if self.config.markov_rank else {}
 
-    def score(self, target: TargetModel, heads: dict[str, Any], seen: Any) -> Float[Array, "M V"]:
-        hidden, latent = seen
+    def score(self, target: TargetModel, heads: dict[str, PyTree], states: PyTree) -> Float[Array, "M V"]:
+        hidden, latent = states
         logits = self.unembed(target, hidden[None])[0]
         return logits + self.bias(latent[None], heads["markov_w2"])[0] if heads else logits
 
@@ -290,31 +234,108 @@ class Drafter(dflash.Drafter):
             return product("bwr,bcr->bwc", latent, rows)
 
 
-def canonical_name(name: str) -> str:
-    """Tensor names of published variants, as DeepSpec's."""
-    name = base.canonical_name(name)
-    for alias, ours in _ALIASES.items():
-        if name.startswith(alias):
-            name = ours + name.removeprefix(alias)
-    return name
+@dataclass(frozen=True)
+class DSparkSettings(Settings):
+    """Hyper-parameters of a new DSpark drafter.
+
+    Attributes:
+        markov_rank: width of the Markov head.
+        markov_head_type: what it looks at: the token before alone, the slot's state, too, or all before.
+    """
+
+    markov_rank: int = 256
+    markov_head_type: Head = "vanilla"
+
+    def __post_init__(self):
+        self.check_positive()
 
 
-def tensors(config: DSparkConfig, layout: Layout = WHOLE) -> checkpoint.Table:
-    """Checkpoint tensors of every parameter."""
-    table, R, D = dflash.tensors(config, layout), config.markov_rank, config.hidden_size
+class DSpark(dflash.Family[DSparkConfig, DSparkSettings]):
+    """DSpark."""
 
-    def linear(path: str, name: str, outputs: int, inputs: int) -> None:
-        table[f"{path}/weight"] = checkpoint.copied(f"{name}.weight", outputs, inputs)
-        table[f"{path}/bias"] = checkpoint.copied(f"{name}.bias", outputs)
+    name, architecture = "dspark", "DSparkDraftModel"
+    # LingDSparkModel is an alias of Qwen3DSparkModel in DeepSpec and SGLang 0.5.23 (models/dspark.py).
+    classes = r"(Qwen3|Ling)?DSpark(DraftModel|Model|ForCausalLM|Speculator)"
+    fields = (*_FIELDS, "dspark_config", *_PREFIXED)
+    drafter, settings = Drafter, DSparkSettings
+    speculators = "dspark", "DSparkDraftModel"
+    rules = (
+        Rule(r"(joint_proj|gate_proj|confidence_head/proj)/weight", 2, P()),
+        Rule(r"(joint_proj|gate_proj|confidence_head/proj)/bias", 1, P()),
+        Rule(r"markov_w1", 2, P()),  # rows of it are looked up
+        Rule(r"markov_w2", 2, P(HEADS, "fsdp")),
+    )
 
-    if R:
-        table["markov_head/markov_w1"] = checkpoint.copied("markov_head.markov_w1.weight", config.vocab_size, R)
-        table["markov_head/markov_w2"] = checkpoint.copied("markov_head.markov_w2.weight", config.draft_vocab_size, R)
-    if R and config.markov_head_type == "gated":
-        linear("markov_head/gate_proj", "markov_head.gate_proj", R, D + R)
-    if R and config.markov_head_type == "rnn":
-        linear("markov_head/joint_proj", "markov_head.joint_proj", 3 * R, 2 * R + D)
-    if config.enable_confidence_head:
-        seen = D + (R if config.confidence_head_with_markov else 0)
-        linear("confidence_head/proj", "confidence_head.proj", 1, seen)
-    return table
+    def matches(self, raw: Raw) -> bool:
+        return super().matches(raw) or Lookup(raw)("projector_type") == "dspark"
+
+    def config(self, raw: Raw) -> DSparkConfig:
+        """Reads `config.json`.
+
+        Raises:
+            ValueError: as for DFlash, an unknown head, or a config of `speculators` that does not say which slots
+                predict.
+        """
+        raw = _gathered(raw)
+        if raw.get("speculators_version") and Lookup(raw)("sample_from_anchor") is None:
+            raise ValueError(WHICH_SLOTS)
+        # DeepSpec's, SpecForge's and ModelOpt's trainers shift the labels: the anchor predicts, too.
+        fields, get = dflash_fields(raw, _FIELDS, projectors=("dspark",), anchor_predicts=True), Lookup(raw)
+        rank, kind = get("markov_rank", default=0), get("markov_head_type", default="vanilla")
+        if rank:
+            require({"markov_rank": rank}, "markov_rank", most=2**16)
+        if kind not in get_args(Head):
+            raise ValueError(f"markov_head_type must be one of {', '.join(get_args(Head))}, got {kind!r:.80}")
+        confident = bool(flag(get, "enable_confidence_head", "use_confidence_head"))
+        informed = bool(flag(get, "confidence_head_with_markov")) and confident
+        if informed and not rank:
+            raise ValueError("confidence_head_with_markov needs a markov_rank above 0")
+        return DSparkConfig(
+            **fields,
+            markov_rank=rank or 0,
+            markov_head_type=kind,
+            enable_confidence_head=confident,
+            confidence_head_with_markov=informed,
+        )
+
+    def from_speculators(self, fields: Raw) -> Raw:
+        """Raises ValueError where it is not known which slots predict."""
+        if Lookup(fields)("sample_from_anchor") is None:
+            raise ValueError(WHICH_SLOTS)
+        return super().from_speculators(fields)
+
+    def new_config(self, common: Raw, settings: DSparkSettings, taps: Sequence[int] | None = None) -> Raw:
+        """Its anchor predicts, too, unless `common` says otherwise."""
+        return {"sample_from_anchor": True, **super().new_config(common, settings, taps), **asdict(settings)}
+
+    def initial(self, path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """It begins as DFlash: its head adds nothing."""
+        return np.zeros(shape, np.float32) if path.endswith("markov_w2") else None
+
+    def canonical_name(self, name: str) -> str:
+        name = super().canonical_name(name)
+        for alias, ours in _ALIASES.items():
+            if name.startswith(alias):
+                name = ours + name.removeprefix(alias)
+        return name
+
+    def tensors(self, config: DSparkConfig, layout: Layout = WHOLE) -> checkpoint.Table:
+        table, R, D = super().tensors(config, layout), config.markov_rank, config.hidden_size
+
+        def linear(path: str, name: str, outputs: int, inputs: int) -> None:
+            table[f"{path}/weight"] = checkpoint.copied(f"{name}.weight", outputs, inputs)
+            table[f"{path}/bias"] = checkpoint.copied(f"{name}.bias", outputs)
+
+        if R:
+            table["markov_head/markov_w1"] = checkpoint.copied("markov_head.markov_w1.weight", config.vocab_size, R)
+            table["markov_head/markov_w2"] = checkpoint.copied(
+                "markov_head.markov_w2.weight", config.draft_vocab_size, R
+            )
+        if R and config.markov_head_type == "gated":
+            linear("markov_head/gate_proj", "markov_head.gate_proj", R, D + R)
+        if R and config.markov_head_type == "rnn":
+            linear("markov_head/joint_proj", "markov_head.joint_proj", 3 * R, 2 * R + D)
+        if config.enable_confidence_head:
+            seen = D + (R if config.confidence_head_with_markov else 0)
+            linear("confidence_head/proj", "confidence_head.proj", 1, seen)
+        return table

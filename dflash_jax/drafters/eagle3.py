@@ -9,7 +9,7 @@ side by side, V vocabulary of the drafter.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,46 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax import checkpoint
 from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
 from dflash_jax.config import Raw
 from dflash_jax.decoding.choice import Choice
-from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.proposing import Frontier, Options, grow
+from dflash_jax.decoding.state import Query, Seen, TargetModel
 from dflash_jax.drafters import base, eagle3_config
-from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.drafters.eagle3_config import Eagle3Config, official_taps
+from dflash_jax.drafters.kind import Kind, Settings
 from dflash_jax.mesh import ROWS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, unfuse
 from dflash_jax.models.rope import rotate
 
 TREE_WIDTH = 10  # nodes of a depth that a tree goes on from (reference `eagle/model/cnets.py`, `top_k`)
-
-CLASSES, matches, config = eagle3_config.CLASSES, eagle3_config.matches, eagle3_config.config
-canonical_name = eagle3_config.canonical_name
-
-
-def fresh(common: Raw, settings: Any) -> Raw:
-    """`config.json` of a new drafter, as DeepSpec writes it; see `dflash.fresh`."""
-    own = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": settings.block_size - 1}
-    own["target_layer_ids"] = list(settings.target_layer_ids) or sorted({*official_taps(common["num_target_layers"])})
-    others = "dflash_config", "block_size", "sample_from_anchor"
-    raw = {name: value for name, value in common.items() if name not in others}
-    return raw | own | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-
-
-def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
-    """See `dflash.becomes`."""
-    return None
-
-
-def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A new parameter, where it is not drawn as all others are."""
-    return None
 
 
 class EagleState(struct.PyTreeNode):
@@ -88,7 +66,7 @@ class EagleState(struct.PyTreeNode):
 class Snapshot(struct.PyTreeNode):
     """Pairs of some positions and the features after them; see `cache.Entry.snapshot`."""
 
-    pairs: tuple[Any, ...]
+    pairs: tuple[PyTree, ...]
     feature: Float[Array, "1 D"]
 
     def partition(self) -> "Snapshot":
@@ -134,7 +112,12 @@ class Model(nn.Module):
         return self._fresh(self._joined(known, embedded), at)
 
     def forward(
-        self, known: Float[Array, "B T D"], embedded: Float[Array, "B T D"], at: Pass, entry: Any, before: Fresh | None
+        self,
+        known: Float[Array, "B T D"],
+        embedded: Float[Array, "B T D"],
+        at: Pass,
+        entry: PyTree,
+        before: Fresh | None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Fresh]:
         """One pass.
 
@@ -171,11 +154,25 @@ class Model(nn.Module):
 
 
 def ancestors(lineage: Int[Array, "B W d"], widths: Sequence[int]) -> Bool[Array, "B W F"]:
-    """Which nodes of all passes lead to each node of the last one, itself included; see `growth.Tips`."""
+    """Which nodes of all passes lead to each node of the last one, itself included; see `proposing.Frontier`."""
     seen = [jnp.ones((*lineage.shape[:2], 1), bool)]
     for depth, width in enumerate(widths[1:]):
         seen.append(lineage[:, :, depth, None] == jnp.arange(width)[None, None])
     return jnp.concatenate(seen, axis=2)
+
+
+class Passes(NamedTuple):
+    """What the passes since the anchor leave to the next one.
+
+    Attributes:
+        known: what it knows at each node of the last one.
+        fresh: keys and values of all pairs; None before the first pass.
+        widths: pairs of each pass.
+    """
+
+    known: Float[Array, "B W D"]
+    fresh: Fresh | None
+    widths: tuple[int, ...]
 
 
 class Drafter(base.Drafter):
@@ -184,41 +181,26 @@ class Drafter(base.Drafter):
     config: Eagle3Config = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.params["fc"]["weight"].dtype
-
     def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> EagleState:
         """An empty state; see `init_cache`."""
         cache = init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
         return EagleState(cache, jnp.zeros((rows, self.config.hidden_size), self.dtype))
 
-    def propose(
-        self,
-        target: TargetModel,
-        state: EagleState,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
+    def propose(self, target: TargetModel, state: EagleState, query: Query, choice: Choice) -> Proposal:
         """Token after token, one pass each; of a tree, one pass for the best nodes of each depth."""
-        feature = state.feature if rows is None else state.feature[rows]
-        at = jnp.maximum(lengths - 1, 0)
+        feature = state.feature if query.rows is None else state.feature[query.rows]
+        at = jnp.maximum(query.lengths - 1, 0)
 
-        def expand(depth: int, tips: Tips, carried: Any) -> tuple[Options, Any]:
-            known, fresh, widths = carried
-            known = jnp.take_along_axis(known, tips.parents[:, :, None], axis=1)
-            widths = (*widths, tips.tokens.shape[1])
-            visible = None if tips.seen is None else ancestors(tips.lineage, widths)
-            shape = {"widths": widths, "visible": visible, "rows": rows}
-            hidden, known, fresh = self.forward(target, known, tips.tokens, state, at, fresh, **shape)
-            return Options(self.unembed(target, hidden)), (known, fresh, widths)
+        def expand(depth: int, frontier: Frontier, carried: Passes) -> tuple[Options, Passes]:
+            known = jnp.take_along_axis(carried.known, frontier.parents[:, :, None], axis=1)
+            widths = (*carried.widths, frontier.tokens.shape[1])
+            visible = None if frontier.seen is None else ancestors(frontier.lineage, widths)
+            shape = {"widths": widths, "visible": visible, "rows": query.rows}
+            hidden, known, fresh = self.forward(target, known, frontier.tokens, state, at, carried.fresh, **shape)
+            return Options(self.unembed(target, hidden)), Passes(known, fresh, widths)
 
-        begin, depth = (feature[:, None], None, ()), self.depth(block_size)
-        return grow(choice, anchor, depth, expand, begin, width=TREE_WIDTH, vocabulary=self.vocabulary)
+        choice, begin = choice.restricted(self.vocabulary), Passes(feature[:, None], None, ())
+        return grow(choice, query.anchor, self.depth(query.block_size), expand, begin, width=TREE_WIDTH)
 
     def forward(
         self,
@@ -250,21 +232,18 @@ class Drafter(base.Drafter):
         return self._apply("forward", known, self.embed(target, tokens), at, cache.entries[cache.of_layer[0]], before)
 
     def teacher_forced(
-        self,
-        target: TargetModel,
-        features: Float[Array, "B S FD"],
-        starts: Int[Array, "B S"],
-        blocks: base.Blocks,
-        *,
-        remat: bool = False,
-    ) -> Any:
+        self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
+    ) -> PyTree:
         """Final-normed states of every pass of every block: training-time test (paper section 3)."""
         B, A, P = blocks.labels.shape
         behind = jnp.roll(blocks.text, -1, axis=1)  # of the last position: no block reads it
-        positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], starts.shape)
-        known, nobody = self._apply("fuse", features.astype(self.dtype)), jnp.zeros(B, jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], blocks.text_starts.shape)
+        known, no_context = self._apply("fuse", features.astype(self.dtype)), jnp.zeros(B, jnp.int32)
         pairs = self._apply(
-            "pairs", known, self.embed(target, behind), Pass(positions, None, nobody, None, starts=starts)
+            "pairs",
+            known,
+            self.embed(target, behind),
+            Pass(positions, None, no_context, None, starts=blocks.text_starts),
         )
         entry, before = KV(pairs.k, pairs.v), jnp.maximum(blocks.anchors - 1, 0)
         flat, lengths = (lambda x: x.reshape(B * A, *x.shape[2:])), before.reshape(-1)
@@ -279,66 +258,79 @@ class Drafter(base.Drafter):
             hidden.append(out)
         return jnp.concatenate(hidden, axis=1).reshape(B, A, P, -1)
 
-    def commit(
-        self,
-        target: TargetModel,
-        state: EagleState,
-        tokens: Int[Array, "B J"],
-        features: Float[Array, "B J FD"],
-        positions: Int[Array, "B J"],
-        lengths: Int[Array, " B"],
-        kept: Int[Array, " B"],
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> EagleState:
+    def commit(self, target: TargetModel, state: EagleState, seen: Seen) -> EagleState:
         """Commits the pairs that these tokens complete: each with what is known at the position before."""
-        fused = self._apply("fuse", features.astype(self.dtype))
-        last = state.feature if rows is None else state.feature[rows]
+        fused = self._apply("fuse", seen.features.astype(self.dtype))
+        last = state.feature if seen.rows is None else state.feature[seen.rows]
         known = jnp.concatenate([last[:, None], fused[:, :-1]], axis=1)
-        nobody = jnp.zeros_like(lengths)
-        fresh = self._apply("pairs", known, self.embed(target, tokens), Pass(positions - 1, None, nobody, None))
-        first = (lengths == 0).astype(jnp.int32)  # nothing stands before a row's first token
-        path = jnp.minimum(jnp.arange(tokens.shape[1])[None] + first[:, None], tokens.shape[1] - 1)
-        behind, count = jnp.maximum(lengths - 1, 0), jnp.maximum(kept - first, 0)
-        cache = commit(state.cache, (fresh,), behind, count, path=path, rows=rows)
-        end = jnp.take_along_axis(fused, jnp.maximum(kept - 1, 0)[:, None, None], axis=1)[:, 0]
-        end = jnp.where((kept > 0)[:, None], end, last)
-        return EagleState(cache, end if rows is None else state.feature.at[rows].set(end))
+        at = Pass(seen.positions - 1, None, jnp.zeros_like(seen.lengths), None)
+        fresh = self._apply("pairs", known, self.embed(target, seen.tokens), at)
+        first = (seen.lengths == 0).astype(jnp.int32)  # nothing stands before a row's first token
+        most = seen.tokens.shape[1] - 1
+        path = jnp.minimum(jnp.arange(most + 1)[None] + first[:, None], most)
+        behind, count = jnp.maximum(seen.lengths - 1, 0), jnp.maximum(seen.kept - first, 0)
+        cache = commit(state.cache, (fresh,), behind, count, path=path, rows=seen.rows)
+        end = jnp.take_along_axis(fused, jnp.maximum(seen.kept - 1, 0)[:, None, None], axis=1)[:, 0]
+        end = jnp.where((seen.kept > 0)[:, None], end, last)
+        return EagleState(cache, end if seen.rows is None else state.feature.at[seen.rows].set(end))
 
 
-def tensors(config: Eagle3Config, layout: Layout = WHOLE) -> checkpoint.Table:
-    """Checkpoint tensors of every parameter (drafting 3.1)."""
-    c, layer, (D, copied) = config, config.layers[0], (config.hidden_size, checkpoint.copied)
-    mixer, taps = layer.attention, len(c.target_layer_ids)
-    queries, keys, copies = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim, 0
-    copies = layout.copies(mixer.num_kv_heads)
-    attention, mlp = "layers.0.self_attn", "layers.0.mlp"
+class Eagle3(Kind[Eagle3Config, Settings]):
+    """EAGLE-3. Its block size is one more than its passes, and it has one layer."""
 
-    def joined(names: list[str], size: int, kind: str, *rest: int, copies: int = 1) -> checkpoint.Leaf:
-        stored = [checkpoint.Stored(f"{name}.{kind}", (size, *rest)) for name in names]
-        return checkpoint.fused([checkpoint.Section(each, copies=copies) for each in stored], layout.shards)
+    name = "eagle3"
+    classes = r"\w*[Ee]agle3\w*"
+    drafter = Drafter
+    speculators = "eagle3", "Eagle3"
 
-    kv, gate_up = [f"{attention}.{n}_proj" for n in "kv"], [f"{mlp}.{n}_proj" for n in ("gate", "up")]
-    table: checkpoint.Table = {
-        "fc/weight": copied("fc.weight", D, taps * c.target_hidden_size),
-        "norm/weight": copied("norm.weight", D),
-        "self_attn/q_proj/weight": joined([f"{attention}.q_proj"], queries, "weight", 2 * D),
-        "self_attn/o_proj/weight": copied(f"{attention}.o_proj.weight", D, queries),
-        "kv_proj/weight": joined(kv, keys, "weight", 2 * D, copies=copies),
-        "mlp/gate_up_proj/weight": joined(gate_up, layer.intermediate_size, "weight", D),
-        "mlp/down_proj/weight": copied(f"{mlp}.down_proj.weight", D, layer.intermediate_size),
-    }
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        table[f"{name}/weight"] = copied(f"layers.0.{name}.weight", D)
-    if c.attention_bias:
-        table["self_attn/q_proj/bias"] = joined([f"{attention}.q_proj"], queries, "bias")
-        table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", D)
-        table["kv_proj/bias"] = joined(kv, keys, "bias", copies=copies)
-    if c.qk_norm:
-        table["self_attn/q_norm/weight"] = copied(f"{attention}.q_norm.weight", mixer.head_dim)
-        table["k_norm/weight"] = copied(f"{attention}.k_norm.weight", mixer.head_dim)
-    if c.norm_before_fc:
-        table["input_norm/weight"] = copied("input_norm.weight", taps * c.target_hidden_size)
-    for i in range(taps if c.fc_norm else 0):
-        table[f"fc_norms_{i}/weight"] = copied(f"fc_norm.{i}.weight", c.target_hidden_size)
-    return table | base.vocabulary_tensors(config)
+    def config(self, raw: Raw) -> Eagle3Config:
+        """Reads `config.json`; see `eagle3_config.read`."""
+        return eagle3_config.read(raw)
+
+    def canonical_name(self, name: str) -> str:
+        return eagle3_config.canonical_name(name)
+
+    def new_config(self, common: Raw, settings: Settings, taps: Sequence[int] | None = None) -> Raw:
+        """As DeepSpec writes it."""
+        taps = list(taps) if taps else sorted({*official_taps(common["num_target_layers"])})
+        own = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": common["block_size"] - 1, "target_layer_ids": taps}
+        others = "dflash_config", "block_size", "sample_from_anchor"
+        raw = {name: value for name, value in common.items() if name not in others}
+        return raw | own | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+    def tensors(self, config: Eagle3Config, layout: Layout = WHOLE) -> checkpoint.Table:
+        """Drafting, section 3.1."""
+        c, layer, (D, copied) = config, config.layers[0], (config.hidden_size, checkpoint.copied)
+        mixer, taps = layer.attention, len(c.target_layer_ids)
+        queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+        copies = layout.copies(mixer.num_kv_heads)
+        attention, mlp = "layers.0.self_attn", "layers.0.mlp"
+
+        def joined(names: list[str], size: int, kind: str, *rest: int, copies: int = 1) -> checkpoint.Leaf:
+            stored = [checkpoint.Stored(f"{name}.{kind}", (size, *rest)) for name in names]
+            return checkpoint.fused([checkpoint.Section(each, copies=copies) for each in stored], layout.shards)
+
+        kv, gate_up = [f"{attention}.{n}_proj" for n in "kv"], [f"{mlp}.{n}_proj" for n in ("gate", "up")]
+        table: checkpoint.Table = {
+            "fc/weight": copied("fc.weight", D, taps * c.target_hidden_size),
+            "norm/weight": copied("norm.weight", D),
+            "self_attn/q_proj/weight": joined([f"{attention}.q_proj"], queries, "weight", 2 * D),
+            "self_attn/o_proj/weight": copied(f"{attention}.o_proj.weight", D, queries),
+            "kv_proj/weight": joined(kv, keys, "weight", 2 * D, copies=copies),
+            "mlp/gate_up_proj/weight": joined(gate_up, layer.intermediate_size, "weight", D),
+            "mlp/down_proj/weight": copied(f"{mlp}.down_proj.weight", D, layer.intermediate_size),
+        }
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            table[f"{name}/weight"] = copied(f"layers.0.{name}.weight", D)
+        if c.attention_bias:
+            table["self_attn/q_proj/bias"] = joined([f"{attention}.q_proj"], queries, "bias")
+            table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", D)
+            table["kv_proj/bias"] = joined(kv, keys, "bias", copies=copies)
+        if c.qk_norm:
+            table["self_attn/q_norm/weight"] = copied(f"{attention}.q_norm.weight", mixer.head_dim)
+            table["k_norm/weight"] = copied(f"{attention}.k_norm.weight", mixer.head_dim)
+        if c.norm_before_fc:
+            table["input_norm/weight"] = copied("input_norm.weight", taps * c.target_hidden_size)
+        for i in range(taps if c.fc_norm else 0):
+            table[f"fc_norms_{i}/weight"] = copied(f"fc_norm.{i}.weight", c.target_hidden_size)
+        return table | base.vocabulary_tensors(config)

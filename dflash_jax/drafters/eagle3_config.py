@@ -15,10 +15,9 @@ from dflash_jax.config_json import (
 )
 from dflash_jax.drafters import base, known
 from dflash_jax.drafters.config import DrafterConfig, drafter_fields
-from dflash_jax.drafters.fields import Lookup, flag, is_of, whole_rotary
+from dflash_jax.drafters.fields import Lookup, flag, whole_rotary
 from dflash_jax.models.llama import completed
 
-CLASSES = r"\w*[Ee]agle3\w*"
 # SGLang 0.5.23 (models/llama_eagle3.py) knows the norms of tapped features by these names, too.
 _ALIASES = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 _FIELDS = """
@@ -38,11 +37,6 @@ _MODELOPT = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
 }
-
-
-def matches(raw: Raw) -> bool:
-    """Whether a config is that of such a drafter."""
-    return is_of(raw, CLASSES)
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,7 @@ class Eagle3Config(DrafterConfig):
     norm_output: bool = False
 
 
-def config(raw: Raw) -> Eagle3Config:
+def read(raw: Raw) -> Eagle3Config:
     """Reads `config.json` of the official layout, of DeepSpec or, flattened, of `speculators`.
 
     Raises:
@@ -94,7 +88,7 @@ def config(raw: Raw) -> Eagle3Config:
     types = (qwen3_layer_types if raw["model_type"] == "qwen3" else layer_types)(raw, 1)
     window = require(raw, "sliding_window") if types == ["sliding_attention"] else None
     layer = LayerConfig(attention_config(whole_rotary(raw), window=window), require(raw, "intermediate_size"))
-    passes = require({"ttt_length": get("ttt_length", default=7)}, "ttt_length")
+    passes = require({"ttt_length": get("ttt_length", default=7)}, "ttt_length", most=2**10)
     fields = drafter_fields(raw, get, block_size=passes + 1, taps=_official_taps)
     taps, count = list(fields["target_layer_ids"]), get("num_aux_hidden_states")
     if count is not None and count != len(taps):

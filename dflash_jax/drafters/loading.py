@@ -50,7 +50,7 @@ def load_drafter(
         if config.own_vocabulary and config.draft_vocab_size == config.vocab_size and not params["d2t"].any():
             del params["d2t"]  # all tokens, in the target's order
             config = replace(config, own_vocabulary=False)
-        return kind.Drafter(params, config, layout=layout, mesh=mesh)
+        return kind.drafter(params, config, layout=layout, mesh=mesh)
 
 
 def read_drafter_config(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Raw:

@@ -7,48 +7,37 @@ node whose token is not among those of its slot has no children.
 Shapes: B rows, T block slots, P proposals, M tokens before, W nodes of one depth, C candidates, D width, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax import checkpoint
 from dflash_jax.cache import Cache
 from dflash_jax.config import Raw
 from dflash_jax.config_json import mapping
 from dflash_jax.decoding.choice import Choice
-from dflash_jax.decoding.growth import Options, Tips, grow
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.proposing import Frontier, Options, grow, propose
+from dflash_jax.decoding.selection import likeliest
+from dflash_jax.decoding.state import Query, TargetModel
 from dflash_jax.drafters import base, dflash
-from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, dflash_fields
-from dflash_jax.drafters.fields import is_of
+from dflash_jax.drafters.config import DFlashConfig, dflash_fields
+from dflash_jax.drafters.kind import Settings
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models.layers import Linear, RMSNorm
 from dflash_jax.sharding import Rule
 
-CLASSES = r"TreeFlash(DraftModel|Model|ForCausalLM)"
-FIELDS = ("treeflash_config",)
 TOP = 16  # tokens of a slot that the next one is corrected for (reference `top_m`)
 CANDIDATES = 64  # tokens after each of them that a tree looks at
 EPSILON = 1e-6  # of the norm of embeddings (reference `SwiGLUApproximation`)
-RULES = (
-    Rule(r"ar_approximation/ug/weight", 2, PartitionSpec()),
-    Rule(r"ar_approximation/ug/bias", 1, PartitionSpec()),
-    Rule(r"ar_approximation/d/weight", 2, PartitionSpec()),
-)
-canonical_name = base.canonical_name
-
-
-def matches(raw: Raw) -> bool:
-    """Whether a config is that of such a drafter."""
-    return is_of(raw, CLASSES, FIELDS)
 
 
 @dataclass(frozen=True)
@@ -65,35 +54,6 @@ class TreeFlashConfig(DFlashConfig):
     def inner(self) -> int:
         """Inner width of the correction."""
         return self.layers[0].intermediate_size
-
-
-def config(raw: Raw) -> TreeFlashConfig:
-    """Reads `config.json`.
-
-    Raises:
-        ValueError: as for DFlash, or another correction than "swiglu".
-    """
-    kind = mapping(raw, "treeflash_config").get("ar_approximation")
-    if kind not in ("swiglu", None):
-        raise ValueError(f"treeflash_config: ar_approximation must be 'swiglu' or null, got {kind!r:.80}")
-    return TreeFlashConfig(**dflash_fields(raw, FIELDS), corrected=kind is not None)
-
-
-def fresh(common: Raw, settings: Any) -> Raw:
-    """`config.json` of a new drafter; see `dflash.fresh`."""
-    own = {"candidate_tokens": 64, "ar_approximation": "swiglu"}
-    return {**common, "architectures": ["TreeFlashDraftModel"], "treeflash_config": own}
-
-
-def becomes(config: DrafterConfig, raw: Raw, settings: Any) -> Raw | None:
-    """`config.json` of a drafter that begins as a DFlash drafter; see `dflash.becomes`."""
-    common = dflash.common_of(config, raw)
-    return None if common is None else fresh(common, settings)
-
-
-def initial(path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A new drafter begins as DFlash: the correction adds nothing."""
-    return np.zeros(shape, np.float32) if path.endswith("ar_approximation/d/weight") else None
 
 
 class Correction(nn.Module):
@@ -135,87 +95,101 @@ class Drafter(dflash.Drafter):
     config: TreeFlashConfig = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model
 
-    def propose(
-        self,
-        target: TargetModel,
-        state: Cache,
-        anchor: Int[Array, " B"],
-        lengths: Int[Array, " B"],
-        block_size: int,
-        choice: Choice,
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Proposal:
+    def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
         """One pass; then all slots once more, corrected for the tokens before them."""
-        both = self.denoise(target, anchor, state, lengths, block_size, rows=rows)
-        D = self.config.hidden_size
-        plain = self.unembed(target, both[..., D:])
+        both, choice = self.denoise(target, state, query), self.restricted(choice)
+        plain = self.unembed(target, both[..., self.config.hidden_size :])
         if not self.config.corrected:
-            return choice.propose(plain, **self.choosable)
+            return propose(choice, plain)
         count = min(TOP, plain.shape[-1]) if choice.nodes else 1
-        _, best = choice.best(choice.allowed(plain[:, :-1], **self.choosable), count, vocabulary=self.vocabulary)
-        best = best if self.vocabulary is None else self.vocabulary[best]
-        first = jnp.broadcast_to(anchor[:, None, None], (anchor.shape[0], 1, count))
-        before = jnp.concatenate([first, best], axis=1)
+        _, best = likeliest(choice, choice.allowed(plain[:, :-1]), count)
+        first = jnp.broadcast_to(query.anchor[:, None, None], (best.shape[0], 1, count))
+        before = jnp.concatenate([first, choice.ids(best)], axis=1)
         logits = self.behind(target, both, before)
         if not choice.nodes:
-            return choice.propose(logits[:, :, 0], **self.choosable)
-        return self.tree(choice, anchor, logits, before)
+            return propose(choice, logits[:, :, 0])
+        return self.tree(choice, query.anchor, logits, before)
 
     def tree(
         self, choice: Choice, anchor: Int[Array, " B"], logits: Float[Array, "B P M V"], before: Int[Array, "B P M"]
     ) -> Proposal:
         """The best paths through the table of what follows each token of the slot before."""
-        B, P, M, _ = logits.shape
-        allowed = choice.allowed(logits.reshape(B, P * M, -1), **self.choosable)
-        each, count = allowed.reshape(B, P, M, -1), min(CANDIDATES, allowed.shape[-1])
-        likely = lambda logits: choice.best(logits, count, vocabulary=self.vocabulary)  # of all slots, after one token
-        scores, ids = jax.vmap(likely, in_axes=2, out_axes=2)(each)
-        ids = ids if self.vocabulary is None else self.vocabulary[ids]
+        B, slots, M, _ = logits.shape
+        allowed = choice.allowed(logits.reshape(B, slots * M, -1))
+        table, count = allowed.reshape(B, slots, M, -1), min(CANDIDATES, allowed.shape[-1])
+        after_one = lambda logits: likeliest(choice, logits, count)  # of all slots, after one token
+        scores, candidates = jax.vmap(after_one, in_axes=2, out_axes=2)(table)
 
-        def expand(slot: int, tips: Tips, _: None) -> tuple[Options, None]:
-            same = before[:, slot, None] == tips.tokens[:, :, None]
+        def expand(slot: int, frontier: Frontier, _: None) -> tuple[Options, None]:
+            same = before[:, slot, None] == frontier.tokens[:, :, None]
             place = jnp.argmax(same, axis=2)[:, :, None]
             found = jnp.take_along_axis(scores[:, slot], place, axis=1)
             known = jnp.any(same, axis=2, keepdims=True)
-            return Options(jnp.where(known, found, -jnp.inf), jnp.take_along_axis(ids[:, slot], place, axis=1)), None
+            return Options(
+                jnp.where(known, found, -jnp.inf), jnp.take_along_axis(candidates[:, slot], place, axis=1)
+            ), None
 
-        return grow(choice, anchor, P, expand)
+        return grow(choice, anchor, slots, expand, None)
 
     def behind(
         self, target: TargetModel, both: Float[Array, "B P E"], before: Int[Array, "B P M"]
     ) -> Float[Array, "B P M V"]:
         """Logits of every slot after each of some tokens before it."""
-        B, P, M = before.shape
-        embedded = self.embed(target, before.reshape(B, P * M)).astype(self.dtype)
+        B, slots, M = before.shape
+        embedded = self.embed(target, before.reshape(B, slots * M)).astype(self.dtype)
         hidden = self._apply("corrected", jnp.repeat(both, M, axis=1), embedded)
-        return self.unembed(target, hidden).reshape(B, P, M, -1)
+        return self.unembed(target, hidden).reshape(B, slots, M, -1)
 
     def teacher_forced(
-        self,
-        target: TargetModel,
-        features: Float[Array, "B S FD"],
-        starts: Int[Array, "B S"],
-        blocks: base.Blocks,
-        *,
-        remat: bool = False,
-    ) -> Any:
+        self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
+    ) -> PyTree:
         """Hidden states of every prediction, corrected for the data token before it."""
-        both = super().teacher_forced(target, features, starts, blocks, remat=remat)
+        both = super().teacher_forced(target, features, blocks, remat=remat)
         if not self.config.corrected:
             return both[..., self.config.hidden_size :]
-        B, A, P, E = both.shape
-        embedded = self.embed(target, blocks.previous.reshape(B, A * P)).astype(self.dtype)
-        return self._apply("corrected", both.reshape(B, A * P, E), embedded).reshape(B, A, P, -1)
+        B, A, slots, E = both.shape
+        embedded = self.embed(target, blocks.previous.reshape(B, A * slots)).astype(self.dtype)
+        return self._apply("corrected", both.reshape(B, A * slots, E), embedded).reshape(B, A, slots, -1)
 
 
-def tensors(config: TreeFlashConfig, layout: Layout = WHOLE) -> checkpoint.Table:
-    """Checkpoint tensors of every parameter."""
-    table, D, inner = dflash.tensors(config, layout), config.hidden_size, config.inner
-    if config.corrected:
-        name = "ar_approximation"
-        table[f"{name}/norm/weight"] = checkpoint.copied(f"{name}.norm.weight", D)
-        table[f"{name}/ug/weight"] = checkpoint.copied(f"{name}.ug.weight", 2 * inner, 2 * D)
-        table[f"{name}/ug/bias"] = checkpoint.copied(f"{name}.ug.bias", 2 * inner)
-        table[f"{name}/d/weight"] = checkpoint.copied(f"{name}.d.weight", D, inner)
-    return table
+class TreeFlash(dflash.Family[TreeFlashConfig, Settings]):
+    """TreeFlash."""
+
+    name, architecture = "treeflash", "TreeFlashDraftModel"
+    classes = r"TreeFlash(DraftModel|Model|ForCausalLM)"
+    fields = ("treeflash_config",)
+    drafter = Drafter
+    rules = (
+        Rule(r"ar_approximation/ug/weight", 2, P()),
+        Rule(r"ar_approximation/ug/bias", 1, P()),
+        Rule(r"ar_approximation/d/weight", 2, P()),
+    )
+
+    def config(self, raw: Raw) -> TreeFlashConfig:
+        """Reads `config.json`.
+
+        Raises:
+            ValueError: as for DFlash, or another correction than "swiglu".
+        """
+        kind = mapping(raw, "treeflash_config").get("ar_approximation")
+        if kind not in ("swiglu", None):
+            raise ValueError(f"treeflash_config: ar_approximation must be 'swiglu' or null, got {kind!r:.80}")
+        return TreeFlashConfig(**dflash_fields(raw, self.fields), corrected=kind is not None)
+
+    def new_config(self, common: Raw, settings: Settings, taps: Sequence[int] | None = None) -> Raw:
+        raw = super().new_config(common, settings, taps)
+        return {**raw, "treeflash_config": {"candidate_tokens": 64, "ar_approximation": "swiglu"}}
+
+    def initial(self, path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """It begins as DFlash: the correction adds nothing."""
+        return np.zeros(shape, np.float32) if path.endswith("ar_approximation/d/weight") else None
+
+    def tensors(self, config: TreeFlashConfig, layout: Layout = WHOLE) -> checkpoint.Table:
+        table, D, inner = super().tensors(config, layout), config.hidden_size, config.inner
+        if config.corrected:
+            name = "ar_approximation"
+            table[f"{name}/norm/weight"] = checkpoint.copied(f"{name}.norm.weight", D)
+            table[f"{name}/ug/weight"] = checkpoint.copied(f"{name}.ug.weight", 2 * inner, 2 * D)
+            table[f"{name}/ug/bias"] = checkpoint.copied(f"{name}.ug.bias", 2 * inner)
+            table[f"{name}/d/weight"] = checkpoint.copied(f"{name}.d.weight", D, inner)
+        return table

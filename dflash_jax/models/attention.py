@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.cache import Cache, Fresh, Mixer
-from dflash_jax.config import AttentionConfig, LayerConfig
+from dflash_jax.cache import Cache, Fresh
+from dflash_jax.config import AttentionConfig, LayerConfig, LayerMixer
 from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models.layers import Linear, RMSNorm, unfuse
@@ -47,7 +47,7 @@ class Pass(struct.PyTreeNode):
     key_positions: Int[Array, "B F"] | None = None
     per_row: int | None = struct.field(pytree_node=False, default=None)
 
-    def tables(self, mixer: Mixer, dtype: jnp.dtype) -> Rope | None:
+    def tables(self, mixer: LayerMixer, dtype: jnp.dtype) -> Rope | None:
         """Rotary tables for a layer."""
         if mixer.rotary is None:
             return None

@@ -62,8 +62,9 @@ class BigramDrafter(struct.PyTreeNode):
     def init_state(self, rows, slots, widest=1):
         return Successors(jnp.zeros((rows, self.vocab_size), jnp.int32), jnp.full(rows, -1, jnp.int32))
 
-    def propose(self, target, state, anchor, lengths, block_size, choice, *, rows=None):
-        state = state if rows is None else jax.tree.map(lambda x: x[rows], state)
+    def propose(self, target, state, query, choice):
+        anchor, block_size = query.anchor, query.block_size
+        state = state if query.rows is None else jax.tree.map(lambda x: x[query.rows], state)
         table = self._learn(state, anchor[:, None], jnp.ones_like(anchor)).table
         tokens, token = [], anchor
         for depth in range(block_size - 1):
@@ -79,10 +80,10 @@ class BigramDrafter(struct.PyTreeNode):
         parents = jnp.asarray([0, 0, *(2 * d - 1 for d in range(1, block_size - 1) for _ in range(2))], jnp.int32)
         return Proposal(pairs, jnp.broadcast_to(parents[None], pairs.shape), block_size - 1)
 
-    def commit(self, target, state, tokens, features, positions, lengths, kept, *, rows=None):
-        rows = jnp.arange(tokens.shape[0]) if rows is None else rows
+    def commit(self, target, state, seen):
+        rows = jnp.arange(seen.tokens.shape[0]) if seen.rows is None else seen.rows
         part = jax.tree.map(lambda x: x[rows], state)
-        return jax.tree.map(lambda all, some: all.at[rows].set(some), state, self._learn(part, tokens, kept))
+        return jax.tree.map(lambda all, some: all.at[rows].set(some), state, self._learn(part, seen.tokens, seen.kept))
 
     def _learn(self, state, tokens, kept):
         def one(i, state):

@@ -11,6 +11,7 @@ from dflash_jax.cache import KV
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import attend
 from dflash_jax.kernels.cache_update import append
+from dflash_jax.models.attention import Pass
 from dflash_jax.models.layers import FEW_ROWS, matmul, project
 from tests import tiny
 
@@ -123,7 +124,7 @@ def test_whole_models(target, drafter, dtype):
         return target.unembed(hidden)
 
     check(verify, dtype, target, target.init_cache(1, 64), least=4 * 6 + 1)
-    draft = lambda drafter, cache, x: drafter.forward(x, positions, cache, jnp.zeros(1, jnp.int32))
+    draft = lambda drafter, cache, x: drafter.forward(x, Pass(positions, None, jnp.zeros(1, jnp.int32), None), cache)
     x = jnp.zeros((1, 4, drafter.config.hidden_size), dtype)
     check(draft, dtype, drafter, drafter.init_state(1, 64), x, least=7 * 2)
     features = jnp.zeros((1, 4, len(drafter.taps) * target.config.hidden_size), dtype)

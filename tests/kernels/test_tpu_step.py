@@ -11,7 +11,7 @@ from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.random_weights import random_pair
 from dflash_jax.benchmarks.topologies import compiling_for
 from dflash_jax.decoding.state import init_state
-from dflash_jax.decoding.step import make_round, run, speculative_step
+from dflash_jax.decoding.step import run, speculative_step, step_functions
 from tests.chips import topology
 
 CHIP = 16 * 2**30  # bytes of a v5e
@@ -27,7 +27,7 @@ def test_qwen3_4b_fits_one_chip_and_copies_nothing():
         return target, drafter, init_state(target, drafter, rows, slots, 8)
 
     def loop(target, drafter, state, max_steps, leave_below):
-        return run(partial(speculative_step, make_round(target, drafter, 16)), state, max_steps, leave_below, 16)
+        return run(partial(speculative_step, step_functions(target, drafter, 16)), state, max_steps, leave_below, 16)
 
     scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     target, drafter, state, *scalars = jax.tree.map(

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from dflash_jax import checkpoint, generate, load_drafter, load_target, models, spec_generate  # noqa: E402
 from dflash_jax.cache import commit  # noqa: E402
+from dflash_jax.models.attention import Pass  # noqa: E402
 from tests.oracle.families import MASK, VOCAB, assert_same_forward, prompts, randomise  # noqa: E402
 
 SHAPE = {
@@ -164,7 +165,7 @@ def test_drafter_hidden_states_equal_the_official_ones_over_rounds(name, tmp_pat
         positions = lengths[:, None] + jnp.arange(features.shape[1])[None]
         cache, lengths = commit(cache, ours.context(features, positions), lengths, kept), lengths + kept
         positions = lengths[:, None] + jnp.arange(embedded.shape[1])[None]
-        return cache, ours.forward(embedded, positions, cache, lengths)[0]
+        return cache, ours.forward(embedded, Pass(positions, None, lengths, None), cache)[0]
 
     committed = 0
     for count in (13, 1, 8, 3, 8, 5, 2):
@@ -207,7 +208,7 @@ def test_a_drafter_of_gpt_oss_has_qwen3_layers(tmp_path):
     positions = jnp.arange(23)[None]
     lengths, kept = jnp.zeros(1, jnp.int32), jnp.full(1, 13, jnp.int32)
     cache = commit(ours.init_state(1, 64), ours.context(jnp.asarray(features), positions[:, :13]), lengths, kept)
-    got = ours.forward(jnp.asarray(embedded), positions[:, 13:], cache, kept)[0]
+    got = ours.forward(jnp.asarray(embedded), Pass(positions[:, 13:], None, kept, None), cache)[0]
     np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
 
 

@@ -24,6 +24,7 @@ from speculators.models.eagle3.core import Eagle3DraftModel  # noqa: E402
 from speculators.proposals.greedy import GreedyTokenProposalConfig  # noqa: E402
 
 from dflash_jax import generate, load_drafter, load_target, spec_generate  # noqa: E402
+from dflash_jax.decoding.state import Query, Seen  # noqa: E402
 from tests.oracle.families import MASK, VOCAB, prompts, randomise  # noqa: E402
 from tests.oracle.test_parity import SHAPE, make_target  # noqa: E402
 from tests.tiny import choice_of  # noqa: E402
@@ -120,18 +121,19 @@ def test_block_drafters_over_rounds(name, tmp_path):
     rng, length = np.random.default_rng(0), sum(ROUNDS) + BLOCK + 2
     tokens, features = rng.integers(0, MASK, (1, length)), rng.standard_normal((1, length, 64)).astype(np.float32)
     state, at = ours.init_state(1, 64), 0
-    propose = jax.jit(lambda *given: ours.propose(target, *given, BLOCK, choice_of(1, BLOCK, VOCAB)).tokens)
+    propose = jax.jit(lambda state, query: ours.propose(target, state, query, choice_of(1, BLOCK, VOCAB)).tokens)
     for count in ROUNDS:
         seen = slice(at, at + count)
         positions = jnp.arange(at, at + count)[None]
         where = positions, jnp.asarray([at]), jnp.asarray([count])
-        state = ours.commit(target, state, jnp.asarray(tokens[:, seen]), jnp.asarray(features[:, seen]), *where)
+        state = ours.commit(target, state, Seen(jnp.asarray(tokens[:, seen]), jnp.asarray(features[:, seen]), *where))
         at += count
         hidden, chosen = their_proposals(theirs, torch.tensor(tokens), torch.tensor(features), at)
         anchor, lengths = jnp.asarray(tokens[0, at : at + 1]), jnp.asarray([at])
-        slots = ours.denoise(target, anchor, state, lengths, BLOCK)[0, -len(hidden) :]
+        query = Query(anchor, lengths, BLOCK)
+        slots = ours.denoise(target, state, query)[0, -len(hidden) :]
         np.testing.assert_allclose(slots, hidden, atol=1e-4)
-        assert propose(state, anchor, lengths)[0].tolist() == chosen
+        assert propose(state, query)[0].tolist() == chosen
 
 
 def make_eagle3(directory, their_target, model_type="llama", vocabulary=REDUCED, **own):
@@ -208,18 +210,18 @@ def test_eagle3_over_rounds(name, tmp_path):
     rng, length = np.random.default_rng(0), sum(ROUNDS) + 1
     tokens, features = rng.integers(0, MASK, (1, length)), rng.standard_normal((1, length, 96)).astype(np.float32)
     state, at = ours.init_state(1, 64), 0
-    propose = jax.jit(lambda *given: ours.propose(target, *given, BLOCK + 1, choice_of(1, BLOCK, VOCAB)).tokens)
+    propose = jax.jit(lambda state, query: ours.propose(target, state, query, choice_of(1, BLOCK, VOCAB)).tokens)
     for count in ROUNDS:
         seen = slice(at, at + count)
         where = jnp.arange(at, at + count)[None], jnp.asarray([at]), jnp.asarray([count])
-        state = ours.commit(target, state, jnp.asarray(tokens[:, seen]), jnp.asarray(features[:, seen]), *where)
+        state = ours.commit(target, state, Seen(jnp.asarray(tokens[:, seen]), jnp.asarray(features[:, seen]), *where))
         pairs = torch.tensor(features[:, seen]), torch.tensor(tokens[:, at + 1 : at + count + 1])
         hidden, chosen = theirs.propose(*pairs, BLOCK)
         at += count
         anchor, lengths = jnp.asarray(tokens[0, at : at + 1]), jnp.asarray([at])
         first, _, _ = ours.forward(target, state.feature[:, None], anchor[:, None], state, lengths - 1, None)
         np.testing.assert_allclose(first[0, 0], hidden[0], atol=1e-4)
-        assert propose(state, anchor, lengths)[0].tolist() == chosen
+        assert propose(state, Query(anchor, lengths, BLOCK + 1))[0].tolist() == chosen
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import load_drafter, spec_generate
+from dflash_jax.decoding.state import Query, Seen
 from dflash_jax.drafters import dflash
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.blocks import draw_blocks
@@ -37,7 +38,7 @@ def test_input_injection_trains_what_it_decodes(target, drafter):
         block_size=5,
         predictions=4,
     )
-    packed = drafter.teacher_forced(target, features, starts, blocks)
+    packed = drafter.teacher_forced(target, features, blocks)
     compared = 0
     for a, (anchor, start) in enumerate(zip(blocks.anchors[0].tolist(), blocks.starts[0].tolist(), strict=True)):
         if anchor % 3 or not bool(blocks.labelled[0, a].any()):
@@ -47,13 +48,13 @@ def test_input_injection_trains_what_it_decodes(target, drafter):
             count = min(3, anchor - at)
             piece = jnp.pad(features[:, at : at + count], ((0, 0), (0, 3 - count), (0, 0)), constant_values=7.0)
             positions = at - start + jnp.arange(3)[None]
-            where = positions, jnp.asarray([at - start]), jnp.asarray([count])
-            cache, at = drafter.commit(target, cache, positions, piece, *where), at + count
-        alone = drafter.denoise(target, blocks.tokens[:, a], cache, jnp.asarray([at - start]), 5)
+            seen = Seen(positions, piece, positions, jnp.asarray([at - start]), jnp.asarray([count]))
+            cache, at = drafter.commit(target, cache, seen), at + count
+        alone = drafter.denoise(target, cache, Query(blocks.tokens[:, a], jnp.asarray([at - start]), 5))
         np.testing.assert_allclose(packed[0, a], alone[0], atol=2e-5)
         compared += 1
     assert compared > 4
-    published = dflash.Drafter(drafter.params, drafter.config).teacher_forced(target, features, starts, blocks)
+    published = dflash.Drafter(drafter.params, drafter.config).teacher_forced(target, features, blocks)
     assert float(jnp.abs(packed - published).max()) > 1e-3
 
 

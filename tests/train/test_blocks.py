@@ -10,7 +10,9 @@ import pytest
 
 from dflash_jax import load_drafter, load_target
 from dflash_jax.cache import commit
+from dflash_jax.decoding.state import Query
 from dflash_jax.mesh import make_mesh, parse_mesh
+from dflash_jax.models.attention import Pass
 from dflash_jax.train.blocks import Blocks, draw_blocks, target_features
 from tests import tiny
 
@@ -154,7 +156,7 @@ def test_anchors_and_labels_against_a_truth_table(rows, predicts):
 def decoded(target, drafter, tokens, features, anchor, start, block_size):
     """What decoding computes for one anchor: context committed up to it, then one draft pass."""
     cache = context(drafter, features, start, anchor)
-    return drafter.denoise(target, tokens[anchor][None], cache, (anchor - start)[None], block_size)[0]
+    return drafter.denoise(target, cache, Query(tokens[anchor][None], (anchor - start)[None], block_size))[0]
 
 
 def context(drafter, features, start, end):
@@ -169,7 +171,7 @@ def inclusive(target, drafter, tokens, features, anchor, start):
     block = jnp.full((1, 8), tiny.MASK).at[:, 0].set(tokens[anchor])
     positions = (anchor - start)[None, None] + jnp.arange(8)[None]
     cache, lengths = context(drafter, features, start, anchor + 1), (anchor + 1 - start)[None]
-    hidden, _ = drafter.forward(target.embed(block), positions, cache, lengths)
+    hidden, _ = drafter.forward(target.embed(block), Pass(positions, None, lengths, None), cache)
     return hidden[0, 0 if drafter.config.anchor_predicts else 1 :]
 
 
@@ -199,7 +201,7 @@ def test_packed_blocks_equal_decoding(target, rows, name, tmp_path):
         block_size=8,
         predictions=8 if predicts else 7,
     )
-    packed = jax.jit(drafter.teacher_forced)(target, features, starts, blocks)
+    packed = jax.jit(drafter.teacher_forced)(target, features, blocks)
 
     other, _ = target_features(target, tuple(tap + 1 for tap in drafter.taps), tokens, starts)
     used = np.asarray(blocks.labelled).any(axis=-1)
@@ -238,7 +240,7 @@ def test_labels_are_what_decoding_proposes_for(target, drafter, rows):
     )
     blocks = Blocks(*(x[:1] for x in blocks))
     (at,) = np.flatnonzero(np.asarray(blocks.anchors[0]) == anchor)[:1]
-    hidden = drafter.teacher_forced(target, features[:1], starts[:1], blocks)
+    hidden = drafter.teacher_forced(target, features[:1], blocks)
     best = jnp.argmax(drafter.unembed(target, hidden[0])[at], axis=-1)
     np.testing.assert_array_equal(best, blocks.labels[0, at])
     assert (best[:-1] != blocks.labels[0, at, 1:]).any()  # labels shifted by one would be seen
@@ -260,7 +262,7 @@ def test_unused_blocks_and_empty_rows_have_finite_gradients(target, drafter, row
     features, _ = target_features(target, drafter.taps, tokens, starts)
 
     def total(params):
-        hidden = drafter.replace(params=params).teacher_forced(target, features, starts, blocks)
+        hidden = drafter.replace(params=params).teacher_forced(target, features, blocks)
         return jnp.sum(jnp.where(blocks.labelled[..., None], hidden, 0))
 
     gradient = jax.jit(jax.grad(total))(drafter.params)

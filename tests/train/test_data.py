@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dflash_jax.train.config import TrainConfig, read_config
+from dflash_jax.train.config import TrainConfig, make_config, read_settings
 from dflash_jax.train.data import Packing, read_examples
 
 
@@ -126,11 +126,11 @@ def test_partial_epochs(examples):
 
 def test_settings_come_from_yaml_json_and_overrides(tmp_path):
     (tmp_path / "a.yaml").write_text("learning_rate: 6e-4\nblock_size: 8\nremat: false\ntarget_layer_ids: [1, 3]\n")
-    config = read_config(tmp_path / "a.yaml", {"block_size": 10})
+    config = make_config(read_settings(tmp_path / "a.yaml", {"block_size": 10}))
     assert config == TrainConfig(learning_rate=6e-4, block_size=10, remat=False, target_layer_ids=(1, 3))
     (tmp_path / "a.json").write_text('{"epochs": 2, "gamma": 3}')
-    assert read_config(tmp_path / "a.json") == TrainConfig(epochs=2.0, gamma=3.0)
-    assert read_config(None) == TrainConfig()
+    assert make_config(read_settings(tmp_path / "a.json")) == TrainConfig(epochs=2.0, gamma=3.0)
+    assert make_config(read_settings(None)) == TrainConfig()
     assert [TrainConfig(block_size=size).decay for size in (16, 10, 8)] == [7, 5, 4]
 
 
@@ -154,11 +154,11 @@ def test_settings_come_from_yaml_json_and_overrides(tmp_path):
 )
 def test_bad_settings_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        read_config(None, given)
+        read_settings(None, given)
 
 
 def test_a_bad_settings_file_is_refused(tmp_path):
     for text, message in (("a: [", "YAML or JSON"), ("- 1", "named settings")):
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(ValueError, match=message):
-            read_config(tmp_path / "bad.yaml")
+            read_settings(tmp_path / "bad.yaml")

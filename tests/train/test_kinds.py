@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from dflash_jax import generate, load_drafter, load_target, spec_generate
+from dflash_jax.decoding.state import Query, Seen
 from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.train.blocks import draw_blocks, target_features
-from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.config import TrainConfig, make_config
 from dflash_jax.train.data import Example
 from dflash_jax.train.drafters import converted, frequent_tokens, new_drafter, save_drafter
 from dflash_jax.train.step import Batch, init_state, train_step
@@ -40,7 +41,7 @@ def batch():
 
 def made(target, kind, vocabulary=None, **settings):
     """A new drafter, none of whose parameters is zero."""
-    config = TrainConfig(drafter=kind, **SMALL | settings)
+    config = make_config({"drafter": kind, **SMALL, **settings})
     drafter, raw = new_drafter(target, config, tiny.MASK, vocabulary)
     leaves, tree = jax.tree.flatten(drafter.params)
     rng = np.random.default_rng(1)
@@ -59,8 +60,8 @@ def alone(target, drafter, kind, text, features, anchor, start, labels):
     count = anchor - start
     tokens, positions = text[start:anchor][None], jnp.arange(count)[None]
     state = drafter.init_state(1, 64)
-    seen = tokens, features[start:anchor][None], positions, jnp.zeros(1, jnp.int32), jnp.asarray([count])
-    state, lengths = drafter.commit(target, state, *seen), jnp.asarray([count])
+    seen = Seen(tokens, features[start:anchor][None], positions, jnp.zeros(1, jnp.int32), jnp.asarray([count]))
+    state, lengths = drafter.commit(target, state, seen), jnp.asarray([count])
     previous = jnp.concatenate([text[anchor][None], labels[:-1]])
     if kind == "eagle3":
         known, before, out = state.feature[:, None], None, []
@@ -69,7 +70,7 @@ def alone(target, drafter, kind, text, features, anchor, start, labels):
             out.append(drafter.unembed(target, hidden)[0, 0])
         return jnp.stack(out)
     size = len(labels) + (0 if drafter.config.anchor_predicts else 1)
-    hidden = drafter.denoise(target, text[anchor][None], state, lengths, size)
+    hidden = drafter.denoise(target, state, Query(text[anchor][None], lengths, size))
     if kind == "treeflash":
         return drafter.behind(target, hidden, previous[None, :, None])[0, :, 0]
     if kind == "dspark":
@@ -99,7 +100,7 @@ def test_training_sees_what_decoding_computes(kind, settings, target, batch):
         drafter = drafter.replace(config=dataclasses.replace(drafter.config, anchor_predicts=False))
     blocks = drawn(config, drafter, batch)
     features, _ = target_features(target, drafter.taps, batch.tokens, batch.starts)
-    seen = jax.jit(drafter.teacher_forced)(target, features, batch.starts, blocks)
+    seen = jax.jit(drafter.teacher_forced)(target, features, blocks)
     compared = 0
     for row, at in ((0, 1), (0, 7), (1, 2), (1, 9)):
         if not blocks.labelled[row, at].any():

@@ -82,7 +82,7 @@ def test_distillation_compares_with_the_target_at_the_position_before(target):
     def passes(tokens, blocks):
         hidden, _, _ = target.forward(tokens, jnp.arange(32)[None], None, target.init_cache(1, 32))
         features, _ = target_features(target, drafter.taps, tokens, rows.starts)
-        draft = drafter.teacher_forced(target, features, rows.starts, blocks)[0]
+        draft = drafter.teacher_forced(target, features, blocks)[0]
         return jax.nn.log_softmax(target.unembed(hidden)[0]), jax.nn.log_softmax(drafter.unembed(target, draft))
 
     blocks: Blocks = draw_blocks(  # all of them, so that the key does not matter

@@ -19,13 +19,14 @@ from dflash_jax.bundled import bundled_pair
 from dflash_jax.cache import Cache, Fresh, commit
 from dflash_jax.checkpoint import read_json
 from dflash_jax.data.problems import problems
-from dflash_jax.decoding.state import TargetModel
+from dflash_jax.decoding.state import Seen, TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.files import read_json_lines
 from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.requests import Request
 from dflash_jax.infer.text import Text
 from dflash_jax.loading import enable_compilation_cache
+from dflash_jax.models.attention import Pass
 from dflash_jax.target import Target, load_target
 from dflash_jax.train.arguments import AblateOptions
 from dflash_jax.train.config import TrainConfig, make_config
@@ -48,35 +49,19 @@ class InputInjection(dflash.Drafter):
     ) -> tuple[Fresh, ...]:
         """See `Drafter.context`; of positions with nothing before them."""
         rows = features.shape[0]
-        return self._behind(self.init_state(rows, 0), jnp.zeros(rows, jnp.int32), features, positions, starts=starts)
+        at = Pass(positions, None, jnp.zeros(rows, jnp.int32), None, starts=starts)
+        return self._behind(self.init_state(rows, 0), features, at)
 
-    def commit(
-        self,
-        target: TargetModel,
-        state: Cache,
-        tokens: Int[Array, "B J"],
-        features: Float[Array, "B J FD"],
-        positions: Int[Array, "B J"],
-        lengths: Int[Array, " B"],
-        kept: Int[Array, " B"],
-        *,
-        rows: Int[Array, " B"] | None = None,
-    ) -> Cache:
+    def commit(self, target: TargetModel, state: Cache, seen: Seen) -> Cache:
         """See `Drafter.commit`."""
-        return commit(state, self._behind(state, lengths, features, positions, rows=rows), lengths, kept, rows=rows)
+        at = Pass(seen.positions, None, seen.lengths, seen.rows)
+        return commit(state, self._behind(state, seen.features, at), seen.lengths, seen.kept, rows=seen.rows)
 
-    def _behind(
-        self,
-        cache: Cache,
-        lengths: Int[Array, " B"],
-        features: Float[Array, "B J FD"],
-        positions: Int[Array, "B J"],
-        **where: Any,
-    ) -> tuple[Fresh, ...]:
+    def _behind(self, cache: Cache, features: Float[Array, "B J FD"], at: Pass) -> tuple[Fresh, ...]:
         """Keys and values of positions after a cache, by one causal pass of the layers."""
         fused = self._apply("fuse", features.astype(self.dtype))
-        causal = jnp.tril(jnp.ones((positions.shape[1], positions.shape[1]), bool))
-        return self.forward(fused, positions, cache, lengths, visible=causal, **where)[1]
+        causal = jnp.tril(jnp.ones((features.shape[1], features.shape[1]), bool))
+        return self.forward(fused, at.replace(visible=causal), cache)[1]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,145 @@
+"""The proposals of drafters: chains, and trees of the best paths.
+
+`propose` is for a drafter none of whose depths depends on the tokens of those before, `grow` for one that chooses a
+token given those before it, depth after depth.
+Shapes: B rows, T depths, V tokens of the choice, W nodes of one depth, N options after a node, Z nodes so far, d depth,
+P nodes of the tree.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.decoding.calibration import Lessons
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.selection import Picks, pick, rank
+from dflash_jax.decoding.tree import Level, best_nodes, next_level, pruned
+
+Carry = TypeVar("Carry")
+
+
+def propose(choice: Choice, logits: Float[Array, "B T V"]) -> Proposal:
+    """The chain of the best tokens of the depths 0..T-1, or the tree of the likeliest paths."""
+    logits, depth = choice.allowed(logits), logits.shape[1]
+    if not choice.nodes:
+        return pick(choice, logits).chain
+    ranked, lessons = rank(choice, logits, slice(depth))
+    best = best_nodes(ranked, choice.nodes)
+    return Proposal(best.tokens, best.parents, min(depth, choice.nodes), best.scores, lessons)
+
+
+class Frontier(NamedTuple):
+    """Nodes of one depth that a drafter goes on from: the anchor first, then one of a chain, or the best of a tree.
+
+    Attributes:
+        tokens: the target's ids of the nodes.
+        parents: index of each one's parent in the frontier before.
+        lineage: index of each of its ancestors, and of itself, in the frontier of its depth.
+        before: tokens of the nodes that lead to them; None at the anchor.
+        seen: which of these lead to which node; None is all to all.
+    """
+
+    tokens: Int[Array, "B W"]
+    parents: Int[Array, "B W"]
+    lineage: Int[Array, "B W d"]
+    before: Int[Array, "B Z"] | None = None
+    seen: Bool[Array, "1 W Z"] | None = None
+
+
+class Options(NamedTuple):
+    """What may follow each node, as the drafter sees it.
+
+    Attributes:
+        logits: of the options.
+        candidates: tokens of the choice that these are of, with logits that are allowed already (`Choice.allowed`);
+            None is all tokens.
+    """
+
+    logits: Float[Array, "B W N"]
+    candidates: Int[Array, "B W N"] | None = None
+
+
+Expand = Callable[[int, Frontier, Carry], tuple[Options, Carry]]
+
+
+def grow(
+    choice: Choice,
+    anchor: Int[Array, " B"],
+    depth: int,
+    expand: Expand[Carry],
+    carried: Carry,
+    *,
+    width: int | None = None,
+) -> Proposal:
+    """A chain, or the tree of the best paths among those that were looked at.
+
+    Args:
+        depth: nodes of the longest path.
+        expand: options after the nodes of a frontier, given its depth and what was carried to it; returns what to
+            carry on, too.
+        carried: to the anchor.
+        width: of a tree, most nodes of a depth to go on from; None is as many as can matter.
+    """
+    none = jnp.zeros((anchor.shape[0], 1), jnp.int32)
+    frontier = Frontier(anchor[:, None], none, jnp.zeros((*none.shape, 0), jnp.int32))
+    if choice.nodes:
+        return _tree(choice, frontier, min(depth, choice.nodes), expand, carried, width or choice.nodes)
+    picks = list[Picks]()
+    for d in range(depth):
+        options, carried = expand(d, frontier, carried)
+        picks.append(pick(choice, _allowed(choice, options, frontier), d, options.candidates))
+        lineage = jnp.concatenate([frontier.lineage, none[:, :, None]], axis=2)
+        frontier = Frontier(picks[-1].tokens, none, lineage, Picks.joined(picks).tokens)
+    return Picks.joined(picks).chain
+
+
+def _allowed(choice: Choice, options: Options, frontier: Frontier) -> Float[Array, "B W N"]:
+    """The logits of options under the penalties of the paths that lead to them; those of candidates are already."""
+    if options.candidates is not None:
+        return options.logits
+    return choice.allowed(options.logits, frontier.before, frontier.seen)
+
+
+def _tree(
+    choice: Choice, frontier: Frontier, depth: int, expand: Expand[Carry], carried: Carry, width: int
+) -> Proposal:
+    levels, lessons = list[Level](), list[Lessons]()
+    paths = jnp.zeros(frontier.lineage.shape, jnp.int32)  # ids that lead to each node of the frontier
+    for d in range(depth):
+        options, carried = expand(d, frontier, carried)
+        scores = _allowed(choice, options, frontier)
+        ranked, learnt = rank(choice, scores, slice(d, d + 1), options.candidates)
+        lessons.append(learnt)
+        levels.append(next_level(ranked, levels[-1] if levels else None, choice.nodes))
+        tokens, parents = levels[-1].tokens[:, :width], levels[-1].parents[:, :width]
+        W = tokens.shape[1]
+        itself = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32)[None], tokens.shape)
+        lineage, paths = (
+            jnp.concatenate([jnp.take_along_axis(x, parents[:, :, None], axis=1), last[:, :, None]], axis=2)
+            for x, last in ((frontier.lineage, itself), (paths, tokens))
+        )
+        seen = jnp.repeat(jnp.eye(W, dtype=bool), d + 1, axis=1)[None]
+        frontier = Frontier(tokens, parents, lineage, paths.reshape(paths.shape[0], -1), seen)
+    best = pruned(levels, choice.nodes)
+    return Proposal(best.tokens, best.parents, depth, best.scores, _joined(lessons, levels, best.chosen))
+
+
+def _joined(lessons: list[Lessons], levels: list[Level], chosen: Int[Array, "B P"]) -> Lessons:
+    """The lessons of all depths, and the place that each node has among them."""
+    join = lambda arrays: None if arrays[0] is None else jnp.concatenate(arrays, axis=1)
+    places, begin = [], 1
+    for level, following in zip(levels, [*lessons[1:], None], strict=True):
+        index = jnp.arange(level.scores.shape[1], dtype=jnp.int32)
+        count = 0 if following is None or following.tokens is None else following.tokens.shape[1]
+        places.append(jnp.where(index < count, begin + index, -1))
+        begin += count
+    of_nodes = jnp.concatenate(places)[chosen]
+    return Lessons(
+        join([one.trials for one in lessons]),
+        join([one.tokens for one in lessons]),
+        join([one.likelihood for one in lessons]),
+        jnp.pad(of_nodes, ((0, 0), (1, 0))),  # the anchor's is the first
+    )

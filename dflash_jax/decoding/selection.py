@@ -1,0 +1,163 @@
+"""Which tokens a drafter's scores select, under the settings and the noise of a step (see `choice.Choice`).
+
+Scores are of the tokens of the choice, or of a few candidates among them, and already allowed (`Choice.allowed`). What
+is returned are the target's ids.
+Shapes: B rows, T depths, W nodes of one depth, N options of a place (tokens or candidates), R ranks, C values of the
+sharpness.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.decoding.calibration import GREEDY, SHARPNESS, Lessons
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.sampling import first_argmax, if_any, scaled_scores, select, top_k
+from dflash_jax.decoding.tree import Ranked
+
+
+class Picks(NamedTuple):
+    """Proposed tokens.
+
+    Attributes:
+        tokens: of these depths.
+        trials: what each sharpness would have picked; None where none is learnt.
+    """
+
+    tokens: Int[Array, "B T"]
+    trials: Int[Array, "B T C"] | None
+
+    @staticmethod
+    def joined(depths: "Sequence[Picks]") -> "Picks":
+        """Those of depths that follow one another."""
+        tokens = jnp.concatenate([picks.tokens for picks in depths], axis=1)
+        trials = [picks.trials for picks in depths if picks.trials is not None]
+        return Picks(tokens, jnp.concatenate(trials, axis=1) if trials else None)
+
+    @property
+    def chain(self) -> Proposal:
+        """Proposed one after the other."""
+        return Proposal(self.tokens, lessons=None if self.trials is None else Lessons(self.trials))
+
+
+def pick(
+    choice: Choice, scores: Float[Array, "B T N"], depth: int = 0, candidates: Int[Array, "B T N"] | None = None
+) -> Picks:
+    """The token of each of the depths `depth..depth+T-1`, and what calibrates it.
+
+    Args:
+        candidates: which tokens the scores are of, for one depth; None is all.
+    """
+    depths = slice(depth, depth + scores.shape[1])
+    noise, ids = _noise(choice, depths, candidates), _ids(choice, candidates)
+    if choice.plain:
+        return Picks(ids(first_argmax(scores)[..., None])[..., 0], None)
+    if choice.sharpness is None:
+        return Picks(ids(select(scores, noise, choice.sampling)[..., None])[..., 0], None)
+    trials = ids(_trials(choice, scores, noise))
+    best = choice.sharpness[depths][None, :, None]
+    return Picks(jnp.take_along_axis(trials, best, axis=2)[..., 0], trials)
+
+
+def rank(
+    choice: Choice, scores: Float[Array, "B T N"], depths: slice, candidates: Int[Array, "B T N"] | None = None
+) -> tuple[Ranked, Lessons]:
+    """The best tokens by how likely each is to be what the target will choose, and what there is to learn of them.
+
+    With the noise that draft and target share, that is the softmax of the very scores that a chain takes the
+    largest of; without noise, the softmax of c0 times the scores.
+
+    Args:
+        depths: T of them, or one, if the scores are of T nodes of that depth.
+        candidates: which tokens the scores are of; None is all.
+    """
+    noise, ids = _noise(choice, depths, candidates), _ids(choice, candidates)
+    c0 = jnp.ones((1, 1, 1)) if choice.greedy is None else choice.greedy[depths][None, :, None]
+
+    def sampled() -> tuple[Array, Array]:
+        keys, with_noise = _keys(choice, scores, noise, depths)
+        return keys, jnp.where(with_noise, 1.0, c0)
+
+    def greedy() -> tuple[Array, Array]:
+        scale = jnp.broadcast_to(c0, jnp.broadcast_shapes((scores.shape[0], 1, 1), c0.shape))
+        return scores, scale
+
+    keys, scale = greedy() if choice.plain else if_any(choice.sampling.temperature > 0, sampled, greedy)
+    best, places = top_k(keys, min(choice.nodes, keys.shape[-1]))
+    likely = scale * best - jax.nn.logsumexp(scale * keys, axis=-1, keepdims=True)
+    likely = jnp.where(best > -jnp.inf, likely, -jnp.inf)  # nothing may follow a place without options
+    # What may not be proposed gives way to another of the first one.
+    tokens = ids(jnp.where(likely > -jnp.inf, places, places[..., :1]))
+
+    def likelihood() -> Float[Array, "B T R C0"]:
+        scaled = [c * best - jax.nn.logsumexp(c * keys, axis=-1, keepdims=True) for c in GREEDY]
+        return jnp.stack(scaled, axis=-1)
+
+    nothing = lambda: jnp.zeros((*best.shape, len(GREEDY)))
+    learnt = if_any(choice.sampling.temperature == 0, likelihood, nothing)
+    trials = None if choice.plain or choice.sharpness is None else ids(_trials(choice, scores, noise))
+    return Ranked(likely, tokens), Lessons(trials, tokens, learnt)
+
+
+def likeliest(
+    choice: Choice, scores: Float[Array, "B T N"], count: int
+) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
+    """Scores and tokens (of the choice) of the `count` options most likely to be picked at each of the depths 0..T-1,
+    for a drafter that rescores only these, given the token before.
+
+    With the noise that draft and target share, an unlikely token that the noise favors is among them.
+    """
+
+    def sampled() -> Int[Array, "B T K"]:
+        depths = slice(scores.shape[1])
+        return top_k(_keys(choice, scores, choice.noise[:, depths], depths)[0], count)[1]
+
+    greedy = lambda: top_k(scores, count)[1]
+    places = greedy() if choice.plain else if_any(choice.sampling.temperature > 0, sampled, greedy)
+    return jnp.take_along_axis(scores, places, axis=2), places
+
+
+def _noise(choice: Choice, depths: slice, candidates: Int[Array, "B T N"] | None) -> Float[Array, "B _ N"]:
+    """The noise of these depths, or that of candidates at one depth."""
+    noise = choice.noise[:, depths]
+    if candidates is None:
+        return noise
+    of_all = jnp.take_along_axis(noise, candidates.reshape(candidates.shape[0], 1, -1), axis=2)
+    return of_all.reshape(candidates.shape)
+
+
+def _ids(choice: Choice, candidates: Int[Array, "B T N"] | None) -> Callable[[Array], Array]:
+    """A function that gives the target's ids of places [B, T, K] among the options."""
+    if candidates is None:
+        return choice.ids
+    return lambda places: choice.ids(jnp.take_along_axis(candidates, places, axis=2))
+
+
+def _trials(choice: Choice, scores: Float[Array, "B T N"], noise: Float[Array, "#B #T N"]) -> Int[Array, "B T C"]:
+    """The place of the best score at each sharpness."""
+
+    def sampled() -> Int[Array, "B T C"]:
+        scaled = scaled_scores(scores, choice.sampling)
+        trials = [first_argmax(scaled if math.isinf(c) else c * scaled + noise) for c in SHARPNESS]
+        return jnp.stack(trials, axis=-1)
+
+    def greedy() -> Int[Array, "B T C"]:
+        return jnp.repeat(first_argmax(scores)[..., None], len(SHARPNESS), axis=-1)
+
+    return if_any(choice.sampling.temperature > 0, sampled, greedy)
+
+
+def _keys(
+    choice: Choice, scores: Float[Array, "B T N"], noise: Float[Array, "#B #T N"], depths: slice
+) -> tuple[Float[Array, "B T N"], Bool[Array, "B _ 1"]]:
+    """What the largest of is picked at some depths, in a step with a sampled row, and which of it has noise in it."""
+    scaled, c = scaled_scores(scores, choice.sampling), jnp.ones((1, 1, 1))
+    if choice.sharpness is not None:
+        c = jnp.asarray(SHARPNESS)[choice.sharpness[depths]][None, :, None]
+    with_noise = (choice.sampling.temperature[:, None, None] > 0) & jnp.isfinite(c)
+    return jnp.where(with_noise, jnp.where(jnp.isfinite(c), c, 1.0) * scaled + noise, scaled), with_noise

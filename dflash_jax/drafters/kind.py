@@ -1,0 +1,97 @@
+"""What a kind of drafter is: everything of its own, in one object that is registered (see `drafters.register`)."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from dflash_jax import checkpoint
+from dflash_jax.config import Raw
+from dflash_jax.drafters import base
+from dflash_jax.drafters.config import DrafterConfig
+from dflash_jax.drafters.fields import is_of
+from dflash_jax.mesh import WHOLE, Layout
+from dflash_jax.sharding import Rule
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hyper-parameters of a new drafter that only its kind has.
+
+    A kind derives a frozen dataclass of its own. Every field has a default, and is described in the docstring; it is a
+    flag of `train fit` and a name in its settings.
+    """
+
+    def check_positive(self) -> None:
+        """Raises ValueError if a number is not above 0."""
+        for name, value in asdict(self).items():
+            if isinstance(value, int | float) and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+
+Config = TypeVar("Config", bound=DrafterConfig)
+Hyper = TypeVar("Hyper", bound=Settings)
+
+
+class Kind(Generic[Config, Hyper]):
+    """A kind of drafter.
+
+    `config`, `tensors` and `new_config` are what a kind must have; the rest has a meaning that suits most.
+
+    Attributes:
+        name: of the kind, as `train fit --drafter` has it.
+        classes: pattern of the names that published configs have in `architectures`.
+        fields: fields of a `config.json` that no other kind has.
+        drafter: the class of its drafters.
+        settings: the class of its hyper-parameters.
+        rules: how its parameters are split over a mesh, where no other rule says it.
+        speculators: its `speculators_model_type`, and the class name that stands for it; None if that library has none.
+    """
+
+    name: ClassVar[str]
+    classes: ClassVar[str]
+    fields: ClassVar[tuple[str, ...]] = ()
+    drafter: ClassVar[type[base.Drafter]]
+    settings: ClassVar[type[Settings]] = Settings
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    speculators: ClassVar[tuple[str, str] | None] = None
+
+    def matches(self, raw: Raw) -> bool:
+        """Whether a `config.json` is that of such a drafter."""
+        return is_of(raw, self.classes, self.fields)
+
+    def config(self, raw: Raw) -> Config:
+        """Reads `config.json`; raises ValueError for what is unknown or unsupported."""
+        raise NotImplementedError
+
+    def tensors(self, config: Config, layout: Layout = WHOLE) -> checkpoint.Table:
+        """What every parameter is made of: tensors of a checkpoint, by the parameter's path."""
+        raise NotImplementedError
+
+    def canonical_name(self, name: str) -> str:
+        """The name that a tensor of a published variant has in `tensors`."""
+        return base.canonical_name(name)
+
+    def from_speculators(self, fields: Raw) -> Raw:
+        """Fields of a `config.json` by the `speculators` library, with what it leaves out."""
+        return fields
+
+    def new_config(self, common: Raw, settings: Hyper, taps: Sequence[int] | None = None) -> Raw:
+        """The `config.json` of a new drafter.
+
+        Args:
+            common: the fields of its layers, and where it stands in its target.
+            settings: its hyper-parameters, of the class `settings`.
+            taps: target layers that it taps; None leaves that to the kind.
+        """
+        raise NotImplementedError
+
+    def config_from(self, config: DrafterConfig, raw: Raw, settings: Hyper) -> Raw | None:
+        """The `config.json` of a drafter of this kind that begins as one of another kind, with this `config` and
+        `config.json`; None if it cannot."""
+        return None
+
+    def initial(self, path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """A new parameter; None if it is drawn as all others are."""
+        return None
