@@ -91,9 +91,13 @@ class AttentionConfig:
         """See `cache.Mixer`."""
         return None if self.rope is None else (self.rope, self.head_dim)
 
+    def kv_heads(self, layout: Layout) -> int:
+        """Key-value heads of all devices together: where several share a head, each of them has a copy."""
+        return self.num_kv_heads * layout.copies(self.num_kv_heads)
+
     def entry(self, rows: int, slots: int, dtype: DTypeLike, layout: Layout, widest: int) -> KV:
         """An empty cache entry."""
-        heads = self.num_kv_heads * layout.copies(self.num_kv_heads)
+        heads = self.kv_heads(layout)
         return KV.allocate(rows, heads, slots, self.head_dim, dtype, window=self.window, widest=widest)
 
     def indivisible(self, layout: Layout, block: int = 1) -> str | None:
@@ -103,7 +107,7 @@ class AttentionConfig:
             return f"{self.num_heads} query heads"
         if self.num_kv_heads % shards and shards % self.num_kv_heads:
             return f"{self.num_kv_heads} key-value heads"
-        for heads in (self.num_heads, self.num_kv_heads * layout.copies(self.num_kv_heads)):
+        for heads in (self.num_heads, self.kv_heads(layout)):
             if shards > 1 and heads * self.head_dim % (shards * block):
                 return f"{heads * self.head_dim} outputs in FP8 blocks of {block}"
         return None

@@ -15,6 +15,7 @@ from dflash_jax.config import RopeConfig
 from dflash_jax.decoding.state import Query, Seen
 from dflash_jax.drafters import drafter_config
 from dflash_jax.mesh import AXES, Layout
+from dflash_jax.models.attention import Pass
 from dflash_jax.models.rope import rope_tables
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.drafters import new_drafter

@@ -13,7 +13,9 @@ from dflash_jax.decoding.sampling import (
     filter_scores,
     first_argmax,
     gumbel_noise,
+    reference,
     request_key,
+    scaled_scores,
     select,
     top_k,
 )
@@ -34,17 +36,27 @@ def settings(temperature, top_k, top_p, rows=1, min_p=0.0):
 
 
 def probabilities(logits, temperature, top_k, top_p):
-    """Method 5.1 by sorting, in float64."""
-    scores = np.asarray(logits, np.float64) / temperature
-    order = np.argsort(-scores, kind="stable")
-    if 0 < top_k < len(scores):
-        order = order[:top_k]
-    p = np.exp(scores[order] - scores[order].max())
-    p /= p.sum()
-    p *= np.cumsum(p) - p < top_p
-    out = np.zeros(len(scores))
-    out[order] = p / p.sum()
-    return out
+    """What is sampled from, by sorting in float64."""
+    with jax.enable_x64(True):
+        scores = reference(jnp.asarray(np.asarray(logits, np.float64)[None, None]), settings(temperature, top_k, top_p))
+        return np.asarray(jax.nn.softmax(scores[0, 0]))
+
+
+def test_scores_are_those_of_the_sorted_reference():
+    """Rows of random settings; a part of them is greedy or lacks a filter. Half of the logits are full of ties."""
+    rng, scaled, by_sorting = np.random.default_rng(0), jax.jit(scaled_scores), jax.jit(reference)
+    some = lambda values, neutral: np.where(rng.random(64) < 0.3, neutral, values)
+    for case in range(8):
+        logits = jnp.asarray(rng.normal(0, rng.uniform(0.5, 6), (64, 3, 150)), jnp.float32)
+        logits = jnp.round(logits) if case % 2 else logits
+        sampling = Sampling(
+            jnp.asarray(some(rng.uniform(0.05, 3, 64), 0), jnp.float32),
+            jnp.asarray(some(rng.integers(1, 200, 64), 0), jnp.int32),
+            jnp.asarray(some(rng.uniform(0.01, 1, 64), 1), jnp.float32),
+            jnp.asarray(some(rng.uniform(0, 0.3, 64), 0), jnp.float32),
+            jax.random.split(jax.random.key(case), 64),
+        )
+        np.testing.assert_array_equal(scaled(logits, sampling), by_sorting(logits, sampling))
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 5, 40, 1000])

@@ -101,6 +101,7 @@ FAMILIES = {
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     },
     "kimi_k25": {**_LATENT, "quantization_config": INT4},
+    "qwen2": {"attention_bias": None, "head_dim": None},
     "qwen3": {"attention_bias": True},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},

@@ -38,6 +38,14 @@ def _qwen3(hidden: int, inner: int, depth: int, heads: int, taps: tuple[int, ...
     return target, drafter
 
 
+def _qwen2() -> tuple[Raw, Raw]:
+    """Qwen2.5-7B-Instruct, and a drafter with five layers whose sizes are assumed."""
+    target, drafter = _qwen3(3584, 18944, 28, 28, (1, 7, 13, 19, 25), tied=False)
+    shape = {"vocab_size": 152064, "max_position_embeddings": 32768}
+    changes = {"model_type": "qwen2", "num_key_value_heads": 4, "head_dim": None, "attention_bias": None}
+    return {**target, **shape, **changes}, {**drafter, **shape}
+
+
 def _llama() -> tuple[Raw, Raw]:
     """Llama-3.1-8B and its drafter with blocks of 10."""
     target, drafter = _qwen3(4096, 14336, 32, 32, TAPS["z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"], tied=False)
@@ -330,6 +338,7 @@ PAIRS: dict[str, tuple[Raw, Raw]] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, TAPS["z-lab/Qwen3-8B-DFlash-b16"], tied=False),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, TAPS["deepseek-ai/dflash_qwen3_14b_block7"], tied=False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, (1, 16, 31, 46, 61), tied=False),  # the drafter's shape is assumed
+    "qwen2.5-7b": _qwen2(),
     "llama-3.1-8b": _llama(),
     "minimax-m2": _minimax(),
     "qwen3-coder-30b-a3b": _coder(),

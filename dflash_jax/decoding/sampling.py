@@ -137,12 +137,31 @@ def perturbed_scores(
 def scaled_scores(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
     """Logits divided by the temperature, and filtered; of greedy rows the logits.
 
-    Order as in the reference: temperature, top-k, top-p; then min-p. Tokens tied with the last one kept are kept.
+    Temperature, top-k and top-p come in the order of the official implementation; then min-p. Tokens tied with the last
+    one kept are kept. Equal to `reference`, without sorting.
     """
     temperature = sampling.temperature[:, None, None]
     # Relative to the best, so that a tiny temperature cannot overflow.
     scores = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)
     return jnp.where(temperature > 0, filter_scores(scores, sampling), logits)
+
+
+def reference(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
+    """What `scaled_scores` returns, found by sorting the vocabulary: slower, and short enough to check by reading.
+
+    The two may differ in the last token of a top-p if the mass before it lies within rounding of `top_p`.
+    """
+    settings = sampling.temperature, sampling.top_p, sampling.min_p
+    temperature, top_p, min_p = (x[:, None, None].astype(logits.dtype) for x in settings)
+    scores = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)
+    descending = jnp.sort(scores, axis=-1, descending=True)
+    count = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, logits.shape[-1]), logits.shape[-1])
+    lowest = jnp.take_along_axis(descending, count[:, None, None] - 1, axis=-1)  # of top-k
+    mass = jax.nn.softmax(jnp.where(descending >= lowest, descending, -jnp.inf), axis=-1)
+    in_top_p = (jnp.cumsum(mass, axis=-1) - mass < top_p) | (top_p == 1)  # by the mass of the better ones
+    lowest = jnp.maximum(lowest, jnp.min(jnp.where(in_top_p, descending, jnp.inf), axis=-1, keepdims=True))
+    kept = (scores >= lowest) & (scores >= jnp.log(min_p))  # the best score is 0
+    return jnp.where(temperature > 0, jnp.where(kept, scores, -jnp.inf), logits)
 
 
 def filter_scores(scores: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:

@@ -7,6 +7,7 @@ vocabulary of the drafter.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, TypeVar
 
 import flax.linen as nn
@@ -28,9 +29,9 @@ from dflash_jax.drafters.fields import classes_of
 from dflash_jax.drafters.kind import Hyper, Kind, Settings
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, WHOLE, Layout, on_every_device
-from dflash_jax.models.attention import Attention, Pass
+from dflash_jax.models.attention import Attention, Pass, keys_and_values
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, matmul, rms_norm, unfuse
-from dflash_jax.models.rope import Rope, rotate
+from dflash_jax.models.rope import Rope
 from dflash_jax.models.tables import decoder_layer
 from dflash_jax.sharding import Rule
 
@@ -49,10 +50,10 @@ class Layer(nn.Module):
         self, x: Float[Array, "B T D"], at: Pass, entry: PyTree, kv_projection: PyTree
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, layer, D, eps = self.config, self.layer, self.config.hidden_size, self.config.rms_norm_eps
-        attention = Attention(D, layer.attention, self.layout, c.attention_bias, eps, name="self_attn")
+        attention = Attention(D, layer.attention, self.layout, c.attention_bias, qk_norm=eps, name="self_attn")
         mlp = MLP(D, layer.intermediate_size, self.layout, name="mlp")
         h = RMSNorm(D, eps, name="input_layernorm")(x)
-        h, fresh = self.around("attention", h, lambda h: attention(h, at, entry, project=kv_projection))
+        h, fresh = self.around("attention", h, lambda h: attention(h, at, entry, kv_projection(h)))
         x = on_every_device(x + h)
         h = RMSNorm(D, eps, name="post_attention_layernorm")(x)
         h, _ = self.around("mlp", h, lambda h: (mlp(h), None))
@@ -77,20 +78,16 @@ class Model(nn.Module):
     layer: ClassVar[type[Layer]] = Layer
 
     def setup(self):
-        c, (heads, size) = self.config, self._heads_and_size()
-        kv = 2 * heads * size
+        c, mixer = self.config, self.config.layers[0].attention
+        kv = 2 * mixer.kv_heads(self.layout) * mixer.head_dim
         self.layers = [self.layer(c, layer, self.layout) for layer in c.layers]
         self.kv_proj = self.param("kv_proj", nn.initializers.normal(0.02), (len(c.layers), kv, c.hidden_size))
-        self.k_norm = self.param("k_norm", nn.initializers.ones, (len(c.layers), size))
+        self.k_norm = self.param("k_norm", nn.initializers.ones, (len(c.layers), mixer.head_dim))
         if c.attention_bias:
             self.kv_bias = self.param("kv_bias", nn.initializers.zeros, (len(c.layers), kv))
         self.fc = Linear((len(c.target_layer_ids) * c.target_hidden_size, c.hidden_size))
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-    def _heads_and_size(self) -> tuple[int, int]:
-        mixer = self.config.layers[0].attention
-        return mixer.num_kv_heads * self.layout.copies(mixer.num_kv_heads), mixer.head_dim
 
     def forward(
         self, x: Float[Array, "B T D"], at: Pass, cache: Cache, remat: bool
@@ -139,10 +136,9 @@ class Model(nn.Module):
         return tuple(self._heads(kv, self.k_norm[i], rope) for i, kv in enumerate(layers))
 
     def _heads(self, kv: Float[Array, "B T M"], weight: Float[Array, " H"], rope: Rope | None) -> Fresh:
-        (B, T), (K, H) = kv.shape[:2], self._heads_and_size()
-        k, v = (x.reshape(B, T, K, H) for x in unfuse(kv, (K * H, K * H), self.layout.shards))
-        k = rotate(rms_norm(k, weight, self.config.rms_norm_eps), rope)
-        return Fresh(k.swapaxes(1, 2), v.swapaxes(1, 2))
+        k, v = unfuse(kv, [kv.shape[-1] // 2] * 2, self.layout.shards)
+        norm = partial(rms_norm, weight=weight, eps=self.config.rms_norm_eps)
+        return keys_and_values(k, v, self.config.layers[0].attention.head_dim, rope, norm)
 
 
 class Drafter(base.Drafter):

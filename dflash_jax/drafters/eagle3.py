@@ -30,9 +30,8 @@ from dflash_jax.drafters import base, eagle3_config
 from dflash_jax.drafters.eagle3_config import Eagle3Config, official_taps
 from dflash_jax.drafters.kind import Kind, Settings
 from dflash_jax.mesh import ROWS, WHOLE, Layout, on_every_device
-from dflash_jax.models.attention import Attention, Pass
+from dflash_jax.models.attention import Attention, Pass, keys_and_values
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, unfuse
-from dflash_jax.models.rope import rotate
 
 TREE_WIDTH = 10  # nodes of a depth that a tree goes on from (reference `eagle/model/cnets.py`, `top_k`)
 
@@ -82,7 +81,7 @@ class Model(nn.Module):
     def setup(self):
         c, mixer = self.config, self.config.layers[0].attention
         D, eps, taps = c.hidden_size, c.rms_norm_eps, len(c.target_layer_ids)
-        heads = 2 * mixer.num_kv_heads * self.layout.copies(mixer.num_kv_heads) * mixer.head_dim
+        heads = 2 * mixer.kv_heads(self.layout) * mixer.head_dim
         self.fc = Linear((taps * c.target_hidden_size, D))
         if c.norm_before_fc:
             self.input_norm = RMSNorm(taps * c.target_hidden_size, eps)
@@ -90,7 +89,7 @@ class Model(nn.Module):
             self.fc_norms = [RMSNorm(c.target_hidden_size, eps) for _ in range(taps)]
         self.input_layernorm, self.hidden_norm = RMSNorm(D, eps), RMSNorm(D, eps)
         norm = eps if c.qk_norm else None
-        self.self_attn = Attention(D, mixer, self.layout, c.attention_bias, norm)
+        self.self_attn = Attention(D, mixer, self.layout, c.attention_bias, qk_norm=norm)
         self.kv_proj = Linear((2 * D, heads), c.attention_bias)
         if c.qk_norm:
             self.k_norm = RMSNorm(mixer.head_dim, eps)
@@ -134,7 +133,7 @@ class Model(nn.Module):
             join = lambda old, new: jnp.concatenate([old, new], axis=2)
             fresh = jax.tree.map(join, before, fresh)
         residual = self.hidden_norm(known) if c.norm_before_residual else known
-        h, _ = self.self_attn(x, at, entry, project=lambda _: fresh)
+        h, _ = self.self_attn(x, at, entry, fresh)
         x = on_every_device(residual + h)
         x = on_every_device(x + self.mlp(self.post_attention_layernorm(x)))
         out = self.norm(x)
@@ -144,13 +143,9 @@ class Model(nn.Module):
         return jnp.concatenate([self.input_layernorm(embedded), self.hidden_norm(known)], axis=-1)
 
     def _fresh(self, x: Float[Array, "B T E"], at: Pass) -> Fresh:
-        mixer, (B, T) = self.config.layers[0].attention, x.shape[:2]
-        K, H = mixer.num_kv_heads * self.layout.copies(mixer.num_kv_heads), mixer.head_dim
-        k, v = (y.reshape(B, T, K, H) for y in unfuse(self.kv_proj(x), (K * H, K * H), self.layout.shards))
-        if self.config.qk_norm:
-            k = self.k_norm(k)
-        k = rotate(k, at.tables(mixer, x.dtype))
-        return Fresh(k.swapaxes(1, 2), v.swapaxes(1, 2))
+        mixer, norm, kv = self.config.layers[0].attention, self.k_norm if self.config.qk_norm else None, self.kv_proj(x)
+        k, v = unfuse(kv, [kv.shape[-1] // 2] * 2, self.layout.shards)
+        return keys_and_values(k, v, mixer.head_dim, at.tables(mixer, x.dtype), norm)
 
 
 def ancestors(lineage: Int[Array, "B W d"], widths: Sequence[int]) -> Bool[Array, "B W F"]:

@@ -9,7 +9,7 @@ own kind, `RULES` says how these are split (see `sharding`).
 from types import ModuleType
 
 from dflash_jax.config import Raw, TargetConfig
-from dflash_jax.models import deepseek_v3, gemma4, gpt_oss, llama, minimax_m2, qwen3, qwen3_moe, qwen3_next
+from dflash_jax.models import deepseek_v3, gemma4, gpt_oss, llama, minimax_m2, qwen2, qwen3, qwen3_moe, qwen3_next
 from dflash_jax.sharding import add_rules
 from dflash_jax.unsupported import MODEL_TYPES
 
@@ -23,6 +23,7 @@ FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
     "minimax_m2": minimax_m2,
     "mistral": llama,
+    "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_5": qwen3_next,
     "qwen3_5_moe": qwen3_next,

@@ -13,12 +13,15 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.cache import Cache, Fresh
-from dflash_jax.config import AttentionConfig, LayerConfig, LayerMixer
+from dflash_jax.cache import KV, Cache, Fresh
+from dflash_jax.cache.split import Split
+from dflash_jax.config import AttentionConfig, LayerConfig, LayerMixer, RopeConfig
 from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, Layout
-from dflash_jax.models.layers import Linear, RMSNorm, unfuse
+from dflash_jax.models.layers import Linear, RMSNorm, rms_norm, unfuse
 from dflash_jax.models.rope import Rope, rope_tables, rotate
+
+Norm = Callable[[Array], Array]  # of the heads of a block, [B, T, n, H]
 
 
 class Pass(struct.PyTreeNode):
@@ -62,85 +65,120 @@ class Attention(nn.Module):
         width: of what comes out.
         config: of this layer.
         layout: of its fused weights.
-        bias: whether the projections have one.
+        bias: whether the projections of queries, keys and values have one.
+        output_bias: whether the projection of the output has one; None is as `bias` says.
         qk_norm: epsilon of the norms of queries and keys; None has none.
         qk_norm_per_head: whether these are norms of every head, or of all heads together.
         sinks: whether every query head has an attention sink: a logit without a key in its softmax.
+        norm_class: of the norms of queries and keys: `norm_class(size, epsilon)`.
+        value_norm: epsilon of a norm of every value head, without a weight; None has none.
+        values_are_keys: whether values are what the keys are made of, before their norm and rotation.
+        gate: whether the output passes a sigmoid gate of the layer's input, whose projection is fused with the others.
     """
 
     width: int
     config: AttentionConfig
     layout: Layout = WHOLE
     bias: bool = False
+    output_bias: bool | None = None
     qk_norm: float | None = None
     qk_norm_per_head: bool = True
     sinks: bool = False
+    norm_class: type[RMSNorm] = RMSNorm
+    value_norm: float | None = None
+    values_are_keys: bool = False
+    gate: bool = False
 
     @nn.compact
     def __call__(
-        self,
-        x: Float[Array, "B T Din"],
-        at: Pass,
-        entry: Any,
-        shared: Fresh | None = None,
-        project: Callable[[Array], Fresh] | None = None,
+        self, x: Float[Array, "B T Din"], ctx: Pass, entry: KV | Split, shared: Fresh | None = None
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         """Returns the layer's output, and the block's keys and values.
 
         Args:
-            shared: the block's keys and values of the layer whose entry this one shares.
-            project: stands in for the layer's own key and value projection where those weights live elsewhere (a
-                drafter holds them all in one array).
+            shared: the block's keys and values, where this layer does not make them: those of the layer whose entry
+                this one shares, or those of a drafter that projects the keys of all its layers at once.
         """
         c, (B, T, D) = self.config, x.shape
-        N, K, H = c.num_heads, c.num_kv_heads * self.layout.copies(c.num_kv_heads), c.head_dim
+        N, K, H = c.num_heads, c.kv_heads(self.layout), c.head_dim
 
-        def normed(x: Float[Array, "B T n H"], name: str) -> Float[Array, "B T n H"]:
+        def norm(name: str, heads: int) -> Norm | None:
             if self.qk_norm is None:
-                return x
-            flat = x if self.qk_norm_per_head else x.reshape(B, T, -1)
-            return RMSNorm(flat.shape[-1], self.qk_norm, name=name)(flat).reshape(x.shape)
+                return None
+            size = H if self.qk_norm_per_head else heads * H
+            module = self.norm_class(size, self.qk_norm, name=name)
+            return lambda x: module(x.reshape(B, T, -1, size)).reshape(x.shape)
 
-        if shared is None and project is None:
-            qkv = Linear((D, (N + 2 * K) * H), self.bias, name="qkv_proj")(x)
-            q, k, v = unfuse(qkv, (N * H, K * H, K * H), self.layout.shards)
-            k = rotate(normed(k.reshape(B, T, K, H), "k_norm"), at.rope)
-            fresh = Fresh(k.swapaxes(1, 2), v.reshape(B, T, K, H).swapaxes(1, 2))
-        else:
-            q = Linear((D, N * H), self.bias, name="q_proj")(x)
-            fresh = shared if project is None else project(x)
-            assert fresh is not None
-        q = rotate(normed(q.reshape(B, T, N, H), "q_norm"), at.rope)
+        sizes = [N * H] * (2 if self.gate else 1)
+        if shared is None:
+            sizes += [K * H] * (1 if self.values_are_keys else 2)
+        outputs = Linear((D, sum(sizes)), self.bias, name="qkv_proj" if shared is None else "q_proj")(x)
+        q, *others = unfuse(outputs, sizes, self.layout.shards)
+        fresh = shared
+        if fresh is None:
+            k, v = others[-1 if self.values_are_keys else -2], others[-1]
+            value_norm = None if self.value_norm is None else partial(rms_norm, weight=None, eps=self.value_norm)
+            fresh = keys_and_values(k, v, H, ctx.rope, norm("k_norm", K), value_norm)
+        q = split_heads(q, H, norm("q_norm", N), ctx.rope)
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if self.sinks else None
-        out = attend_pass(q, fresh, at, entry, c, sinks).reshape(B, T, N * H)
-        return Linear((N * H, self.width), self.bias, name="o_proj")(out), fresh
+        out = attend_pass(q, fresh, ctx, entry, c, sinks).reshape(B, T, N * H)
+        if self.gate:
+            out = out * nn.sigmoid(others[0])
+        output_bias = self.bias if self.output_bias is None else self.output_bias
+        return Linear((N * H, self.width), output_bias, name="o_proj")(out), fresh
+
+
+def split_heads(
+    x: Float[Array, "B T M"], size: int, norm: Norm | None = None, rope: Rope | None = None
+) -> Float[Array, "B T n H"]:
+    """The heads of a projection's outputs, each of this size, normed and rotated."""
+    x = x.reshape(*x.shape[:2], -1, size)
+    return rotate(x if norm is None else norm(x), rope)
+
+
+def keys_and_values(
+    k: Float[Array, "B T M"],
+    v: Float[Array, "B T M"],
+    size: int,
+    rope: Rope | None,
+    key_norm: Norm | None,
+    value_norm: Norm | None = None,
+) -> Fresh:
+    """Keys and values of a block as a cache keeps them, from the outputs of their projections.
+
+    Args:
+        size: of a head.
+    """
+    k, v = split_heads(k, size, key_norm, rope), split_heads(v, size, value_norm)
+    return Fresh(k.swapaxes(1, 2), v.swapaxes(1, 2))
 
 
 def attend_pass(
     q: Float[Array, "B T N H"],
-    fresh: Any,
-    at: Pass,
-    entry: Any,
+    fresh: Fresh,
+    ctx: Pass,
+    entry: KV | Split,
     config: AttentionConfig,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Attention of a layer's rotated queries to its cache entry and to the block, as `config` and the pass say."""
     by_layer = "causal" if config.causal else "full"
-    if at.per_row is not None:
-        assert at.visible is None
+    if ctx.per_row is not None:
+        assert ctx.visible is None
         assert sinks is None
-        starts = jnp.zeros_like(at.lengths) if at.starts is None else at.starts[:, 0]
-        settings: dict[str, Any] = {"visible": by_layer, "window": config.window, "scale": config.scale}
-        return entry.attend_anchored(q, fresh, at.lengths, starts, at.per_row, **settings)
+        assert isinstance(entry, KV)
+        starts = jnp.zeros_like(ctx.lengths) if ctx.starts is None else ctx.starts[:, 0]
+        where = fresh, ctx.lengths, starts, ctx.per_row
+        return entry.attend_anchored(q, *where, visible=by_layer, window=config.window, scale=config.scale)
     return entry.attend(
         q,
-        at.positions,
+        ctx.positions,
         fresh,
-        at.lengths,
-        visible=by_layer if at.visible is None else at.visible,
-        rows=at.rows,
-        starts=at.starts,
-        key_positions=at.key_positions,
+        ctx.lengths,
+        visible=by_layer if ctx.visible is None else ctx.visible,
+        rows=ctx.rows,
+        starts=ctx.starts,
+        key_positions=ctx.key_positions,
         window=config.window,
         softcap=config.softcap,
         scale=config.scale,
@@ -152,14 +190,14 @@ def run_layers(
     layers: Sequence[nn.Module],
     configs: Sequence[LayerConfig],
     x: Float[Array, "B T D"],
-    at: Pass,
+    ctx: Pass,
     cache: Cache,
     taps: tuple[int, ...],
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]:
     """A block through all layers of a target, called inside its module.
 
     Args:
-        layers: modules `layer(x, at, entry, shared) -> (x, fresh)`; `shared` is what an earlier layer of the same
+        layers: modules `layer(x, ctx, entry, shared) -> (x, fresh)`; `shared` is what an earlier layer of the same
             cache entry found for the block, else None.
         configs: of the layers.
         taps: layers whose outputs to return; -1 is their input.
@@ -168,13 +206,13 @@ def run_layers(
         The last output, the tapped ones side by side, and what is fresh for each cache entry.
     """
     fresh: list[Any] = [None] * len(cache.entries)
-    outputs, tables = {-1: x}, dict[Any, Rope | None]()
+    outputs, tables = {-1: x}, dict[tuple[RopeConfig, int] | None, Rope | None]()
     for i, (layer, config) in enumerate(zip(layers, configs, strict=True)):
         mixer, entry = config.mixer, cache.of_layer[i]
         if mixer.rotary not in tables:
-            tables[mixer.rotary] = at.tables(mixer, x.dtype)
-        at = at.replace(rope=tables[mixer.rotary])
-        x, fresh[entry] = _apply_once_traced(layer, x, at, cache.entries[entry], fresh[entry])
+            tables[mixer.rotary] = ctx.tables(mixer, x.dtype)
+        ctx = ctx.replace(rope=tables[mixer.rotary])
+        x, fresh[entry] = _apply_once_traced(layer, x, ctx, cache.entries[entry], fresh[entry])
         if i in taps:
             outputs[i] = x
     features = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else x[..., :0]

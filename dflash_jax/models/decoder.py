@@ -11,10 +11,10 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.cache import Cache
+from dflash_jax.cache import Cache, Entry
 from dflash_jax.config import LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout, on_every_device
-from dflash_jax.models.attention import Pass, run_layers
+from dflash_jax.models.attention import Attention, Pass, run_layers
 from dflash_jax.models.experts import Experts
 from dflash_jax.models.layers import MLP, RMSNorm, project
 from dflash_jax.sharding import gathered, lookup
@@ -26,35 +26,40 @@ class Layer(nn.Module):
     Attributes:
         config: of the model.
         layer: of this layer.
-        norm_class: of both norms: `norm(width, epsilon)`.
+        norm_class: of all its norms: `norm_class(size, epsilon)`.
     """
 
-    norm_class: ClassVar[Any] = RMSNorm
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     config: TargetConfig
     layer: LayerConfig
     layout: Layout
 
     def attention(self) -> nn.Module:
-        """Its attention, with the name `self_attn`."""
-        raise NotImplementedError
+        """The layer's attention: grouped-query attention without norms of heads, unless the family says otherwise."""
+        return self.grouped_query()
 
-    def mlp(self, at: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-        """Its MLP, or its experts."""
+    def grouped_query(self, **options: Any) -> Attention:
+        """`Attention` with the name `self_attn`, biases as the config says, and these `options`."""
+        c, options = self.config, {"norm_class": self.norm_class, "name": "self_attn"} | options
+        return Attention(c.hidden_size, self.layer.attention, self.layout, c.attention_bias, **options)
+
+    def mlp(self, ctx: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+        """The layer's MLP, or its experts."""
         D, layer = self.config.hidden_size, self.layer
         if layer.experts:
-            return partial(Experts(D, layer.experts, self.layout, name="experts"), counts=at.counts)
+            return partial(Experts(D, layer.experts, self.layout, name="experts"), counts=ctx.counts)
         return MLP(D, layer.intermediate_size, self.layout, self.config.mlp_bias, name="mlp")
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Any
+        self, x: Float[Array, "B T D"], ctx: Pass, entry: Entry, shared: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
         D, eps = self.config.hidden_size, self.config.rms_norm_eps
         attention: Any = self.attention()
-        h, fresh = attention(self.norm_class(D, eps, name="input_layernorm")(x), at, entry, shared)
+        h, fresh = attention(self.norm_class(D, eps, name="input_layernorm")(x), ctx, entry, shared)
         x = on_every_device(x + h)
-        h = self.mlp(at)(self.norm_class(D, eps, name="post_attention_layernorm")(x))
+        h = self.mlp(ctx)(self.norm_class(D, eps, name="post_attention_layernorm")(x))
         return on_every_device(x + h), fresh
 
 
@@ -88,10 +93,10 @@ class Decoder(nn.Module):
         return found * jnp.asarray(self.config.embedding_scale, found.dtype)
 
     def forward(
-        self, tokens: Int[Array, "B T"], at: Pass, cache: Cache, taps: tuple[int, ...]
+        self, tokens: Int[Array, "B T"], ctx: Pass, cache: Cache, taps: tuple[int, ...]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]:
         """Returns normed hidden states, the outputs of the tapped layers side by side, and what is fresh."""
-        x, features, fresh = run_layers(self.layers, self.config.layers, self.embed(tokens), at, cache, taps)
+        x, features, fresh = run_layers(self.layers, self.config.layers, self.embed(tokens), ctx, cache, taps)
         return self.norm(x), features, fresh
 
     def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -7,13 +7,12 @@ Reference: transformers `models/deepseek_v3/modeling_deepseek_v3.py`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from dflash_jax.checkpoint import Table, copied
+from dflash_jax.checkpoint import Leaf, QuantisedLeaf, Table
 from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
     DECODER_FIELDS,
@@ -107,22 +106,15 @@ def config(raw: Raw) -> DeepseekV3Config:
     if nested and raw.get("model_type") not in ("deepseek_v3", "kimi_k2"):
         raise ValueError(f"text_config must be a deepseek_v3 or a kimi_k2, got {raw.get('model_type')!r:.80}")
     _check(raw)
-    attention = LatentAttentionConfig(
-        require(raw, "num_attention_heads"),
-        require(raw, "q_lora_rank") if raw.get("q_lora_rank") is not None else None,
-        require(raw, "kv_lora_rank"),
-        require(raw, "qk_nope_head_dim"),
-        require(raw, "qk_rope_head_dim"),
-        require(raw, "v_head_dim"),
-        rope_config(raw),
-        require({"latent_norm_eps": 1e-6, **raw}, "latent_norm_eps", float),
-    )
+    narrow = require(raw, "q_lora_rank") if raw.get("q_lora_rank") is not None else None
+    sizes = (require(raw, x) for x in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    eps = require({"latent_norm_eps": 1e-6, **raw}, "latent_norm_eps", float)
+    heads, rope = require(raw, "num_attention_heads"), rope_config(raw)
+    attention = LatentAttentionConfig(heads, narrow, *sizes, rope=rope, eps=eps)
     if attention.qk_rope_head_dim % 2:
         raise ValueError(f"qk_rope_head_dim must be even for rotary embedding, got {attention.qk_rope_head_dim}")
     experts = ExpertsConfig(
-        require(raw, "n_routed_experts"),
-        require(raw, "num_experts_per_tok"),
-        require(raw, "moe_intermediate_size"),
+        *(require(raw, name) for name in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")),
         norm_topk_prob=_flag(raw, "norm_topk_prob"),
         scores="sigmoid",
         correction_bias=True,
@@ -194,25 +186,25 @@ def _has_int4(raw: Raw) -> bool:
 
 
 class Layer(decoder.Layer):
-    """With latent attention; experts have one beside them that every token goes through."""
+    """A layer with latent attention; experts have one beside them that every token goes through."""
 
     def attention(self) -> nn.Module:
         mixer = self.layer.mixer
         assert isinstance(mixer, LatentAttentionConfig)
         return LatentAttention(self.config.hidden_size, mixer, name="self_attn")
 
-    def mlp(self, at: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+    def mlp(self, ctx: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
         c, D = self.config, self.config.hidden_size
         assert isinstance(c, DeepseekV3Config)
         if self.layer.experts is None:
-            return super().mlp(at)
-        experts = partial(Experts(D, self.layer.experts, self.layout, name="experts"), counts=at.counts)
+            return super().mlp(ctx)
+        experts = partial(Experts(D, self.layer.experts, self.layout, name="experts"), counts=ctx.counts)
         shared = MLP(D, c.shared_inner, self.layout, name="shared_experts")
         return lambda h: experts(h) + shared(h)
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers."""
 
     layer = Layer
 
@@ -221,51 +213,47 @@ def tensors(config: DeepseekV3Config, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
     D, fp8 = config.hidden_size, config.in_fp8
 
-    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        assert isinstance(each.mixer, LatentAttentionConfig)
-        table = _attention(config, each.mixer, f"{prefix}.self_attn", layout)
-        table = {f"self_attn/{name}": leaf for name, leaf in table.items()}
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            table[f"{name}/weight"] = copied(f"{prefix}.{name}.weight", D)
+    def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
+        assert isinstance(layer.mixer, LatentAttentionConfig)
+        table = _attention(config, layer.mixer, f"{path}/self_attn", f"{prefix}.self_attn", layout)
+        table |= tables.norms(path, prefix, D, "input_layernorm", "post_attention_layernorm")
         mlp = f"{prefix}.mlp"
-        if each.experts is None:
-            table |= tables.swiglu("mlp", mlp, D, each.intermediate_size, layout, fp8=fp8)
-        else:
-            how = {"fp8": fp8, "int4": config.int4, "correction": "gate.e_score_correction_bias"}
-            table |= tables.experts("experts", mlp, D, each.experts, layout, **how)
-            shared = f"{mlp}.shared_experts"
-            table |= tables.swiglu("shared_experts", shared, D, config.shared_inner, layout, fp8=fp8)
-        return {f"{path}/{name}": leaf for name, leaf in table.items()}
+        if layer.experts is None:
+            return table | tables.swiglu(f"{path}/mlp", mlp, D, layer.intermediate_size, layout, fp8=fp8)
+        how = {"fp8": fp8, "int4": config.int4, "correction": "gate.e_score_correction_bias"}
+        table |= tables.experts(f"{path}/experts", mlp, D, layer.experts, layout, **how)
+        shared = f"{path}/shared_experts", f"{mlp}.shared_experts"
+        return table | tables.swiglu(*shared, D, config.shared_inner, layout, fp8=fp8)
 
     outside = "language_model." if config.nested else ""
-    return tables.decoder(config, layer, f"{outside}model", f"{outside}lm_head")
+    return tables.decoder(config, layer_table, f"{outside}model", f"{outside}lm_head")
 
 
-def _attention(config: DeepseekV3Config, c: LatentAttentionConfig, prefix: str, layout: Layout) -> Table:
+def _attention(config: DeepseekV3Config, c: LatentAttentionConfig, path: str, prefix: str, layout: Layout) -> Table:
     """Rotated dimensions that are stored side by side get the order in which they are rotated: halves."""
-    D, N, R, fp8 = config.hidden_size, c.num_heads, c.qk_rope_head_dim, config.in_fp8
+    D, N, R, fp8, shards = config.hidden_size, c.num_heads, c.qk_rope_head_dim, config.in_fp8, layout.shards
     halves = [*range(0, R, 2), *range(1, R, 2)] if config.interleaved else list(range(R))
     of_head = [*range(c.qk_nope_head_dim), *(c.qk_nope_head_dim + i for i in halves)]
     of_heads = [head * c.head_dim + i for head in range(N) for i in of_head]
     of_vector = [*range(c.kv_lora_rank), *(c.kv_lora_rank + i for i in halves)]
 
-    def weight(shards: int, width: int, *layers: tuple) -> Any:
+    def weight(shards: int, width: int, *layers: tuple) -> Leaf | QuantisedLeaf:
         named = [tables.Outputs(f"{prefix}.{name}", *rest) for name, *rest in layers]
         return tables.linear(named, width, shards, fp8=fp8)
 
     vectors = "kv_a_proj_with_mqa", c.vector, 1, of_vector
     table: Table = {
-        "kv_a_layernorm/weight": copied(f"{prefix}.kv_a_layernorm.weight", c.kv_lora_rank),
-        "kv_b_proj": weight(layout.shards, c.kv_lora_rank, ("kv_b_proj", N * c.up_dim)),
-        "o_proj/weight": weight(1, N * c.v_head_dim, ("o_proj", D)),
+        **tables.norms(path, prefix, c.kv_lora_rank, "kv_a_layernorm"),
+        f"{path}/kv_b_proj": weight(shards, c.kv_lora_rank, ("kv_b_proj", N * c.up_dim)),
+        f"{path}/o_proj/weight": weight(1, N * c.v_head_dim, ("o_proj", D)),
     }
     if c.q_lora_rank is None:
-        table["q_proj/weight"] = weight(layout.shards, D, ("q_proj", N * c.head_dim, 1, of_heads))
-        table["kv_a_proj/weight"] = weight(1, D, vectors)
+        table[f"{path}/q_proj/weight"] = weight(shards, D, ("q_proj", N * c.head_dim, 1, of_heads))
+        table[f"{path}/kv_a_proj/weight"] = weight(1, D, vectors)
     else:
-        table["qkv_a_proj/weight"] = weight(1, D, ("q_a_proj", c.q_lora_rank), vectors)
-        table["q_a_layernorm/weight"] = copied(f"{prefix}.q_a_layernorm.weight", c.q_lora_rank)
-        table["q_b_proj/weight"] = weight(layout.shards, c.q_lora_rank, ("q_b_proj", N * c.head_dim, 1, of_heads))
+        table[f"{path}/qkv_a_proj/weight"] = weight(1, D, ("q_a_proj", c.q_lora_rank), vectors)
+        table |= tables.norms(path, prefix, c.q_lora_rank, "q_a_layernorm")
+        table[f"{path}/q_b_proj/weight"] = weight(shards, c.q_lora_rank, ("q_b_proj", N * c.head_dim, 1, of_heads))
     return table
 
 

@@ -4,7 +4,6 @@ Shapes: B rows, T block positions, D model width, E experts, k of them per token
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -20,6 +19,7 @@ from dflash_jax.models.layers import ACTIVATIONS, parameter
 from dflash_jax.quantised import Quantised
 from dflash_jax.sharding import gathered
 
+Weights = Float[Array, "E M D"] | Quantised
 LEAST_SUM = 1e-20  # of the weights of a token's experts: sigmoids may all be zero
 
 
@@ -55,37 +55,41 @@ class Experts(nn.Module):
         gate_up_bias, down_bias = bias("gate_up_bias", E, 2 * inner), bias("down_bias", E, D)
         correction = self.param("correction_bias", nn.initializers.zeros, (E,)) if c.correction_bias else None
         scale = self.param("per_expert_scale", nn.initializers.ones, (E,)) if c.per_expert_scale else None
-        own = {"router": router, "router_bias": bias("router_bias", E)}
-        own |= {"correction_bias": correction, "per_expert_scale": scale}
-        weights, chosen = routing(c, own, x if routed is None else routed)
+        params = {"router": router, "router_bias": bias("router_bias", E)}
+        params |= {"correction_bias": correction, "per_expert_scale": scale}
+        weights, chosen = routing(c, params, x if routed is None else routed)
         if counts is not None:
             valid = (jnp.arange(x.shape[1])[None] < counts[:, None])[..., None]
             weights, chosen = jnp.where(valid, weights, 0.0), jnp.where(valid, chosen, E)
         rows = P(split_rows(x.shape[0]))
 
-        def local(x: Array, weights: Array, chosen: Array, gate_up: Any, gate_up_bias: Any, down: Any) -> Array:
+        def on_device(
+            x: Array, weights: Array, chosen: Array, gate_up: Weights, gate_up_bias: Array | None, down: Weights
+        ) -> Array:
             settings = c.swiglu_limit, c.activation
             if current_mesh() is None:
                 return apply_experts(x, weights, chosen, gate_up, gate_up_bias, down, *settings)
-            held = gate_up.shape[0]  # by this device
-            at = chosen - held * jax.lax.axis_index("expert")
-            here = (at >= 0) & (at < held)
-            weights, at = jnp.where(here, weights, 0.0), jnp.where(here, at, held)
-            return jax.lax.psum(apply_experts(x, weights, at, gate_up, gate_up_bias, down, *settings), HEADS)
+            count = gate_up.shape[0]  # experts of this device
+            index = chosen - count * jax.lax.axis_index("expert")
+            local = (index >= 0) & (index < count)
+            weights, index = jnp.where(local, weights, 0.0), jnp.where(local, index, count)
+            return jax.lax.psum(apply_experts(x, weights, index, gate_up, gate_up_bias, down, *settings), HEADS)
 
         both, inner_last = P("expert", "model"), P("expert", None, "model")
         specs = (rows, rows, rows, both, both, inner_last)
-        out = on_each_device(local, specs, rows)(x, weights, chosen, gate_up, gate_up_bias, down)
+        out = on_each_device(on_device, specs, rows)(x, weights, chosen, gate_up, gate_up_bias, down)
         if down_bias is not None:
             out = out + product("btk,btkd->btd", weights, down_bias[chosen].astype(jnp.float32))
         return out.astype(x.dtype)
 
 
 def routing(
-    config: ExpertsConfig, params: Mapping[str, Any], x: Float[Array, "B T D"]
+    config: ExpertsConfig, params: Mapping[str, Array | None], x: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
     """`route` by the parameters of `Experts`."""
-    logits = product("btd,ed->bte", x, params["router"])
+    router = params["router"]
+    assert router is not None
+    logits = product("btd,ed->bte", x, router)
     given = (params.get(name) for name in ("router_bias", "correction_bias", "per_expert_scale"))
     return route(config, logits, *given)
 

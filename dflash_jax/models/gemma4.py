@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from dflash_jax.cache import Fresh
 from dflash_jax.checkpoint import Table, copied
 from dflash_jax.config import AttentionConfig, ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
@@ -27,10 +26,9 @@ from dflash_jax.config_json import (
 )
 from dflash_jax.mesh import WHOLE, Layout, on_every_device
 from dflash_jax.models import decoder, tables
-from dflash_jax.models.attention import Pass, attend_pass
+from dflash_jax.models.attention import Attention, Pass
 from dflash_jax.models.experts import Experts
-from dflash_jax.models.layers import MLP, Linear, RMSNorm, rms_norm, unfuse
-from dflash_jax.models.rope import rotate
+from dflash_jax.models.layers import MLP, Float32RMSNorm, RMSNorm
 from dflash_jax.sharding import Rule
 
 ACTIVATION = "gelu_pytorch_tanh"
@@ -105,14 +103,8 @@ def config(raw: Raw) -> Gemma4Config:
 
 
 def _experts(raw: Raw) -> ExpertsConfig:
-    return ExpertsConfig(
-        require(raw, "num_experts"),
-        require(raw, "top_k_experts"),
-        require(raw, "moe_intermediate_size"),
-        norm_topk_prob=True,
-        activation=ACTIVATION,
-        per_expert_scale=True,
-    )
+    sizes = (require(raw, name) for name in ("num_experts", "top_k_experts", "moe_intermediate_size"))
+    return ExpertsConfig(*sizes, norm_topk_prob=True, activation=ACTIVATION, per_expert_scale=True)
 
 
 def _mixers(raw: Raw) -> list[AttentionConfig]:
@@ -166,58 +158,23 @@ def _shapes(raw: Raw, types: list[str]) -> list[Raw]:
     return by_layer
 
 
-class Norm(RMSNorm):
-    """Rounded after the product with the weight."""
-
-    rounded_last: bool = True
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with a norm of every head: of queries, of keys, and, without a weight, of values.
-
-    Attributes:
-        values_are_keys: whether values are what the keys are made of, before their norm and rotation.
-    """
-
-    width: int
-    config: AttentionConfig
-    eps: float
-    layout: Layout = WHOLE
-    values_are_keys: bool = False
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: None = None
-    ) -> tuple[Float[Array, "B T D"], Fresh]:
-        c, (B, T, D) = self.config, x.shape
-        N, K, H = c.num_heads, c.num_kv_heads * self.layout.copies(c.num_kv_heads), c.head_dim
-        sizes = N * H, *[K * H] * (1 if self.values_are_keys else 2)
-        parts = unfuse(Linear((D, sum(sizes)), name="qkv_proj")(x), sizes, self.layout.shards)
-        q, k, v = (part.reshape(B, T, -1, H) for part in (*parts[:2], parts[-1]))
-        q = rotate(Norm(H, self.eps, name="q_norm")(q), at.rope)
-        k = rotate(Norm(H, self.eps, name="k_norm")(k), at.rope)
-        fresh = Fresh(k.swapaxes(1, 2), rms_norm(v, None, self.eps).swapaxes(1, 2))
-        out = attend_pass(q, fresh, at, entry, c).reshape(B, T, N * H)
-        return Linear((N * H, self.width), name="o_proj")(out), fresh
-
-
 class Layer(decoder.Layer):
-    """With norms of what attention and the MLP return, too, and its output times a number."""
+    """A layer that also norms what attention and the MLP return, and multiplies its output by a number."""
 
-    norm_class = Norm
+    norm_class = Float32RMSNorm
 
     def attention(self) -> Attention:
-        c, mixer = self.config, self.layer.attention
+        c, eps = self.config, self.config.rms_norm_eps
         assert isinstance(c, Gemma4Config)
-        shared = c.values_are_keys(mixer)
-        return Attention(c.hidden_size, mixer, c.rms_norm_eps, self.layout, shared, name="self_attn")
+        shared = c.values_are_keys(self.layer.attention)
+        return self.grouped_query(qk_norm=eps, value_norm=eps, values_are_keys=shared)
 
     def normed(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """By the norm of this name."""
-        return Norm(self.config.hidden_size, self.config.rms_norm_eps, name=name)(on_every_device(x))
+        """`x` through a new norm of this name."""
+        return Float32RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, name=name)(on_every_device(x))
 
-    def feed_forward(self, x: Float[Array, "B T D"], at: Pass) -> Float[Array, "B T D"]:
-        """What the MLP makes of a position, and where there are experts, these beside it."""
+    def feed_forward(self, x: Float[Array, "B T D"], ctx: Pass) -> Float[Array, "B T D"]:
+        """The MLP of normed positions, or the sum of MLP and experts, where the layer has both."""
         D, eps, layer = self.config.hidden_size, self.config.rms_norm_eps, self.layer
         mlp = MLP(D, layer.intermediate_size, self.layout, activation=ACTIVATION, name="mlp")
         out = mlp(self.normed("pre_feedforward_layernorm", x))
@@ -225,21 +182,21 @@ class Layer(decoder.Layer):
             return out
         experts = Experts(D, layer.experts, self.layout, name="experts")
         routed = RMSNorm(D, eps, name="router_norm")(x) * D**-0.5
-        beside = experts(self.normed("pre_feedforward_layernorm_2", x), at.counts, routed)
+        beside = experts(self.normed("pre_feedforward_layernorm_2", x), ctx.counts, routed)
         return self.normed("post_feedforward_layernorm_1", out) + self.normed("post_feedforward_layernorm_2", beside)
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: Any
+        self, x: Float[Array, "B T D"], ctx: Pass, entry: Any, shared: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
-        h, fresh = self.attention()(self.normed("input_layernorm", x), at, entry, shared)
+        h, fresh = self.attention()(self.normed("input_layernorm", x), ctx, entry, shared)
         x = x + self.normed("post_attention_layernorm", h)
-        x = x + self.normed("post_feedforward_layernorm", self.feed_forward(x, at))
+        x = x + self.normed("post_feedforward_layernorm", self.feed_forward(x, ctx))
         return on_every_device(x * self.param("layer_scalar", nn.initializers.ones, (1,))[0]), fresh
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers, with capped logits."""
 
     layer = Layer
 
@@ -254,35 +211,22 @@ def tensors(config: Gemma4Config, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
     D = config.hidden_size
 
-    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        norms = _NORMS if each.experts is None else (*_NORMS, *_EXPERT_NORMS)
-        table: Table = {f"{path}/{name}/weight": copied(f"{prefix}.{name}.weight", D) for name in norms}
+    def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
+        where, shared = (f"{path}/self_attn", f"{prefix}.self_attn"), config.values_are_keys(layer.attention)
+        table = tables.attention(*where, D, layer.attention, layout, qk_norm=True, values_are_keys=shared)
+        table |= tables.norms(path, prefix, D, *_NORMS, *(_EXPERT_NORMS if layer.experts else ()))
+        table |= tables.swiglu(f"{path}/mlp", f"{prefix}.mlp", D, layer.intermediate_size, layout)
         table[f"{path}/layer_scalar"] = copied(f"{prefix}.layer_scalar", 1)
-        shared = config.values_are_keys(each.attention)
-        own = _attention(f"{prefix}.self_attn", D, each.attention, layout, values_are_keys=shared)
-        table |= {f"{path}/self_attn/{name}": leaf for name, leaf in own.items()}
-        table |= tables.swiglu(f"{path}/mlp", f"{prefix}.mlp", D, each.intermediate_size, layout)
-        if each.experts is None:
+        if layer.experts is None:
             return table
-        E, stored = each.experts.num_experts, tables.stored_together(f"{prefix}.experts", D, each.experts, layout)
-        table |= {f"{path}/experts/{name}": leaf for name, leaf in stored.items()}
+        E = layer.experts.num_experts
+        table |= tables.stored_together(f"{path}/experts", f"{prefix}.experts", D, layer.experts, layout)
         table[f"{path}/experts/router"] = copied(f"{prefix}.router.proj.weight", E, D)
         table[f"{path}/experts/per_expert_scale"] = copied(f"{prefix}.router.per_expert_scale", E)
         table[f"{path}/router_norm/weight"] = copied(f"{prefix}.router.scale", D)
         return table
 
-    return tables.decoder(config, layer, "model.language_model" if config.nested else "model")
-
-
-def _attention(prefix: str, width: int, c: AttentionConfig, layout: Layout, *, values_are_keys: bool) -> Table:
-    queries, keys, copies = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, layout.copies(c.num_kv_heads)
-    names = [(f"{prefix}.q_proj", queries, 1), (f"{prefix}.k_proj", keys, copies), (f"{prefix}.v_proj", keys, copies)]
-    return {
-        "qkv_proj/weight": tables.linear(names[: 2 if values_are_keys else 3], width, layout.shards),
-        "o_proj/weight": tables.linear([(f"{prefix}.o_proj", width, 1)], queries),
-        "q_norm/weight": copied(f"{prefix}.q_norm.weight", c.head_dim),
-        "k_norm/weight": copied(f"{prefix}.k_norm.weight", c.head_dim),
-    }
+    return tables.decoder(config, layer_table, "model.language_model" if config.nested else "model")
 
 
 def ignored(config: Gemma4Config) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from dflash_jax.config_json import (
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Attention
-from dflash_jax.models.layers import RMSNorm
+from dflash_jax.models.layers import Float32RMSNorm
 from dflash_jax.quantised import GROUP, MXFP4
 from dflash_jax.unsupported import quantisation
 
@@ -60,14 +60,9 @@ def config(raw: Raw) -> GptOssConfig:
     default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(depth)]
     types = layer_types(raw, depth) if raw.get("layer_types") is not None else default
     window = require(raw, "sliding_window") if "sliding_attention" in types else None
-    experts = ExpertsConfig(
-        require(raw, "num_local_experts"),
-        require(raw, "num_experts_per_tok"),
-        inner,
-        scores="softmax_topk",
-        bias=True,
-        swiglu_limit=7.0 if raw.get("swiglu_limit") is None else require(raw, "swiglu_limit", float),
-    )
+    count, chosen = require(raw, "num_local_experts"), require(raw, "num_experts_per_tok")
+    limit = 7.0 if raw.get("swiglu_limit") is None else require(raw, "swiglu_limit", float)
+    experts = ExpertsConfig(count, chosen, inner, scores="softmax_topk", bias=True, swiglu_limit=limit)
     attention = attention_config(raw)
     mixers = (replace(attention, window=window if kind == "sliding_attention" else None) for kind in types)
     return GptOssConfig(
@@ -79,24 +74,17 @@ def config(raw: Raw) -> GptOssConfig:
     )
 
 
-class Norm(RMSNorm):
-    """Rounded after the product with the weight."""
-
-    rounded_last: bool = True
-
-
 class Layer(decoder.Layer):
-    """With biases and sinks, and experts."""
+    """A layer whose query heads have attention sinks."""
 
-    norm_class = Norm
+    norm_class = Float32RMSNorm
 
     def attention(self) -> Attention:
-        D, mixer = self.config.hidden_size, self.layer.attention
-        return Attention(D, mixer, self.layout, bias=True, sinks=True, name="self_attn")
+        return self.grouped_query(sinks=True)
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers."""
 
     layer = Layer
 
@@ -105,15 +93,15 @@ def tensors(config: GptOssConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
     D, parts = config.hidden_size, layout.inner
 
-    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        c = each.experts
+    def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
+        c = layer.experts
         assert c is not None
         E, inner = c.num_experts, c.intermediate_size
-        table = tables.decoder_layer(path, prefix, D, each, layout, bias=True, qk_norm=False)
+        table = tables.decoder_layer(path, prefix, D, layer, layout, bias=True, qk_norm=False)
         mlp, ours = f"{prefix}.mlp", f"{path}/experts"
         gate_up, down = (E, 2 * inner, D), (E, D, inner)
         return table | {
-            f"{path}/self_attn/sinks": copied(f"{prefix}.self_attn.sinks", each.attention.num_heads),
+            f"{path}/self_attn/sinks": copied(f"{prefix}.self_attn.sinks", layer.attention.num_heads),
             f"{ours}/router": copied(f"{mlp}.router.weight", E, D),
             f"{ours}/router_bias": copied(f"{mlp}.router.bias", E),
             f"{ours}/gate_up_bias": tables.alternating(
@@ -124,7 +112,7 @@ def tensors(config: GptOssConfig, layout: Layout = WHOLE) -> Table:
             f"{ours}/down_proj": _down(f"{mlp}.experts.down_proj", down, config.mxfp4),
         }
 
-    return tables.decoder(config, layer)
+    return tables.decoder(config, layer_table)
 
 
 def _gate_up(name: str, shape: tuple[int, int, int], parts: int, mxfp4: bool) -> Leaf | QuantisedLeaf:

@@ -11,7 +11,6 @@ entries of a latent, L of a cached vector: a latent, then the rotated part that 
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jaxtyping import Array, Float
 
 from dflash_jax.cache import Fresh
 from dflash_jax.cache.latent import Latent
+from dflash_jax.cache.split import Split
 from dflash_jax.config import RopeConfig
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, Layout, constrain
@@ -57,12 +57,12 @@ class LatentAttentionConfig:
 
     @property
     def head_dim(self) -> int:
-        """Of queries and keys."""
+        """Dimensions of a query, and of a key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def up_dim(self) -> int:
-        """What a head makes of a latent: the rest of its key, and its value."""
+        """Dimensions that a head makes from a latent: the rest of its key, and its value."""
         return self.qk_nope_head_dim + self.v_head_dim
 
     @property
@@ -72,7 +72,7 @@ class LatentAttentionConfig:
 
     @property
     def scale(self) -> float:
-        """Of the scores. YaRN stretches them here instead of in cosines and sines, as far as `mscale_all_dim` says."""
+        """Scale of the scores, which YaRN stretches here, not in cosines and sines, as far as `mscale_all_dim` says."""
         rope = self.rope
         stretched = rope.kind != "default" and rope.mscale_all_dim and rope.factor > 1
         stretch = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1 if stretched else 1.0
@@ -119,15 +119,15 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: None = None
+        self, x: Float[Array, "B T D"], ctx: Pass, entry: Latent | Split, shared: None = None
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, (B, T) = self.config, x.shape[:2]
         q, vectors = self._projected(x)
         plain, rotated = jnp.split(q.reshape(B, T, c.num_heads, c.head_dim), [c.qk_nope_head_dim], axis=-1)
-        rotated = rotate(rotated, at.rope)
+        rotated = rotate(rotated, ctx.rope)
         latents, key = jnp.split(vectors, [c.kv_lora_rank], axis=-1)
         latents = RMSNorm(c.kv_lora_rank, c.eps, name="kv_a_layernorm")(latents)
-        key = rotate(key[:, :, None], at.rope)[:, :, 0]
+        key = rotate(key[:, :, None], ctx.rope)[:, :, 0]
         fresh = Fresh(jnp.concatenate([latents, key], axis=-1)[:, None], None)
         up, expanded = self._up(x.dtype), c.absorbed < T
         if not expanded:
@@ -135,13 +135,13 @@ class LatentAttention(nn.Module):
             plain = product("btnh,nhc->btnc", plain, into).astype(x.dtype)
         out = entry.attend(
             jnp.concatenate([plain, rotated], axis=-1),
-            at.positions,
+            ctx.positions,
             fresh,
-            at.lengths,
-            visible="causal" if at.visible is None else at.visible,
-            rows=at.rows,
-            starts=at.starts,
-            key_positions=at.key_positions,
+            ctx.lengths,
+            visible="causal" if ctx.visible is None else ctx.visible,
+            rows=ctx.rows,
+            starts=ctx.starts,
+            key_positions=ctx.key_positions,
             scale=c.scale,
             up=up,
             expanded=expanded,
@@ -164,7 +164,7 @@ class LatentAttention(nn.Module):
         return Linear((c.q_lora_rank, size), name="q_b_proj")(narrow), vectors
 
     def _up(self, dtype: jnp.dtype) -> Float[Array, "N _ C"]:
-        """What makes keys and values from latents, by head."""
+        """The weight that makes keys and values of every head from latents."""
         c = self.config
         weight = parameter(self, "kv_b_proj", (c.num_heads * c.up_dim, c.kv_lora_rank))
         weight = gathered(weight, "/".join((*self.path, "kv_b_proj")))

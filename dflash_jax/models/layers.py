@@ -27,26 +27,27 @@ Weight = Float[Array, "M D"] | Quantised
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, in float32.
-
-    Attributes:
-        rounded_last: whether it is rounded after the product with the weight instead of before it, as Llama does.
-    """
+    """Root-mean-square norm over the last axis, in float32, rounded before the product with the weight."""
 
     size: int
     eps: float
-    rounded_last: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        weight = self.param("weight", nn.initializers.ones, (self.size,))
-        if self.rounded_last:
-            return rms_norm(x.astype(jnp.float32), weight.astype(jnp.float32), self.eps).astype(x.dtype)
-        return rms_norm(x, weight, self.eps)
+        return rms_norm(x, self.param("weight", nn.initializers.ones, (self.size,)), self.eps)
+
+
+class Float32RMSNorm(RMSNorm):
+    """A root-mean-square norm whose product with the weight is in float32, too, and rounded after that."""
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        weight = self.param("weight", nn.initializers.ones, (self.size,)).astype(jnp.float32)
+        return rms_norm(x.astype(jnp.float32), weight, self.eps).astype(x.dtype)
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"] | None, eps: float) -> Float[Array, "... D"]:
-    """See `RMSNorm`; rounded before the product with the weight, if there is one."""
+    """`x` over its root mean square along the last axis, rounded before the product with the weight, if any."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     normed = wide.astype(x.dtype)
@@ -80,6 +81,8 @@ def parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> Float[Arr
 
 def unfuse(x: Float[Array, "B T M"], sizes: Sequence[int], shards: int) -> list[Float[Array, "B T _"]]:
     """The outputs of a fused product, whose rows are interleaved in `shards` parts (see `checkpoint.fused`)."""
+    if len(sizes) == 1:
+        return [x]
     *cuts, _ = itertools.accumulate(size // shards for size in sizes)
     parts = jnp.split(x.reshape(*x.shape[:2], shards, -1), cuts, axis=-1)
     return [part.reshape(*x.shape[:2], -1) for part in parts]

@@ -44,12 +44,12 @@ class LinearAttentionConfig:
 
     @property
     def key_size(self) -> int:
-        """Of all keys, and of all queries."""
+        """Dimensions of the keys of all heads, and of the queries."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def value_size(self) -> int:
-        """Of all values."""
+        """Dimensions of the values of all heads."""
         return self.num_value_heads * self.value_head_dim
 
     @property
@@ -59,7 +59,7 @@ class LinearAttentionConfig:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
     def entry(self, rows: int, slots: int, dtype: DTypeLike, layout: Layout, widest: int) -> Entry:
@@ -89,7 +89,7 @@ class LinearAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Recurrent, shared: None = None
+        self, x: Float[Array, "B T D"], ctx: Pass, entry: Recurrent, shared: None = None
     ) -> tuple[Float[Array, "B T D"], Corrections | State]:
         c, (B, T), shards = self.config, x.shape[:2], self.layout.shards
         K, G, Hv = c.num_key_heads, c.shared, c.value_head_dim
@@ -98,18 +98,18 @@ class LinearAttention(nn.Module):
         taps = self.param("conv", nn.initializers.normal(0.02), (c.channels, c.conv_kernel_dim))
         decay = self.param("A_log", nn.initializers.zeros, (c.num_value_heads,)).astype(jnp.float32)
         shift = self.param("dt_bias", nn.initializers.ones, (c.num_value_heads,)).astype(jnp.float32)
-        old = entry.of(at.rows)
-        mixed = nn.silu(convolve(inputs, old.inputs, taps, at))
+        old = entry.of(ctx.rows)
+        mixed = nn.silu(convolve(inputs, old.inputs, taps, ctx))
         q, k, v = (part.astype(jnp.float32) for part in unfuse(mixed, (c.key_size, c.key_size, c.value_size), shards))
         q, k = (_unit(part.reshape(B, T, K, c.key_head_dim)) for part in (q, k))
         q, v = q * c.key_head_dim**-0.5, v.reshape(B, T, K, G, Hv)
         beta = jax.nn.sigmoid(b.astype(jnp.float32)).reshape(B, T, K, G)
         g = -jnp.exp(decay)[None, None] * jax.nn.softplus(a.astype(jnp.float32) + shift[None, None])
         g = g.reshape(B, T, K, G)
-        if at.visible is None and (T > BLOCK or at.starts is not None):
-            out, fresh = _prompt(q, k, v, g, beta, inputs, old, at)
+        if ctx.visible is None and (T > BLOCK or ctx.starts is not None):
+            out, fresh = _prompt(q, k, v, g, beta, inputs, old, ctx)
         else:
-            visible = at.visible if at.visible is None or at.visible.ndim == 3 else at.visible[None]
+            visible = ctx.visible if ctx.visible is None or ctx.visible.ndim == 3 else ctx.visible[None]
             out, u = read_block(q, k, v, g, beta, old.s, visible)
             fresh = Corrections(k, u, g, inputs)
         norm = self.param("norm", nn.initializers.ones, (Hv,))
@@ -119,23 +119,23 @@ class LinearAttention(nn.Module):
 
 
 def _prompt(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, inputs: Float[Array, "B T C"], old: State, at: Pass
+    q: Array, k: Array, v: Array, g: Array, beta: Array, inputs: Float[Array, "B T C"], old: State, ctx: Pass
 ) -> tuple[Float[Array, "B T K G Hv"], State]:
     """A prompt, all valid positions of which are kept."""
     B, T = inputs.shape[:2]
-    counts = jnp.full(B, T, jnp.int32) if at.counts is None else at.counts
+    counts = jnp.full(B, T, jnp.int32) if ctx.counts is None else ctx.counts
     valid = (jnp.arange(T)[None] < counts[:, None])[:, :, None, None]
     g, beta = jnp.where(valid, g, 0.0), jnp.where(valid, beta, 0.0)
     documents = before = None
-    if at.starts is not None:
-        documents = at.starts
-        before = jnp.where(documents[:, 0] < at.lengths, documents[:, 0], -1)
+    if ctx.starts is not None:
+        documents = ctx.starts
+        before = jnp.where(documents[:, 0] < ctx.lengths, documents[:, 0], -1)
     out, s = read_prompt(q, k, v, g, beta, old.s, documents, before)
     return out, State(s, last_inputs(old.inputs, inputs, counts))
 
 
 def convolve(
-    x: Float[Array, "B T C"], before: Float[Array, "B W C"], taps: Float[Array, "C _"], at: Pass
+    x: Float[Array, "B T C"], before: Float[Array, "B W C"], taps: Float[Array, "C _"], ctx: Pass
 ) -> Float[Array, "B T C"]:
     """A causal convolution of every channel, over a position and its nearest ancestors, in a tree too.
 
@@ -147,13 +147,13 @@ def convolve(
     both = jnp.concatenate([before.astype(x.dtype), x], axis=1)
     out = x * taps[None, None, :, W]
     for back in range(1, W + 1):
-        if at.visible is None:
+        if ctx.visible is None:
             earlier = both[:, W - back : W - back + T]
         else:
-            at_depth = _ancestors(at.visible, at.positions - at.lengths[:, None], back, W)
+            at_depth = _ancestors(ctx.visible, ctx.positions - ctx.lengths[:, None], back, W)
             earlier = jnp.take_along_axis(both, at_depth[..., None], axis=1)
-        if at.starts is not None:
-            earlier = jnp.where((at.positions - back >= at.starts)[..., None], earlier, 0.0)
+        if ctx.starts is not None:
+            earlier = jnp.where((ctx.positions - back >= ctx.starts)[..., None], earlier, 0.0)
         out = out + earlier * taps[None, None, :, W - back]
     return out
 

@@ -4,13 +4,11 @@ Reference: transformers `models/llama/modeling_llama.py` and `models/mistral/mod
 """
 
 from collections.abc import Mapping
+from functools import partial
 
-from dflash_jax.checkpoint import Table
 from dflash_jax.config import LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import DECODER_FIELDS, attention_config, check_fields, require, target_fields
-from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models import decoder, tables
-from dflash_jax.models.attention import Attention
 
 _THETA = 10000.0  # of configs that name none: those of the first Llamas
 
@@ -39,37 +37,27 @@ def config(raw: Raw) -> TargetConfig:
 
 def completed(raw: Raw) -> Raw:
     """The config with what older ones leave out: transformers' defaults."""
-    heads, width = require(raw, "num_attention_heads"), require(raw, "hidden_size")
     given = {name: value for name, value in raw.items() if value is not None}
-    if "head_dim" not in given and width % heads:
-        raise ValueError(f"config.json must give head_dim: hidden_size {width} is no multiple of {heads} heads")
     ropes = [given, given.get("rope_parameters"), given.get("rope_scaling")]
     theta = {} if any("rope_theta" in each for each in ropes if isinstance(each, Mapping)) else {"rope_theta": _THETA}
-    return {"head_dim": width // heads, "num_key_value_heads": heads} | theta | given
+    return {"head_dim": head_dim(raw), "num_key_value_heads": require(raw, "num_attention_heads")} | theta | given
 
 
-class Layer(decoder.Layer):
-    """Without norms of heads."""
-
-    def attention(self) -> Attention:
-        c = self.config
-        return Attention(c.hidden_size, self.layer.attention, self.layout, c.attention_bias, name="self_attn")
+def head_dim(raw: Raw) -> int:
+    """`head_dim` of a config; where it has none, an equal share of the width, as in transformers."""
+    if raw.get("head_dim") is not None:
+        return require(raw, "head_dim")
+    heads, width = require(raw, "num_attention_heads"), require(raw, "hidden_size")
+    if width % heads:
+        raise ValueError(f"config.json must give head_dim: hidden_size {width} is no multiple of {heads} heads")
+    return width // heads
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of the usual layers."""
 
-    layer = Layer
-
-
-def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
-    """Checkpoint tensors of every parameter."""
-
-    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        D, bias, mlp_bias = config.hidden_size, config.attention_bias, config.mlp_bias
-        return tables.decoder_layer(path, prefix, D, each, layout, qk_norm=False, bias=bias, mlp_bias=mlp_bias)
-
-    return tables.decoder(config, layer)
+    layer = decoder.Layer
 
 
+tensors = partial(tables.uniform, qk_norm=False)
 ignored = tables.ignored

@@ -3,7 +3,7 @@
 Reference: transformers `models/minimax_m2/modeling_minimax_m2.py`.
 """
 
-from dflash_jax.checkpoint import Section, Stored, Table, copied, fused
+from dflash_jax.checkpoint import Section, Stored, Table, fused
 from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import DECODER_FIELDS, check_fields, fp8_fields, partly_rotated, require, target_fields
 from dflash_jax.mesh import WHOLE, Layout
@@ -35,14 +35,8 @@ def config(raw: Raw) -> TargetConfig:
     full = {"attn_type_list": [1] * depth}  # no layer has linear attention
     check_fields(raw, [*DECODER_FIELDS, *_FIELDS, "partial_rotary_factor"], {**_FIXED, **full})
     attention = partly_rotated(raw)
-    experts = ExpertsConfig(
-        require(raw, "num_local_experts"),
-        require(raw, "num_experts_per_tok"),
-        require(raw, "intermediate_size"),
-        norm_topk_prob=True,
-        scores="sigmoid",
-        correction_bias=True,
-    )
+    sizes = (require(raw, name) for name in ("num_local_experts", "num_experts_per_tok", "intermediate_size"))
+    experts = ExpertsConfig(*sizes, norm_topk_prob=True, scores="sigmoid", correction_bias=True)
     return TargetConfig(
         **target_fields(raw),
         layers=(LayerConfig(attention, experts.intermediate_size, experts),) * depth,
@@ -52,16 +46,14 @@ def config(raw: Raw) -> TargetConfig:
 
 
 class Layer(decoder.Layer):
-    """With one norm of all query heads, and one of all key heads."""
+    """A layer with one norm of all query heads, and one of all key heads."""
 
     def attention(self) -> Attention:
-        c, mixer = self.config, self.layer.attention
-        norm = {"qk_norm": c.rms_norm_eps, "qk_norm_per_head": False}
-        return Attention(c.hidden_size, mixer, self.layout, name="self_attn", **norm)
+        return self.grouped_query(qk_norm=self.config.rms_norm_eps, qk_norm_per_head=False)
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers."""
 
     layer = Layer
 
@@ -69,22 +61,18 @@ class Model(decoder.Decoder):
 def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
 
-    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        D, fp8, mixer = config.hidden_size, config.in_fp8, each.attention
-        assert each.experts is not None
-        table = tables.decoder_layer(path, prefix, D, each, layout, bias=False, qk_norm=False, fp8=fp8)
-        names = "w1", "w3", "w2"
-        moe = f"{prefix}.block_sparse_moe"
-        table |= tables.experts(f"{path}/experts", moe, D, each.experts, layout, names=names, fp8=fp8)
-        attention, keys = f"{prefix}.self_attn", mixer.num_kv_heads * mixer.head_dim
-        copies = layout.copies(mixer.num_kv_heads)
-        section = Section(Stored(f"{attention}.k_norm.weight", (keys,)), copies=copies)
-        table[f"{path}/self_attn/k_norm/weight"] = fused([section], layout.shards)
-        queries = mixer.num_heads * mixer.head_dim
-        table[f"{path}/self_attn/q_norm/weight"] = copied(f"{attention}.q_norm.weight", queries)
-        return table
+    def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
+        D, fp8, mixer = config.hidden_size, config.in_fp8, layer.attention
+        assert layer.experts is not None
+        table = tables.decoder_layer(path, prefix, D, layer, layout, bias=False, qk_norm=False, fp8=fp8)
+        where, names = (f"{path}/experts", f"{prefix}.block_sparse_moe"), ("w1", "w3", "w2")
+        table |= tables.experts(*where, D, layer.experts, layout, names=names, fp8=fp8)
+        K, H = mixer.num_kv_heads, mixer.head_dim
+        keys = Section(Stored(f"{prefix}.self_attn.k_norm.weight", (K * H,)), copies=layout.copies(K))
+        table[f"{path}/self_attn/k_norm/weight"] = fused([keys], layout.shards)
+        return table | tables.norms(f"{path}/self_attn", f"{prefix}.self_attn", mixer.num_heads * H, "q_norm")
 
-    return tables.decoder(config, layer)
+    return tables.decoder(config, layer_table)
 
 
 ignored = tables.ignored

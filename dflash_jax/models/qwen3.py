@@ -4,8 +4,8 @@ Reference: transformers `models/qwen3/modeling_qwen3.py`.
 """
 
 from dataclasses import replace
+from functools import partial
 
-from dflash_jax.checkpoint import Table
 from dflash_jax.config import LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
     DECODER_FIELDS,
@@ -17,7 +17,6 @@ from dflash_jax.config_json import (
     require,
     target_fields,
 )
-from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Attention
 
@@ -48,31 +47,17 @@ def config(raw: Raw) -> TargetConfig:
 
 
 class Layer(decoder.Layer):
-    """With a norm of every query and key head."""
+    """A layer with a norm of every query and key head."""
 
     def attention(self) -> Attention:
-        c = self.config
-        bias, norm = c.attention_bias, c.rms_norm_eps
-        return Attention(c.hidden_size, self.layer.attention, self.layout, bias, norm, name="self_attn")
+        return self.grouped_query(qk_norm=self.config.rms_norm_eps)
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers."""
 
     layer = Layer
 
 
-def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
-    """Checkpoint tensors of every parameter."""
-
-    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
-        D, bias, fp8 = config.hidden_size, config.attention_bias, config.in_fp8
-        table = tables.decoder_layer(path, prefix, D, each, layout, bias=bias, qk_norm=True, fp8=fp8)
-        if each.experts:  # in `qwen3_moe`
-            table |= tables.experts(f"{path}/experts", f"{prefix}.mlp", D, each.experts, layout, fp8=fp8)
-        return table
-
-    return tables.decoder(config, layer)
-
-
+tensors = partial(tables.uniform, qk_norm=True)
 ignored = tables.ignored

@@ -38,12 +38,8 @@ def config(raw: Raw) -> TargetConfig:
     if len(counts) != 1:
         raise ValueError(f"config.json must give num_experts, once, got {sorted(counts) or 'none'}")
     (count,) = counts
-    experts = ExpertsConfig(
-        count,
-        require(raw, "num_experts_per_tok"),
-        require(raw, "moe_intermediate_size"),
-        norm_topk_prob=raw["norm_topk_prob"],
-    )
+    sizes = (require(raw, name) for name in ("num_experts_per_tok", "moe_intermediate_size"))
+    experts = ExpertsConfig(count, *sizes, norm_topk_prob=raw["norm_topk_prob"])
     step = require(raw, "decoder_sparse_step") if raw.get("decoder_sparse_step") is not None else 1
     plain = token_ids(raw.get("mlp_only_layers"))
     has = lambda i: i not in plain and (i + 1) % step == 0

@@ -6,7 +6,7 @@ Reference: transformers `models/qwen3_next/modeling_qwen3_next.py`, `models/qwen
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import flax.linen as nn
 import jax
@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from dflash_jax.cache import Fresh
 from dflash_jax.checkpoint import Leaf, Part, Section, Stored, Table, copied, fused
-from dflash_jax.config import AttentionConfig, ExpertsConfig, LayerConfig, Raw, TargetConfig
+from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
     DECODER_FIELDS,
     check_fields,
@@ -29,11 +28,10 @@ from dflash_jax.config_json import (
 )
 from dflash_jax.mesh import HEADS, WHOLE, Layout
 from dflash_jax.models import decoder, tables
-from dflash_jax.models.attention import Pass, attend_pass
+from dflash_jax.models.attention import Pass
 from dflash_jax.models.experts import Experts
-from dflash_jax.models.layers import MLP, Linear, project, rms_norm, unfuse
+from dflash_jax.models.layers import MLP, RMSNorm, project, rms_norm
 from dflash_jax.models.linear_attention import LinearAttention, LinearAttentionConfig
-from dflash_jax.models.rope import rotate
 from dflash_jax.sharding import Rule
 
 _FIELDS = """
@@ -91,13 +89,8 @@ def config(raw: Raw) -> Qwen3NextConfig:
     raw, nested = text_config(raw, _OUTSIDE)
     check_fields(raw, [*DECODER_FIELDS, *_FIELDS], _FIXED)
     depth, attention = require(raw, "num_hidden_layers"), partly_rotated(raw, 0.25)
-    linear = LinearAttentionConfig(
-        require(raw, "linear_num_key_heads"),
-        require(raw, "linear_num_value_heads"),
-        require(raw, "linear_key_head_dim"),
-        require(raw, "linear_value_head_dim"),
-        require(raw, "linear_conv_kernel_dim"),
-    )
+    sizes = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+    linear = LinearAttentionConfig(*(require(raw, f"linear_{name}") for name in sizes))
     if linear.num_value_heads % linear.num_key_heads:
         raise ValueError(
             f"linear_num_value_heads {linear.num_value_heads} must be a multiple of linear_num_key_heads "
@@ -134,19 +127,12 @@ def _experts(raw: Raw, model_type: str) -> ExpertsConfig | None:
     always = model_type != "qwen3_next"  # Qwen3.5 always divides by the sum
     if not always and not isinstance(raw.get("norm_topk_prob"), bool):
         raise ValueError(f"config.json must give norm_topk_prob, true or false, got {raw.get('norm_topk_prob')!r:.80}")
-    return ExpertsConfig(
-        require(raw, "num_experts"),
-        require(raw, "num_experts_per_tok"),
-        require(raw, "moe_intermediate_size"),
-        norm_topk_prob=always or raw["norm_topk_prob"],
-    )
+    sizes = (require(raw, name) for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
+    return ExpertsConfig(*sizes, norm_topk_prob=always or raw["norm_topk_prob"])
 
 
-class Norm(nn.Module):
+class Norm(RMSNorm):
     """A root-mean-square norm that multiplies by one plus its weight, and is rounded after that."""
-
-    size: int
-    eps: float
 
     @nn.compact
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -154,31 +140,8 @@ class Norm(nn.Module):
         return rms_norm(x.astype(jnp.float32), 1 + weight, self.eps).astype(x.dtype)
 
 
-class GatedAttention(nn.Module):
-    """Grouped-query attention with a norm of every head, whose output passes a gate of the layer's input."""
-
-    width: int
-    config: AttentionConfig
-    eps: float
-    layout: Layout = WHOLE
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: Any, shared: None = None
-    ) -> tuple[Float[Array, "B T D"], Fresh]:
-        c, (B, T, D) = self.config, x.shape
-        N, K, H = c.num_heads, c.num_kv_heads * self.layout.copies(c.num_kv_heads), c.head_dim
-        both = Linear((D, 2 * (N + K) * H), name="qkv_proj")(x)
-        q, gate, k, v = unfuse(both, (N * H, N * H, K * H, K * H), self.layout.shards)
-        q = rotate(Norm(H, self.eps, name="q_norm")(q.reshape(B, T, N, H)), at.rope)
-        k = rotate(Norm(H, self.eps, name="k_norm")(k.reshape(B, T, K, H)), at.rope)
-        fresh = Fresh(k.swapaxes(1, 2), v.reshape(B, T, K, H).swapaxes(1, 2))
-        out = attend_pass(q, fresh, at, entry, c).reshape(B, T, N * H)
-        return Linear((N * H, self.width), name="o_proj")(out * nn.sigmoid(gate)), fresh
-
-
 class Layer(decoder.Layer):
-    """With linear attention or gated attention; experts have one beside them that every token goes through."""
+    """A layer with linear or gated attention; experts have one beside them that every token goes through."""
 
     norm_class = Norm
 
@@ -186,26 +149,26 @@ class Layer(decoder.Layer):
         c, mixer = self.config, self.layer.mixer
         if isinstance(mixer, LinearAttentionConfig):
             return LinearAttention(c.hidden_size, mixer, c.rms_norm_eps, self.layout, name="linear_attn")
-        return GatedAttention(c.hidden_size, self.layer.attention, c.rms_norm_eps, self.layout, name="self_attn")
+        return self.grouped_query(qk_norm=c.rms_norm_eps, gate=True)
 
-    def mlp(self, at: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+    def mlp(self, ctx: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
         c, D = self.config, self.config.hidden_size
         assert isinstance(c, Qwen3NextConfig)
         if self.layer.experts is None:
-            return super().mlp(at)
+            return super().mlp(ctx)
         experts = Experts(D, self.layer.experts, self.layout, name="experts")
         shared = MLP(D, c.shared_inner, self.layout, name="shared_expert")
         gate = self.param("shared_gate", nn.initializers.normal(0.02), (1, D))
 
         def both(h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
             passes = jax.nn.sigmoid(project(h, gate).astype(h.dtype))
-            return experts(h, counts=at.counts) + passes * shared(h)
+            return experts(h, counts=ctx.counts) + passes * shared(h)
 
         return both
 
 
 class Model(decoder.Decoder):
-    """See `decoder.Decoder`."""
+    """A `Decoder` of these layers."""
 
     layer = Layer
 
@@ -213,47 +176,27 @@ class Model(decoder.Decoder):
 def tensors(config: Qwen3NextConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter."""
 
-    def layer(path: str, prefix: str, each: LayerConfig) -> Table:
+    def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
         D = config.hidden_size
-        table: Table = {
-            f"{path}/{name}/weight": copied(f"{prefix}.{name}.weight", D)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
-        if isinstance(each.mixer, LinearAttentionConfig):
-            own = _linear_attention(f"{prefix}.linear_attn", D, each.mixer, layout, grouped=config.grouped)
-            table |= {f"{path}/linear_attn/{name}": leaf for name, leaf in own.items()}
+        table = tables.norms(path, prefix, D, "input_layernorm", "post_attention_layernorm")
+        if isinstance(layer.mixer, LinearAttentionConfig):
+            mixing = _linear_attention(f"{prefix}.linear_attn", D, layer.mixer, layout, grouped=config.grouped)
+            table |= {f"{path}/linear_attn/{name}": leaf for name, leaf in mixing.items()}
         else:
-            own = _attention(f"{prefix}.self_attn", D, each.attention, layout)
-            table |= {f"{path}/self_attn/{name}": leaf for name, leaf in own.items()}
+            where = f"{path}/self_attn", f"{prefix}.self_attn"
+            table |= tables.attention(*where, D, layer.attention, layout, qk_norm=True, gate=True)
         mlp = f"{prefix}.mlp"
-        if each.experts is None:
-            return table | tables.swiglu(f"{path}/mlp", mlp, D, each.intermediate_size, layout)
+        if layer.experts is None:
+            return table | tables.swiglu(f"{path}/mlp", mlp, D, layer.intermediate_size, layout)
         if config.apart:
-            table |= tables.experts(f"{path}/experts", mlp, D, each.experts, layout)
+            table |= tables.experts(f"{path}/experts", mlp, D, layer.experts, layout)
         else:
-            table[f"{path}/experts/router"] = copied(f"{mlp}.gate.weight", each.experts.num_experts, D)
-            stored = tables.stored_together(f"{mlp}.experts", D, each.experts, layout)
-            table |= {f"{path}/experts/{name}": leaf for name, leaf in stored.items()}
+            table[f"{path}/experts/router"] = copied(f"{mlp}.gate.weight", layer.experts.num_experts, D)
+            table |= tables.stored_together(f"{path}/experts", f"{mlp}.experts", D, layer.experts, layout)
         table[f"{path}/shared_gate"] = copied(f"{mlp}.shared_expert_gate.weight", 1, D)
         return table | tables.swiglu(f"{path}/shared_expert", f"{mlp}.shared_expert", D, config.shared_inner, layout)
 
-    return tables.decoder(config, layer, "model.language_model" if config.nested else "model")
-
-
-def _attention(prefix: str, width: int, c: AttentionConfig, layout: Layout) -> Table:
-    """The rows of a query head and of its gate are stored one after the other."""
-    N, H, keys = c.num_heads, c.head_dim, c.num_kv_heads * c.head_dim
-    q = Stored(f"{prefix}.q_proj.weight", (2 * N * H, width))
-    halves = [[2 * H * head + H * half + i for head in range(N) for i in range(H)] for half in (0, 1)]
-    sections = [Section(q, rows) for rows in halves]
-    for name in ("k_proj", "v_proj"):
-        sections.append(Section(Stored(f"{prefix}.{name}.weight", (keys, width)), copies=layout.copies(c.num_kv_heads)))
-    return {
-        "qkv_proj/weight": fused(sections, layout.shards),
-        "o_proj/weight": copied(f"{prefix}.o_proj.weight", width, N * H),
-        "q_norm/weight": copied(f"{prefix}.q_norm.weight", H),
-        "k_norm/weight": copied(f"{prefix}.k_norm.weight", H),
-    }
+    return tables.decoder(config, layer_table, "model.language_model" if config.nested else "model")
 
 
 def _linear_attention(prefix: str, width: int, c: LinearAttentionConfig, layout: Layout, *, grouped: bool) -> Table:

@@ -18,8 +18,8 @@ from dflash_jax.checkpoint import (
     fused,
     fused_each,
 )
-from dflash_jax.config import ExpertsConfig, LayerConfig, TargetConfig
-from dflash_jax.mesh import Layout
+from dflash_jax.config import AttentionConfig, ExpertsConfig, LayerConfig, TargetConfig
+from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.quantised import BLOCK, FP8, GROUP, INT4
 
 Where = Callable[[str], bool]
@@ -27,12 +27,15 @@ nowhere: Where = lambda name: False
 
 
 def decoder(
-    config: TargetConfig, layer: Callable[[str, str, LayerConfig], Table], prefix: str = "model", head: str = "lm_head"
+    config: TargetConfig,
+    layer_table: Callable[[str, str, LayerConfig], Table],
+    prefix: str = "model",
+    head: str = "lm_head",
 ) -> Table:
     """Embedding, layers, final norm and head under Hugging Face's names.
 
     Args:
-        layer: the table of a layer, given the paths of its parameters and of its tensors.
+        layer_table: of one layer, given the paths of its parameters and of its tensors.
         prefix: of all tensors but the head's.
         head: name of that.
     """
@@ -43,9 +46,27 @@ def decoder(
     }
     if not config.tie_word_embeddings:
         table["lm_head"] = copied(f"{head}.weight", config.vocab_size, D)
-    for i, each in enumerate(config.layers):
-        table |= layer(f"layers_{i}", f"{prefix}.layers.{i}", each)
+    for i, layer in enumerate(config.layers):
+        table |= layer_table(f"layers_{i}", f"{prefix}.layers.{i}", layer)
     return table
+
+
+def uniform(config: TargetConfig, layout: Layout = WHOLE, *, qk_norm: bool, output_bias: bool | None = None) -> Table:
+    """A decoder whose layers are all as `decoder_layer` has them, with an MLP or with experts.
+
+    Args:
+        qk_norm, output_bias: see `attention`.
+    """
+
+    def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
+        D, fp8, bias = config.hidden_size, config.in_fp8, config.attention_bias
+        how = {"bias": bias, "qk_norm": qk_norm, "output_bias": output_bias, "mlp_bias": config.mlp_bias}
+        table = decoder_layer(path, prefix, D, layer, layout, fp8=fp8, **how)
+        if layer.experts:
+            table |= experts(f"{path}/experts", f"{prefix}.mlp", D, layer.experts, layout, fp8=fp8)
+        return table
+
+    return decoder(config, layer_table)
 
 
 def ignored(config: TargetConfig) -> tuple[str, ...]:
@@ -62,6 +83,7 @@ def decoder_layer(
     *,
     bias: bool,
     qk_norm: bool,
+    output_bias: bool | None = None,
     mlp_bias: bool = False,
     fuse_qkv: bool = True,
     fp8: Where = nowhere,
@@ -71,41 +93,70 @@ def decoder_layer(
     Args:
         path, prefix: of the parameters, and of the checkpoint tensors.
         width: of the model.
-        bias: whether the projections of attention have one.
-        qk_norm: whether query and key heads have a norm.
+        bias, qk_norm, output_bias, fuse_qkv: see `attention`.
         mlp_bias: whether the products of the MLP have one.
-        fuse_qkv: whether keys, values and their norm belong to the layer; else they live elsewhere.
         fp8: which modules, by name, have weights in FP8 with block scales, which then stay so.
     """
-    c = layer.attention
-    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    attention = f"{prefix}.self_attn"
-    heads = [("q_proj", queries, 1)]
-    if fuse_qkv:
-        heads += [(name, keys, layout.copies(c.num_kv_heads)) for name in ("k_proj", "v_proj")]
-    projection = "qkv_proj" if fuse_qkv else "q_proj"
-
-    def each(kind: str, *rest: int) -> list[Section]:
-        return [Section(Stored(f"{attention}.{n}.{kind}", (size, *rest)), copies=times) for n, size, times in heads]
-
-    def weight(names: Sequence[tuple[str, int, int]], width: int) -> Leaf | QuantisedLeaf:
-        return linear(names, width, layout.shards, fp8=fp8)
-
-    table: Table = {
-        "input_layernorm/weight": copied(f"{prefix}.input_layernorm.weight", width),
-        "post_attention_layernorm/weight": copied(f"{prefix}.post_attention_layernorm.weight", width),
-        f"self_attn/{projection}/weight": weight([(f"{attention}.{n}", size, c) for n, size, c in heads], width),
-        "self_attn/o_proj/weight": linear([(f"{attention}.o_proj", width, 1)], queries, fp8=fp8),
-    }
+    how = {"bias": bias, "output_bias": output_bias, "qk_norm": qk_norm, "fuse_qkv": fuse_qkv}
+    table = norms(path, prefix, width, "input_layernorm", "post_attention_layernorm")
+    table |= attention(f"{path}/self_attn", f"{prefix}.self_attn", width, layer.attention, layout, fp8=fp8, **how)
     if layer.experts is None:
-        table |= swiglu("mlp", f"{prefix}.mlp", width, layer.intermediate_size, layout, bias=mlp_bias, fp8=fp8)
-    for name in ("q_norm", "k_norm") if fuse_qkv else ("q_norm",):
-        if qk_norm:
-            table[f"self_attn/{name}/weight"] = copied(f"{attention}.{name}.weight", c.head_dim)
+        inner = layer.intermediate_size
+        table |= swiglu(f"{path}/mlp", f"{prefix}.mlp", width, inner, layout, bias=mlp_bias, fp8=fp8)
+    return table
+
+
+def norms(path: str, prefix: str, size: int, *names: str) -> Table:
+    """The weights of norms of these names."""
+    return {f"{path}/{name}/weight": copied(f"{prefix}.{name}.weight", size) for name in names}
+
+
+def attention(
+    path: str,
+    prefix: str,
+    width: int,
+    config: AttentionConfig,
+    layout: Layout,
+    *,
+    bias: bool = False,
+    output_bias: bool | None = None,
+    qk_norm: bool = False,
+    values_are_keys: bool = False,
+    gate: bool = False,
+    fuse_qkv: bool = True,
+    fp8: Where = nowhere,
+) -> Table:
+    """`models.attention.Attention` under Hugging Face's names.
+
+    Args:
+        path, prefix: of the parameters, and of the checkpoint tensors.
+        width: of the model.
+        bias, output_bias, values_are_keys, gate: see `Attention`. The rows of a query head and of its gate are stored
+            one after the other.
+        qk_norm: whether every query and key head has a norm.
+        fuse_qkv: whether keys, values and their norm belong to the layer; else they live elsewhere.
+        fp8: see `decoder_layer`.
+    """
+    N, K, H, copies = config.num_heads, config.num_kv_heads, config.head_dim, layout.copies(config.num_kv_heads)
+    outputs = [Outputs(f"{prefix}.q_proj", N * H)]
+    if gate:
+        halves = [[2 * H * head + H * half + i for head in range(N) for i in range(H)] for half in (0, 1)]
+        outputs = [Outputs(f"{prefix}.q_proj", 2 * N * H, 1, rows) for rows in halves]
+    if fuse_qkv:
+        outputs += [Outputs(f"{prefix}.{x}_proj", K * H, copies) for x in ("k" if values_are_keys else "kv")]
+    projection = f"{path}/qkv_proj" if fuse_qkv else f"{path}/q_proj"
+    table: Table = {
+        f"{projection}/weight": linear(outputs, width, layout.shards, fp8=fp8),
+        f"{path}/o_proj/weight": linear([Outputs(f"{prefix}.o_proj", width)], N * H, fp8=fp8),
+    }
+    if qk_norm:
+        table |= norms(path, prefix, H, *(("q_norm", "k_norm") if fuse_qkv else ("q_norm",)))
     if bias:
-        table[f"self_attn/{projection}/bias"] = fused(each("bias"), layout.shards)
-        table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", width)
-    return {f"{path}/{name}": leaf for name, leaf in table.items()}
+        biases = [Section(Stored(f"{x.name}.bias", (x.size,)), x.order, x.copies) for x in outputs]
+        table[f"{projection}/bias"] = fused(biases, layout.shards)
+    if bias if output_bias is None else output_bias:
+        table[f"{path}/o_proj/bias"] = copied(f"{prefix}.o_proj.bias", width)
+    return table
 
 
 def swiglu(
@@ -157,32 +208,32 @@ def linear(
             dequantised as they are read.
     """
     every = [layer if isinstance(layer, Outputs) else Outputs(*layer) for layer in layers]
-    if not all(fp8(each.name) for each in every):
+    if not all(fp8(layer.name) for layer in every):
         return fused(_plain(every, width, fp8), shards)
     values, scale = _in_fp8(every, width, shards)
     return QuantisedLeaf(fused(values, shards, "float8_e4m3fn"), fused(scale, shards, "float32"), FP8)
 
 
 def _plain(layers: Sequence[Outputs], width: int, fp8: Where) -> list[Section]:
-    def source(each: Outputs) -> Source:
-        name, shape = f"{each.name}.weight", (each.size, width)
-        return BlockScaled(name, f"{name}_scale_inv", shape, (BLOCK, BLOCK)) if fp8(each.name) else Stored(name, shape)
+    def source(layer: Outputs) -> Source:
+        name, shape = f"{layer.name}.weight", (layer.size, width)
+        return BlockScaled(name, f"{name}_scale_inv", shape, (BLOCK, BLOCK)) if fp8(layer.name) else Stored(name, shape)
 
-    return [Section(source(each), each.order, each.copies) for each in layers]
+    return [Section(source(layer), layer.order, layer.copies) for layer in layers]
 
 
 def _in_fp8(layers: Sequence[Outputs], width: int, shards: int) -> tuple[list[Section], list[Section]]:
     """Values and scales. Where blocks end in the middle of what is joined, or outputs change their block, each output
     gets the scales of its block."""
-    sizes = [each.size for each in layers]
+    sizes = [layer.size for layer in layers]
     ragged = len(sizes) > 1 and any(size % BLOCK for size in (sizes if shards > 1 else sizes[:-1]))
-    moved = any(to // BLOCK != of // BLOCK for each in layers for to, of in enumerate(each.order or ()))
+    moved = any(to // BLOCK != of // BLOCK for layer in layers for to, of in enumerate(layer.order or ()))
     values, scales = list[Section](), list[Section]()
-    for each in layers:
-        name, order = f"{each.name}.weight", range(each.size) if each.order is None else each.order
-        values.append(Section(Stored(name, (each.size, width), ("F8_E4M3",)), each.order, each.copies))
-        blocks = Stored(f"{name}_scale_inv", (-(-each.size // BLOCK), -(-width // BLOCK)))
-        scales.append(Section(blocks, [of // BLOCK for of in order] if ragged or moved else None, each.copies))
+    for layer in layers:
+        name, order = f"{layer.name}.weight", range(layer.size) if layer.order is None else layer.order
+        values.append(Section(Stored(name, (layer.size, width), ("F8_E4M3",)), layer.order, layer.copies))
+        blocks = Stored(f"{name}_scale_inv", (-(-layer.size // BLOCK), -(-width // BLOCK)))
+        scales.append(Section(blocks, [of // BLOCK for of in order] if ragged or moved else None, layer.copies))
     return values, scales
 
 
@@ -191,8 +242,8 @@ def _in_int4(layers: Sequence[Outputs], width: int) -> tuple[list[Section], list
     if width % GROUP:
         raise ValueError(f"{layers[0].name}: INT4 has groups of {GROUP} inputs, and {width} are no multiple")
     return (
-        [Section(Packed(f"{each.name}.weight", (each.size, width // 8), 8)) for each in layers],
-        [Section(Stored(f"{each.name}.weight_scale", (each.size, width // GROUP))) for each in layers],
+        [Section(Packed(f"{layer.name}.weight", (layer.size, width // 8), 8)) for layer in layers],
+        [Section(Stored(f"{layer.name}.weight_scale", (layer.size, width // GROUP))) for layer in layers],
     )
 
 
@@ -221,11 +272,11 @@ def experts(
     inner, every = config.intermediate_size, [f"{prefix}.experts.{e}" for e in range(config.num_experts)]
 
     def weight(names: tuple[str, ...], outputs: int, inputs: int, shards: int) -> Leaf | QuantisedLeaf:
-        each = [[Outputs(f"{expert}.{name}", outputs) for name in names] for expert in every]
-        if not int4 and not all(fp8(layer.name) for layers in each for layer in layers):
-            return fused_each([_plain(layers, inputs, fp8) for layers in each], shards)
+        joined = [[Outputs(f"{expert}.{name}", outputs) for name in names] for expert in every]
+        if not int4 and not all(fp8(layer.name) for layers in joined for layer in layers):
+            return fused_each([_plain(layers, inputs, fp8) for layers in joined], shards)
         how = _in_int4 if int4 else partial(_in_fp8, shards=shards)
-        values, scale = zip(*(how(layers, inputs) for layers in each), strict=True)
+        values, scale = zip(*(how(layers, inputs) for layers in joined), strict=True)
         dtypes, kind = (("int32", None), INT4) if int4 else (("float8_e4m3fn", "float32"), FP8)
         return QuantisedLeaf(fused_each(values, shards, dtypes[0]), fused_each(scale, shards, dtypes[1]), kind)
 
@@ -239,11 +290,11 @@ def experts(
     return table
 
 
-def stored_together(prefix: str, width: int, config: ExpertsConfig, layout: Layout) -> Table:
-    """Gate and up, and down, of all experts, each one tensor; without the experts' path.
+def stored_together(path: str, prefix: str, width: int, config: ExpertsConfig, layout: Layout) -> Table:
+    """Experts without their router: gate and up of all of them are one tensor, and down of all of them another.
 
     Args:
-        prefix: of the tensors.
+        path, prefix: of the parameters, and of the checkpoint tensors.
     """
     E, inner, parts, pieces = config.num_experts, config.intermediate_size, layout.inner, []
     source, count = Stored(f"{prefix}.gate_up_proj", (E, 2 * inner, width)), inner // layout.inner
@@ -252,7 +303,7 @@ def stored_together(prefix: str, width: int, config: ExpertsConfig, layout: Layo
         index = slice(0, E), slice(place * count, (place + 1) * count), slice(0, width)
         pieces.append(Part(source, index, (slice(None), slice(first, first + count))))
     down = copied(f"{prefix}.down_proj", E, width, inner)
-    return {"gate_up_proj": Leaf(source.shape, tuple(pieces)), "down_proj": down}
+    return {f"{path}/gate_up_proj": Leaf(source.shape, tuple(pieces)), f"{path}/down_proj": down}
 
 
 def alternating(source: Source, shape: tuple[int, ...], parts: int, axis: int = 1, dtype: str | None = None) -> Leaf:

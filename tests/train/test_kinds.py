@@ -13,7 +13,7 @@ from dflash_jax import generate, load_drafter, load_target, spec_generate
 from dflash_jax.decoding.state import Query, Seen
 from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.train.blocks import draw_blocks, target_features
-from dflash_jax.train.config import TrainConfig, make_config
+from dflash_jax.train.config import make_config
 from dflash_jax.train.data import Example
 from dflash_jax.train.drafters import converted, frequent_tokens, new_drafter, save_drafter
 from dflash_jax.train.step import Batch, init_state, train_step
@@ -145,7 +145,7 @@ def test_the_selector_learns_from_the_scores_it_decodes_with(vocabulary, target)
     "kind", [kind if kind == "dflash" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_every_kind_learns_and_is_saved(kind, vocabulary, target, batch, tmp_path):
-    config = TrainConfig(drafter=kind, learning_rate=3e-3, kl=0.5, **SMALL)
+    config = make_config({"drafter": kind, "learning_rate": 3e-3, "kl": 0.5, **SMALL})
     drafter, raw = new_drafter(target, config, tiny.MASK, vocabulary)
     state = init_state(drafter, config, 40)
     before = state.params
@@ -176,7 +176,7 @@ def test_every_kind_learns_and_is_saved(kind, vocabulary, target, batch, tmp_pat
 )
 def test_a_dflash_drafter_becomes_another_kind(kind, vocabulary, target, tmp_path):
     _, started, raw = made(target, "dflash", vocabulary)
-    config = TrainConfig(drafter=kind, **SMALL)
+    config = make_config({"drafter": kind, **SMALL})
     drafter, raw = converted(target, started, raw, config)
     prompts = [[5, 9, 11], [1, 2, 3, 4, 5, 6]]
     ours, theirs = (spec_generate(target, x, prompts, max_new_tokens=16) for x in (drafter, started))
@@ -196,7 +196,7 @@ def test_a_reduced_head_is_rows_of_the_targets(tied, tmp_path, monkeypatch):
     for target in (load_target(directory), load_target(directory, mesh=mesh)):
         whole = target.head(jnp.eye(target.config.hidden_size)[None])[0]
         monkeypatch.setattr(type(target), "head", None)  # a product with the whole head costs its memory twice
-        drafter, _ = new_drafter(target, TrainConfig(**SMALL), tiny.MASK, [2, 5, 40])
+        drafter, _ = new_drafter(target, make_config(SMALL), tiny.MASK, [2, 5, 40])
         monkeypatch.undo()
         np.testing.assert_array_equal(drafter.params["lm_head"], whole[:, np.asarray([2, 5, 40])].T)
 

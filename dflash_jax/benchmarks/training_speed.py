@@ -1,33 +1,66 @@
 """Training steps of this project beside a plain torch loop, in turns on the same rows in one process.
 
-    python -m tests.training_speed --target DIR --data answers.jsonl --drafter dflash
+    python -m dflash_jax.benchmarks.training_speed --target DIR --data answers.jsonl --drafter dflash
 
 Torch trains the official class of a DFlash drafter, or for "eagle3" the class of `speculators` 0.9.0 with its attention
 by sdpa (see tests/oracle/test_speculators.py for what to install). Both sides compute the features of the target, read
 the same packed rows and as many blocks or passes, and update with AdamW, in float32.
 """
 
-import argparse
 import json
 import statistics
-import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers
 
-from dflash_jax import load_target
-from dflash_jax.train.config import make_config
-from dflash_jax.train.data import Rows, read_examples
+from dflash_jax.cli import parse
+from dflash_jax.config import Raw
+from dflash_jax.drafters.base import Drafter
+from dflash_jax.infer.compiler_options import block_compiler_options
+from dflash_jax.infer.interrupt import exit_quietly
+from dflash_jax.target import Target, load_target
+from dflash_jax.train.config import TrainConfig, make_config
+from dflash_jax.train.data import Packing, Rows, read_examples
 from dflash_jax.train.drafters import choose_mask_token, new_drafter
-from dflash_jax.train.opening import open_run
+from dflash_jax.train.step import Batch, init_state, train_step
+
+EAGLE3 = {"cross_entropy": 0.0, "kl": 1.0, "block_size": 8, "num_layers": 1}  # as `speculators` trains it
+
+
+@dataclass(frozen=True)
+class SpeedOptions:
+    """Options of `python -m dflash_jax.benchmarks.training_speed`.
+
+    Attributes:
+        target: directory of the target
+        data: answers of it, as `train regenerate` writes them
+        drafter: what both sides train
+        layers: of a dflash drafter
+        rows: of 512 tokens, in a step
+        blocks: of a row, for dflash; eagle3 begins at every token
+        steps: of each side; one more warms up
+    """
+
+    target: str
+    data: str
+    drafter: Literal["dflash", "eagle3"] = "dflash"
+    layers: int = 4
+    rows: int = 6
+    blocks: int = 64
+    steps: int = 8
 
 
 class TorchLoop:
-    """What both torch loops share.
+    """A torch module and its optimizer, beside the target whose features it reads.
 
     Args:
         directory: of the target.
@@ -35,22 +68,24 @@ class TorchLoop:
         drafter: the module to train.
     """
 
-    def __init__(self, directory, taps, drafter):
-        self.target = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    def __init__(self, directory: str, taps: Sequence[int], drafter: torch.nn.Module):
+        self.target = transformers.Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.head = self.target.lm_head.weight.detach()
         self.taps, self.drafter = taps, drafter.float().train()
         learnt = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(learnt, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
 
     @torch.no_grad()
-    def features(self, rows: Rows):
-        """Features, final hidden states, and what a position sees of its document, [B, 1, S, S]."""
+    def features(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features [B, S, FD] and final hidden states [B, S, D]; a position sees its document alone."""
         tokens, starts = torch.tensor(rows.tokens, dtype=torch.long), torch.tensor(rows.starts)
         place = torch.arange(tokens.shape[1])
         seen = (place[None, None] <= place[None, :, None]) & (place[None, None] >= starts[:, :, None])
         out = self.target.model(tokens, attention_mask=seen[:, None], output_hidden_states=True, use_cache=False)
-        return torch.cat([out.hidden_states[i + 1] for i in self.taps], -1), out.last_hidden_state, seen
+        return torch.cat([out.hidden_states[i + 1] for i in self.taps], -1), out.last_hidden_state
 
-    def update(self, loss):
+    def update(self, loss: torch.Tensor) -> float:
+        """Takes the step whose gradients are there."""
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -58,22 +93,22 @@ class TorchLoop:
 
 
 class DFlashInTorch(TorchLoop):
-    """Blocks drawn from the rows, cross-entropy that decays over a block."""
+    """The official class, trained on random blocks of the rows with a cross-entropy that decays over a block."""
 
-    def __init__(self, directory, raw, blocks):
+    def __init__(self, directory: str, raw: Raw, blocks: int):
         from dflash.model import DFlashDraftModel
 
         fields = {name: value for name, value in raw.items() if name not in ("architectures", "dtype")}
         config = transformers.Qwen3Config(**fields)
         config.architectures, config._attn_implementation = ["DFlashDraftModel"], "sdpa"
-        own = raw["dflash_config"]
-        super().__init__(directory, own["target_layer_ids"], DFlashDraftModel(config))
-        self.mask, self.block, self.blocks = own["mask_token_id"], raw["block_size"], blocks
+        nested = raw["dflash_config"]
+        super().__init__(directory, nested["target_layer_ids"], DFlashDraftModel(config))
+        self.mask, self.block, self.blocks = nested["mask_token_id"], raw["block_size"], blocks
         self.rng = np.random.default_rng(0)
         self.decay = torch.exp(-torch.arange(self.block - 1) / 7.0)
 
-    def step(self, rows: Rows):
-        features, _, _ = self.features(rows)
+    def step(self, rows: Rows) -> float:
+        features, _ = self.features(rows)
         (count, length), size = rows.tokens.shape, self.block
         tokens, starts = torch.tensor(rows.tokens, dtype=torch.long), torch.tensor(rows.starts, dtype=torch.long)
         answers = [np.flatnonzero(row[:-size]) for row in rows.supervised]
@@ -86,15 +121,15 @@ class DFlashInTorch(TorchLoop):
         begin = starts.gather(1, anchors)
         place = torch.arange(length)[None, None]
         context = ((place < anchors[:, :, None]) & (place >= begin[:, :, None])).repeat_interleave(size, 1)
-        own = torch.block_diag(*[torch.ones(size, size)] * self.blocks).bool()[None].expand(count, -1, -1)
+        itself = torch.block_diag(*[torch.ones(size, size)] * self.blocks).bool()[None].expand(count, -1, -1)
         out = self.drafter(
             position_ids=torch.cat([torch.arange(length)[None].expand(count, -1), positions.flatten(1)], 1),
             noise_embedding=self.target.get_input_embeddings()(noisy.flatten(1)).detach(),
             target_hidden=features,
-            attention_mask=torch.cat([context, own], -1)[:, None],
+            attention_mask=torch.cat([context, itself], -1)[:, None],
         )
         hidden = out.view(*positions.shape, -1)[:, :, 1:]
-        logits = F.linear(hidden, self.target.get_output_embeddings().weight.detach())
+        logits = F.linear(hidden, self.head)
         same = starts.gather(1, positions.flatten(1)).view_as(positions) == begin[:, :, None]
         weight = self.decay * same[:, :, 1:]
         losses = F.cross_entropy(logits.flatten(0, 2), labels[:, :, 1:].flatten(), reduction="none")
@@ -106,7 +141,7 @@ class DFlashInTorch(TorchLoop):
 class Eagle3InTorch(TorchLoop):
     """Training-time test as `speculators` has it, row by row, against the target's own distribution."""
 
-    def __init__(self, directory, raw, passes):
+    def __init__(self, directory: str, raw: Raw, passes: int):
         from speculators.config import SpeculatorsConfig, VerifierConfig
         from speculators.losses import resolve_loss_config
         from speculators.models.eagle3 import Eagle3SpeculatorConfig
@@ -125,19 +160,18 @@ class Eagle3InTorch(TorchLoop):
         config = Eagle3SpeculatorConfig(
             transformer_layer_config=layer, speculators_config=about, draft_vocab_size=raw["vocab_size"]
         )
-        super().__init__(directory, raw["target_layer_ids"], Eagle3DraftModel(config))
-        drafter, table = self.drafter, self.target.get_input_embeddings().weight.detach()
-        drafter.embed_tokens.weight.data.copy_(table)
-        head = self.target.get_output_embeddings().weight.detach()
-        drafter.lm_head.weight.data.copy_(head)
-        drafter.verifier_lm_head.weight.data.copy_(head)
+        drafter = Eagle3DraftModel(config)
+        super().__init__(directory, raw["target_layer_ids"], drafter)
+        drafter.embed_tokens.weight.data.copy_(self.target.model.embed_tokens.weight.detach())
+        drafter.lm_head.weight.data.copy_(self.head)
+        drafter.verifier_lm_head.weight.data.copy_(self.head)
         drafter.lm_head.weight.requires_grad_(False)  # ours trains neither table nor head
         drafter.verifier_norm = torch.nn.Identity()  # transformers returns normed states
         self.passes, self.loss = passes, resolve_loss_config("kl_div", "eager")  # the others need Triton
 
-    def step(self, rows: Rows):
-        features, last, _ = self.features(rows)
-        loss = 0.0
+    def step(self, rows: Rows) -> float:
+        features, last = self.features(rows)
+        loss = torch.zeros(())
         for row in range(len(rows.tokens)):
             _, one, _ = self.drafter(
                 features[row : row + 1, :-1],
@@ -153,57 +187,56 @@ class Eagle3InTorch(TorchLoop):
         return self.update(loss)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--drafter", choices=["dflash", "eagle3"], default="dflash")
-    parser.add_argument("--layers", type=int, default=4, help="of a dflash drafter")
-    parser.add_argument("--rows", type=int, default=6, help="of 512 tokens, in a step")
-    parser.add_argument("--blocks", type=int, default=64, help="of a row, for dflash; eagle3 begins at every token")
-    parser.add_argument("--steps", type=int, default=8, help="of each side; one more warms up")
-    options = parser.parse_args()
+def settings(options: SpeedOptions) -> TrainConfig:
+    """What this side trains with, as `train fit` takes it."""
     eagle = options.drafter == "eagle3"
     blocks = 512 if eagle else options.blocks
-    loss = {"cross_entropy": 0.0, "kl": 1.0, "block_size": 8, "num_layers": 1}
-    config = make_config(
-        {
-            "drafter": options.drafter,
-            "num_layers": options.layers,
-            "length": 512,
-            "anchors": blocks,
-            "row_anchors": blocks,
-            "batch_size": options.rows,
-            "accumulate": options.rows,
-            "loss_chunk": 1024,
-            "remat": False,
-            "dtype": "float32",
-            **(loss if eagle else {}),
-        }
-    )
-    target = load_target(options.target, dtype="float32")
+    given = {"drafter": options.drafter, "num_layers": options.layers, "dtype": "float32", "remat": False}
+    given |= {"length": 512, "anchors": blocks, "row_anchors": blocks, "loss_chunk": 1024}
+    given |= {"batch_size": options.rows, "accumulate": options.rows}
+    return make_config({**given, **(EAGLE3 if eagle else {})})
+
+
+def timed_in_turns(
+    target: Target,
+    drafter: Drafter,
+    theirs: DFlashInTorch | Eagle3InTorch,
+    packing: Packing,
+    config: TrainConfig,
+    steps: int,
+) -> dict[str, list[float]]:
+    """Seconds of every step of both sides on the same rows; the first of each compiles or warms up."""
+    step = jax.jit(partial(train_step, config, steps + 1), donate_argnums=2, compiler_options=block_compiler_options())
+    state, seconds = init_state(drafter, config, steps + 1), {"dflash_jax": [], "torch": []}
+    for number in range(steps + 1):
+        rows = packing.batch(number)
+        batch = Batch(*map(jnp.asarray, rows))
+        begin = time.perf_counter()
+        state, _ = jax.block_until_ready(step(target, drafter, state, batch))
+        seconds["dflash_jax"].append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        theirs.step(rows)
+        seconds["torch"].append(time.perf_counter() - begin)
+    return seconds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    description = (__doc__ or "").splitlines()[0]
+    options = parse(SpeedOptions, argv, prog="python -m dflash_jax.benchmarks.training_speed", description=description)
+    config, target = settings(options), load_target(options.target, dtype="float32")
     examples = read_examples(options.data, config.length, target.config.vocab_size).examples
     drafter, raw = new_drafter(target, config, choose_mask_token(target, None))
-    if eagle:
+    if options.drafter == "eagle3":
         theirs = Eagle3InTorch(options.target, raw, config.block_size - 1)
     else:
         theirs = DFlashInTorch(options.target, raw, options.blocks)
-    seconds = {"dflash_jax": [], "torch": []}
-    with tempfile.TemporaryDirectory() as directory:
-        run = open_run(directory, target, drafter, raw, examples, config)
-        for step in range(options.steps + 1):
-            batch, rows = run.batch(step), run.packing.rows(run.packing.contents(step))
-            begin = time.perf_counter()
-            run.state, _ = jax.block_until_ready(run._step(run.target, run.drafter, run.state, batch))
-            seconds["dflash_jax"].append(time.perf_counter() - begin)
-            begin = time.perf_counter()
-            theirs.step(rows)
-            seconds["torch"].append(time.perf_counter() - begin)
-        run.checkpoints.close()
-    medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
-    figures = {name: round(1 / each, 4) for name, each in medians.items()}
+    packing = Packing(examples, config.length, config.batch_size, config.seed)
+    seconds = timed_in_turns(target, drafter, theirs, packing, config, options.steps)
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    figures = {name: round(1 / median, 4) for name, median in medians.items()}
     print(json.dumps({"steps_per_second": figures, "ratio": round(medians["torch"] / medians["dflash_jax"], 3)}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    exit_quietly(main())
