@@ -82,19 +82,7 @@ def open_run(
         state = checkpoints.restore(state)
     log = MetricsLog(directory / "metrics.jsonl", leads)
     run = Run(
-        directory=directory,
-        target=target,
-        drafter=drafter,
-        raw=raw,
-        config=config,
-        mesh=mesh,
-        state=state,
-        steps=steps,
-        packing=packing,
-        checkpoints=checkpoints,
-        log=log,
-        features=features,
-        judge=evaluate,
+        directory, target, drafter, raw, config, mesh, state, steps, packing, checkpoints, log, features, evaluate
     )
     if not continues:
         run.save("last", begun)

@@ -43,12 +43,8 @@ class Run:
 
     Attributes:
         drafter: as it began, on the mesh.
-        raw: the drafter's `config.json`.
-        mesh: on which it is trained; None is one device.
         state: parameters and optimizer, as they are now.
-        steps: of the whole run.
-        features: cached target features; None computes them online.
-        judge: None does not evaluate.
+        steps: of the run from its beginning to its end.
     """
 
     directory: Path

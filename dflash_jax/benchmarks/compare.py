@@ -7,17 +7,19 @@ from dataclasses import replace
 import numpy as np
 import scipy
 
+from dflash_jax.benchmarks import tables
 from dflash_jax.benchmarks.arguments import CompareOptions, Figures
 from dflash_jax.benchmarks.experts import experts_hit
 from dflash_jax.benchmarks.official import Official, Opponent
 from dflash_jax.benchmarks.pairs import ask
 from dflash_jax.benchmarks.step_times import StepTimes, samples_due
-from dflash_jax.benchmarks.tables import table
 from dflash_jax.cli import EngineOptions, GenerationOptions
 from dflash_jax.infer.chooser import Draft, block_sizes
 from dflash_jax.infer.engine import Engine
 from dflash_jax.infer.jobs import acceptance_summary
 from dflash_jax.infer.requests import Completion, Request
+
+text = tables.table
 
 
 def measure(options: CompareOptions) -> Figures:
@@ -55,11 +57,6 @@ def measure(options: CompareOptions) -> Figures:
         figures["acceptance_by_category"] = by_category(categories, answers["speculative"])
     draft = Draft(ours.block_size, ours.tree)
     return {**asked.settings, "block_size": draft.block_size, "tree": draft.nodes, "draft": draft.label, **figures}
-
-
-def text(figures: Figures) -> str:
-    """The figures as text."""
-    return table(figures)
 
 
 def _variants(generation: GenerationOptions) -> dict[str, GenerationOptions]:
