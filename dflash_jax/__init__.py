@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from dflash_jax.decoding.step import step_functions as step_functions
     from dflash_jax.drafters.base import Drafter as Drafter
     from dflash_jax.drafters.loading import load_drafter as load_drafter
-    from dflash_jax.infer.engine import Engine as Engine
-    from dflash_jax.infer.engine_config import EngineConfig as EngineConfig
-    from dflash_jax.infer.generate import Generation as Generation
-    from dflash_jax.infer.generate import begin_decoding as begin_decoding
-    from dflash_jax.infer.generate import generate as generate
-    from dflash_jax.infer.generate import spec_generate as spec_generate
-    from dflash_jax.infer.params import SamplingParams as SamplingParams
-    from dflash_jax.infer.replay import Replay as Replay
-    from dflash_jax.infer.replay import replay as replay
-    from dflash_jax.infer.requests import Completion as Completion
-    from dflash_jax.infer.requests import Request as Request
-    from dflash_jax.infer.requests import RequestError as RequestError
+    from dflash_jax.infer.engine.engine import Engine as Engine
+    from dflash_jax.infer.engine.engine_config import EngineConfig as EngineConfig
+    from dflash_jax.infer.engine.generate import Generation as Generation
+    from dflash_jax.infer.engine.generate import begin_decoding as begin_decoding
+    from dflash_jax.infer.engine.generate import generate as generate
+    from dflash_jax.infer.engine.generate import spec_generate as spec_generate
+    from dflash_jax.infer.engine.params import SamplingParams as SamplingParams
+    from dflash_jax.infer.engine.replay import Replay as Replay
+    from dflash_jax.infer.engine.replay import replay as replay
+    from dflash_jax.infer.engine.requests import Completion as Completion
+    from dflash_jax.infer.engine.requests import Request as Request
+    from dflash_jax.infer.engine.requests import RequestError as RequestError
     from dflash_jax.infer.text import Text as Text
     from dflash_jax.mesh import make_mesh as make_mesh
     from dflash_jax.mesh import parse_mesh as parse_mesh
@@ -40,24 +40,24 @@ if TYPE_CHECKING:
 # Imported on first use, so that `python -m dflash_jax.serve --help` need not import jax.
 _PUBLIC = {
     "Committed": "decoding.step",
-    "Completion": "infer.requests",
+    "Completion": "infer.engine.requests",
     "DraftModel": "decoding.state",
     "Drafter": "drafters.base",
-    "Engine": "infer.engine",
-    "EngineConfig": "infer.engine_config",
-    "Generation": "infer.generate",
-    "Replay": "infer.replay",
-    "Request": "infer.requests",
-    "RequestError": "infer.requests",
+    "Engine": "infer.engine.engine",
+    "EngineConfig": "infer.engine.engine_config",
+    "Generation": "infer.engine.generate",
+    "Replay": "infer.engine.replay",
+    "Request": "infer.engine.requests",
+    "RequestError": "infer.engine.requests",
     "State": "decoding.state",
-    "SamplingParams": "infer.params",
+    "SamplingParams": "infer.engine.params",
     "Target": "target",
     "Text": "infer.text",
     "StepFunctions": "decoding.step",
-    "begin_decoding": "infer.generate",
+    "begin_decoding": "infer.engine.generate",
     "bundled_pair": "bundled",
     "make_choose": "decoding.step",
-    "generate": "infer.generate",
+    "generate": "infer.engine.generate",
     "Proposal": "decoding.proposal",
     "init_state": "decoding.state",
     "make_mesh": "mesh",
@@ -66,8 +66,8 @@ _PUBLIC = {
     "run": "decoding.step",
     "load_drafter": "drafters.loading",
     "load_target": "target",
-    "replay": "infer.replay",
-    "spec_generate": "infer.generate",
+    "replay": "infer.engine.replay",
+    "spec_generate": "infer.engine.generate",
     "speculative_step": "decoding.step",
 }
 __all__ = ["__version__", *_PUBLIC]

@@ -19,7 +19,7 @@ from tyro.conf import arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 if TYPE_CHECKING:
-    from dflash_jax.infer.params import SamplingParams
+    from dflash_jax.infer.engine.params import SamplingParams
 
 T = TypeVar("T")
 
@@ -228,7 +228,7 @@ class GenerationOptions:
 
     def sampling(self, eos_token_ids: tuple[int, ...] = ()) -> "SamplingParams":
         """The settings of a request that names none, of a model with these end tokens."""
-        from dflash_jax.infer.params import SamplingParams
+        from dflash_jax.infer.engine.params import SamplingParams
 
         return SamplingParams(
             self.max_new_tokens,

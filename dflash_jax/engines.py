@@ -6,17 +6,18 @@ Like `cli`, nothing here imports jax before there is work for it.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dflash_jax.cli import EngineOptions, GenerationOptions
+from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions
+from dflash_jax.loading import Loaded, load
 
 if TYPE_CHECKING:
     from dflash_jax.config import TargetConfig
     from dflash_jax.drafters.base import Drafter
-    from dflash_jax.infer.engine import Engine
-    from dflash_jax.infer.engine_config import EngineConfig
-    from dflash_jax.infer.lengths import Lengths
-    from dflash_jax.infer.lines import Line
-    from dflash_jax.infer.requests import Request
-    from dflash_jax.loading import Loaded
+    from dflash_jax.infer.engine.engine import Engine
+    from dflash_jax.infer.engine.engine_config import EngineConfig
+    from dflash_jax.infer.engine.lengths import Lengths
+    from dflash_jax.infer.engine.requests import Request
+    from dflash_jax.infer.jobs.lines import Line
+    from dflash_jax.infer.text import Text
     from dflash_jax.target import Target
 
 LARGEST_CHUNK = 256  # tokens of a prompt that are read at once
@@ -55,7 +56,7 @@ def needs_of(
         logprobs: alternatives that requests still unknown may ask for.
         growing: whether such requests may begin as others did, like the turns of a conversation.
     """
-    from dflash_jax.infer.prefixes import shared_chunks, shared_tokens
+    from dflash_jax.infer.engine.prefixes import shared_chunks, shared_tokens
 
     known = range(config.vocab_size)
     fit = [r for r in requests if r.prompt_token_ids and all(token in known for token in r.prompt_token_ids)]
@@ -86,8 +87,8 @@ def engine_config(
     Raises:
         ValueError: an option is out of range.
     """
-    from dflash_jax.infer.engine_config import EngineConfig
-    from dflash_jax.infer.lengths import two_lengths
+    from dflash_jax.infer.engine.engine_config import EngineConfig
+    from dflash_jax.infer.engine.lengths import two_lengths
     from dflash_jax.mesh import rows_of
 
     _check_options(generation, options)
@@ -168,7 +169,7 @@ def _given_lengths(
     Raises:
         ValueError: rows cannot have them.
     """
-    from dflash_jax.infer.lengths import Lengths
+    from dflash_jax.infer.engine.lengths import Lengths
 
     long = -(-slots // 8) if options.long_slots is None else options.long_slots
     long = -(-long // parts) * parts
@@ -184,7 +185,7 @@ def _given_lengths(
 
 def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConfig") -> "Engine":
     """The engine; says what to do where there is no memory for it."""
-    from dflash_jax.infer.engine import Engine
+    from dflash_jax.infer.engine.engine import Engine
 
     try:
         return Engine(target, drafter, config)
@@ -197,13 +198,21 @@ def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConf
 
 def needs_of_lines(config: "TargetConfig", lines: "Sequence[Line]", options: EngineOptions) -> Needs:
     """What the lines of a job need."""
-    from dflash_jax.infer.lines import requests_of
+    from dflash_jax.infer.jobs.lines import requests_of
 
     return needs_of(config, requests_of(lines), options, growing=any(line.later for line in lines))
 
 
+def load_engine(
+    models: ModelOptions, generation: GenerationOptions, options: EngineOptions, needs: Needs, *, speculative: bool
+) -> "tuple[Engine, Text]":
+    """Models and engine for requests that need this, with the target's tokenizer, in a process that has neither."""
+    loaded = load(models, generation, speculative=speculative, max_length=options.max_length)
+    return engine_for(loaded, needs, generation, options), loaded.text
+
+
 def engine_for(
-    loaded: "Loaded", needs: Needs, generation: GenerationOptions, options: EngineOptions, *, plain: bool = False
+    loaded: Loaded, needs: Needs, generation: GenerationOptions, options: EngineOptions, *, plain: bool = False
 ) -> "Engine":
     """An engine for requests that need this; arguments as in `engine_config`."""
     config = engine_config(loaded.target, needs, generation, options, plain=plain)

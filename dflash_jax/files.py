@@ -9,7 +9,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,8 @@ MOST_DIGITS = 308  # of a whole number in a file of settings, so that it can bec
 LONGEST_WORD, LONGEST_LINE = 500, 4000  # characters in a message: of a word, such as a tensor's name, and in all
 
 T = TypeVar("T")
+Json = dict[str, Any]  # an object
+Fields = Mapping[str, Any]  # the same, only to be read
 
 
 def one_line(text: object) -> str:
@@ -80,7 +82,7 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """The object in a JSON file.
 
     Raises:
@@ -100,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_json_lines(path: Path, read: Callable[[dict[str, Any]], T]) -> Iterator[tuple[bytes, T]]:
+def read_json_lines(path: Path, read: Callable[[Json], T]) -> Iterator[tuple[bytes, T]]:
     """Every line of a file of JSON objects, and what `read` makes of its object.
 
     A last line without an end is left out: whoever wrote it was stopped in the middle.

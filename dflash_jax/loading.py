@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dflash_jax.config import DecoderConfig, TargetConfig
     from dflash_jax.drafters.base import Drafter
-    from dflash_jax.infer.params import SamplingParams
+    from dflash_jax.infer.engine.params import SamplingParams
     from dflash_jax.infer.text import Text
     from dflash_jax.target import Target
 
@@ -32,6 +32,11 @@ class Loaded(NamedTuple):
     drafter: "Drafter | None"
     text: "Text"
     defaults: "SamplingParams"
+
+    @property
+    def described(self) -> "Described":
+        """The same as `describe` says."""
+        return Described(self.target.directory, self.target.config, self.text, self.defaults)
 
 
 def load(

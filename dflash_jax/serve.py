@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,18 +25,17 @@ from dflash_jax.cli import (
     parse,
     parsed,
 )
-from dflash_jax.engines import check_length, engine_for, needs_of, needs_of_lines
+from dflash_jax.engines import Needs, check_length, engine_for, load_engine, needs_of, needs_of_lines
 from dflash_jax.files import reading
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
 from dflash_jax.infer.progress import LOG_PAUSE, engine_rates
-from dflash_jax.loading import describe, load, pair_sources
+from dflash_jax.loading import Described, describe, load, pair_sources
 from dflash_jax.serve_http import HttpOptions, serve_http
 
 if TYPE_CHECKING:
-    from dflash_jax.infer.batch_job import JobFiles
-    from dflash_jax.infer.engine import Engine
-    from dflash_jax.infer.lines import Line
-    from dflash_jax.infer.params import SamplingParams
+    from dflash_jax.infer.engine.params import SamplingParams
+    from dflash_jax.infer.jobs.batch_job import Backend, JobFiles
+    from dflash_jax.infer.jobs.lines import Line
     from dflash_jax.infer.text import Text
 
 DESCRIPTION = """\
@@ -225,7 +224,7 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
         raise ValueError("--input needs --output FILE.jsonl")
     if (interval := options.stats_interval) is not None and not 0 <= interval < math.inf:
         raise ValueError(f"--stats-interval must be at least 0 and finite, got {interval}")
-    from dflash_jax.infer.batch_job import Job, JobFiles, LocalEngine
+    from dflash_jax.infer.jobs.batch_job import Job, JobFiles
 
     process, processes = _share(options.processes)
     files = JobFiles(
@@ -239,70 +238,52 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     )
     files.check()
     options = replace(options, generation=_measured(options.generation))
-    if options.cluster.ray is not None:
-        return _serve_with_ray(options, sources, files, begin)
-    generation = options.generation
-    loaded = load(
-        options.models, generation, speculative=not options.no_speculation, max_length=options.engine.max_length
-    )
-    target, text = loaded.target, loaded.text
-    lines = _lines(sources, files, text, loaded.defaults)
-    settings = _settings(options, target.directory, target.dtype.name, text, loaded.defaults, lines)
-
-    def engine() -> "Engine":
-        needs = needs_of_lines(target.config, lines, options.engine)
-        return engine_for(loaded, needs, generation, options.engine)
-
-    job = Job(files, lines, settings, _notes(options), begin)
-    return job.run(LocalEngine(engine, text), options.stats_interval)
+    target, backend = _answering(options)
+    lines = _lines(sources, files, target.text, target.defaults)
+    with contextlib.closing(backend(needs_of_lines(target.config, lines, options.engine))) as answering:
+        settings = _settings(options, target, answering.dtype(), lines)
+        return Job(files, lines, settings, _notes(options), begin).run(answering, options.stats_interval)
 
 
-def _serve_with_ray(options: ServeOptions, sources: Sequence[str], files: "JobFiles", begin: float) -> int:
-    from dflash_jax.infer.batch_job import Job
+def _answering(options: ServeOptions) -> "tuple[Described, Callable[[Needs], Backend]]":
+    """The target of a job, and who answers lines that need this: an engine of this process, or workers on a cluster."""
+    from dflash_jax.infer.jobs.batch_job import LocalEngine
 
+    models, generation, cluster = options.models, options.generation, options.cluster
+    speculative, length = not options.no_speculation, options.engine.max_length
+    if cluster.ray is None:
+        loaded = load(models, generation, speculative=speculative, max_length=length)
+        engine = lambda needs: engine_for(loaded, needs, generation, options.engine)
+        dtype = loaded.target.dtype.name
+        return loaded.described, lambda needs: LocalEngine(partial(engine, needs), loaded.text, dtype)
     if options.processes is not None:
         raise ValueError("--ray and --processes are two ways to share a job; give one of them")
-    if (most := options.cluster.ray_workers) is not None and most < 1:
+    if (most := cluster.ray_workers) is not None and most < 1:
         raise ValueError(f"--ray-workers must be at least 1, got {most}")
-    from dflash_jax.infer.cluster import RayWorkers
+    from dflash_jax.infer.jobs.cluster import RayWorkers
 
-    length = options.engine.max_length
-    directory, config, text, defaults = describe(options.models, options.generation, max_length=length)
-    check_length(config, length)
-    lines = _lines(sources, files, text, defaults)
-    needs, cluster = needs_of_lines(config, lines, options.engine), options.cluster
-    with contextlib.closing(
-        RayWorkers(cluster.ray or None, options, needs, cluster.ray_resources, cluster.ray_workers)
-    ) as workers:
-        settings = _settings(options, directory, workers.dtype(), text, defaults, lines)
-        return Job(files, lines, settings, _notes(options), begin).run(workers, options.stats_interval)
+    target = describe(models, generation, max_length=length)
+    check_length(target.config, length)
+    make = partial(load_engine, models, generation, options.engine, speculative=speculative)
+    return target, lambda needs: RayWorkers(cluster.ray or None, partial(make, needs), cluster.ray_resources, most)
 
 
 def _lines(sources: Sequence[str], files: "JobFiles", text: "Text", defaults: "SamplingParams") -> "list[Line]":
     """The lines of a job."""
-    from dflash_jax.infer.inputs import input_lines
-    from dflash_jax.infer.lines import read_lines
+    from dflash_jax.infer.jobs.inputs import input_lines
+    from dflash_jax.infer.jobs.lines import read_lines
 
     with reading(Path(sources[0])) if len(sources) == 1 else contextlib.nullcontext():
-        return read_lines(input_lines(sources, files.own), text, defaults)
+        return read_lines(input_lines(sources, files.not_input), text, defaults)
 
 
-def _settings(
-    options: ServeOptions,
-    directory: str,
-    dtype: str,
-    text: "Text",
-    defaults: "SamplingParams",
-    lines: "Sequence[Line]",
-) -> dict[str, Any]:
+def _settings(options: ServeOptions, target: Described, dtype: str, lines: "Sequence[Line]") -> dict[str, Any]:
     """What the answers of a job depend on."""
-    from dflash_jax.infer.jobs import job_settings
+    from dflash_jax.infer.jobs.answering import job_settings
 
-    engine = options.engine
-    source = None if options.no_speculation else pair_sources(options.models)[1]
-    fixed = engine.fixed(options.generation, source)
-    more = fixed, options.models.overrides
-    return job_settings(directory, dtype, text, defaults, lines, engine.seed, engine.max_length, *more)
+    engine, source = options.engine, None if options.no_speculation else pair_sources(options.models)[1]
+    more = engine.seed, engine.max_length, engine.fixed(options.generation, source), options.models.overrides
+    return job_settings(target.directory, dtype, target.text, target.defaults, lines, *more)
 
 
 def _notes(options: ServeOptions) -> dict[str, Any]:
@@ -342,7 +323,7 @@ def _answer(options: ServeOptions, prompt: str) -> int:
     generation = options.generation
     loaded = load(options.models, generation, speculative=not options.no_speculation)
     text = loaded.text
-    from dflash_jax.infer.requests import Request
+    from dflash_jax.infer.engine.requests import Request
     from dflash_jax.infer.text import GrowingText
 
     if text.has_chat_template:

@@ -12,7 +12,7 @@ from dflash_jax.infer.progress import warm_up
 from dflash_jax.loading import load
 
 if TYPE_CHECKING:
-    from dflash_jax.infer.server import Limits
+    from dflash_jax.infer.http.server import Limits
 
 LENGTH = 4096  # tokens of a row where --max-length does not say
 
@@ -44,8 +44,8 @@ class HttpOptions:
         Raises:
             ValueError: a value out of range, an empty key, or no key where other machines can connect.
         """
-        from dflash_jax.infer.listening import is_local
-        from dflash_jax.infer.server import Limits
+        from dflash_jax.infer.http.listening import is_local
+        from dflash_jax.infer.http.server import Limits
 
         least = {"max_request_bytes": 1, "max_waiting": 0, "client_timeout": 1, "shutdown_timeout": 0}
         for name, smallest in least.items():
@@ -81,9 +81,9 @@ def serve_http(
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"--http must be HOST:PORT, got {address!r}")
     try:
-        from dflash_jax.infer.listening import listen, make_server
-        from dflash_jax.infer.params import MOST_ALTERNATIVES
-        from dflash_jax.infer.server import Worker, make_app
+        from dflash_jax.infer.engine.params import MOST_ALTERNATIVES
+        from dflash_jax.infer.http.listening import listen, make_server
+        from dflash_jax.infer.http.server import Worker, make_app
     except ImportError as error:
         raise ValueError(f"{error}; the server needs more packages: pip install '.[server]' in the checkout") from error
     api_key = options.api_key if options.api_key is not None else os.environ.get("DFLASH_API_KEY")

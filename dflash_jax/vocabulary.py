@@ -1,14 +1,21 @@
-"""Which token ids a checkpoint's tokenizer can turn into text."""
+"""A checkpoint's tokenizer, and which token ids it can turn into text.
+
+The only user of `transformers` outside the tests.
+"""
 
 import json
 from collections.abc import Set
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from dflash_jax.checkpoint.tokenizer import listed_tokens
+from dflash_jax.checkpoint.tokenizer import check_tokenizer_files, listed_tokens
+from dflash_jax.files import one_line, said
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def decodable_tokens(directory: Path, vocab_size: int) -> Bool[Array, " V"] | None:
@@ -27,6 +34,29 @@ def decodable_tokens(directory: Path, vocab_size: int) -> Bool[Array, " V"] | No
     return None if known.all() else jnp.asarray(known)
 
 
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a checkpoint; None where it has no files of one.
+
+    Raises:
+        ValueError: there are tokenizer files, but they cannot be used.
+    """
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    check_tokenizer_files(directory)
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
+        tokenizer.decode(tokenizer.encode("a"))  # some values are only looked at when they are needed
+    except Exception as error:  # tokenizer files are read by several libraries, which raise what they like
+        reason = said(error).strip().splitlines()[0]
+        wrong = f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}"
+        raise ValueError(one_line(wrong)) from error
+    return tokenizer
+
+
 def token_id(directory: Path, text: str) -> int:
     """The id of a token of a checkpoint's tokenizer.
 
@@ -36,9 +66,8 @@ def token_id(directory: Path, text: str) -> int:
     Raises:
         ValueError: there is no such token, or no tokenizer that can be read.
     """
-    from dflash_jax.infer.text import Text
-
-    tokens = Text(str(directory)).tokens
+    tokenizer = load_tokenizer(directory)
+    tokens = tokenizer.get_vocab() if tokenizer else {}
     if text not in tokens:
         override = json.dumps({"mask_token_id": max(tokens.values(), default=-1) + 1})
         raise ValueError(
@@ -53,7 +82,5 @@ def _token_ids(directory: Path) -> Set[int] | None:
     if (listed := listed_tokens(directory)) is not None:
         return listed
     if (directory / "tokenizer.model").is_file() or (directory / "vocab.json").is_file():
-        from dflash_jax.infer.text import Text
-
-        return Text(str(directory)).used_tokens
+        return set(load_tokenizer(directory).get_vocab().values())
     return None

@@ -4,11 +4,12 @@ One vocabulary for the lines of jobs, the bodies of OpenAI batch lines and those
 counts as absent, and a field that nobody reads is never ignored: it might have changed the answer.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
 
-from dflash_jax.infer.requests import RequestError
+from dflash_jax.files import Fields
+from dflash_jax.infer.engine.requests import RequestError, invalid
 
 # Settings of an answer, named alike in every form.
 COMMON = """
@@ -30,50 +31,25 @@ INERT = frozenset(
     """.split()
 )
 # Accepted with a value that changes nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logit_bias": ({}, []),
-    "response_format": ({"type": "text"}, {}),
-    "modalities": (["text"], []),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "skip_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "include_stop_str_in_output": (False,),
-    "no_stop_trim": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "return_hidden_states": (False,),
-    "return_text_in_logprobs": (True,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "typical_p": (1,),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "top_n_sigma": (-1,),
-    "mirostat": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "dynatemp_range": (0,),
-    "return_routed_experts": (False,),
-    "session_params": ({},),
-    "custom_params": ({},),
-    "transforms": ([],),
-    "plugins": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "logits_processors": ([],),
-    "prompt_logprobs": (0,),
-    "web_search_options": ({},),
-    "documents": ([],),
-    "structured_outputs": ({},),
-}
+_NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
+    (
+        (False,),
+        "stream echo continue_final_message include_stop_str_in_output no_stop_trim return_token_ids "
+        "return_tokens_as_token_ids return_hidden_states use_beam_search return_routed_experts",
+    ),
+    ((1,), "best_of length_penalty typical_p tfs_z"),
+    (("",), "suffix"),
+    (({}, []), "logit_bias"),
+    (({"type": "text"}, {}), "response_format"),
+    ((["text"], []), "modalities"),
+    (([],), "tools functions transforms plugins bad_words allowed_token_ids logits_processors documents"),
+    (("none", "auto"), "tool_choice function_call"),
+    ((True,), "skip_special_tokens add_generation_prompt return_text_in_logprobs"),
+    ((0,), "top_a mirostat dry_multiplier xtc_probability dynatemp_range prompt_logprobs"),
+    ((-1,), "top_n_sigma"),
+    (({},), "session_params custom_params web_search_options structured_outputs"),
+]
+NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
 # Known from other servers, and not here with any value.
 UNSUPPORTED = frozenset(
     """
@@ -86,7 +62,7 @@ UNSUPPORTED = frozenset(
 )
 
 
-def check_fields(row: Mapping[str, Any], known: Collection[str]) -> None:
+def check_fields(row: Fields, known: Collection[str]) -> None:
     """Checks the names of a request's fields, and the values of those that may only have a neutral one.
 
     Args:
@@ -116,7 +92,7 @@ def _unknown(name: str, known: Collection[str]) -> str:
     return f"unknown parameter {name!r:.60}; {hint}{room}"
 
 
-def token_budget(row: Mapping[str, Any]) -> int | None:
+def token_budget(row: Fields) -> int | None:
     """The most tokens that a request asks for, under any of its names; None if it does not say.
 
     Raises:
@@ -129,7 +105,7 @@ def token_budget(row: Mapping[str, Any]) -> int | None:
     }
     for name, value in given.items():
         if type(value) is not int or not 1 <= value < 2**63:
-            raise RequestError("invalid_parameter", f"{name} must be a positive integer, got {value!r:.60}")
+            raise invalid(f"{name} must be a positive integer, got {value!r:.60}")
     if len(set(given.values())) > 1:
-        raise RequestError("invalid_parameter", f"these must not differ: {given}")
+        raise invalid(f"these must not differ: {given}")
     return next(iter(given.values()), None)

@@ -9,14 +9,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_jax.infer.requests import RequestError
+from dflash_jax.files import Fields, Json
+from dflash_jax.infer.engine.requests import RequestError
 
 MOST_LEVELS = 64  # of objects and lists in a message
 # What a part of a message may be besides text, and what is missing to read it.
 _MEDIA = {"image": "images", "audio": "sound", "video": "videos", "file": "files"}
 
 
-def template_messages(messages: Any, template: str) -> list[dict[str, Any]]:
+def _invalid(message: str) -> RequestError:
+    return RequestError("invalid_messages", message)
+
+
+def template_messages(messages: Any, template: str) -> list[Json]:
     """The messages of a request in the form that a chat template reads.
 
     Args:
@@ -43,7 +48,7 @@ def strings_in(value: Any, level: int = 0) -> list[str]:
     if isinstance(value, str):
         return [value]
     if level == MOST_LEVELS:
-        raise RequestError("invalid_messages", f"a message may be nested {MOST_LEVELS} levels deep, this one is deeper")
+        raise _invalid(f"a message may be nested {MOST_LEVELS} levels deep, this one is deeper")
     if isinstance(value, Mapping):
         return [text for pair in value.items() for item in pair for text in strings_in(item, level + 1)]
     if isinstance(value, list | tuple):
@@ -51,12 +56,12 @@ def strings_in(value: Any, level: int = 0) -> list[str]:
     return []
 
 
-def _message(message: Any, place: int, template: str) -> dict[str, Any]:
+def _message(message: Any, place: int, template: str) -> Json:
     if not isinstance(message, Mapping):
-        raise RequestError("invalid_messages", f"message {place} must be an object, got {message!r:.80}")
+        raise _invalid(f"message {place} must be an object, got {message!r:.80}")
     role = message.get("role")
     if not isinstance(role, str):
-        raise RequestError("invalid_messages", f"message {place} needs a role, a string; got {role!r:.80}")
+        raise _invalid(f"message {place} needs a role, a string; got {role!r:.80}")
     found = {name: value for name, value in message.items() if value is not None}
     if not found.get("tool_calls", True):  # an empty list means none, but templates ask whether the field is there
         del found["tool_calls"]
@@ -75,8 +80,7 @@ def _content(content: Any, place: int, *, optional: bool) -> str:
     if content is None and optional:  # such as a message of tool calls
         return ""
     if not isinstance(content, list):
-        raise RequestError(
-            "invalid_messages",
+        raise _invalid(
             f"content of message {place} must be a string or a list of text parts, got {content!r:.80}",
         )
     return "".join(_part(part, place) for part in content)
@@ -94,32 +98,24 @@ def _part(part: Any, place: int) -> str:
         raise RequestError(
             "unsupported_content", f"message {place} has a part of type {kind!r:.40}; {media} are not supported"
         )
-    raise RequestError(
-        "invalid_messages", f'a part of message {place} must be {{"type": "text", "text": "..."}}, got {part!r:.80}'
-    )
+    raise _invalid(f'a part of message {place} must be {{"type": "text", "text": "..."}}, got {part!r:.80}')
 
 
 def _tool_calls(calls: Any, place: int) -> list[Any]:
     """Tool calls of an earlier answer. OpenAI's have their arguments as a string of JSON; templates print an object."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise RequestError(
-            "invalid_messages", f"tool_calls of message {place} must be a list of objects, got {calls!r:.80}"
-        )
+        raise _invalid(f"tool_calls of message {place} must be a list of objects, got {calls!r:.80}")
     return [_tool_call(call, place) for call in calls]
 
 
-def _tool_call(call: Mapping[str, Any], place: int) -> dict[str, Any]:
+def _tool_call(call: Fields, place: int) -> Json:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestError(
-            "invalid_messages", f"a tool call of message {place} needs a function with a name, got {call!r:.80}"
-        )
+        raise _invalid(f"a tool call of message {place} needs a function with a name, got {call!r:.80}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise RequestError(
-                "invalid_messages", f"arguments of a tool call of message {place} must be JSON: {error!s:.100}"
-            ) from error
+            raise _invalid(f"arguments of a tool call of message {place} must be JSON: {error!s:.100}") from error
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

@@ -2,12 +2,13 @@
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from dflash_jax.files import Fields, Json
+from dflash_jax.infer.engine.params import MOST_ALTERNATIVES
+from dflash_jax.infer.engine.requests import RequestError, invalid
 from dflash_jax.infer.fields import BODY, COMMON, check_fields
-from dflash_jax.infer.params import MOST_ALTERNATIVES
-from dflash_jax.infer.requests import RequestError
 from dflash_jax.infer.text import valid_text
 
 LONGEST_NAME = 256  # characters of a model's name
@@ -15,13 +16,13 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 class BatchLine(NamedTuple):
-    """What a batch line is answered for."""
+    """Endpoint and model of a batch line, for its record."""
 
     endpoint: str
     model: str
 
 
-def plain_line(row: Mapping[str, Any]) -> tuple[dict[str, Any], BatchLine]:
+def plain_line(row: Fields) -> tuple[Json, BatchLine]:
     """The plain form of a batch line `{"custom_id", "method", "url", "body"}`; raises RequestError."""
     if row.get("method") != "POST" or row.get("url") not in (CHAT, TEXT):
         found = f"method {row.get('method')!r:.80} and url {row.get('url')!r:.80}"
@@ -32,21 +33,21 @@ def plain_line(row: Mapping[str, Any]) -> tuple[dict[str, Any], BatchLine]:
     return plain_body(body, row["url"]), BatchLine(row["url"], model_name(body))
 
 
-def model_name(body: Mapping[str, Any], default: str = "dflash-jax") -> str:
+def model_name(body: Fields, default: str = "dflash-jax") -> str:
     """The model that a request body names; raises RequestError if it is no name."""
     name = body.get("model")
     if name is None or name == "":
         return default
     if not isinstance(name, str) or len(name) > LONGEST_NAME:
-        raise RequestError("invalid_parameter", f"model must be a string of at most {LONGEST_NAME} characters")
+        raise invalid(f"model must be a string of at most {LONGEST_NAME} characters")
     return valid_text(name)
 
 
-def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
+def plain_body(body: Fields, endpoint: str) -> Json:
     """The plain form of a request body; raises RequestError for a field that would be ignored (see `fields`)."""
     # A chat template writes the special tokens itself; plain text gets the tokenizer's.
-    own = lambda name, value: name == "add_special_tokens" and value is (endpoint == TEXT)
-    check_fields({name: value for name, value in body.items() if not own(name, value)}, BODY)
+    done = lambda name, value: name == "add_special_tokens" and value is (endpoint == TEXT)
+    check_fields({name: value for name, value in body.items() if not done(name, value)}, BODY)
     plain = {name: body[name] for name in COMMON if name in body}
     if (alternatives := _alternatives(body, endpoint)) is not None:
         plain["logprobs"] = alternatives
@@ -67,27 +68,25 @@ def plain_body(body: Mapping[str, Any], endpoint: str) -> dict[str, Any]:
     raise RequestError("invalid_request", f"prompt must be a string or a list of token ids, got {prompt!r:.80}{hint}")
 
 
-def _alternatives(body: Mapping[str, Any], endpoint: str) -> int | None:
+def _alternatives(body: Fields, endpoint: str) -> int | None:
     """How many log-probabilities per token are asked for besides the chosen one's; None is none at all."""
     given, most = body.get("logprobs"), body.get("top_logprobs")
     if endpoint == CHAT:
         if not isinstance(given, bool | None):
-            raise RequestError("invalid_parameter", f"logprobs must be true or false, got {given!r:.60}")
+            raise invalid(f"logprobs must be true or false, got {given!r:.60}")
         if most and not given:
-            raise RequestError("invalid_parameter", "top_logprobs needs logprobs true")
+            raise invalid("top_logprobs needs logprobs true")
         name, count = "top_logprobs", (most or 0) if given else None
     elif most is not None:
-        raise RequestError("invalid_parameter", f"top_logprobs is of {CHAT}; {TEXT} takes a number as logprobs")
+        raise invalid(f"top_logprobs is of {CHAT}; {TEXT} takes a number as logprobs")
     else:
         name, count = "logprobs", None if given is False else given
     if count is not None and (type(count) is not int or not 0 <= count <= MOST_ALTERNATIVES):
-        raise RequestError(
-            "invalid_parameter", f"{name} must be an integer in 0..{MOST_ALTERNATIVES}, got {count!r:.60}"
-        )
+        raise invalid(f"{name} must be an integer in 0..{MOST_ALTERNATIVES}, got {count!r:.60}")
     return count
 
 
-def logprobs(endpoint: str, entries: Sequence[Mapping[str, Any]] | None) -> dict[str, Any] | None:
+def logprobs(endpoint: str, entries: Sequence[Fields] | None) -> Json | None:
     """Our own entries per token in OpenAI's form, tokens that are no text left out."""
     if entries is None:
         return None
@@ -101,7 +100,7 @@ def logprobs(endpoint: str, entries: Sequence[Mapping[str, Any]] | None) -> dict
     }
 
 
-def _scored(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _scored(entry: Fields) -> Json:
     token = entry["token"] or ""
     # Half a character has no bytes of its own that the tokenizer would tell.
     return {
@@ -111,7 +110,7 @@ def _scored(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def body(endpoint: str, model: str, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def body(endpoint: str, model: str, answers: Sequence[Fields]) -> Json:
     """A response body for the answers to one prompt, in our own form; with their `speculation` in addition."""
     choices = []
     for index, answer in enumerate(answers):
@@ -131,13 +130,13 @@ def body(endpoint: str, model: str, answers: Sequence[Mapping[str, Any]]) -> dic
     }
 
 
-def envelope(endpoint: str, kind: str, model: str) -> dict[str, Any]:
+def envelope(endpoint: str, kind: str, model: str) -> Json:
     """The fields every response object begins with."""
     name = ("chatcmpl-" if endpoint == CHAT else "cmpl-") + uuid.uuid4().hex
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
-def usage(answers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def usage(answers: Sequence[Fields]) -> dict[str, int]:
     """Tokens of the prompt, of all answers to it, and their sum."""
     prompt = answers[0]["usage"]["prompt_tokens"]
     generated = sum(answer["usage"]["completion_tokens"] for answer in answers)
@@ -150,24 +149,24 @@ def chunk_choice(
     text: str,
     finish_reason: str | None,
     first: bool,
-    scores: Sequence[Mapping[str, Any]] | None,
-) -> dict[str, Any]:
+    scores: Sequence[Fields] | None,
+) -> Json:
     """The choice of a streamed chunk."""
-    choice: dict[str, Any] = {"index": index, "logprobs": logprobs(endpoint, scores), "finish_reason": finish_reason}
+    choice: Json = {"index": index, "logprobs": logprobs(endpoint, scores), "finish_reason": finish_reason}
     if endpoint != CHAT:
         return choice | {"text": text}
     delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
     return choice | {"delta": delta}
 
 
-def batch_record(custom_id: str, batch: BatchLine, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def batch_record(custom_id: str, batch: BatchLine, answers: Sequence[Fields]) -> Json:
     """The batch output line of an answered request."""
     name = f"batch_req_{uuid.uuid4().hex}"
     response = {"status_code": 200, "request_id": name, "body": body(batch.endpoint, batch.model, answers)}
     return {"id": name, "custom_id": custom_id, "response": response, "error": None}
 
 
-def batch_error(custom_id: str, error: RequestError) -> dict[str, Any]:
+def batch_error(custom_id: str, error: RequestError) -> Json:
     """The batch output line of a request that cannot be served."""
     return {
         "id": f"batch_req_{uuid.uuid4().hex}",

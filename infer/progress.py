@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from dflash_jax.infer.engine import Engine
+    from dflash_jax.infer.engine.engine import Engine
 
 _log = logging.getLogger("dflash_jax")
 LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
@@ -25,12 +25,12 @@ def warm_up(engine: "Engine", going: Callable[[], bool] = lambda: True) -> None:
         KeyboardInterrupt: `going` is false, which is looked at between programs.
     """
 
-    def look() -> None:
+    def check_interrupt() -> None:
         if not going():
             raise KeyboardInterrupt
 
     _log.info("compiling %d programs ...", engine.batch.programs)
-    engine.warm_up(look)
+    engine.warm_up(check_interrupt)
     _log.info("ready after %.1f s", engine.stats.compile_seconds)
 
 
@@ -59,14 +59,14 @@ def engine_rates(engine: "Engine") -> str:
 
 
 class Working(Protocol):
-    """What a reporter asks of whoever does the work."""
+    """Work that a `Reporter` tells of."""
 
     def rates(self) -> str:
-        """How fast it is."""
+        """Its speed, in few words."""
         ...
 
     def state(self) -> str:
-        """What it is busy with."""
+        """Its slots, waiting requests and memory, in few words."""
         ...
 
 

@@ -1,17 +1,16 @@
-"""Tokenizer, chat template and stop strings. The only user of `transformers` outside the tests."""
+"""Prompts and chat messages into tokens, tokens into text, and stop strings."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.checkpoint.tokenizer import check_tokenizer_files
-from dflash_jax.files import one_line, said
+from dflash_jax.files import Fields, Json
+from dflash_jax.infer.engine.requests import RequestError, invalid
 from dflash_jax.infer.messages import strings_in, template_messages
-from dflash_jax.infer.requests import RequestError
+from dflash_jax.vocabulary import TOKENIZER_FILES, load_tokenizer
 
 LEAST_BYTES = 16  # that a text may have per token, however short the tokens of a vocabulary are
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 # What `apply_chat_template` takes itself, or is given here: no arguments of a template.
 RESERVED = frozenset(
     "self conversation messages chat_template tokenize add_generation_prompt continue_final_message padding truncation "
@@ -32,27 +31,11 @@ class Text:
         ValueError: there are tokenizer files, but they cannot be used.
     """
 
-    def __init__(
-        self, directory: str, template_arguments: Mapping[str, Any] | None = None, most_tokens: int | None = None
-    ):
+    def __init__(self, directory: str, template_arguments: Fields | None = None, most_tokens: int | None = None):
         self.template_arguments = dict(template_arguments or {})
-        self._directory, self._tokenizer = directory, None
+        self._directory, self._tokenizer = directory, load_tokenizer(Path(directory))
         self._most_tokens, self._most_bytes = most_tokens, math.inf
-        if not any((Path(directory) / name).is_file() for name in TOKENIZER_FILES):
-            return
-        check_tokenizer_files(Path(directory))
-        from transformers import AutoTokenizer
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-            self._tokenizer.decode(self._tokenizer.encode("a"))  # some values are only looked at when they are needed
-        except Exception as error:  # tokenizer files are read by several libraries, which raise what they like
-            reason = said(error).strip().splitlines()[0]
-            wrong = f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}"
-            raise ValueError(one_line(wrong)) from error
-        if most_tokens is not None:
+        if self._tokenizer is not None and most_tokens is not None:
             longest = max((len(token.encode(errors="replace")) for token in self._tokenizer.get_vocab()), default=1)
             self._most_bytes = most_tokens * max(longest, LEAST_BYTES)
 
@@ -104,7 +87,7 @@ class Text:
             raise RequestError("invalid_messages", f"the chat template refused the messages: {why}") from error
         return tokenizer.encode(self._checked(text), add_special_tokens=False)
 
-    def reasoning_arguments(self, effort: Any) -> dict[str, Any]:
+    def reasoning_arguments(self, effort: Any) -> Json:
         """Arguments of the chat template for OpenAI's `reasoning_effort`; none if the template takes no such thing.
 
         Raises:
@@ -113,7 +96,7 @@ class Text:
         if effort is None:
             return {}
         if not isinstance(effort, str):
-            raise RequestError("invalid_parameter", f"reasoning_effort must be a string, got {effort!r:.60}")
+            raise invalid(f"reasoning_effort must be a string, got {effort!r:.60}")
         template = self.chat_template or ""
         if "reasoning_effort" in template:
             return {"reasoning_effort": valid_text(effort)}
@@ -141,11 +124,6 @@ class Text:
         return {i for i in ids if i is not None}
 
     @property
-    def tokens(self) -> dict[str, int]:
-        """The id of every token the tokenizer can produce, by its text."""
-        return self._tokenizer.get_vocab() if self._tokenizer else {}
-
-    @property
     def used_tokens(self) -> set[int]:
         """Every token the tokenizer can produce."""
         return set(self._tokenizer.get_vocab().values()) if self._tokenizer else set()
@@ -165,7 +143,7 @@ class Text:
         return None if self._tokenizer is None else self._tokenizer.decode([token])
 
     def is_special(self, token: int) -> bool:
-        """Whether `decode` leaves the token out."""
+        """Whether a token is special, so that `decode` leaves it out."""
         return self._tokenizer is not None and token in self._tokenizer.all_special_ids
 
     def answer(self, tokens: Sequence[int], stops: Sequence[str] = (), after: int = 0) -> str | None:
@@ -216,7 +194,7 @@ class Text:
         return find
 
 
-def template_arguments(value: Any) -> dict[str, Any]:
+def template_arguments(value: Any) -> Json:
     """Arguments for a chat template as a request gives them: a JSON object, or None for none.
 
     Raises:
@@ -225,9 +203,9 @@ def template_arguments(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise RequestError("invalid_parameter", f"chat_template_kwargs must be an object, got {value!r:.80}")
+        raise invalid(f"chat_template_kwargs must be an object, got {value!r:.80}")
     if reserved := sorted(RESERVED & value.keys()):
-        raise RequestError("invalid_parameter", f"chat_template_kwargs may not set {', '.join(reserved)}")
+        raise invalid(f"chat_template_kwargs may not set {', '.join(reserved)}")
     return value
 
 
@@ -284,7 +262,7 @@ class GrowingText:
         return ""
 
     def end(self, tokens: Sequence[int]) -> str:
-        """What is left of the answer, which has these tokens in all."""
+        """The rest of the answer, which has these tokens in all."""
         return (self._text.answer(tokens, self._stops, self._after) or "")[self.sent :]
 
 

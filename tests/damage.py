@@ -15,12 +15,12 @@ from dflash_jax.checkpoint import gguf
 from dflash_jax.checkpoint.fingerprint import fingerprint
 from dflash_jax.data.datasets import load_dataset
 from dflash_jax.files import LONGEST_LINE, reading
-from dflash_jax.infer import parts
-from dflash_jax.infer.inputs import input_lines
-from dflash_jax.infer.jobs import record_id, rewrite_in_order
-from dflash_jax.infer.journal import Journal, check_settings
-from dflash_jax.infer.lines import read_lines
-from dflash_jax.infer.params import SamplingParams
+from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.jobs import parts
+from dflash_jax.infer.jobs.inputs import input_lines
+from dflash_jax.infer.jobs.journal import Journal, check_settings
+from dflash_jax.infer.jobs.lines import read_lines
+from dflash_jax.infer.jobs.records import record_id, rewrite_in_order
 from dflash_jax.infer.text import Text
 from dflash_jax.loading import target_config
 from dflash_jax.train.checkpoints import Checkpoints

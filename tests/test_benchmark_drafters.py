@@ -14,7 +14,7 @@ from dflash_jax.benchmarks import drafters, plots, sweep
 from dflash_jax.benchmarks.cells import relative_error, tau_error
 from dflash_jax.benchmarks.compare import tau_ratio
 from dflash_jax.benchmarks.drafters import bytes_per_step
-from dflash_jax.infer.requests import Completion
+from dflash_jax.infer.engine.requests import Completion
 from tests import tiny
 
 EAGLE = {"architectures": ["Qwen3Eagle3Model"], "num_hidden_layers": 1, "num_target_layers": 4, "ttt_length": 3}

@@ -5,7 +5,7 @@ move to a longer slot, trees."""
 import pytest
 
 from dflash_jax import Engine, load_drafter, load_target
-from dflash_jax.infer import prefixes
+from dflash_jax.infer.engine import prefixes
 from tests import tiny
 
 ALIASES = [name for name in tiny.FAMILIES if name.endswith("_text")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_jax import Engine, load_drafter, load_target, models
-from dflash_jax.infer import prefixes
+from dflash_jax.infer.engine import prefixes
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 

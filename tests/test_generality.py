@@ -16,7 +16,7 @@ from dflash_jax.decoding.proposal import Proposal, make_tree
 from dflash_jax.decoding.sampling import Sampling
 from dflash_jax.decoding.state import RowSettings, init_state
 from dflash_jax.decoding.step import make_choose, run, speculative_step, step_functions
-from dflash_jax.infer.programs import begin, prefill
+from dflash_jax.infer.engine.programs import begin, prefill
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 from tests.fakes import family

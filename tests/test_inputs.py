@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from dflash_jax import serve
-from dflash_jax.infer.inputs import input_lines, zstd
+from dflash_jax.infer.jobs.inputs import input_lines, zstd
 from tests.jobs import ROWS, command, records, write
 
 

@@ -17,8 +17,8 @@ import jax
 import pytest
 
 from dflash_jax import serve
-from dflash_jax.infer import journal
-from dflash_jax.infer.journal import Journal, settings_path
+from dflash_jax.infer.jobs import journal
+from dflash_jax.infer.jobs.journal import Journal, settings_path
 from tests.jobs import ROWS, command, records, write
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash_jax import SamplingParams, load_drafter, load_target
-from dflash_jax.infer.jobs import job_settings
+from dflash_jax.infer.jobs.answering import job_settings
 from dflash_jax.infer.text import Text
 from dflash_jax.loading import target_config
 from dflash_jax.overrides import overridden

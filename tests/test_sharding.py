@@ -16,8 +16,8 @@ from dflash_jax.checkpoint import Reader, leaves
 from dflash_jax.decoding.state import init_state
 from dflash_jax.decoding.step import speculative_step, step_functions
 from dflash_jax.drafters import KINDS, drafter_config, kind_of
-from dflash_jax.infer.prompts import modelled
-from dflash_jax.infer.slots import Slots
+from dflash_jax.infer.engine.prompts import modelled
+from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.models import FAMILIES, target_config
 from dflash_jax.sharding import auto_mesh, check_layout, pin, spec

@@ -14,7 +14,7 @@ from dflash_jax.decoding.proposal import Proposal, accept, make_block
 from dflash_jax.decoding.sampling import Sampling, select
 from dflash_jax.decoding.state import Query, RowSettings, init_state
 from dflash_jax.decoding.step import speculative_step, step_functions
-from dflash_jax.infer.programs import begin, decode_call, prefill
+from dflash_jax.infer.engine.programs import begin, decode_call, prefill
 from tests import tiny
 
 PROMPTS = [[5, 9, 11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [40], [7, 7, 30, 31, 2, 19, 50]]

@@ -10,7 +10,7 @@ from dflash_jax.benchmarks import turns
 from dflash_jax.benchmarks.plots import plot_sweep
 from dflash_jax.benchmarks.sweep import at_fixed_interactivity, sweep_table
 from dflash_jax.benchmarks.turns import Turns, side_by_side
-from dflash_jax.infer.requests import Completion
+from dflash_jax.infer.engine.requests import Completion
 from tests.tiny import ask
 
 

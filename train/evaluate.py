@@ -10,12 +10,12 @@ from dflash_jax.decoding.step import Proposals
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.loading import load_drafter
 from dflash_jax.files import check_writable, reading, write_json
-from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.inputs import input_lines
-from dflash_jax.infer.jobs import acceptance_summary
-from dflash_jax.infer.lines import read_lines
-from dflash_jax.infer.params import SamplingParams
-from dflash_jax.infer.requests import Request, RequestError
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.engine.requests import Request, RequestError
+from dflash_jax.infer.jobs.inputs import input_lines
+from dflash_jax.infer.jobs.lines import read_lines
+from dflash_jax.infer.jobs.records import acceptance_summary
 from dflash_jax.infer.text import Text
 from dflash_jax.loading import choose_mesh, enable_compilation_cache, models_on_mesh, target_config, use_kernels
 from dflash_jax.mesh import rows_of, spread

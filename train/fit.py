@@ -3,7 +3,7 @@
 import json
 from functools import partial
 
-from dflash_jax.infer.params import SamplingParams
+from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.progress import progress_bar
 from dflash_jax.target import Target
 from dflash_jax.train.arguments import FitOptions, settings_given

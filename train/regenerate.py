@@ -11,13 +11,13 @@ import numpy as np
 from dflash_jax import files
 from dflash_jax.data.datasets import training_prompts
 from dflash_jax.engines import engine_for, needs_of_lines
-from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.requests import Completion
 from dflash_jax.infer.interrupt import stop_signals
-from dflash_jax.infer.jobs import job_settings, run_job
-from dflash_jax.infer.journal import Journal
-from dflash_jax.infer.lines import Line, read_lines
+from dflash_jax.infer.jobs.answering import job_settings, run_job
+from dflash_jax.infer.jobs.journal import Journal
+from dflash_jax.infer.jobs.lines import Line, read_lines
 from dflash_jax.infer.progress import engine_rates, progress_bar, warm_up
-from dflash_jax.infer.requests import Completion
 from dflash_jax.loading import load
 from dflash_jax.train.arguments import RegenerateOptions
 

@@ -18,7 +18,7 @@ from dflash_jax.config import Raw
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.loading import load_drafter
 from dflash_jax.files import reading
-from dflash_jax.infer.compiler_options import block_compiler_options
+from dflash_jax.infer.engine.compiler_options import block_compiler_options
 from dflash_jax.infer.interrupt import stop_signals
 from dflash_jax.mesh import ROWS, gather, spread
 from dflash_jax.sharding import shardings

@@ -13,9 +13,9 @@ import numpy as np
 
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.step_times import PARTS, StepTimes, samples_due
-from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.jobs import acceptance_summary
-from dflash_jax.infer.requests import Completion, Request
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.requests import Completion, Request
+from dflash_jax.infer.jobs.records import acceptance_summary
 
 PLAIN = "autoregressive"
 MakeEngine = Callable[[str, float, Sequence[Request]], Engine]  # of a drafter or PLAIN, at a temperature

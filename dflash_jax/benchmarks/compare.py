@@ -14,10 +14,10 @@ from dflash_jax.benchmarks.official import Official, Opponent
 from dflash_jax.benchmarks.pairs import ask
 from dflash_jax.benchmarks.step_times import StepTimes, samples_due
 from dflash_jax.cli import EngineOptions, GenerationOptions
-from dflash_jax.infer.chooser import Draft, block_sizes
-from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.jobs import acceptance_summary
-from dflash_jax.infer.requests import Completion, Request
+from dflash_jax.infer.engine.chooser import Draft, block_sizes
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.requests import Completion, Request
+from dflash_jax.infer.jobs.records import acceptance_summary
 
 text = tables.table
 

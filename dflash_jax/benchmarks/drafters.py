@@ -21,8 +21,8 @@ from dflash_jax.config import Raw
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.loading import load_drafter
 from dflash_jax.engines import engine_config, make_engine, needs_of
-from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.requests import Request
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.requests import Request
 from dflash_jax.loading import Loaded, load, pair_sources
 from dflash_jax.target import Target
 

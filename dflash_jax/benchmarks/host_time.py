@@ -16,10 +16,10 @@ import numpy as np
 
 from dflash_jax.benchmarks.loads import small_pair
 from dflash_jax.benchmarks.random_weights import random_pair
-from dflash_jax.infer.engine import Engine
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.engine.requests import Request
 from dflash_jax.infer.interrupt import exit_quietly
-from dflash_jax.infer.params import SamplingParams
-from dflash_jax.infer.requests import Request
 
 LAYERS, DRAFT_LAYERS, TOKENS = 36, 5, 400
 

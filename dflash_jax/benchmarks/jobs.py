@@ -12,9 +12,9 @@ from dflash_jax.benchmarks.official import Official
 from dflash_jax.benchmarks.pairs import Asked, ask
 from dflash_jax.benchmarks.turns import side_by_side
 from dflash_jax.cli import BlockSize, EngineOptions
-from dflash_jax.infer.chooser import Chooser, Draft, block_sizes
-from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.requests import Request
+from dflash_jax.infer.engine.chooser import Chooser, Draft, block_sizes
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.requests import Request
 
 
 def measure(options: JobsOptions) -> Figures:

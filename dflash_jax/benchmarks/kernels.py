@@ -181,7 +181,7 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
     from dflash_jax.benchmarks.step_times import StepTimes
     from dflash_jax.decoding.state import init_state
     from dflash_jax.decoding.step import speculative_step, step_functions
-    from dflash_jax.infer.engine import Engine
+    from dflash_jax.infer.engine.engine import Engine
 
     target, drafter = random_pair(*PAIRS[pair], jnp.dtype(dtype))
     length = -(-(context + 64) // 128) * 128

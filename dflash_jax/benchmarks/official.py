@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.checkpoint import gguf
-from dflash_jax.infer.requests import Completion, Request
+from dflash_jax.infer.engine.requests import Completion, Request
 
 
 class Official:

@@ -13,8 +13,8 @@ from dflash_jax.data.datasets import Sample, load_dataset
 from dflash_jax.data.problems import is_correct, problems
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.engines import engine_for, needs_of
-from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.requests import Request
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.requests import Request
 from dflash_jax.infer.text import Text
 from dflash_jax.loading import Loaded, load, pair_sources
 

@@ -43,8 +43,8 @@ from dflash_jax.drafters import drafter_config
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.files import reading
-from dflash_jax.infer.compiler_options import BLOCK_OPTIONS
-from dflash_jax.infer.params import STOP_WIDTH
+from dflash_jax.infer.engine.compiler_options import BLOCK_OPTIONS
+from dflash_jax.infer.engine.params import STOP_WIDTH
 from dflash_jax.kernels.dispatch import platform
 from dflash_jax.mesh import AXES, HEADS, ROWS, AnyMesh, make_mesh, parse_mesh, parts_of
 from dflash_jax.overrides import overridden

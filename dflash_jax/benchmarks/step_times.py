@@ -17,9 +17,9 @@ from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.proposal import Accepted, Block, Proposal, accept, make_block
 from dflash_jax.decoding.state import DraftModel, State, init_state
 from dflash_jax.decoding.step import StepFunctions, speculative_step, step_functions
-from dflash_jax.infer.chooser import Draft
-from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.params import STOP_WIDTH
+from dflash_jax.infer.engine.chooser import Draft
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.params import STOP_WIDTH
 from dflash_jax.mesh import entered
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target

@@ -12,8 +12,8 @@ from dflash_jax.benchmarks.arguments import Figures, SweepOptions
 from dflash_jax.benchmarks.pairs import ask
 from dflash_jax.benchmarks.turns import side_by_side
 from dflash_jax.cli import BlockSize, EngineOptions
-from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.requests import Request
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.requests import Request
 
 LEAST = 4  # requests per row, at least: the rows are full for most of the time
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from dflash_jax.infer.engine import Engine
-from dflash_jax.infer.requests import Completion, Request
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.requests import Completion, Request
 
 
 class Turns:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from dflash_jax.files import one_line
-from dflash_jax.infer.inputs import input_lines
+from dflash_jax.infer.jobs.inputs import input_lines
 
 _MATH = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 _CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"

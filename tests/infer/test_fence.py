@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflash_jax.infer import jobs
-from dflash_jax.infer.jobs import Answering
-from dflash_jax.infer.lines import read_lines
+from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.engine.requests import Completion, RequestError
+from dflash_jax.infer.http.server import Service
+from dflash_jax.infer.jobs import records
+from dflash_jax.infer.jobs.answering import Answering
+from dflash_jax.infer.jobs.lines import read_lines
 from dflash_jax.infer.openai import TEXT
-from dflash_jax.infer.params import SamplingParams
-from dflash_jax.infer.requests import Completion, RequestError
-from dflash_jax.infer.server import Service
 from dflash_jax.infer.text import Text
 
 PROVOKED = [
@@ -45,7 +45,7 @@ def test_a_line_ends_as_its_record(error):
     assert good.request
     assert other.request
     assert bad.error
-    record = jobs.error_record(bad)
+    record = records.error_record(bad)
     assert record["id"] == "bad"
     assert record["error"]["code"] == "invalid_request"
 
@@ -78,6 +78,6 @@ def test_a_finished_line_whose_record_cannot_be_made_stops_no_other(error):
     engine = SimpleNamespace(submit=lambda request: next(tickets), step=lambda admit: [(0, done), (1, done)])
     answering = Answering(engine, record)
     assert not [event for line in lines for event in answering.add(line)]
-    (bad, _), (good, _) = answering.turn(admit=True)
+    (bad, _), (good, _) = answering.step(admit=True)
     assert bad["error"]["code"] == "invalid_request"
     assert good == {"id": "good"}

@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from dflash_jax.infer.lines import parse_line
+from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.engine.requests import RequestError
+from dflash_jax.infer.jobs.lines import parse_line
 from dflash_jax.infer.messages import template_messages
-from dflash_jax.infer.params import SamplingParams
-from dflash_jax.infer.requests import RequestError
 from dflash_jax.infer.text import Text
 from tests import tiny
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from dflash_jax.infer.lines import parse_line
+from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.jobs.lines import parse_line
 from dflash_jax.infer.openai import CHAT, TEXT
-from dflash_jax.infer.params import SamplingParams
 from dflash_jax.infer.text import Text
 
 CHATTING = {"messages": [{"role": "user", "content": "a"}]}

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dflash_jax.infer.inputs import zstd
+from dflash_jax.infer.jobs.inputs import zstd
 from tests.soak.runs import TOGETHER, Bench, Run, answers, expect, same, token_lines
 
 # Runs the job with the n-th write of an answer failing.
 WRITE_ERROR = """
 import errno, io, itertools, os, sys
-from dflash_jax.infer import journal
+from dflash_jax.infer.jobs import journal
 from dflash_jax import serve
 number, fails = getattr(errno, sys.argv[1]), int(sys.argv[2])
 calls = itertools.count()

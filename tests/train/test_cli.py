@@ -15,11 +15,11 @@ import pytest
 
 from dflash_jax import load_drafter
 from dflash_jax.benchmarks import planning
-from dflash_jax.infer import journal
-from dflash_jax.infer.lines import Line
-from dflash_jax.infer.params import SamplingParams
-from dflash_jax.infer.requests import Completion, Request
-from dflash_jax.infer.slots import Slots
+from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.engine.requests import Completion, Request
+from dflash_jax.infer.engine.slots import Slots
+from dflash_jax.infer.jobs import journal
+from dflash_jax.infer.jobs.lines import Line
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.arguments import parse_stage, settings_given
 from dflash_jax.train.regenerate import answer_record

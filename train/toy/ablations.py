@@ -22,8 +22,8 @@ from dflash_jax.data.problems import problems
 from dflash_jax.decoding.state import Seen, TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.files import read_json_lines
-from dflash_jax.infer.params import SamplingParams
-from dflash_jax.infer.requests import Request
+from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.engine.requests import Request
 from dflash_jax.infer.text import Text
 from dflash_jax.loading import enable_compilation_cache
 from dflash_jax.models.attention import Pass

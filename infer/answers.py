@@ -1,0 +1,42 @@
+"""Answers as JSON, for the records of jobs and over HTTP."""
+
+from collections.abc import Sequence
+
+from dflash_jax.files import Json
+from dflash_jax.infer.engine.requests import Completion
+from dflash_jax.infer.text import Text
+
+
+def answer(completion: Completion, text: Text, stop: Sequence[str] = (), after: int = 0) -> Json:
+    """An answer as output records have it; `stop` and `after` as in `Text.find_stop`."""
+    scores = {"logprobs": token_logprobs(completion, text)} if completion.logprobs else {}
+    return {
+        "text": text.answer(completion.token_ids, stop, after),
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "usage": usage(completion),
+        "speculation": speculation(completion),
+    } | scores
+
+
+def usage(completion: Completion) -> dict[str, int]:
+    """Tokens of the prompt and of the answer."""
+    return {"prompt_tokens": completion.prompt_tokens, "completion_tokens": len(completion.token_ids)}
+
+
+def speculation(completion: Completion) -> Json:
+    """Acceptance lengths of an answer's steps, and their mean."""
+    lengths = completion.acceptance_lengths
+    return {"steps": len(lengths), "acceptance_lengths": lengths, "tau": completion.tau}
+
+
+def token_logprobs(completion: Completion, text: Text, start: int = 0, stop: int | None = None) -> list[Json]:
+    """Tokens from `start` to `stop`, each with its log-probability and its likeliest alternatives."""
+
+    def entry(token: int, logprob: float) -> Json:
+        special = {"special": True} if text.is_special(token) else {}
+        return {"token": text.token(token), "id": token, "logprob": logprob} | special
+
+    c, these = completion, slice(start, stop)
+    chosen = zip(c.token_ids[these], c.logprobs[these], c.top_logprobs[these], strict=True)
+    return [entry(token, p) | {"top": [entry(*other) for other in top]} for token, p, top in chosen]

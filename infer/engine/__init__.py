@@ -1,0 +1,1 @@
+"""The engine: requests in, tokens out; it knows neither files nor HTTP."""

@@ -1,0 +1,313 @@
+"""Which program to decode with: the candidate that commits most tokens per second, as measured. Pure host code.
+
+A candidate is a compiled step with a measured cost. A chain's gain follows from how often each proposal was accepted,
+given that those before it were; a tree's is that of the chain, times what trees gained over it. The candidate in use is
+left only for one that promises clearly more, and the others are tried now and then, the less often the longer they have
+not paid.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
+
+SIZES = (1, 4, 8, 16)  # block sizes to choose from, as far as the drafter goes, and its own; 1 proposes nothing
+MEMORY = 400.0  # steps of a row after which an observation has lost most of its weight
+BATCH_MEMORY = 128.0  # the same for what new requests are expected to be like
+TRUST = 4.0  # steps of a request that count as much as what is known of the batch
+MARGIN = 1.03  # by how much a change must promise to pay
+BEGIN = 1.1  # the same to begin to speculate: slots that finish early wait for prompts to be read, and gain less
+CLOSE = 0.8  # a candidate that promises this share of the best is tried at the first pause for ever
+TRY = 4  # steps of a try at most
+TRIED = 32  # steps of single rows that a try observes; with many rows it takes fewer steps
+PAUSES = (32, 128, 2048)  # steps between two tries: where speculation pays, at first where it does not, at last
+TIMING = 0.2  # how far one comparison moves a candidate's measured time; the first ones count for more
+HICCUP = 1.5  # no comparison changes a time by more than this factor
+PROMISE = 0.05  # of a tree that nobody has tried: what it gains over the chain with every doubling of its nodes
+
+
+class Draft(NamedTuple):
+    """A kind of step, by its proposal: a chain or a tree.
+
+    Attributes:
+        block_size: slots of the draft pass; 0 proposes nothing.
+        nodes: of the tree that is made of them; 0 makes a chain.
+    """
+
+    block_size: int
+    nodes: int = 0
+
+    @property
+    def label(self) -> str:
+        """The block size, and the tree if there is one, for figures."""
+        return f"{self.block_size}, tree {self.nodes}" if self.nodes else str(self.block_size)
+
+
+def block_sizes(largest: int) -> tuple[int, ...]:
+    """Block sizes to choose from for a drafter of block size `largest`."""
+    return tuple(sorted({size for size in SIZES if size < largest} | {largest}))
+
+
+def tree_sizes(depth: int, *, wide: bool) -> tuple[int, ...]:
+    """Nodes of trees to choose from for a drafter that proposes chains of `depth` tokens: as wide a block as that
+    chain's, twice, and where wide blocks are cheap four times as wide."""
+    return tuple((depth + 1) * times - 1 for times in ((1, 2, 4) if wide else (1, 2)))
+
+
+class Acceptance:
+    """How often each proposal of a block is accepted, given that those before it were; the past fades."""
+
+    def __init__(self, positions: int, memory: float = MEMORY):
+        self._keep = 1 - 1 / memory
+        self.tried, self.right = [0.0] * positions, [0.0] * positions
+
+    def observe(self, proposed: int, committed: int) -> None:
+        """A step proposed so many tokens and committed `committed`, one of which was the target's own."""
+        for k in range(proposed):
+            reached = k < committed
+            self.tried[k] = self.tried[k] * self._keep + reached
+            self.right[k] = self.right[k] * self._keep + (reached and k + 1 < committed)
+
+    def rates(self, prior: Sequence[float] | float, weight: float) -> list[float]:
+        """Estimates into which `weight` steps of rates `prior` are mixed: as many observations of the first position,
+        and fewer of the later ones, which not all those steps reach. A single number is the prior of the first
+        position, whose rate is then the prior of the next, and so on."""
+        rates: list[float] = []
+        for k, (right, tried) in enumerate(zip(self.right, self.tried, strict=True)):
+            expected = prior[k] if isinstance(prior, Sequence) else rates[-1] if rates else prior
+            rates.append((right + weight * expected) / (tried + weight))
+            weight *= expected
+        return rates
+
+
+def expected_tokens(rates: Sequence[float], proposed: int) -> float:
+    """Tokens a step commits on average if it proposes so many, one after the other."""
+    total, reached = 1.0, 1.0
+    for rate in rates[:proposed]:
+        reached *= rate
+        total += reached
+    return total
+
+
+@dataclass
+class Candidate:
+    """A program that may be chosen.
+
+    Attributes:
+        proposed: tokens its step proposes one after the other; 0 does not speculate.
+        seconds: of a step, as measured.
+        nodes: of a tree; 0 is a chain.
+        compared: how many measurements that rests on.
+        steps: taken so far.
+    """
+
+    proposed: int
+    seconds: float
+    nodes: int = 0
+    compared: int = 2
+    steps: int = 0
+
+
+class Outcome(NamedTuple):
+    """The steps of a request in one visit.
+
+    Attributes:
+        committed: tokens of each step.
+        chain: of steps with a tree, how many proposals of the drafter's chain would have been right; None for a chain.
+    """
+
+    committed: Sequence[int]
+    chain: Sequence[int] | None = None
+
+
+class Trees:
+    """What trees gain over the chain of the same drafter: how many times the tokens a step commits; the past fades."""
+
+    def __init__(self):
+        self._tokens = self._of_chain = 0.0
+        self._nodes, self._expected = 0, dict[int, float]()
+
+    def observe(self, nodes: int, tokens: float, of_chain: float, steps: int, expected: Mapping[int, float]) -> None:
+        """Steps of a tree committed so many tokens.
+
+        Args:
+            of_chain: what its chain was expected to commit.
+            expected: what the tree's best nodes, so many of them, promised in one step on average.
+        """
+        keep = math.exp(-steps / BATCH_MEMORY)
+        if nodes != self._nodes:  # what was learnt of another tree, as if of this one
+            scale = self._ratio(nodes)
+            self._tokens, self._nodes = scale * self._of_chain, nodes
+        self._tokens, self._of_chain = keep * self._tokens + tokens, keep * self._of_chain + of_chain
+        self._expected = dict(expected)
+
+    def _ratio(self, nodes: int) -> float:
+        promise = lambda nodes: 1 + PROMISE * math.log2(nodes + 1)
+        if not self._of_chain:
+            return promise(nodes)
+        known = self._tokens / self._of_chain
+        if {nodes, self._nodes} <= self._expected.keys():
+            return known * (1 + self._expected[nodes]) / (1 + self._expected[self._nodes])
+        return known * promise(nodes) / promise(self._nodes)
+
+    def ratio(self, nodes: int) -> float:
+        """Tokens of a step with such a tree over those of the chain."""
+        return self._ratio(nodes) if nodes else 1.0
+
+
+class Estimates:
+    """Acceptance rates of the requests that decode, and of the batch, which new ones are expected to be like.
+
+    Args:
+        deepest: proposals of the deepest candidate.
+
+    Attributes:
+        trees: what these gain.
+    """
+
+    def __init__(self, deepest: int):
+        self._deepest = deepest
+        self._batch = Acceptance(deepest, BATCH_MEMORY)
+        self._rows: dict[Hashable, Acceptance] = {}
+        self.trees = Trees()
+
+    def rates(self, rows: Iterable[Hashable]) -> list[list[float]]:
+        """Acceptance rates of these requests, all others are forgotten; those of the batch if there are none."""
+        self._rows = {row: self._rows.get(row) or Acceptance(self._deepest) for row in rows}
+        batch = self._batch.rates(0.5, 2.0)  # nothing seen yet reads as half accepted: enough to try
+        return [seen.rates(batch, TRUST) for seen in self._rows.values()] or [batch]
+
+    def gain(self, candidate: Candidate, rates: Sequence[float]) -> float:
+        """Tokens that a step is expected to commit for a row of these acceptance rates."""
+        return expected_tokens(rates, candidate.proposed) * self.trees.ratio(candidate.nodes)
+
+    def observe(self, row: Hashable, proposed: int, seen: Outcome) -> None:
+        """Learns from steps of a request that proposed so many tokens each, one after the other."""
+        for i, count in enumerate(seen.committed):
+            tried, right = proposed, count
+            if seen.chain is not None:  # a tree says of its chain no more than what was committed can tell
+                tried, right = min(count, proposed), seen.chain[i] + 1
+            self._batch.observe(tried, right)
+            if row in self._rows:
+                self._rows[row].observe(tried, right)
+
+    def observe_tree(self, candidate: Candidate, seen: Iterable[Outcome], expected: Mapping[int, float]) -> None:
+        """Learns what a tree gained; after `observe` of its rows."""
+        counts = [count for one in seen for count in one.committed]
+        of_chain = expected_tokens(self._batch.rates(0.5, 2.0), candidate.proposed) * len(counts)
+        self.trees.observe(candidate.nodes, sum(counts), of_chain, len(counts), expected)
+
+
+class Chooser(Generic[Name]):
+    """Chooses the program of each visit to the device.
+
+    Args:
+        seconds: measured time of one step of each candidate, by its name.
+        proposed: tokens that a step of a candidate proposes one after the other.
+        estimates: shared by choosers for other numbers of rows.
+        nodes: of a candidate's tree; 0 for a chain.
+
+    Attributes:
+        candidates: by name.
+        trying: whether the last choice was a try.
+        try_steps: how many steps are enough for a try.
+    """
+
+    def __init__(
+        self,
+        seconds: Mapping[Name, float],
+        proposed: Callable[[Name], int],
+        estimates: Estimates | None = None,
+        nodes: Callable[[Name], int] = lambda name: 0,
+    ):
+        self.candidates = {name: Candidate(proposed(name), time, nodes(name)) for name, time in seconds.items()}
+        self.estimates = estimates or Estimates(max(candidate.proposed for candidate in self.candidates.values()))
+        chains = [name for name, candidate in self.candidates.items() if not candidate.nodes]
+        self._best = max(chains, key=lambda name: self.candidates[name].proposed)  # in use
+        self._last: Name | None = None  # of the last visit
+        self._pause, self._since, self._tries = PAUSES[0], 0, 0  # steps to the next try, and since the last change
+        self._pace = 1.0  # of the machine: what the last visits took, over what was measured
+        self.trying, self.try_steps = False, TRY
+
+    @property
+    def used(self) -> dict[Name, int]:
+        """Steps taken with each candidate."""
+        return {name: candidate.steps for name, candidate in self.candidates.items()}
+
+    def choose(self, rows: Iterable[Hashable]) -> Name:
+        """The candidate for the next visit, given which requests are decoding."""
+        rates = self.estimates.rates(rows)
+        self.try_steps = max(1, min(TRY, TRIED // len(rates)))
+        gain = self.estimates.gain
+        speed = {name: sum(gain(c, of_row) for of_row in rates) / c.seconds for name, c in self.candidates.items()}
+        best = max(speed, key=lambda name: speed[name])
+        margin = MARGIN if self.candidates[self._best].proposed else BEGIN
+        if speed[best] < margin * speed[self._best]:
+            best = self._best
+        speculates = self.candidates[best].proposed > 0
+        if best != self._best:
+            self._best, self._pause = best, PAUSES[0] if speculates else PAUSES[1]
+        other = self._to_try(best, speed)
+        pause = self._pause
+        if speculates and speed[other] > CLOSE * speed[best]:
+            pause = min(pause, PAUSES[1])
+        self.trying = other != best and self._since >= pause
+        if not self.trying:
+            return best
+        self._pause, self._tries = min(2 * self._pause, PAUSES[2]), self._tries + 1
+        return other
+
+    def _to_try(self, best: Name, speed: Mapping[Name, float]) -> Name:
+        """The candidate to try: the next best and plain decoding in turns, or the least speculation there is."""
+        if self.candidates[best].proposed == 0:
+            least = lambda name: (self.candidates[name].proposed, self.candidates[name].nodes)
+            return min((name for name in speed if self.candidates[name].proposed), key=least, default=best)
+        if self._tries % 2:
+            return min(speed, key=lambda name: self.candidates[name].proposed)
+        return max((name for name in speed if name != best), key=lambda name: speed[name], default=best)
+
+    def observe(
+        self,
+        name: Name,
+        steps: int,
+        seconds: float | None,
+        seen: Mapping[Hashable, Outcome],
+        expected: Mapping[int, float] | None = None,
+    ) -> None:
+        """A visit of `steps` steps took so long, if that is known.
+
+        Args:
+            seen: what became of each request.
+            expected: of a tree, see `Trees.observe`.
+        """
+        if not steps:
+            return
+        candidate, best = self.candidates[name], self.candidates[self._best]
+        candidate.steps += steps
+        changed = self._last not in (None, name)
+        self._since, self._last = 0 if changed else self._since + steps, name
+        if seconds is not None:
+            self._time(candidate, changed, steps, seconds / steps)
+        taken = [count for one in seen.values() for count in one.committed]
+        pays = bool(taken) and sum(taken) / len(taken) > candidate.seconds / best.seconds
+        if self.trying and not best.proposed and pays:
+            self._pause = PAUSES[0]  # see whether that lasts
+        for row, one in seen.items():
+            self.estimates.observe(row, candidate.proposed, one)
+        if candidate.nodes and taken:
+            self.estimates.observe_tree(candidate, seen.values(), expected or {})
+
+    def _time(self, candidate: Candidate, changed: bool, steps: int, seconds: float) -> None:
+        """Steps of this candidate took so long each.
+
+        What changes while the candidate stays is the machine's pace, and tells nothing of the others; the first visit
+        after a change compares the two.
+        """
+        trust = min(1.0, steps / self.try_steps)  # a short visit is mostly the way there and back
+        if changed:
+            old, candidate.compared = candidate.seconds, candidate.compared + 1
+            new = min(max(seconds / self._pace, old / HICCUP), old * HICCUP)
+            candidate.seconds += max(TIMING, 1 / candidate.compared) * trust * (new - old)
+        self._pace += 0.7 * trust * (seconds / candidate.seconds - self._pace)

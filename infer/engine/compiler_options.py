@@ -1,0 +1,76 @@
+"""Compiler options of programs that multiply blocks of tokens, not single ones."""
+
+import time
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dflash_jax.models.layers import matmul
+
+Options = dict[str, str | bool]
+
+BLOCK_OPTIONS: dict[str, Options] = {
+    # XLA hands products to YNNPACK. For one token that is the fastest way. For blocks, the older Eigen path is faster
+    # in small models, and slower in larger ones (benchmarks.md).
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": ""},
+    # Merging a draft layer's products of the same input copies its part of `kv_proj` in every step.
+    "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
+}
+LARGE = 4 << 20  # bytes of a layer's MLP from which the options are measured
+MEASURED = 64 << 20  # bytes of weights to measure with: more than a processor's own caches hold
+ROUNDS = 7
+GAIN = 0.95  # of the time, at most, for which the options are left out
+
+
+@cache
+def block_compiler_options() -> Options | None:
+    """The options of this platform; None where there are none, or this XLA does not know them."""
+    options = BLOCK_OPTIONS.get(jax.default_backend())
+    if options is None:
+        return None
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:
+        return None
+    return options
+
+
+@cache
+def fastest_options(width: int, inner: int, tokens: int, *, clock: bool = True) -> Options | None:
+    """`block_compiler_options`, or None if the products of a large model are faster without them on this CPU.
+
+    Takes a fraction of a second.
+
+    Args:
+        width, inner: of the model's MLP.
+        tokens: of a block, in all rows together.
+        clock: whether anything may be measured; processes that work together must not choose each on its own.
+    """
+    options, layer = block_compiler_options(), 12 * width * inner
+    if options is None or jax.default_backend() != "cpu" or not clock or layer < LARGE or jax.process_count() > 1:
+        return options
+    key = jax.random.key(0)
+    weights = [
+        (jax.random.normal(key, (2 * inner, width)), jax.random.normal(key, (width, inner)) / (width * inner) ** 0.5)
+        for _ in range(max(1, MEASURED // layer))
+    ]
+    x = jnp.ones((1, tokens, width))
+    programs = [jax.jit(_products, compiler_options=given) for given in (options, None)]
+    # The first round compiles.
+    times = [[_seconds(program, x, weights) for program in programs] for _ in range(1 + ROUNDS)]
+    given, left_out = (min(column) for column in zip(*times[1:], strict=True))
+    return None if left_out < GAIN * given else options
+
+
+def _products(x: Float[Array, "B T D"], weights: list[tuple[Array, Array]]) -> Float[Array, "B T D"]:
+    for gate_up, down in weights:
+        x = x + matmul(matmul(x, gate_up)[..., : down.shape[1]], down)
+    return x
+
+
+def _seconds(program: jax.stages.Wrapped, *arguments: object) -> float:
+    begin = time.perf_counter()
+    jax.block_until_ready(program(*arguments))
+    return time.perf_counter() - begin

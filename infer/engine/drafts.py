@@ -1,0 +1,90 @@
+"""What the steps of an engine may propose, and which of it pays."""
+
+from collections.abc import Hashable, Iterable, Mapping
+
+import jax
+
+from dflash_jax.decoding.state import DraftModel
+from dflash_jax.infer.engine.chooser import Chooser, Draft, Estimates, block_sizes, tree_sizes
+from dflash_jax.infer.engine.engine_config import EngineConfig, check_block_size
+
+PLAIN = Draft(0)  # a step without speculation
+
+
+class Drafts:
+    """What may be proposed: one draft, or several among which is chosen by measured times and acceptance.
+
+    Args:
+        drafter: None proposes nothing.
+        config: of the engine.
+
+    Attributes:
+        drafter: None where nothing is proposed.
+        block_size, tree: of the draft where there is no choice; else the largest, and 0.
+        auto: whether there is a choice, among `choices`.
+        programs: what `Slots.decode` may be asked for.
+        choosers: by rows of a program; none before `measured`, nor without a choice.
+
+    Raises:
+        ValueError: a block size that the drafter was not trained for.
+    """
+
+    def __init__(self, drafter: DraftModel | None, config: EngineConfig):
+        auto, self.block_size = config.block_size == "auto", 1
+        if drafter is not None:
+            self.block_size = check_block_size(drafter, None if config.block_size == "auto" else config.block_size)
+            if drafter.depth(self.block_size) == 0:
+                drafter = None
+        self.drafter, self.auto = drafter, auto and drafter is not None and not config.deterministic
+        self.tree = config.tree if drafter and isinstance(config.tree, int) and not self.auto else 0
+        self.choices = (Draft(self.block_size, self.tree),)
+        if drafter is not None and self.auto:
+            trees = tree_sizes(drafter.depth(self.block_size), wide=jax.default_backend() != "cpu")
+            if isinstance(config.tree, int):
+                trees = (config.tree,) if config.tree else ()
+            chains = map(Draft, block_sizes(self.block_size))
+            self.choices = (*chains, *(Draft(self.block_size, nodes) for nodes in trees))
+        plain = (PLAIN,) if config.plain and drafter else ()
+        self.programs = tuple(dict.fromkeys((*map(self.program, self.choices), *plain)))
+        self.choosers: dict[int, Chooser[Draft]] = {}
+
+    def program(self, draft: Draft) -> Draft:
+        """What `Slots.decode` is asked for: a block size of 1 is no speculation where there is a choice."""
+        return PLAIN if self.auto and draft == Draft(1) else draft
+
+    def _depth(self, draft: Draft) -> int:
+        """Tokens that a step with this draft proposes for a row one after the other."""
+        block_size = self.program(draft).block_size
+        return self.drafter.depth(block_size) if self.drafter and block_size else 0
+
+    def proposed(self, draft: Draft) -> int:
+        """Tokens that a step with this draft proposes for a row."""
+        return draft.nodes or self._depth(draft)
+
+    @property
+    def width(self) -> int:
+        """Most tokens a step can commit per row."""
+        depth = self.drafter.depth(self.block_size) if self.drafter else 0
+        return 1 + (min(depth, self.tree) if self.tree else depth)
+
+    def measured(self, seconds: Mapping[tuple[Draft, int], float]) -> None:
+        """Makes a chooser for each number of rows, given the seconds of a step of each program."""
+        estimates = Estimates(max(map(self._depth, self.choices)))
+        for rows in dict.fromkeys(rows for _, rows in seconds):
+            times = {draft: seconds[self.program(draft), rows] for draft in self.choices}
+            self.choosers[rows] = Chooser(times, self._depth, estimates, lambda draft: draft.nodes)
+
+    def choose(
+        self, requests: Iterable[Hashable], rows: int, *, speculative: bool
+    ) -> tuple[Draft, Chooser[Draft] | None]:
+        """The draft of the next visit of these requests, which all may speculate or not, in a program of so many rows,
+        and who chose it."""
+        if self.drafter and not speculative:
+            return PLAIN, None
+        chooser = self.choosers.get(rows)
+        return chooser.choose(requests) if chooser else Draft(self.block_size, self.tree), chooser
+
+    def used(self, steps: int) -> dict[str, int]:
+        """How many of the engine's `steps` were taken with each draft, by its label."""
+        used = [chooser.used for chooser in self.choosers.values()] or [{Draft(self.block_size, self.tree): steps}]
+        return {draft.label: sum(counts[draft] for counts in used) for draft in used[0]}

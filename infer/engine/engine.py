@@ -1,0 +1,324 @@
+"""Requests in, completions out: the host side of decoding.
+
+A fixed batch of slots decodes on the device for several steps per visit; whenever a row finishes, the next request
+takes its slot, and its prompt is read in chunks between the visits. What a request gets back does not depend on
+its neighbours.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dflash_jax.decoding.state import DraftModel
+from dflash_jax.decoding.step import Committed, sizes_within
+from dflash_jax.infer.engine.admission import Admission
+from dflash_jax.infer.engine.chooser import Chooser, Draft
+from dflash_jax.infer.engine.drafts import Drafts
+from dflash_jax.infer.engine.engine_config import EngineConfig
+from dflash_jax.infer.engine.pacing import NextVisit, Pacing
+from dflash_jax.infer.engine.requests import Completion, Request, invalid
+from dflash_jax.infer.engine.rows import ActiveRequest
+from dflash_jax.infer.engine.slots import Slots
+from dflash_jax.infer.engine.stats import Stats
+from dflash_jax.mesh import rows_of
+from dflash_jax.target import Target
+
+
+class Visit(NamedTuple):
+    """Steps that the device was asked for.
+
+    Attributes:
+        draft: what its steps propose.
+        trace: tokens of each step; on the device, until they are collected.
+        rows: slot and request of each of its rows.
+        begin: when it was asked for.
+        chooser: who chose the draft; None if there was no choice.
+        end: when the device was done, if somebody waited for that.
+    """
+
+    draft: Draft
+    trace: Committed
+    rows: list[tuple[int, ActiveRequest | None]]
+    begin: float
+    chooser: Chooser[Draft] | None
+    end: float | None = None
+
+
+class Engine:
+    """Generates for a stream of requests with one target, speculatively if there is a drafter.
+
+    The loop's invariant: between two calls of `step` at most one visit is in flight; its rows are the requests that had
+    the slots when it began, and what it brings for one that has left its slot since is dropped.
+
+    Args:
+        target: the model that generates.
+        drafter: its drafter; None decodes autoregressively.
+        config: see `EngineConfig`.
+        settings: fields of `EngineConfig` by name, which win over `config`.
+
+    Raises:
+        ValueError: a drafter of another target, or a setting out of range.
+    """
+
+    def __init__(
+        self, target: Target, drafter: DraftModel | None = None, config: EngineConfig | None = None, **settings: Any
+    ):
+        config = replace(config or EngineConfig(), **settings)
+        _check(config, target)
+        if drafter is not None:
+            drafter.config.check_pair(target.config)
+        self.target, self.config = target, config
+        self.max_length, self.slots = config.max_length, config.slots
+        self.drafts = Drafts(drafter, config)
+        self.drafter, self.block_size, self.tree = self.drafts.drafter, self.drafts.block_size, self.drafts.tree
+        self.choosers = self.drafts.choosers
+        self.stats = Stats()
+        self.batch = Slots(target, self.drafter, config, self.drafts.programs)
+        self._tickets = itertools.count()
+        self._admission = Admission(self.batch.lengths[: config.slots], config.max_length)
+        self._pacing = Pacing(config.slots, config.steps_per_visit)
+        self._ahead: Visit | None = None  # the one in flight
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no slot yet."""
+        return len(self._admission.waiting)
+
+    @property
+    def busy(self) -> int:
+        """Requests in a slot."""
+        return self._admission.busy
+
+    @property
+    def width(self) -> int:
+        """Most tokens a step can commit per row."""
+        return self.drafts.width
+
+    @property
+    def steps_by_block_size(self) -> dict[str, int]:
+        """Steps taken at each block size, and with each tree; 1 is no speculation."""
+        return self.drafts.used(self.stats.steps)
+
+    def warm_up(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
+        """Compiles every program this engine will run; afterwards none is compiled any more.
+
+        Args:
+            check_interrupt: called between programs; what it raises ends the work.
+
+        Raises:
+            ValueError: requests are in its slots.
+        """
+        if self.busy:
+            raise ValueError(f"warm_up runs every program on idle slots, but {self.busy} are busy; call it first")
+        begin = time.perf_counter()
+        self.batch.warm_up(check_interrupt)
+        if self.drafts.auto:
+            self.drafts.measured(self.batch.step_seconds(check_interrupt))
+        self.stats.compile_seconds += time.perf_counter() - begin
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Completions in the order of the requests; raises RequestError for one that cannot be served."""
+        requests = list(requests)
+        with contextlib.closing(self.stream(requests)) as completions:
+            done = {index: completion for index, completion in completions if completion.finish_reason}
+        return [done[index] for index in range(len(requests))]
+
+    def stream(self, requests: Iterable[Request]) -> Generator[tuple[int, Completion], None, None]:
+        """Yields (index of the request, its completion so far) whenever tokens arrived.
+
+        The completion object of a request is the same each time; it is final once it has a finish
+        reason. All requests are checked before the first starts.
+        """
+        requests = list(requests)
+        for request in requests:
+            self.check(request)
+        index = {self.submit(request): i for i, request in enumerate(requests)}
+        left = set(index)
+        try:
+            while left:
+                for ticket, completion in self.step():
+                    if ticket in index:  # others may have been submitted besides
+                        left -= {ticket} if completion.finish_reason else set()
+                        yield index[ticket], completion
+        finally:  # a consumer that stops early
+            self.cancel(*left)
+
+    def submit(self, request: Request) -> int:
+        """Queues a request for `step` and returns its ticket; raises RequestError if it cannot be served."""
+        self.check(request)
+        if self.drafts.auto and not self.choosers:
+            self.warm_up()
+        ticket = next(self._tickets)
+        prompt = request.prompt_token_ids
+        completion = Completion(prompt_tokens=len(prompt), sample=request.sample, submitted=time.perf_counter())
+        budget = min(request.params.max_new_tokens, self.max_length - len(prompt))
+        self._admission.waiting.append(ActiveRequest(ticket, request, completion, budget, self.batch.keys(prompt)))
+        return ticket
+
+    def step(self, *, admit: bool = True) -> list[tuple[int, Completion]]:
+        """One piece of work: prompts are read, or rows decode for some steps; in turns, if there are both, so that
+        neither waits long.
+
+        Args:
+            admit: whether waiting requests may take free slots; without it the busy ones are finished.
+
+        Returns:
+            (ticket, completion so far) of the requests that got tokens; see `stream`.
+        """
+        self._place(admit)
+        filling, decoding = self._admission.filling, self._admission.decoding
+        if not decoding:
+            self._ahead = None  # its rows have all finished
+        if self._pacing.reads(filling, decoding, ahead=self._ahead is not None):
+            events = self._read(filling)
+        elif decoding:
+            waiting, free = admit and self.waiting > 0, self.busy < self.slots
+            rows = decoding.values()
+            how = self._pacing.next_visit(rows, filling=bool(filling), waiting=waiting, free=free)
+            events = self._advance(decoding, how)
+        else:
+            return []
+        now = time.perf_counter()
+        for row in events:
+            row.completion.first_token = row.completion.first_token or now
+            if row.completion.finish_reason:
+                row.completion.finished = now
+                self._admission.finish(row)
+        return [(row.ticket, row.completion) for row in events]
+
+    def _place(self, admit: bool) -> None:
+        """Moves rows and begins requests on the device, where there are slots for them."""
+        for row, slot, left in self._admission.place(admit):
+            row.settings = row.on_device(self.config.seed)
+            if left is not None:
+                self.batch.move(left, slot, row.settings)
+            else:
+                row.completion.started = time.perf_counter()
+                self.batch.begin(slot)
+
+    def wait(self) -> None:
+        """Waits for the device: `step` may return while it still works."""
+        self.batch.wait()
+        if self._ahead and self._ahead.end is None:
+            self._ahead = self._ahead._replace(end=time.perf_counter())
+
+    def cancel(self, *tickets: int) -> None:
+        """Drops requests, waiting or in a slot; nothing happens for one that is finished or unknown."""
+        for slot in self._admission.cancel(tickets):
+            self.batch.release(slot)
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError if this engine cannot serve the request."""
+        request.check(self.target.config.vocab_size, self.max_length)
+        if not request.speculative and self.drafter and not self.config.plain:
+            raise invalid("steps without speculation are not served: the engine was made with plain=False")
+        served, asked = self.config.logprobs, request.params.logprobs
+        if asked is not None and asked not in range(0 if served is None else served + 1):
+            raise invalid(f"logprobs {asked} is not served: the engine was made with logprobs={served}")
+
+    def _read(self, filling: Mapping[int, ActiveRequest]) -> list[ActiveRequest]:
+        """Reads some of these prompts, until one ends or rows that decode have waited long enough; returns the rows
+        that got a first token."""
+        begin, left, events, goes_on = time.perf_counter(), dict(filling), list[ActiveRequest](), True
+        while left and not events and goes_on:
+            plan, first = self.batch.read(self._admission.in_turn(left))
+            self.stats.prompt_programs += 1
+            goes_on = self._pacing.read(len(filling), plan.seconds)
+            for read in plan.reads:
+                row = left[read.slot]
+                self.stats.prefix_tokens += read.copied
+                row.completion.cached_tokens += read.copied
+                self.stats.prompt_tokens += read.filled - row.filled
+                row.filled = read.filled
+                if not row.left:
+                    del left[read.slot]
+                    row.extend(jax.device_get(first), (read.place, slice(1)))
+                    if row.completion.finish_reason:
+                        self.batch.release(read.slot)
+                    events.append(row)
+        self.stats.prefill_seconds += time.perf_counter() - begin
+        return events
+
+    def _advance(self, decoding: Mapping[int, ActiveRequest], how: NextVisit) -> list[ActiveRequest]:
+        """One visit to the device; returns the rows that got tokens.
+
+        Where the next visit depends on none of them, it begins before they are collected.
+        """
+        visit, self._ahead = self._ahead, None
+        if visit is None:
+            begin = time.perf_counter()
+            self.wait()
+            self.stats.prefill_seconds += time.perf_counter() - begin
+            visit = self._begin(decoding, how)
+        if how.overlap and not (visit.chooser and visit.chooser.trying):
+            self._ahead = self._begin(decoding, how)
+        return self._collect(visit)
+
+    def _begin(self, decoding: Mapping[int, ActiveRequest], how: NextVisit) -> Visit:
+        """Asks the device for a visit."""
+        slots, rows = self.batch.some(list(decoding)), decoding.values()
+        speculative = all(row.request.speculative for row in rows)
+        draft, chooser = self.drafts.choose((row.ticket for row in rows), len(slots), speculative=speculative)
+        steps = min(chooser.try_steps, how.steps) if chooser and chooser.trying else how.steps
+        begin = time.perf_counter()
+        trace = self.batch.decode(self.drafts.program(draft), steps, how.leave_below, slots)
+        end = time.perf_counter() if _is_ready(trace) else None  # small programs on CPU may run at once
+        of_slot = dict(enumerate(self._admission.rows))
+        return Visit(draft, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, end)
+
+    def _collect(self, visit: Visit) -> list[ActiveRequest]:
+        """Waits for a visit and hands its tokens to the rows, which are returned."""
+        timed = visit.end is not None or not _is_ready(visit.trace)  # or it has been done for who knows how long
+        trace = jax.device_get(visit.trace)
+        steps, end = int(np.sum(trace.count.any(axis=1))), visit.end or time.perf_counter()
+        seconds = self._pacing.visited(visit.begin, end, steps, timed=timed)
+        self.stats.decode_seconds += seconds
+        self.stats.steps += steps
+        committed = np.arange(trace.tokens.shape[2]) < trace.count[:, :, None]
+        proposed = self.drafts.proposed(visit.draft) if self.drafter else None
+        advanced, outcomes = [], {}
+        for at, (slot, row) in enumerate(visit.rows):
+            if row is None or row is not self._admission.rows[slot] or not row.decoding:
+                continue
+            advanced.append(row)
+            if (taken := row.advance(trace, at, committed[:, at], proposed)) is None:
+                continue
+            counts, outcomes[row.ticket] = taken
+            self.stats.decode_tokens += sum(counts)
+            self.stats.row_steps += len(counts)
+            if row.completion.finish_reason and row.request.find_stop:
+                self.batch.release(slot)
+        if visit.chooser:
+            expected = _expected(trace, visit.draft)
+            visit.chooser.observe(visit.draft, steps, seconds if timed else None, outcomes, expected)
+        return advanced
+
+
+def _check(config: EngineConfig, target: Target) -> None:
+    """Raises ValueError for settings that this target cannot have."""
+    most, parts = target.config.vocab_size, rows_of(target.mesh)
+    if config.logprobs is not None and not 0 <= config.logprobs <= most:
+        raise ValueError(f"logprobs must lie in 0..{most} or be None, got {config.logprobs}")
+    if config.slots % parts:
+        raise ValueError(f"slots must be a multiple of {parts}, the mesh's parts of rows; got {config.slots}")
+    if config.short_length is not None and config.long_slots % parts:
+        raise ValueError(f"long_slots must be a multiple of {parts}, the mesh's parts of rows; got {config.long_slots}")
+
+
+def _expected(trace: Committed, draft: Draft) -> dict[int, float]:
+    """Tokens that the best nodes of a tree promised in a step of a row, by their number."""
+    if trace.forecast is None:
+        return {}
+    busy = trace.count > 0
+    sums = np.sum(trace.forecast.nodes[busy], axis=0) / max(1, np.sum(busy))
+    return dict(zip(sizes_within(draft.nodes), sums.tolist(), strict=True))
+
+
+def _is_ready(trace: Committed) -> bool:
+    return trace.count.is_ready()  # pyright: ignore[reportAttributeAccessIssue] (which its stub lacks)

@@ -1,0 +1,104 @@
+"""What an engine is made with."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dflash_jax.decoding.choice import Proposals
+from dflash_jax.decoding.state import DraftModel
+from dflash_jax.infer.engine.params import check_seed
+
+MOST_NODES = 1024  # of a tree
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is made with. But for `seed` and `max_length`, none of it changes an answer in float32.
+
+    Attributes:
+        slots: rows decoded at the same time.
+        max_length: prompt and answer tokens a row can hold.
+        block_size: positions per step, at most the checkpoint's (the default). 1 is plain decoding, except with a
+            drafter that predicts at the anchor, too, which then proposes one token. "auto" chooses a size for every
+            device call, 1 included, by measured step times and acceptance.
+        tree: number of nodes of the tree to verify; 0 verifies a chain. "auto", the
+            default where the block size is "auto", chooses among chains and trees.
+        proposals: how the drafter picks tokens when answers are sampled: "calibrated", "coupled", "argmax" or
+            "independent" (docs/sampling.md).
+        seed: noise of requests without a seed of their own.
+        prefill_chunk: prompts are read in chunks of at most this many tokens, of one prompt or of several together.
+        steps_per_visit: decoding steps of one device call.
+        prefix_chunks: how many chunks of prompts to keep for requests that begin alike; each takes the cache memory of
+            `prefill_chunk` tokens.
+        logprobs: most alternatives per token that a request may ask the log-probabilities of; None serves none.
+        short_length: tokens that all but `long_slots` of the slots hold; None makes every slot hold `max_length`. A
+            request begins in a short slot if that holds all it may ask for, or if its prompt leaves half of it free;
+            it moves to a long one when it needs more.
+        long_slots: how many slots hold `max_length` tokens where there are short ones.
+        plain: whether requests may ask for steps without speculation.
+        deterministic: nothing is chosen by measured times and lengths are fixed, so that the bits of an answer follow
+            from its request, target, drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`,
+            `prefill_chunk`, the dtype, the mesh and the kind of device alone. On CPU they do not follow from
+            `max_length` either. "auto" is then the checkpoint's block size, and no tree.
+
+    Raises:
+        ValueError: a setting out of range, or two that exclude each other.
+    """
+
+    slots: int = 1
+    max_length: int = 2048
+    block_size: int | Literal["auto"] | None = None
+    tree: int | Literal["auto"] | None = None
+    proposals: Proposals = "calibrated"
+    seed: int = 0
+    prefill_chunk: int = 256
+    steps_per_visit: int = 16
+    prefix_chunks: int = 0
+    logprobs: int | None = None
+    short_length: int | None = None
+    long_slots: int = 1
+    plain: bool = False
+    deterministic: bool = False
+
+    def __post_init__(self):
+        for name, value, least in (
+            ("slots", self.slots, 1),
+            ("max_length", self.max_length, 1),
+            ("prefill_chunk", self.prefill_chunk, 1),
+            ("steps_per_visit", self.steps_per_visit, 1),
+            ("prefix_chunks", self.prefix_chunks, 0),
+        ):
+            if not least <= value < 2**31:
+                raise ValueError(f"{name} must be at least {least} and below 2**31, got {value}")
+        check_seed(self.seed)
+        if self.tree == "auto" and self.block_size != "auto":
+            raise ValueError('tree "auto" goes together with block_size "auto"; give both, or a number of nodes')
+        if isinstance(self.tree, int) and not 0 <= self.tree <= MOST_NODES:
+            raise ValueError(f"tree must lie in 0..{MOST_NODES} nodes, got {self.tree}; 0 is a chain")
+        if self.short_length is not None:
+            if not self.prefill_chunk <= self.short_length < self.max_length:
+                raise ValueError(
+                    f"short_length must be at least prefill_chunk, {self.prefill_chunk}, and less than max_length, "
+                    f"{self.max_length}; got {self.short_length}"
+                )
+            if not 1 <= self.long_slots < self.slots:
+                raise ValueError(
+                    f"long_slots must be at least 1 and less than slots, {self.slots}; got {self.long_slots}"
+                )
+            if self.deterministic:
+                raise ValueError(
+                    "slots of two lengths and deterministic exclude each other: the length of a row changes last bits"
+                )
+        if self.plain and self.deterministic:
+            raise ValueError("plain and deterministic exclude each other: one plain request changes the steps of all")
+        if self.proposals not in get_args(Proposals):
+            raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {self.proposals!r}")
+
+
+def check_block_size(drafter: DraftModel, block_size: int | None) -> int:
+    """Returns the block size to use; raises ValueError if it is not one the checkpoint was trained for."""
+    largest = drafter.config.block_size
+    if block_size is None:
+        return largest
+    if not 1 <= block_size <= largest:
+        raise ValueError(f"block_size must lie in 1..{largest} (the drafter's own), got {block_size}")
+    return block_size

@@ -1,0 +1,299 @@
+"""Prompts that begin alike: chunks kept on the device, to be copied into the slot of another request.
+
+A chunk is what its prefill left behind: a snapshot of the target's cache and one of the drafter's state. Copied back,
+they are the same bits. A recurrent state is not of positions: one snapshot stands for all before it, and may be as
+large as thousands of tokens. So these are kept apart from the chunks, and at fewer places: where prompts end or part,
+and every `STATE_EVERY` tokens. Shapes: E kept chunks, C tokens of a chunk.
+"""
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Int
+
+from dflash_jax.cache import size_in_bytes
+from dflash_jax.decoding.penalties import remember_prompts
+from dflash_jax.decoding.state import State
+from dflash_jax.mesh import constrain
+from dflash_jax.sharding import partition, pin
+
+STATE_EVERY = 2048  # tokens
+
+
+class Prefixes(struct.PyTreeNode):
+    """Snapshots of both models, every array [E, ...]; no draft without a drafter."""
+
+    target: Any
+    draft: Any
+
+
+def _is_state(x: Any) -> bool:
+    return getattr(x, "whole", False)
+
+
+def _snapshots(state: State, row: Int[Array, ""], start: Int[Array, ""], chunk: int) -> Prefixes:
+    """What both models hold of the chunk of a row that begins at `start`."""
+    draft = () if state.draft is None else state.draft.snapshot(row, start, chunk)
+    return Prefixes(state.target_cache.snapshot(row, start, chunk), draft)
+
+
+def _positions(snapshots: Prefixes) -> Prefixes:
+    """The part of snapshots that belongs to the chunk's positions."""
+    return jax.tree.map(lambda x: None if _is_state(x) else x, snapshots, is_leaf=_is_state)
+
+
+def _states(snapshots: Prefixes) -> Prefixes:
+    """The part of snapshots that stands for all positions before."""
+    return jax.tree.map(lambda x: x if _is_state(x) else None, snapshots, is_leaf=_is_state)
+
+
+def _together(positions: Prefixes, states: Prefixes) -> Prefixes:
+    absent = lambda x: x is None or _is_state(x)
+    return jax.tree.map(lambda x, y: y if x is None else x, positions, states, is_leaf=absent)
+
+
+@partial(jax.jit, static_argnames=("entries", "chunk"))
+def init_prefixes(state: State, entries: tuple[int, int], chunk: int) -> tuple[Prefixes, Prefixes]:
+    """Room for so many chunks, and so many states, of the rows of `state`."""
+    like = jax.eval_shape(lambda state: _snapshots(state, jnp.int32(0), jnp.int32(0), chunk), state)
+    room = lambda tree, count: _pinned(jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), tree))
+    return room(_positions(like), entries[0]), room(_states(like), entries[1])
+
+
+@partial(jax.jit, donate_argnames="prefixes", static_argnames="chunk")
+def keep(
+    prefixes: Prefixes, state: State, entry: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""], chunk: int
+) -> Prefixes:
+    """Keeps the chunk of a row that begins at position `start` and has just been committed."""
+    return _put(prefixes, _positions(_snapshots(state, row, start, chunk)), entry)
+
+
+@partial(jax.jit, donate_argnames="prefixes")
+def keep_state(prefixes: Prefixes, state: State, entry: Int[Array, ""], row: Int[Array, ""]) -> Prefixes:
+    """Keeps the states of a row."""
+    return _put(prefixes, _states(_snapshots(state, row, jnp.int32(0), 1)), entry)
+
+
+def _put(prefixes: Prefixes, one: Prefixes, entry: Int[Array, ""]) -> Prefixes:
+    put = lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, entry, axis=0)
+    return _pinned(jax.tree.map(put, prefixes, one))
+
+
+@partial(jax.jit, donate_argnames="state")
+def restore(
+    state: State,
+    prefixes: Prefixes,
+    entry: Int[Array, ""],
+    row: Int[Array, ""],
+    tokens: Int[Array, " C"],
+    states: tuple[Prefixes, Int[Array, ""]] | None = None,
+) -> State:
+    """Commits a kept chunk to an idle row, as its prefill would; `tokens` are the chunk's own.
+
+    Args:
+        states: kept states and the entry of that after the chunk; None leaves the row's own as they are, for a chunk
+            that another one follows.
+    """
+    pick = lambda tree, entry: jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, entry, 1), tree)
+    one = pick(prefixes, entry)
+    if states is not None:
+        one = _together(one, pick(*states))
+    start = state.lengths[row]
+    end = start + tokens.shape[0]
+    return pin(
+        state.replace(
+            lengths=state.lengths.at[row].set(end),
+            target_cache=state.target_cache.restore(one.target, row, end),
+            draft=None if state.draft is None else state.draft.restore(one.draft, row, end),
+            history=remember_prompts(state.history, tokens[None], row[None], start[None], end[None] - start[None]),
+        )
+    )
+
+
+def _pinned(prefixes: Prefixes) -> Prefixes:
+    absent = lambda x: x is None
+    put = lambda x, spec: None if x is None else constrain(x, spec)
+    return jax.tree.map(put, prefixes, partition(prefixes), is_leaf=absent)
+
+
+def chain(tokens: Sequence[int], chunk: int) -> list[bytes]:
+    """A key for each whole chunk of a prompt, which stands for the chunk and all before it."""
+    keys, key = [], b""
+    for start in range(0, len(tokens) - chunk + 1, chunk):
+        key = hashlib.sha256(key + np.asarray(tokens[start : start + chunk], "<i4").tobytes()).digest()
+        keys.append(key)
+    return keys
+
+
+def shared_chunks(prompts: Iterable[Sequence[int]], chunk: int) -> int:
+    """How many different chunks would serve more than one of these prompts."""
+    return sum(count > 1 for count in _occurrences(prompts, chunk).values())
+
+
+def shared_tokens(prompts: Iterable[Sequence[int]], chunk: int) -> int:
+    """How many tokens of these prompts could be copied from an earlier one."""
+    return chunk * sum(count - 1 for count in _occurrences(prompts, chunk).values())
+
+
+def _occurrences(prompts: Iterable[Sequence[int]], chunk: int) -> Counter[bytes]:
+    return Counter(key for prompt in prompts for key in chain(prompt[:-1], chunk))  # the last token is always read
+
+
+class Places:
+    """Entries by key; the one unused for longest makes room.
+
+    Args:
+        count: how many entries there are.
+    """
+
+    def __init__(self, count: int):
+        self._free, self._of = list(range(count)), OrderedDict[bytes, int]()
+
+    def find(self, key: bytes) -> int | None:
+        """The entry of a key, which counts as used; None if it has none."""
+        if key in self._of:
+            self._of.move_to_end(key)
+        return self._of.get(key)
+
+    def take(self, key: bytes) -> int:
+        """An entry for a key that has none."""
+        entry = self._of[key] = self._free.pop() if self._free else self._of.popitem(last=False)[1]
+        return entry
+
+
+class KeptChunk(NamedTuple):
+    """The chunk of a row that ends after `end` tokens of its prompt.
+
+    Attributes:
+        entry: where it is kept; None if it is not to be.
+        state: where the states after it are kept; None if they are not to be, or not to be copied, for a chunk that
+            another one follows.
+    """
+
+    row: int
+    end: int
+    entry: int | None
+    state: int | None
+
+
+class PrefixIndex:
+    """Which chunks, and which states after some of them, are kept where. Pure host code: what it decides, `PrefixCache`
+    does on the device.
+
+    Args:
+        entries, states: how many are kept.
+        chunk: tokens of each.
+    """
+
+    def __init__(self, entries: int, states: int, chunk: int):
+        self.entries, self.states, self.chunk = entries, states, chunk
+        self.chunks, self.ends = Places(entries), Places(states)
+
+    def keys(self, prompt: Sequence[int]) -> list[bytes]:
+        """Keys of a prompt's whole chunks, for the calls below."""
+        return chain(prompt, self.chunk) if self.entries else []
+
+    def find(self, row: int, filled: int, prompt: Sequence[int], keys: Sequence[bytes]) -> list[KeptChunk]:
+        """The kept chunks that follow the first `filled` tokens of a prompt; never with its last token, which chooses
+        the first new one."""
+        found: list[KeptChunk] = []
+        if keys and filled % self.chunk == 0:
+            most = (len(prompt) - 1) // self.chunk
+            for end, key in enumerate(keys[filled // self.chunk : most], 1):
+                if (entry := self.chunks.find(key)) is None:
+                    break
+                state = self.ends.find(key) if self.states else None
+                found.append(KeptChunk(row, filled + end * self.chunk, entry, state))
+        while self.states and found and found[-1].state is None:
+            found.pop()
+        return [*(kept._replace(state=None) for kept in found[:-1]), *found[-1:]]
+
+    def keep(self, row: int, end: int, keys: Sequence[bytes], *, awaited: bool = False) -> KeptChunk:
+        """Makes room for the last chunk of the `end` tokens of a prompt that are committed, if a chunk ends there, and
+        for the states after it, where they may be of use.
+
+        Args:
+            awaited: whether other prompts, too, will go on from here.
+        """
+        if not keys or end % self.chunk:
+            return KeptChunk(row, end, None, None)
+        at = end // self.chunk
+        key, last = keys[at - 1], at == len(keys)
+        known = self.chunks.find(key) is not None
+        entry = None if known else self.chunks.take(key)
+        if not self.states or self.ends.find(key) is not None:
+            return KeptChunk(row, end, entry, None)
+        parts = known and (last or self.chunks.find(keys[at]) is None)  # from a prompt that was here before
+        useful = awaited or parts or last or end % STATE_EVERY < self.chunk
+        return KeptChunk(row, end, entry, self.ends.take(key) if useful else None)
+
+
+class PrefixCache:
+    """Chunks on the device, and the states after some of them.
+
+    Args:
+        state: whose rows they are of. Its programs must be called where the engine's are.
+        entries: how many chunks; 0 keeps none. If there are states, too, all take no more memory than so many chunks.
+        chunk: tokens of each.
+
+    Attributes:
+        index: what is kept where.
+    """
+
+    def __init__(self, state: State, entries: int, chunk: int):
+        states = 0
+        if entries:  # tracing a snapshot takes a while, and most engines for one answer keep none
+            like = jax.eval_shape(lambda state: _snapshots(state, jnp.int32(0), jnp.int32(0), chunk), state)
+            sizes = size_in_bytes(_positions(like)), size_in_bytes(_states(like))
+            entries, states = within(entries, *sizes, chunk)
+        self.index = PrefixIndex(entries, states, chunk)
+        if entries:
+            self._kept, self._kept_states = init_prefixes(state, (entries, states), chunk)
+
+    @property
+    def programs(self) -> int:
+        """How many programs `warm_up` compiles."""
+        return (2 + 2 * bool(self.index.states)) if self.index.entries else 0
+
+    def warm_up(self, state: State) -> State:
+        """Compiles the copies there and back; `state` is consumed, and its first row must be idle."""
+        if not self.index.entries:
+            return state
+        chunk, states = self.index.chunk, (0, None) if self.index.states else (None,)
+        self.keep(state, KeptChunk(0, chunk, 0, states[0]))
+        for end in states:
+            state = self.copy(state, KeptChunk(0, chunk, 0, end), [0] * chunk)
+        return state
+
+    def copy(self, state: State, kept: KeptChunk, prompt: Sequence[int]) -> State:
+        """Commits a kept chunk to a row that was begun; `state` is consumed."""
+        assert kept.entry is not None
+        states = None if kept.state is None else (self._kept_states, np.int32(kept.state))
+        tokens = np.asarray(prompt[kept.end - self.index.chunk : kept.end], np.int32)
+        return restore(state, self._kept, np.int32(kept.entry), np.int32(kept.row), tokens, states)
+
+    def keep(self, state: State, kept: KeptChunk) -> None:
+        """Keeps what `PrefixIndex.keep` made room for."""
+        row, start = np.int32(kept.row), np.int32(kept.end - self.index.chunk)
+        if kept.entry is not None:
+            self._kept = keep(self._kept, state, np.int32(kept.entry), row, start, self.index.chunk)
+        if kept.state is not None:
+            self._kept_states = keep_state(self._kept_states, state, np.int32(kept.state), row)
+
+
+def within(entries: int, chunk_bytes: int, state_bytes: int, chunk: int) -> tuple[int, int]:
+    """How many chunks and states to keep in the memory of so many chunks: one state for `STATE_EVERY` tokens."""
+    if not state_bytes:
+        return entries, 0
+    states = lambda count: max(1, count * chunk // STATE_EVERY)
+    count = next(
+        (n for n in range(entries, 0, -1) if n * chunk_bytes + states(n) * state_bytes <= entries * chunk_bytes), 0
+    )
+    return count, states(count) if count else 0

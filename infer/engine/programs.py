@@ -1,0 +1,161 @@
+"""The compiled programs of an engine: decode for some steps, begin a row, read some of its prompt, end it.
+
+Shapes: B rows, C tokens of a prompt, M steps.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int
+
+from dflash_jax.cache import commit, once_read
+from dflash_jax.decoding.choice import Choice, Proposals
+from dflash_jax.decoding.logprobs import log_probabilities
+from dflash_jax.decoding.penalties import remember, remember_prompts
+from dflash_jax.decoding.sampling import gumbel_noise
+from dflash_jax.decoding.state import DraftModel, RowSettings, Seen, State, TargetModel, all_rows, begin_row, some_rows
+from dflash_jax.decoding.step import Committed, run, speculative_step, step_functions
+from dflash_jax.infer.engine.compiler_options import Options
+from dflash_jax.mesh import constrain, split_rows
+from dflash_jax.sharding import pin
+
+
+def decode_call(
+    target: TargetModel,
+    drafter: DraftModel | None,
+    state: State,
+    max_steps: int,
+    leave_below: int,
+    *,
+    block_size: int,
+    nodes: int = 0,
+    proposals: Proposals = "calibrated",
+    capacity: int,
+    rows: np.ndarray | None = None,
+    logprobs: int | None = None,
+    options: Options | None = None,
+) -> tuple[Any, tuple[Any, ...]]:
+    """`run` of a speculative step as a jitted function and its arguments: one program per number of rows, block size (0
+    proposes nothing) and number of nodes (0 proposes a chain). `rows` are the only ones that it advances, and that its
+    trace has. `options` are the compiler's. `state` is donated."""
+    steps, leave = np.int32(max_steps), np.int32(leave_below)
+    arguments = target, drafter, state, rows, steps, leave, block_size, nodes, proposals, capacity, logprobs
+    return _decode_program(tuple((options or {}).items())), arguments
+
+
+@cache
+def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Callable:
+    def program(target, drafter, state, rows, max_steps, leave_below, block_size, nodes, proposals, capacity, logprobs):
+        parts = step_functions(target, drafter, block_size, proposals, nodes)
+        step = partial(speculative_step, parts, logprobs=logprobs)
+        narrow = state if rows is None else some_rows(state, rows)
+        narrow, trace = run(step, narrow, max_steps, leave_below, capacity)
+        return pin(narrow if rows is None else all_rows(state, narrow)), trace
+
+    names = ("block_size", "nodes", "proposals", "capacity", "logprobs")
+    return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=dict(options) or None)
+
+
+@partial(jax.jit, donate_argnames="state")
+def begin(state: State, row: Int[Array, ""]) -> State:
+    """Makes an idle row ready for a new prompt."""
+    return pin(begin_row(state, row))
+
+
+@partial(jax.jit, donate_argnames="state", static_argnames="count")
+def move(state: State, row: Int[Array, ""], to: Int[Array, ""], settings: RowSettings, *, count: int) -> State:
+    """Moves a row that stopped, of at most `count` committed positions, to an idle one, which goes on under these
+    settings (a step does not keep those of idle rows)."""
+    end = state.lengths[row]
+    carried = lambda x: x.begin(to).restore(x.snapshot(row, end - count, count), to, end)
+    put = lambda x: x.at[to].set(x[row])
+    given = lambda all, one: all.at[to].set(one)
+    return pin(
+        state.replace(
+            anchor=put(state.anchor),
+            lengths=put(state.lengths),
+            remaining=state.remaining.at[row].set(0).at[to].set(settings.max_new_tokens),
+            stop_tokens=given(state.stop_tokens, settings.stop_tokens),
+            sampling=jax.tree.map(given, state.sampling, settings.sampling),
+            penalties=jax.tree.map(given, state.penalties, settings.penalties),
+            scored=given(state.scored, settings.scored),
+            history=jax.tree.map(put, state.history),
+            target_cache=carried(state.target_cache),
+            draft=None if state.draft is None else carried(state.draft),
+        )
+    )
+
+
+@partial(jax.jit, donate_argnames="state", static_argnames="logprobs")
+def prefill(
+    target: TargetModel,
+    drafter: DraftModel | None,
+    state: State,
+    rows: Int[Array, " B"],
+    tokens: Int[Array, "B C"],
+    counts: Int[Array, " B"],
+    last: Bool[Array, " B"],
+    settings: tuple[RowSettings, ...],
+    logprobs: int | None = None,
+) -> tuple[State, Committed]:
+    """Commits the next tokens of some prompts; the last ones of a prompt also choose the first new token.
+
+    Args:
+        rows: rows to fill: idle, begun, all different; and any others with a count of 0, which stay as they are.
+        tokens, counts: of each row, and how many of them are prompt.
+        last: whether the prompt ends here: the row then starts decoding.
+        settings: of each row.
+        logprobs: see `speculative_step`.
+
+    Returns:
+        The state, and the first new token [B, 1] of each row, which counts if `last`. It belongs to no round.
+    """
+    tokens = constrain(tokens, P(split_rows(tokens.shape[0])))
+    lengths = jnp.where(counts > 0, state.lengths[rows], 0)  # or a pass would cost as much as the longest of them
+    positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None]
+    taps = drafter.taps if drafter else ()
+    where = positions, None, state.target_cache, lengths
+    hidden, features, fresh = target.forward(tokens, *where, taps=taps, rows=rows, counts=counts)
+    kept = once_read(counts, hidden)
+    state = state.replace(target_cache=commit(state.target_cache, fresh, lengths, kept, rows=rows))
+    if drafter is not None:
+        seen = Seen(tokens, features, positions, lengths, kept, rows)
+        state = state.replace(draft=drafter.commit(target, state.draft, seen))
+    end, read = lengths + counts, counts > 0
+    given: RowSettings = jax.tree.map(lambda *leaves: jnp.stack(leaves), *settings)
+    history = remember_prompts(state.history, tokens, rows, lengths, counts)
+    of_rows = jax.tree.map(lambda x: x[rows], history)
+    final = jnp.maximum(counts - 1, 0)
+    logits = target.unembed(jnp.take_along_axis(hidden, final[:, None, None], axis=1))
+    noise = gumbel_noise(given.sampling, end[:, None], target.config.vocab_size)
+    choice = Choice(given.sampling, given.penalties, of_rows, end, noise, target.decodable, stops=given.stop_tokens)
+    token, scores = choice.tokens(logits), None
+    if logprobs is not None:
+        scores = log_probabilities(choice.masked(logits), token, given.scored, logprobs)
+    goes_on = last & ~jnp.any(token == given.stop_tokens, axis=1)
+    budgets = jnp.where(goes_on, given.max_new_tokens - 1, 0)
+    of_rows = of_rows.replace(tokens=remember(of_rows, token, end, jnp.ones_like(end)).tokens)
+    written = jnp.where(read, rows, state.lengths.shape[0])
+    put = lambda all, some: all.at[written].set(some, mode="drop")
+    state = state.replace(
+        anchor=put(state.anchor, token[:, 0]),
+        lengths=put(state.lengths, end),
+        remaining=put(state.remaining, budgets),
+        stop_tokens=put(state.stop_tokens, given.stop_tokens),
+        sampling=jax.tree.map(put, state.sampling, given.sampling),
+        penalties=jax.tree.map(put, state.penalties, given.penalties),
+        scored=put(state.scored, given.scored),
+        history=jax.tree.map(put, history, of_rows),
+    )
+    return pin(state), Committed(token, last.astype(jnp.int32), scores)
+
+
+@partial(jax.jit, donate_argnames="state")
+def release(state: State, row: Int[Array, ""]) -> State:
+    """Ends a row from the host, at a stop string or a cancelled request."""
+    return pin(state.replace(remaining=state.remaining.at[row].set(0)))

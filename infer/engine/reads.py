@@ -1,0 +1,91 @@
+"""What is read next of several prompts: which kept chunks are copied, and what one program reads of which rows.
+
+Pure host code: `Slots.read` carries the plan out.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from dflash_jax.infer.engine.prefixes import KeptChunk, PrefixIndex
+from dflash_jax.infer.engine.prompts import PrefillBatch, Prefills
+from dflash_jax.infer.engine.rows import ActiveRequest
+
+
+class PromptRead(NamedTuple):
+    """The part of a prompt that is committed after a read.
+
+    Attributes:
+        filled: tokens that are committed now.
+        copied: of them, copied from another prompt this time.
+        place: of its row in the program; None if it was not read.
+    """
+
+    slot: int
+    filled: int
+    copied: int
+    place: int | None
+
+
+class ReadPlan(NamedTuple):
+    """Copies of kept chunks, then a program, then what is kept of the rows that it read.
+
+    Attributes:
+        copies: kept chunks to commit.
+        batch: what the program reads; of each of its rows, `last` says whether the prompt ends there.
+        kept: what to keep of the rows that were read.
+        reads: how far each prompt has come then.
+        seconds: that the program takes, if that was measured.
+    """
+
+    copies: list[KeptChunk]
+    batch: PrefillBatch
+    last: np.ndarray
+    kept: list[KeptChunk]
+    reads: list[PromptRead]
+    seconds: float | None
+
+
+def plan_reads(prompts: Mapping[int, ActiveRequest], programs: Prefills, prefixes: PrefixIndex) -> ReadPlan:
+    """Plans to read some of these prompts, of the first one at least, up to the end of a chunk or of the prompt.
+
+    Where several go on with the same chunk, one reads it, and the others copy it when it is there.
+
+    Args:
+        prompts: by slot, of rows that were begun; the first in turn first.
+        programs: of which the cheapest for its tokens is chosen.
+        prefixes: what is kept; it counts as used, and gets new entries.
+    """
+    prompts, chunk = dict(list(prompts.items())[: 1 if programs.fixed else None]), programs.chunk
+    copies = {slot: prefixes.find(slot, row.filled, row.prompt, row.keys) for slot, row in prompts.items()}
+    start = {slot: row.filled + chunk * len(copies[slot]) for slot, row in prompts.items()}
+    end = {slot: min(len(row.prompt), (start[slot] // chunk + 1) * chunk) for slot, row in prompts.items()}
+    key = {slot: _next_key(slot, row, start[slot], chunk) for slot, row in prompts.items()}
+    awaited = Counter(key.values())
+    reader = {key[slot]: slot for slot in reversed(prompts)}  # the first of those with the same chunk
+    parts: list[list[int]] = [[] for _ in range(programs.parts)]
+    for slot in prompts:
+        if reader[key[slot]] == slot:
+            parts[programs.part(slot)].append(slot)
+    shape, seconds = programs.choose([[(start[slot], end[slot] - start[slot]) for slot in part] for part in parts])
+    taken = [[(slot, prompts[slot].prompt[start[slot] : end[slot]]) for slot in part] for part in parts]
+    batch = programs.batch(shape, taken)
+    place = {slot: i for i, slot in enumerate(batch.rows.tolist()) if batch.counts[i]}
+    last, kept, reads = np.zeros(len(batch.rows), np.bool_), [], []
+    for slot in sorted(prompts, key=lambda slot: place.get(slot, len(batch.rows))):
+        row, at = prompts[slot], place.get(slot)
+        filled = start[slot] if at is None else start[slot] + int(batch.counts[at])
+        reads.append(PromptRead(slot, filled, start[slot] - row.filled, at))
+        if at is not None:
+            last[at] = filled == len(row.prompt)
+            kept.append(prefixes.keep(slot, filled, row.keys, awaited=awaited[key[slot]] > 1))
+    return ReadPlan([chunk for found in copies.values() for chunk in found], batch, last, kept, reads, seconds)
+
+
+def _next_key(slot: int, row: ActiveRequest, start: int, chunk: int) -> bytes:
+    """The key of the chunk of a prompt that is read next; one that only this row has where it could not be copied."""
+    if row.keys and start % chunk == 0 and start + chunk < len(row.prompt):
+        return row.keys[start // chunk]
+    return slot.to_bytes(4)

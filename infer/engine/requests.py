@@ -1,0 +1,105 @@
+"""What is asked of the engine and what comes back. Plain host data; no arrays."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dflash_jax.infer.engine.params import SamplingParams
+
+MOST_CHARACTERS = 1000  # of a message
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; `code` is stable, the message says what to do.
+
+    A message may quote the request. So it is cut where it is long, and what is no text in it is escaped: it can always
+    be written.
+    """
+
+    def __init__(self, code: str, message: str):
+        super().__init__(message[:MOST_CHARACTERS].encode("utf-8", "backslashreplace").decode())
+        self.code = code
+
+
+def invalid(message: str) -> RequestError:
+    """The error of a request with a setting that cannot be served."""
+    return RequestError("invalid_parameter", message)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and its settings.
+
+    Attributes:
+        prompt_token_ids: at least one token.
+        params: how its tokens are chosen.
+        sample: number of this answer, where a prompt is answered more than once; each has noise of its own.
+        id: any string; it decides the noise of a request without a seed.
+        find_stop: for stop strings. Called on the host as `find_stop(tokens, new)`, where the last `new` of `tokens`
+            have just come; returns how many tokens to keep if the answer ends there, or None to go on.
+        speculative: whether the drafter may propose its tokens, which changes the speed, and in float32 never the
+            tokens. False needs an engine with `EngineConfig(plain=True)`; requests that run at the same time do not
+            speculate either.
+    """
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    sample: int = 0
+    id: str = ""
+    find_stop: Callable[[Sequence[int], int], int | None] | None = None
+    speculative: bool = True
+
+    def check(self, vocab_size: int, max_length: int) -> None:
+        """Raises RequestError if an engine of this vocabulary and length cannot serve it."""
+        if not self.prompt_token_ids:
+            raise RequestError("empty_prompt", "the prompt is empty; it must have at least one token")
+        outside = [token for token in self.prompt_token_ids if not 0 <= token < vocab_size]
+        if outside:
+            raise RequestError("invalid_token", f"token ids must lie in 0..{vocab_size - 1}, got {outside[0]}")
+        if len(self.prompt_token_ids) >= max_length:
+            raise RequestError(
+                "prompt_too_long",
+                f"the prompt has {len(self.prompt_token_ids)} tokens, which leaves no room to generate within a "
+                f"length of {max_length}; raise max_length (--max-length)",
+            )
+        try:
+            self.params.check()
+        except ValueError as error:
+            raise invalid(str(error)) from error
+
+
+@dataclass
+class Completion:
+    """An answer, complete or in progress.
+
+    Attributes:
+        token_ids: generated tokens, the stop token included.
+        finish_reason: "stop" at a stop token or stop string, "length" at the budget; "" in progress.
+        logprobs, top_logprobs: of each generated token, if asked for: its log-probability, and (token, log-probability)
+            of the likeliest ones in order. They are the target's own, before penalties, temperature and filters;
+            other rows in the batch may change their last digits.
+        acceptance_lengths: tokens committed by each speculative step. The first token comes from the
+            prefill and belongs to no step.
+        proposed_tokens: that the drafter proposed in these steps: nodes of its trees, or of its chains.
+        prompt_tokens, sample: of the request.
+        cached_tokens: of the prompt, those that were copied from an earlier prompt instead of read.
+        submitted, started, first_token, finished: when, in seconds of `time.perf_counter`; 0 is not yet.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    acceptance_lengths: list[int] = field(default_factory=list)
+    proposed_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sample: int = 0
+    submitted: float = 0.0
+    started: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+    @property
+    def tau(self) -> float | None:
+        """Mean acceptance length, the bonus token included; None without a step."""
+        return sum(self.acceptance_lengths) / len(self.acceptance_lengths) if self.acceptance_lengths else None

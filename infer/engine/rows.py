@@ -1,0 +1,110 @@
+"""A request on its way: what it asks of the device, what it has got, and when it is finished."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.decoding.state import RowSettings
+from dflash_jax.decoding.step import Committed
+from dflash_jax.infer.engine.chooser import Outcome
+from dflash_jax.infer.engine.requests import Completion, Request
+
+
+@dataclass(eq=False)
+class ActiveRequest:
+    """Waiting, then in a slot, where its prompt is read first and then it decodes.
+
+    Attributes:
+        budget: tokens it may generate.
+        keys: of the prompt's whole chunks (see `prefixes.PrefixIndex`).
+        settings: for the device; known from its admission on.
+        room: tokens it may generate in its slot; if they are fewer than its budget, it moves to a longer one then.
+        filled: prompt tokens committed.
+    """
+
+    ticket: int
+    request: Request
+    completion: Completion
+    budget: int
+    keys: list[bytes]
+    settings: RowSettings | None = None
+    room: int = 0
+    filled: int = 0
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.request.prompt_token_ids
+
+    @property
+    def decoding(self) -> bool:
+        return not self.left and not self.outgrown
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether its slot is full and it waits for a longer one."""
+        return self.room < self.budget and 0 < self.room <= len(self.completion.token_ids)
+
+    def begins_in(self, length: int) -> bool:
+        """Whether a slot of so many tokens will do: for all it may generate, or for a prompt that leaves it half free.
+        Most answers end before their budget does."""
+        return len(self.prompt) + self.budget <= length or len(self.prompt) <= length // 2
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that are not committed."""
+        return len(self.prompt) - self.filled
+
+    def on_device(self, engine_seed: int) -> RowSettings:
+        """Its settings for what it may still generate in its slot."""
+        request, left = self.request, self.room - len(self.completion.token_ids)
+        return request.params.on_device(request.id, request.sample, engine_seed, left)
+
+    def advance(
+        self, trace: Committed, at: int, committed: np.ndarray, proposed: int | None
+    ) -> tuple[list[int], Outcome] | None:
+        """Takes its tokens of a visit.
+
+        Args:
+            trace: of the visit, in which it is row `at`.
+            committed: which of its tokens [steps, most of a step] count.
+            proposed: tokens that each step proposed for it; None without a drafter.
+
+        Returns:
+            How many tokens of each step it has kept, and what its chooser learns of that; None if it got none.
+        """
+        step, place = np.nonzero(committed)
+        if not step.size:
+            return None
+        kept = self.extend(trace, (step, at, place))
+        counts = np.bincount(step[:kept])  # of each step; the device runs on past a stop string
+        counts = counts[counts > 0].tolist()
+        if proposed is not None:
+            self.completion.acceptance_lengths.extend(counts)
+            self.completion.proposed_tokens += len(counts) * proposed
+        chain = None if trace.forecast is None else trace.forecast.chain[: len(counts), at].tolist()
+        # What cut a row's last step was its end or that of its slot, not a wrong proposal.
+        uncut = slice(-1 if self.completion.finish_reason or self.outgrown else None)
+        return counts, Outcome(counts[uncut], chain and chain[uncut])
+
+    def extend(self, committed: Committed, at: Any) -> int:
+        """Appends the tokens at an index, in order, decides whether that is the end, and returns how many were kept."""
+        request, completion = self.request, self.completion
+        before, tokens = len(completion.token_ids), committed.tokens[at].tolist()
+        completion.token_ids.extend(tokens)
+        if request.params.logprobs is not None:
+            scores = committed.logprobs
+            assert scores is not None
+            completion.logprobs.extend(scores.chosen[at].tolist())
+            for ids, values in zip(scores.ids[at].tolist(), scores.top[at].tolist(), strict=True):
+                completion.top_logprobs.append(list(zip(ids, values, strict=True))[: request.params.logprobs])
+        if request.find_stop and (keep := request.find_stop(completion.token_ids, len(tokens))) is not None:
+            for tokenwise in (completion.token_ids, completion.logprobs, completion.top_logprobs):
+                del tokenwise[keep:]
+            completion.finish_reason = "stop"
+        elif completion.token_ids[-1] in request.params.ends:
+            completion.finish_reason = "stop"
+        elif len(completion.token_ids) >= self.budget:
+            completion.finish_reason = "length"
+        return len(completion.token_ids) - before

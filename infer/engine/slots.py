@@ -1,0 +1,305 @@
+"""The slots of an engine on the device: their state, and the compiled programs that change it."""
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.cache import Group
+from dflash_jax.decoding.state import DraftModel, RowSettings, State, init_state
+from dflash_jax.decoding.step import Committed
+from dflash_jax.infer.engine.chooser import Draft
+from dflash_jax.infer.engine.compiler_options import Options, fastest_options
+from dflash_jax.infer.engine.compiling import compile_all
+from dflash_jax.infer.engine.engine_config import EngineConfig
+from dflash_jax.infer.engine.params import STOP_WIDTH, SamplingParams
+from dflash_jax.infer.engine.prefixes import PrefixCache
+from dflash_jax.infer.engine.programs import begin, decode_call, move, prefill, release
+from dflash_jax.infer.engine.prompts import PrefillBatch, PrefillCost, Prefills, PrefillShape
+from dflash_jax.infer.engine.reads import ReadPlan, plan_reads
+from dflash_jax.infer.engine.rows import ActiveRequest
+from dflash_jax.kernels.block_attention.reference import CHUNK
+from dflash_jax.mesh import entered, rows_of
+from dflash_jax.sharding import pin
+from dflash_jax.target import Target
+
+LANES = 16  # float32 numbers in the widest vector of a processor
+NARROWER = (4, 2)  # few busy rows run programs of a fourth or half of the rows,
+MANY = 16  # where there are so many: fewer are not worth compiling several times as many programs
+
+
+class Slots:
+    """Rows that decode together. Which requests they belong to is the engine's business.
+
+    Args:
+        target, drafter: the models; without a drafter, one token a step.
+        config: of the engine.
+        drafts: what `decode` may be asked for; a block size of 0 proposes nothing.
+
+    Attributes:
+        state: consumed and replaced by every call.
+        lengths: tokens that each row can hold.
+        widths: how many rows `decode` may be asked to advance.
+    """
+
+    def __init__(self, target: Target, drafter: DraftModel | None, config: EngineConfig, drafts: Sequence[Draft]):
+        self._target, self._drafter, self._config, self._drafts = target, drafter, config, tuple(drafts)
+        self._parts, self._fixed = rows_of(target.mesh), config.deterministic
+        self._slots = slots = self._rows_on_device()
+        # A cache of a single chunk would be another program than a longer one, and might round differently.
+        max_length = max(config.max_length, 2 * CHUNK) if self._fixed else config.max_length
+        self._prefills = Prefills(config.prefill_chunk, slots, self._parts, self._fixed)
+        short = None
+        if config.short_length is not None:
+            short = Group(slots - config.long_slots, config.short_length)
+        self.lengths = [max_length] * slots
+        if short is not None:  # of each part of the mesh, the first rows
+            of_part, count = slots // self._parts, short.rows // self._parts
+            self.lengths = [short.slots if i % of_part < count else max_length for i in range(slots)]
+        self._short = short
+        groups = max_length if short is None else (short, Group(slots - short.rows, max_length))
+        self._neutral = SamplingParams().on_device("", 0, 0, 1)
+        fewer = [slots // n // self._parts * self._parts for n in NARROWER if slots >= MANY and not self._fixed]
+        self.widths = tuple(sorted({slots, *filter(None, fewer)}))
+        with self._on_mesh():
+            made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, config.prefill_chunk)))()
+            if self._fixed and made.calibration is not None:
+                made = made.replace(calibration=made.calibration.replace(frozen=True))
+            self.state = jax.block_until_ready(made)  # if there is no memory, say so here
+            self._prefixes = PrefixCache(self.state, config.prefix_chunks, config.prefill_chunk)
+
+    def _rows_on_device(self) -> int:
+        """The slots, and on CPU with `deterministic` some more that stay idle: there the last few of a block's
+        positions may be computed by other instructions than the rest, if they do not fill the processor's vectors."""
+        slots = self._config.slots
+        if not self._fixed or slots == 1 or jax.default_backend() != "cpu":
+            return slots
+        step = math.lcm(LANES // math.gcd(LANES, *map(self._block, self._drafts)), self._parts)
+        return -(-slots // step) * step
+
+    def _block(self, draft: Draft) -> int:
+        """Positions of a row that a step verifies."""
+        if self._drafter is None or draft.block_size == 0:
+            return 1
+        return (draft.nodes or self._drafter.depth(draft.block_size)) + 1
+
+    @property
+    def programs(self) -> int:
+        """How many programs `warm_up` compiles: for chunks of prompts, kinds of drafts, a row's beginning, move and
+        end, kept prefixes."""
+        more = 2 + bool(self._short) + self._prefixes.programs
+        return len(self._prefills.shapes) + len(self.widths) * len(self._drafts) + more
+
+    def keys(self, prompt: Sequence[int]) -> list[bytes]:
+        """Keys of the prompt's chunks, for `read`."""
+        return self._prefixes.index.keys(prompt)
+
+    def warm_up(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
+        """Compiles every program; afterwards none is compiled any more. All rows must be idle.
+
+        Args:
+            check_interrupt: called between programs; what it raises ends the work.
+        """
+        reading = ((prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._prefills.shapes)
+        decoding = (self._decode_call(draft, 0, 0, self.idle(width)) for draft, width in self._decoding)
+        with self._on_mesh():
+            compile_all(itertools.chain(reading, decoding), check_interrupt)
+        self.begin(0)
+        if self._short:
+            self.move(0, self._slots - 1, self._neutral)
+            self.release(self._slots - 1)
+        for shape in self._prefills.shapes:
+            check_interrupt()
+            self._prefill(*self._nothing(shape))
+            if not self._fixed:
+                self._prefills.costs[shape] = self._prefill_cost(shape)
+        self._change(self._prefixes.warm_up)
+        for draft, width in self._decoding:
+            check_interrupt()
+            self.decode(draft, 0, 0, self.idle(width))
+        self.release(0)
+        jax.block_until_ready(self.state)
+
+    def begin(self, slot: int) -> None:
+        """Makes an idle row ready for a new prompt."""
+        self._change(begin, np.int32(slot))
+
+    def read(self, prompts: Mapping[int, ActiveRequest]) -> tuple[ReadPlan, Committed]:
+        """Commits the next tokens of some of these prompts; after its last token a row decodes.
+
+        Args:
+            prompts: by slot, of rows that were begun, the first in turn first; see `reads.plan_reads`.
+
+        Returns:
+            What was read, and the first new tokens [B, 1] of the rows whose prompt ended.
+        """
+        plan = plan_reads(prompts, self._prefills, self._prefixes.index)
+        for kept in plan.copies:
+            self._change(self._prefixes.copy, kept, prompts[kept.row].prompt)
+        rows = zip(plan.batch.rows.tolist(), plan.batch.counts.tolist(), strict=True)
+        settings = tuple(prompts[row].settings or self._neutral if count else self._neutral for row, count in rows)
+        first = self._prefill(plan.batch, plan.last, settings)
+        with self._on_mesh():
+            for kept in plan.kept:
+                self._prefixes.keep(self.state, kept)
+        return plan, first
+
+    @property
+    def _decoding(self) -> list[tuple[Draft, int]]:
+        """Draft and rows of each program that decodes."""
+        return [(draft, width) for width in self.widths for draft in self._drafts]
+
+    def some(self, busy: Sequence[int]) -> list[int]:
+        """The rows of the narrowest program that advances these, as many of each part of the mesh."""
+        of_part = self._slots // self._parts
+        busy_of = [[slot for slot in busy if slot // of_part == part] for part in range(self._parts)]
+        most = max(map(len, busy_of)) * self._parts
+        return self._filled(busy_of, next(width for width in self.widths if width >= most))
+
+    def _filled(self, busy_of: Sequence[Sequence[int]], width: int) -> list[int]:
+        """The busy rows of each part, and others, so that there are as many of each part."""
+        of_part, chosen = self._slots // self._parts, list[int]()
+        for part, taken in enumerate(busy_of):
+            others = (slot for slot in range(part * of_part, (part + 1) * of_part) if slot not in taken)
+            chosen += sorted([*taken, *itertools.islice(others, width // self._parts - len(taken))])
+        return chosen
+
+    def idle(self, width: int) -> list[int]:
+        """Rows of a program of that width, whichever."""
+        return self._filled([[]] * self._parts, width)
+
+    def decode(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Committed:
+        """One visit to the device (see `decoding.step.run`): the tokens of each step, not waited for.
+
+        Args:
+            slots: of the rows to advance, see `some`.
+        """
+        program, arguments = self._decode_call(draft, max_steps, leave_below, slots)
+        with self._on_mesh():
+            self.state, trace = program(*arguments)
+        return trace
+
+    def release(self, slot: int) -> None:
+        """Makes a row idle."""
+        self._change(release, np.int32(slot))
+
+    def move(self, slot: int, to: int, settings: RowSettings) -> None:
+        """Continues a short row that stopped in an idle long one, under these settings."""
+        assert self._short is not None
+        self._change(move, np.int32(slot), np.int32(to), settings, count=self._short.slots)
+
+    def wait(self) -> None:
+        """Waits for the device: `read` returns before it has."""
+        jax.block_until_ready(self.state.anchor)
+
+    def step_seconds(self, check_interrupt: Callable[[], object] = lambda: None) -> dict[tuple[Draft, int], float]:
+        """Times a step of each kind of draft and number of rows, all of them busy with random tokens and half full:
+        tokens that are alike would visit fewer experts than a real block does. `check_interrupt` is as in `warm_up`."""
+        with self._calibration_kept():
+            return self._timed_steps(check_interrupt)
+
+    def _timed_steps(self, check_interrupt: Callable[[], object]) -> dict[tuple[Draft, int], float]:
+        rng, short = np.random.default_rng(0), self._prefills.shapes[0]
+        endless = SamplingParams().on_device("", 0, 0, np.iinfo(np.int32).max)
+        times: dict[tuple[Draft, int], list[float]] = {how: [] for how in self._decoding}
+        for _ in range(3):
+            for draft, width in times:
+                check_interrupt()
+                slots = self.idle(width)
+                for slot in slots:
+                    length = max(1, self.lengths[slot] // 2)
+                    prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
+                    self._place(slot, length - len(prompt))
+                    part = self._prefills.part(slot)
+                    taken = [[(slot, prompt)] if p == part else [] for p in range(self._parts)]
+                    selected = self._prefills.batch(short, taken)
+                    self._prefill(selected, selected.counts > 0, (endless,) * len(selected.rows))
+                self.wait()
+                begin = time.perf_counter()
+                trace = jax.device_get(self.decode(draft, min(self._config.steps_per_visit, 4), 0, slots))
+                times[draft, width].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
+                for slot in slots:
+                    self.release(slot)
+        return {how: min(measured) for how, measured in times.items()}
+
+    @contextlib.contextmanager
+    def _calibration_kept(self) -> Iterator[None]:
+        """Keeps the calibration of the drafter's scores as it is: random tokens are no text to learn from."""
+        kept = jax.tree.map(jnp.copy, self.state.calibration)  # the programs consume the state's own arrays
+        try:
+            yield
+        finally:
+            self.state = self.state.replace(calibration=kept)
+
+    def _place(self, slot: int, length: int) -> None:
+        """Begins a row as if so many tokens were committed; what the caches hold there is of no interest."""
+        self.begin(slot)
+        with self._on_mesh():
+            self.state = self.state.replace(lengths=pin(self.state.lengths.at[slot].set(length)))
+
+    def _change(self, program: Callable[..., State], *arguments: Any, **given: Any) -> None:
+        with self._on_mesh():
+            self.state = program(self.state, *arguments, **given)
+
+    def _on_mesh(self) -> Any:
+        return entered(self._target.mesh)
+
+    def _nothing(self, shape: PrefillShape) -> tuple[PrefillBatch, np.ndarray, tuple[RowSettings, ...]]:
+        """The arguments of a program that reads nothing."""
+        selected = self._prefills.batch(shape)
+        return selected, selected.counts > 0, (self._neutral,) * len(selected.rows)
+
+    def _prefill_cost(self, shape: PrefillShape) -> PrefillCost:
+        """The cost of a program in seconds, by its times for empty rows and for such as are half full."""
+        arguments, seconds = self._nothing(shape), []
+        halves = {slot: max(1, self.lengths[slot] // 2) for slot in arguments[0].rows.tolist()}
+        for full in (0, 1):
+            times = []
+            for _ in range(2):
+                for slot, half in halves.items():
+                    self._place(slot, full * half)
+                self.wait()
+                begin = time.perf_counter()
+                self._prefill(*arguments)
+                self.wait()
+                times.append(time.perf_counter() - begin)
+            seconds.append(min(times))
+        return PrefillCost(seconds[0], max(0.0, seconds[1] - seconds[0]) / max(halves.values()))
+
+    def _prefill_arguments(self, selected: PrefillBatch, last: np.ndarray, settings: tuple[RowSettings, ...]) -> tuple:
+        return self._target, self._drafter, self.state, *selected, last, settings, self._config.logprobs
+
+    def _prefill(self, selected: PrefillBatch, last: np.ndarray, settings: tuple[RowSettings, ...]) -> Committed:
+        with self._on_mesh():
+            self.state, first = prefill(*self._prefill_arguments(selected, last, settings))
+        return first
+
+    def _decode_call(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> tuple[Any, tuple]:
+        return decode_call(
+            self._target,
+            self._drafter,
+            self.state,
+            max_steps,
+            leave_below,
+            block_size=draft.block_size,
+            nodes=draft.nodes,
+            proposals=self._config.proposals,
+            capacity=self._config.steps_per_visit,
+            rows=None if len(slots) == self._slots else np.asarray(slots, np.int32),
+            logprobs=self._config.logprobs,
+            options=self.compiler_options(draft, len(slots)),
+        )
+
+    def compiler_options(self, draft: Draft, rows: int) -> Options | None:
+        """The compiler's options for the program with this draft; None for single tokens."""
+        if self._drafter is None or draft.block_size == 0:
+            return None
+        config, block = self._target.config, self._block(draft)
+        inner = max(layer.intermediate_size for layer in config.layers)
+        return fastest_options(config.hidden_size, inner, rows * block, clock=not self._fixed)

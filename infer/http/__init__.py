@@ -1,0 +1,1 @@
+"""The HTTP server: one engine, any number of clients."""

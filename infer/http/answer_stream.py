@@ -1,0 +1,64 @@
+"""Streamed answers: what each chunk says."""
+
+import itertools
+from collections.abc import Iterator
+
+from dflash_jax.files import Json
+from dflash_jax.infer import openai
+from dflash_jax.infer.answers import token_logprobs
+from dflash_jax.infer.engine.requests import Completion
+from dflash_jax.infer.http.asked import Asked
+from dflash_jax.infer.http.worker import Progress
+from dflash_jax.infer.text import GrowingText, Text
+
+
+class AnswerStream:
+    """The chunks of one streamed answer.
+
+    Attributes:
+        completion: the answer, which the engine may go on writing to.
+        tokens: those of it that chunks were made of.
+    """
+
+    def __init__(self, text: Text, asked: Asked):
+        self._asked, self._text, self._growing = asked, text, GrowingText(text, asked.stop, asked.min_tokens)
+        self.completion, self.tokens = Completion(), 0
+        self._scored = 0  # tokens whose log-probabilities were sent
+        self._begun = False
+
+    def add(self, progress: Progress) -> Json | None:
+        """The choice of the next chunk; None if nothing more can be said yet."""
+        done, count, ended = progress.completion, progress.tokens, progress.finished
+        self.completion = done
+        steps = []
+        for end in self._ends(done, count):
+            steps.append([end - self.tokens, self._growing.add(done.token_ids[self.tokens : end])])
+            self.tokens = end
+        if ended:
+            rest = self._growing.end(done.token_ids)
+            if steps:
+                steps[-1][1] += rest
+            elif rest:
+                steps.append([0, rest])
+        piece = "".join(text for _, text in steps)
+        if not piece and not ended and not self._asked.with_steps:
+            return None
+        scores = None
+        if self._asked.samples[0].params.logprobs is not None:
+            scores = token_logprobs(done, self._text, self._scored, count)
+            self._scored = count
+        first, self._begun = not self._begun, True
+        reason = done.finish_reason if ended else None
+        choice = openai.chunk_choice(self._asked.endpoint, 0, piece, reason, first, scores)
+        return choice | {"steps": steps} if self._asked.with_steps else choice
+
+    def _ends(self, done: Completion, count: int) -> Iterator[int]:
+        """Where the new tokens end; if steps are asked for, where those of each step do."""
+        if self._asked.with_steps:
+            # The first token comes from the prompt.
+            lengths = done.acceptance_lengths or [1] * count
+            for end in itertools.accumulate(lengths, initial=1):
+                if self.tokens < end < count:
+                    yield end
+        if self.tokens < count:
+            yield count

@@ -1,0 +1,343 @@
+"""An HTTP server with OpenAI's completions and chat completions: one engine, any number of clients.
+
+The event loop reads requests, hands them to the worker that owns the engine, and streams what comes back.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from dflash_jax.files import Json
+from dflash_jax.infer import openai
+from dflash_jax.infer.answers import answer
+from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.engine.requests import Completion, Request, RequestError
+from dflash_jax.infer.http import reports
+from dflash_jax.infer.http.answer_stream import AnswerStream
+from dflash_jax.infer.http.asked import Asked, read_body
+from dflash_jax.infer.http.responses import EventStream, WholeAnswer
+from dflash_jax.infer.http.worker import OverloadedError, Progress, Worker
+from dflash_jax.infer.plain import refusal
+from dflash_jax.infer.text import Text
+
+READERS = 4  # prompts that are turned into tokens at a time
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much a client may send, and in what time.
+
+    Attributes:
+        request_bytes: of a body, at most.
+        client_seconds: for the body of a request to arrive; see also `listening.make_server`.
+        retry_seconds: after which a client may try again when the queue was full.
+    """
+
+    request_bytes: int = 2**20
+    client_seconds: float = 30.0
+    retry_seconds: int = 5
+
+
+def make_app(
+    worker: Worker,
+    text: Text,
+    defaults: SamplingParams,
+    *,
+    model: str,
+    root: str = "",
+    api_key: str | None,
+    limits: Limits | None = None,
+) -> Starlette:
+    """The ASGI application.
+
+    Args:
+        defaults: of a request.
+        model: name under which the pair is listed. Requests may name any model.
+        root: where the target was loaded from; load generators take its tokenizer from there.
+        api_key: bearer key that every request but `/` and `/health` must carry; None asks for none.
+        limits: see `Limits`.
+    """
+    limits = limits or Limits()
+    service = Service(worker, text, defaults, model, limits)
+    page = resources.files("dflash_jax.infer.http").joinpath("playground.html").read_text()
+    about = {
+        "chat": text.has_chat_template,
+        "speculation": worker.engine.drafter is not None,
+        "switchable": worker.engine.drafter is not None and worker.engine.config.plain,
+        "dtype": worker.engine.target.dtype.name,
+        "max_length": worker.engine.max_length,
+    }
+
+    def guarded(handler: Callable) -> Callable:
+        async def handle(request: HTTPRequest) -> Response:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            known = api_key is None or hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
+            if not known or (api_key and scheme.lower() != "bearer"):
+                return _error(401, "invalid_api_key", "the request needs `Authorization: Bearer <key>`")
+            return await handler(request)
+
+        return handle
+
+    async def playground(request: HTTPRequest) -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
+
+    async def health(request: HTTPRequest) -> Response:
+        if worker.failure:
+            return _error(500, "engine_failed", worker.blamed(worker.failure))
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(request: HTTPRequest) -> Response:
+        return Response(generate_latest(worker.registry), media_type=CONTENT_TYPE_LATEST)
+
+    listed = {"id": model, "object": "model", "created": 0, "owned_by": "dflash-jax", "root": root or model}
+    listed |= {"max_model_len": worker.engine.max_length, "dflash": about}
+
+    async def models(request: HTTPRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [listed]})
+
+    async def one_model(request: HTTPRequest) -> Response:
+        if (name := request.path_params["name"]) != model:
+            return _error(404, "not_found", f"the model here is {model!r}, got {name!r:.80}")
+        return JSONResponse(listed)
+
+    async def server_info(request: HTTPRequest) -> Response:
+        """The figures that SGLang's benchmark reads."""
+        state = {} if worker.tau is None else {"avg_spec_accept_length": worker.tau}
+        return JSONResponse({"model_path": root or model, "internal_states": [state]})
+
+    async def refused(request: HTTPRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _error(error.status_code, "not_found" if error.status_code == 404 else "invalid_request", error.detail)
+
+    async def failed(request: HTTPRequest, error: Exception) -> Response:
+        return _error(500, "internal_error", "the server failed on this request")
+
+    return Starlette(
+        routes=[
+            Route("/", playground),
+            Route("/health", health),
+            Route("/metrics", guarded(metrics)),
+            Route("/v1/models", guarded(models)),
+            Route("/v1/models/{name:path}", guarded(one_model)),
+            Route("/server_info", guarded(server_info)),
+            Route(openai.CHAT, guarded(service.complete), methods=["POST"]),
+            Route(openai.TEXT, guarded(service.complete), methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: refused, Exception: failed},
+    )
+
+
+class Service:
+    """Answers requests for completions. Arguments as in `make_app`.
+
+    Threads of its own turn text into tokens and tokens into text, so that a long prompt holds up neither the event loop
+    nor the answers that are being streamed, and a few long ones do not hold up a short one.
+    """
+
+    def __init__(self, worker: Worker, text: Text, defaults: SamplingParams, model: str, limits: Limits):
+        self._worker, self._text, self._defaults = worker, text, defaults
+        self._model, self._limits = model, limits
+        self._reading = ThreadPoolExecutor(READERS, "tokenize")
+        self._writing = ThreadPoolExecutor(1, "detokenize")
+
+    async def complete(self, request: HTTPRequest) -> Response:
+        """A completion or a stream of its parts."""
+        loop, endpoint, worker = asyncio.get_running_loop(), request.url.path, self._worker
+        try:
+            async with asyncio.timeout(self._limits.client_seconds):
+                raw = await _body(request, self._limits.request_bytes)
+            if worker.failure:
+                return _error(500, "engine_failed", worker.blamed(worker.failure))
+            asked = await self._admitted(raw, endpoint)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except TimeoutError:
+            message = f"the body did not arrive within {self._limits.client_seconds:g} seconds"
+            return _error(408, "request_timeout", message, {"Connection": "close"})
+        except OverflowError as error:
+            return _error(413, "request_too_large", str(error))
+        except RequestError as error:
+            return _error(400, error.code, str(error))
+        except OverloadedError as error:
+            return _error(429, "overloaded", str(error), {"Retry-After": str(self._limits.retry_seconds)})
+        with contextlib.ExitStack() as present:
+            present.callback(worker.leave, len(asked.samples))
+            if asked.streamed:
+                return EventStream(self._chunks(asked), present.pop_all().close)
+            try:
+                work = asyncio.gather(*(_last(worker, sample) for sample in asked.samples))
+                done = await _until_disconnected(request, work)
+                if done is None:
+                    return Response(status_code=499)
+                body = await loop.run_in_executor(self._writing, self._whole, asked, done)
+            except Exception as error:
+                return _error(500, "engine_failed", worker.blamed(error))
+            return WholeAnswer(body, present.pop_all().close)
+
+    async def _admitted(self, raw: bytes, endpoint: str) -> Asked:
+        """Reads a body, whose samples the worker has counted in. It counts as one while it is read, so that the
+        queue for the tokenizer is bounded, too.
+
+        Raises:
+            RequestError: it cannot be served.
+            OverloadedError: too many wait already.
+        """
+        worker = self._worker
+        worker.enter(1)
+        try:
+            asked = await asyncio.get_running_loop().run_in_executor(self._reading, self._read, raw, endpoint)
+        finally:
+            worker.leave(1)
+        worker.enter(len(asked.samples))
+        return asked
+
+    def _read(self, raw: bytes, endpoint: str) -> Asked:
+        """Reads a body; raises RequestError, whatever is in it."""
+        try:
+            asked = read_body(raw, endpoint, self._text, self._defaults, self._model)
+            self._worker.engine.check(asked.samples[0])
+        except Exception as error:
+            raise refusal(error) from error
+        return asked
+
+    def _whole(self, asked: Asked, done: Sequence[Completion]) -> bytes:
+        answers = [answer(completion, self._text, asked.stop, asked.min_tokens) for completion in done]
+        body: Json = openai.body(asked.endpoint, asked.model, answers)
+        body["usage"] = reports.usage(done)
+        if len(done) == 1:
+            body["metrics"] = reports.metrics(done[0])
+        if asked.with_meta_info:
+            body["meta_info"] = reports.meta_info(done[0])
+            for choice, completion in zip(body["choices"], done, strict=True):
+                choice["meta_info"] = reports.meta_info(completion)
+        # One by one: while Python encodes a value, none of its threads runs, the event loop's neither.
+        choices = b",".join(map(_json, body.pop("choices")))
+        return b'%s,"choices":[%s]}' % (_json(body)[:-1], choices)
+
+    async def _chunks(self, asked: Asked) -> AsyncGenerator[bytes, None]:
+        """Server-sent events of answers as they grow; text is sent once nothing can change it any more."""
+        loop, worker, text = asyncio.get_running_loop(), self._worker, self._text
+        kind = "chat.completion.chunk" if asked.endpoint == openai.CHAT else "text_completion"
+        head = openai.envelope(asked.endpoint, kind, asked.model)
+        event = lambda **fields: b"data: %s\n\n" % _json(head | fields)
+        streams = [AnswerStream(text, asked) for _ in asked.samples]
+
+        def tokens() -> Json:
+            begun = [stream for stream in streams if stream.tokens]
+            return reports.usage([stream.completion for stream in begun], [stream.tokens for stream in begun])
+
+        def chunk(index: int, progress: Progress) -> bytes | None:
+            if (choice := streams[index].add(progress)) is None:
+                return None
+            fields: Json = {"choices": [choice | {"index": index}]}
+            if asked.always_usage or progress.finished:  # load generators look for it there, asked for or not
+                fields["usage"] = tokens()
+            if progress.finished:
+                done = progress.completion
+                fields["speculation"] = reports.timed(done, progress.alone)
+                fields |= {"meta_info": reports.meta_info(done)} if asked.with_meta_info else {}
+                if not asked.with_usage:  # clients add up what they find, so an answer has it once
+                    fields["metrics"] = reports.metrics(done)
+            return event(**fields)
+
+        try:
+            async with contextlib.aclosing(_merged(worker, asked.samples)) as completions:
+                async for index, progress in completions:
+                    if written := await loop.run_in_executor(self._writing, chunk, index, progress):
+                        yield written
+            if asked.with_usage:
+                last = {"metrics": reports.metrics(streams[0].completion)} if len(streams) == 1 else {}
+                yield event(choices=[], usage=tokens(), **last)
+            yield b"data: [DONE]\n\n"
+        except Exception as error:  # the status line is long gone
+            yield b"data: %s\n\n" % _json({"error": {"message": worker.blamed(error), "code": "engine_failed"}})
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _error(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return JSONResponse({"error": error}, status_code=status, headers=headers)
+
+
+async def _body(request: HTTPRequest, limit: int) -> bytes:
+    """The body, read no further than the limit; raises OverflowError beyond it."""
+    read = bytearray()
+    async for part in request.stream():
+        read += part
+        if len(read) > limit:
+            raise OverflowError(f"the request is larger than {limit} bytes")
+    return bytes(read)
+
+
+async def _last(worker: Worker, request: Request) -> Completion:
+    progress = Progress(Completion(), 0, False)
+    async with contextlib.aclosing(worker.stream(request)) as completions:
+        async for progress in completions:  # noqa: B007
+            pass
+    return progress.completion
+
+
+async def _until_disconnected(request: HTTPRequest, work: asyncio.Future) -> list[Completion] | None:
+    """The result of the work; None, and the work cancelled, if the client goes away."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = work, asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Progress], None]:
+    """(which request, its completion so far) whenever tokens of one arrived; leaving early frees all slots."""
+    events: asyncio.Queue[tuple[int, Progress] | Exception | None] = asyncio.Queue()
+
+    async def follow(index: int, request: Request) -> None:
+        try:
+            async with contextlib.aclosing(worker.stream(request)) as completions:
+                async for completion in completions:
+                    events.put_nowait((index, completion))
+            events.put_nowait(None)
+        except Exception as error:
+            events.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(follow(*numbered)) for numbered in enumerate(requests)]
+    left = len(tasks)
+    try:
+        while left:
+            event = await events.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                left -= 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

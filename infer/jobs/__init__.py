@@ -1,0 +1,1 @@
+"""Batch jobs: files of lines in, files of records out."""

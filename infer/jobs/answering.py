@@ -1,0 +1,158 @@
+"""Lines on their way through an engine: lines in, records out."""
+
+import hashlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from dflash_jax.checkpoint.fingerprint import fingerprint
+from dflash_jax.files import Fields, Json
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.engine.requests import Completion, Request
+from dflash_jax.infer.jobs.lines import Line
+from dflash_jax.infer.jobs.records import error_record
+from dflash_jax.infer.plain import refusal
+from dflash_jax.infer.text import Text
+
+
+def job_settings(
+    directory: str,
+    dtype: str,
+    text: Text,
+    defaults: SamplingParams,
+    lines: Sequence[Line],
+    seed: int,
+    max_length: int | None,
+    deterministic: Fields | None = None,
+    overrides: Mapping[str, Fields] | None = None,
+) -> Json:
+    """All that the answers of a job depend on.
+
+    `target` and `input` are for people; their fingerprints are what must not change (None for a target that was made
+    in memory).
+
+    Args:
+        directory, dtype: of the target.
+        deterministic: what the last bits depend on besides, of a job that fixes them.
+        overrides: replaced fields of `config.json`, by the option that names them.
+    """
+    more: Json = {}  # defaults are left out
+    if text.template_arguments:
+        more["chat_template_kwargs"] = text.template_arguments
+    if deterministic is not None:
+        more["deterministic"] = dict(deterministic)
+    more |= {name: dict(fields) for name, fields in (overrides or {}).items() if fields}
+    if defaults.min_tokens:
+        more["min_tokens"] = defaults.min_tokens
+    return more | {
+        "target": directory,
+        "target_fingerprint": fingerprint(directory) if directory else None,
+        "input": f"{len(lines)} lines",
+        "input_fingerprint": hashlib.sha256(b"".join(line.digest for line in lines)).hexdigest(),
+        "max_new_tokens": defaults.max_new_tokens,
+        "temperature": defaults.temperature,
+        "top_p": defaults.top_p,
+        "top_k": defaults.top_k,
+        "min_p": defaults.min_p,
+        "seed": seed,
+        "stop_token_ids": list(defaults.ends),
+        "max_length": max_length,
+        "dtype": dtype,
+        "chat_template": text.chat_template,
+    }
+
+
+Event = tuple[Json | None, list[Completion]]  # output record or None while in progress, answers so far
+
+
+class Answering:
+    """Lines on their way through an engine.
+
+    Args:
+        record: what to write of a finished line, given its answers: one a turn of a conversation, one a sample.
+        text: continues conversations; without it their first turn is the whole line.
+    """
+
+    def __init__(self, engine: Engine, record: Callable[[Line, list[Completion]], Json], text: Text | None = None):
+        self._engine, self._record, self._text = engine, record, text
+        self._tickets: dict[int, tuple[Line, list[Completion]]] = {}  # and its answers
+
+    @property
+    def busy(self) -> bool:
+        """Whether lines are in progress."""
+        return bool(self._tickets)
+
+    def add(self, line: Line) -> Iterator[Event]:
+        """Queues a line; yields the record of one that cannot be answered."""
+        try:
+            if line.error is not None:
+                raise line.error
+            assert line.request is not None
+            answers: list[Completion] = []
+            for sample in range(line.n):
+                self._tickets[self._engine.submit(replace(line.request, sample=sample))] = line, answers
+        except Exception as error:
+            yield error_record(replace(line, error=refusal(error))), []
+
+    def step(self, admit: bool) -> Iterator[Event]:
+        """One piece of the engine's work; see `Engine.step`."""
+        for ticket, completion in self._engine.step(admit=admit):
+            line, answers = self._tickets[ticket]
+            if not completion.finish_reason:
+                yield None, [*answers, completion]
+                continue
+            del self._tickets[ticket]
+            answers.append(completion)
+            try:
+                if len(answers) < line.n:
+                    yield None, answers
+                elif self._text and line.later[len(answers) - 1 :]:
+                    self._tickets[self._engine.submit(_next_turn(line, answers, self._text))] = line, answers
+                    yield None, answers
+                else:
+                    answers.sort(key=lambda completion: completion.sample)
+                    yield self._record(line, answers), answers
+            except Exception as error:  # such as a conversation that has outgrown the engine
+                yield error_record(replace(line, error=refusal(error))), answers
+
+    def close(self) -> None:
+        """Drops what is not finished."""
+        self._engine.cancel(*self._tickets)
+        self._tickets.clear()
+
+
+def run_job(
+    engine: Engine,
+    lines: Iterable[Line],
+    record: Callable[[Line, list[Completion]], Json],
+    text: Text | None = None,
+    admit: Callable[[], bool] = lambda: True,
+) -> Generator[Event, None, None]:
+    """Answers every line: yields (output record or None while in progress, its answers so far).
+
+    Args:
+        record, text: see `Answering`.
+        admit: asked before every piece of work; while it is false no request is begun, and the job ends when those
+            in progress are finished.
+    """
+    answering = Answering(engine, record, text)
+    try:
+        for line in lines:
+            yield from answering.add(line)
+        while answering.busy:
+            going = admit()
+            if not going and not engine.busy:
+                return
+            yield from answering.step(going)
+    finally:
+        answering.close()
+
+
+def _next_turn(line: Line, turns: Sequence[Completion], text: Text) -> Request:
+    """The request of a conversation's next user turn: all before it, answers included, under the chat template."""
+    assert line.request is not None
+    messages = list(line.messages)
+    for completion, following in zip(turns, line.later, strict=False):
+        answer = text.answer(completion.token_ids, line.stop, line.request.params.min_tokens) or ""
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": following}]
+    return replace(line.request, prompt_token_ids=text.encode_chat(messages, **line.template_arguments))

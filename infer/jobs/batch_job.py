@@ -1,0 +1,292 @@
+"""A batch job from files to files: what is done already, what is left, figures on the way, the summary at the end."""
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from glob import escape
+from pathlib import Path
+from typing import Protocol
+
+from dflash_jax import files
+from dflash_jax.files import Json, write_json
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.stats import Stats
+from dflash_jax.infer.interrupt import INTERRUPTED, stop_signals
+from dflash_jax.infer.jobs import parts
+from dflash_jax.infer.jobs.answering import Event, run_job
+from dflash_jax.infer.jobs.inputs import input_paths
+from dflash_jax.infer.jobs.journal import Journal, settings_path, when_there_is_room
+from dflash_jax.infer.jobs.lines import Line
+from dflash_jax.infer.jobs.records import Tally, answer_record, record_id, rewrite_in_order, summarise
+from dflash_jax.infer.progress import Reporter, Working, engine_rates, memory_mib, warm_up
+from dflash_jax.infer.text import Text
+
+_log = logging.getLogger("dflash_jax")
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """The files of a job.
+
+    Attributes:
+        input: paths, globs, or `-`.
+        output: answers; continued if it is there.
+        summary: of the run; None writes none.
+        force: continue an output that was made with other settings.
+        ordered: rewrite the output in input order at the end.
+        process, processes: this one of how many that share the job.
+    """
+
+    input: Sequence[str]
+    output: Path
+    summary: Path | None = None
+    force: bool = False
+    ordered: bool = False
+    process: int = 0
+    processes: int = 1
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether this process writes a part of the output: several share the job, or did."""
+        return self.processes > 1 or bool(parts.found_parts(self.output))
+
+    @property
+    def part(self) -> Path:
+        """The part of this process."""
+        return parts.part_path(self.output, self.process, self.processes)
+
+    @property
+    def summary_file(self) -> Path | None:
+        """The summary of this process."""
+        if self.summary is None or self.processes == 1:
+            return self.summary
+        return self.summary.with_name(f"{self.summary.name}.{self.process}")
+
+    @property
+    def not_input(self) -> frozenset[Path]:
+        """Files of the job itself, links followed, which a glob of inputs does not mean."""
+        found = [self.output, *self._beside()]
+        if self.summary:
+            found += [self.summary, *self.summary.parent.glob(f"{escape(self.summary.name)}.*")]
+        return frozenset(Path(os.path.realpath(path)) for path in found)
+
+    def _beside(self) -> list[Path]:
+        """Files that lie beside the output, or will."""
+        found = [self.part, *parts.found_parts(self.output)]
+        return [*found, *map(settings_path, (self.output, *found)), parts.lock_path(self.output)]
+
+    def check(self) -> None:
+        """Raises ValueError or OSError if the results cannot be written, or would replace one another or the input:
+        before hours of work, not after."""
+        summary, beside = self.summary_file, self._beside()
+        results = [self.output, *([summary] if summary else [])]
+        if summary and _same(self.output, summary):
+            raise ValueError(f"--output and --summary are both {self.output}; choose two files")
+        for path in results:
+            if kept := next((other for other in beside if _same(path, other)), None):
+                raise ValueError(f"{path} is {kept.name}, which the job keeps beside its output; choose another file")
+        for source in input_paths(self.input, self.not_input):
+            for path in (*results, *beside):
+                if source != "-" and _same(Path(source), path):
+                    raise ValueError(f"{path} is the input; choose another file for the results")
+        written = self.part if self.in_parts else self.output
+        for path in (*results, written, settings_path(written)):
+            files.check_writable(path)
+        for path, what in ((summary, "--summary"), (self.output if self.ordered else None, "--output with --ordered")):
+            if path and _is_pipe(path):
+                raise ValueError(f"{path} is a pipe; {what} needs a file")
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two paths are one file, or would be: by links of both kinds, or because neither is there yet."""
+    if files.followed(one) == files.followed(other):
+        return True
+    return one.exists() and other.exists() and one.is_file() and one.samefile(other)
+
+
+def _is_pipe(path: Path) -> bool:
+    """Whether it is a pipe with a name, which may have no reader; `/dev/stdout` has one."""
+    return path.is_fifo() and Path(os.path.realpath(path)).exists()
+
+
+class Backend(Working, Protocol):
+    """Who answers the lines of a job: an engine in this process, or others."""
+
+    def done(self) -> tuple[Stats, int, dict[str, int]]:
+        """What was done so far, the most tokens that a step can commit for a row, and the steps with each draft."""
+        ...
+
+    def dtype(self) -> str:
+        """The dtype of the target's weights."""
+        ...
+
+    def close(self) -> None:
+        """Ends it; nothing is asked of it afterwards."""
+        ...
+
+    def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
+        """Gets ready for these lines, once the output is known to be usable.
+
+        Raises:
+            KeyboardInterrupt: `admit` is false, which is asked meanwhile.
+        """
+        ...
+
+    def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
+        """Answers the lines; see `answering.run_job`."""
+        ...
+
+
+class LocalEngine:
+    """A `Backend`: an engine of this process.
+
+    Args:
+        make: makes it.
+        text: see `answering.Answering`.
+        dtype: of the target.
+    """
+
+    engine: Engine  # from `begin` on
+
+    def __init__(self, make: Callable[[], Engine], text: Text, dtype: str):
+        self._make, self._text, self._dtype = make, text, dtype
+
+    def done(self) -> tuple[Stats, int, dict[str, int]]:
+        return self.engine.stats, self.engine.width, self.engine.steps_by_block_size
+
+    def dtype(self) -> str:
+        return self._dtype
+
+    def close(self) -> None:
+        pass
+
+    def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
+        self.engine = self._make()
+        if left:
+            warm_up(self.engine, admit)
+
+    def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
+        return run_job(self.engine, left, partial(answer_record, text=self._text), self._text, admit=admit)
+
+    def rates(self) -> str:
+        return engine_rates(self.engine)
+
+    def state(self) -> str:
+        engine = self.engine
+        return f"slots {engine.busy}/{engine.slots}   waiting {engine.waiting}   memory {memory_mib():.0f} MiB"
+
+
+class Job:
+    """Answers the lines of a job that no run before has answered.
+
+    Args:
+        files: checked.
+        lines: the whole input.
+        settings: what the answers depend on, to be saved beside them; see `answering.job_settings`.
+        notes: what else the summary tells.
+        begin: when the run began, by `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        files: JobFiles,
+        lines: Sequence[Line],
+        settings: Json,
+        notes: Json,
+        begin: float,
+    ):
+        self.files, self.lines, self.settings, self.notes = files, lines, settings, notes
+        self._begin = begin
+        self._in_parts = files.in_parts
+        self._known = {str(line.id) for line in lines}
+        self._tally = Tally()
+
+    def run(self, backend: Backend, interval: float | None) -> int:
+        """Answers what is left and returns the exit status.
+
+        Args:
+            backend: who answers.
+            interval: seconds between two lines of figures; see `Reporter`.
+        """
+        files = self.files
+        if self._in_parts and not files.force:
+            parts.check_settings(files.output, self.settings)
+        with (
+            stop_signals() as stopping,
+            Journal(
+                files.part if self._in_parts else files.output,
+                self.settings,
+                self._key,
+                force=files.force,
+                stopping=lambda: stopping,
+                merged=self._in_parts,
+            ) as journal,
+        ):
+            left, done, failed = self._left(journal)
+            admit = lambda: not stopping
+            backend.begin(left, admit)
+            report = Reporter(backend, len(left), interval)
+            failed += self._answer(backend, left, journal, report, admit)
+        unfinished = len(left) - report.finished
+        if not unfinished:
+            self._finish()
+        if path := files.summary_file:
+            summary = self._summary(backend, done, failed, unfinished)
+            when_there_is_room(path, lambda: write_json(path, summary))
+        if unfinished:
+            _log.warning("stopped; %d lines are left, which the same command continues with", unfinished)
+            return INTERRUPTED
+        return 1 if failed else 0
+
+    def _key(self, record: Json) -> str:
+        if (name := record_id(record)) not in self._known:
+            raise ValueError(f"id {name!r:.60} is not in the input")
+        return name
+
+    def _left(self, journal: Journal) -> tuple[list[Line], int, int]:
+        """Lines of this process without an answer, how many have one, and how many of those failed."""
+        mine = [line for i, line in enumerate(self.lines) if i % self.files.processes == self.files.process]
+        done, failed = journal.done, journal.failed
+        if self._in_parts:  # whoever answered a line of ours
+            found = parts.answered(self.files.output)
+            done = {str(line.id) for line in mine} & found.keys()
+            failed = sum(bool(json.loads(found[name]).get("error")) for name in done)
+        left = [line for line in mine if str(line.id) not in done]
+        if done:
+            _log.info("%d lines are done, %d left", len(mine) - len(left), len(left))
+        return left, len(done), failed
+
+    def _answer(
+        self, backend: Backend, left: Sequence[Line], journal: Journal, report: Reporter, admit: Callable[[], bool]
+    ) -> int:
+        """Writes a record for every line as it is finished; returns how many failed."""
+        failed = 0
+        with contextlib.closing(report), contextlib.closing(backend.answers(left, admit)) as records:
+            for record, turns in records:
+                if record is not None:
+                    journal.append(record)
+                    failed += bool(record.get("error"))
+                    for completion in turns:
+                        self._tally.add(completion)
+                report.update(record is not None)
+        return failed
+
+    def _finish(self) -> None:
+        """Merges or sorts the output, where it is complete."""
+        if self._in_parts:
+            if not parts.merge(self.files.output, self.lines):
+                _log.info("this process is done; the job is when the others are")
+        elif self.files.ordered:
+            rewrite_in_order(self.files.output, self.lines)
+
+    def _summary(self, backend: Backend, done: int, failed: int, unfinished: int) -> Json:
+        wall, process, processes = time.perf_counter() - self._begin, self.files.process, self.files.processes
+        stats, width, used = backend.done()
+        summary = summarise(self._tally, len(self.lines), failed, stats, width, wall)
+        more = {"steps_by_block_size": used, "process": process, "processes": processes}
+        return summary | {"resumed": done, "unfinished": unfinished} | more | self.notes

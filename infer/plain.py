@@ -1,0 +1,147 @@
+"""A request in plain form: a JSON object with a prompt and settings, of a line of a job or a body over HTTP."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from dflash_jax.files import Fields, Json, said
+from dflash_jax.infer.engine.params import MOST_ALTERNATIVES, SamplingParams
+from dflash_jax.infer.engine.requests import Request, RequestError, invalid
+from dflash_jax.infer.fields import LINE, check_fields, token_budget
+from dflash_jax.infer.text import Text, template_arguments, valid_text
+
+PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "turns")
+MOST_SAMPLES = 128  # answers to one prompt
+MOST_STOPS = 4  # stop strings of a request
+LONGEST_STOP = 1024  # bytes of a stop string
+SETTINGS: dict[str, tuple[type, ...]] = {
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": (int,),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+    "presence_penalty": (int, float),
+    "frequency_penalty": (int, float),
+    "logprobs": (int,),
+    "seed": (int,),
+    "min_tokens": (int,),
+}
+
+
+class PlainRequest(NamedTuple):
+    """A request in plain form, read and checked.
+
+    Attributes:
+        stop: stop strings.
+        messages, later: of a conversation, its first turn and the user turns after it.
+        template_arguments: of the chat template.
+    """
+
+    request: Request
+    stop: tuple[str, ...]
+    messages: tuple[dict[str, str], ...]
+    later: tuple[str, ...]
+    template_arguments: Json
+
+
+def plain_request(row: Fields, name: str, text: Text, defaults: SamplingParams) -> PlainRequest:
+    """Reads a line in one of the plain forms.
+
+    Raises:
+        RequestError: it is in none of them, or has a field that would be ignored (see `fields`).
+    """
+    check_fields(row, LINE)
+    stop = _stop_strings(row.get("stop"))
+    arguments = text.reasoning_arguments(row.get("reasoning_effort"))
+    arguments |= template_arguments(row.get("chat_template_kwargs"))
+    prompt, messages, later = _prompt(row, text, arguments)
+    params = replace(defaults, **_settings(row, defaults))
+    find_stop = text.find_stop(stop, params.min_tokens)
+    return PlainRequest(Request(prompt, params, id=name, find_stop=find_stop), stop, messages, later, arguments)
+
+
+def _settings(row: Fields, defaults: SamplingParams) -> Json:
+    given: Json = {name: row[name] for name in SETTINGS if row.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, SETTINGS[name]) or isinstance(value, bool):
+            kind = "an integer" if SETTINGS[name] == (int,) else "a number"
+            raise invalid(f"{name} must be {kind}, got {value!r:.80}")
+        if not abs(value) < 2**63:
+            raise invalid(f"{name} is out of range: {value!r:.80}")
+    if not 0 <= given.get("logprobs", 0) <= MOST_ALTERNATIVES:
+        raise invalid(f"logprobs must lie in 0..{MOST_ALTERNATIVES}, got {given['logprobs']}")
+    if given.get("top_k", 0) >= 2**31:
+        raise invalid(f"top_k is out of range: {given['top_k']}")
+    if given.get("top_k") == -1:  # the other spelling of "all"
+        given["top_k"] = 0
+    if (budget := token_budget(row)) is not None:
+        given["max_new_tokens"] = budget
+    return given | _stop_settings(row, defaults)
+
+
+def _stop_settings(row: Fields, defaults: SamplingParams) -> Json:
+    """`ignore_eos` and `stop_token_ids`: those of a line come to those of the job."""
+    given: Json = {}
+    if (ignored := row.get("ignore_eos")) is not None:
+        if not isinstance(ignored, bool):
+            raise invalid(f"ignore_eos must be true or false, got {ignored!r:.60}")
+        given["ignore_eos"] = ignored
+    if (stops := row.get("stop_token_ids")) is not None:
+        if not isinstance(stops, list) or not all(type(token) is int and 0 <= token < 2**31 for token in stops):
+            raise invalid(f"stop_token_ids must be a list of token ids, got {stops!r:.60}")
+        given["stop_token_ids"] = tuple(dict.fromkeys((*defaults.stop_token_ids, *stops)))
+    return given
+
+
+def sample_count(row: Fields) -> int:
+    """The field `n`, 1 by default; raises RequestError."""
+    n = row.get("n")
+    if n is None:
+        return 1
+    if type(n) is not int or not 1 <= n <= MOST_SAMPLES:
+        raise invalid(f"n must be an integer in 1..{MOST_SAMPLES}, got {n!r:.60}")
+    return n
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) and stop else stop or []
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        raise invalid(f"stop must be a string or a list of strings, got {stop!r:.80}")
+    if len(stops) > MOST_STOPS:
+        raise invalid(f"stop may have at most {MOST_STOPS} strings, got {len(stops)}")
+    if (longest := max((len(valid_text(s).encode()) for s in stops), default=0)) > LONGEST_STOP:
+        raise invalid(f"a stop string may have at most {LONGEST_STOP} bytes, got {longest}")
+    return tuple(stops)
+
+
+def _prompt(
+    row: Fields, text: Text, arguments: Fields
+) -> tuple[list[int], tuple[dict[str, str], ...], tuple[str, ...]]:
+    """Tokens of the first prompt; and its messages and later user turns, if it is a conversation."""
+    given = [name for name in PROMPT_FIELDS if row.get(name) is not None]
+    if len(given) != 1:
+        raise RequestError(
+            "invalid_request",
+            f"the line must have exactly one of {', '.join(PROMPT_FIELDS)}; got {given or 'none'}",
+        )
+    kind, value = given[0], row[given[0]]
+    if row.get("chat_template_kwargs") and kind not in ("messages", "turns"):
+        raise invalid("chat_template_kwargs needs messages or turns; another prompt has no template")
+    if kind == "prompt" and isinstance(value, str):
+        return text.encode(value), (), ()
+    if kind == "prompt_token_ids" and isinstance(value, list):
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in value):
+            return value, (), ()
+    elif kind == "turns" and isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
+        messages = ({"role": "user", "content": value[0]},)
+        return text.encode_chat(messages, **arguments), messages, tuple(map(valid_text, value[1:]))
+    elif kind == "messages":
+        return text.encode_chat(value, **arguments), (), ()
+    expected = {"prompt": "a string", "prompt_token_ids": "a list of integers", "turns": "a list of strings"}
+    raise RequestError("invalid_request", f"{kind} must be {expected[kind]}, got {value!r:.80}")
+
+
+def refusal(error: Exception) -> RequestError:
+    """The error for a request whose content provoked this exception."""
+    if isinstance(error, RequestError):
+        return error
+    return RequestError("invalid_request", f"the request cannot be read: {said(error):.200}")

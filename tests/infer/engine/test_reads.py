@@ -1,0 +1,91 @@
+"""What is read of several prompts, without a device: copies, sharing, the program, packing, what is kept."""
+
+import numpy as np
+
+from dflash_jax.infer.engine.prefixes import PrefixIndex
+from dflash_jax.infer.engine.prompts import PrefillCost, Prefills
+from dflash_jax.infer.engine.reads import plan_reads
+from dflash_jax.infer.engine.requests import Completion, Request
+from dflash_jax.infer.engine.rows import ActiveRequest
+
+HEAD = list(range(24))
+
+
+def unread(prompt, index, start=0):
+    return ActiveRequest(0, Request(prompt), Completion(), 9, index.keys(prompt), filled=start)
+
+
+def ways(plan):
+    return [(read.slot, read.filled, read.copied, read.place) for read in plan.reads]
+
+
+def test_a_chunk_that_several_begin_with_is_read_once_and_copied_then():
+    index, programs = PrefixIndex(8, 0, 8), Prefills(8, 4)
+    prompts = {slot: unread([*HEAD[:16], 30 + slot], index) for slot in (2, 0)} | {1: unread([50] * 7, index)}
+    plan = plan_reads(prompts, programs, index)
+    assert plan.copies == []
+    assert sorted(ways(plan)) == [(0, 0, 0, None), (1, 7, 0, 1), (2, 8, 0, 0)]
+    assert plan.batch.rows.tolist()[:2] == [2, 1]
+    assert sorted(plan.batch.rows.tolist()) == [0, 1, 2, 3]  # others fill its shape
+    assert plan.batch.counts.tolist() == [8, 7, 0, 0]
+    assert plan.batch.tokens[:2].tolist() == [HEAD[:8], [50] * 7 + [0]]
+    assert plan.last.tolist() == [False, True, False, False]
+    assert [(kept.row, kept.end, kept.entry is None) for kept in plan.kept] == [(2, 8, False), (1, 7, True)]
+    assert plan.seconds is None
+    # When it is there, the second one copies it, and reads what the first one now goes on with as well.
+    plan = plan_reads({2: unread(prompts[2].prompt, index, 8), 0: prompts[0]}, programs, index)
+    (copy,) = plan.copies
+    assert (copy.row, copy.end, copy.state) == (0, 8, None)
+    assert ways(plan) == [(2, 16, 0, 0), (0, 8, 8, None)]
+    # Then there is no chunk that both go on with: the last tokens are of each alone.
+    plan = plan_reads({2: unread(prompts[2].prompt, index, 16), 0: prompts[0]}, programs, index)
+    assert len(plan.copies) == 2
+    assert ways(plan) == [(2, 17, 0, 0), (0, 17, 16, 1)]
+    assert plan.last.tolist()[:2] == [True, True]
+
+
+def test_the_last_token_of_a_prompt_is_always_read():
+    index, programs = PrefixIndex(8, 0, 8), Prefills(8, 1)
+    for start in (0, 8):
+        plan_reads({0: unread(HEAD[:16], index, start)}, programs, index)
+    plan = plan_reads({0: unread(HEAD[:16], index)}, programs, index)
+    assert len(plan.copies) == 1
+    assert ways(plan) == [(0, 16, 8, 0)]
+
+
+def test_states_are_kept_where_others_go_on_and_copied_once():
+    index, programs = PrefixIndex(8, 8, 8), Prefills(8, 4)
+    waits = unread([*HEAD, 1], index)
+    for start in (0, 8, 16):
+        plan = plan_reads({0: unread([*HEAD, 0], index, start), 1: waits}, programs, index)
+        assert [kept.state is not None for kept in plan.kept] == [True]
+    plan = plan_reads({1: waits}, programs, index)
+    assert [copy.state is not None for copy in plan.copies] == [False, False, True]  # of the last one alone
+    assert ways(plan) == [(1, 25, 24, 0)]
+
+
+def test_the_program_is_the_cheapest_where_its_costs_are_known():
+    index = PrefixIndex(0, 0, 64)
+    programs, prompts = Prefills(64, 4), {slot: unread(HEAD[: 20 - slot], index) for slot in range(4)}
+    assert len(plan_reads(prompts, programs, index).batch.rows) == 4
+    programs.costs.update({shape: PrefillCost(0.1 * shape.rows**2) for shape in programs.shapes})
+    plan = plan_reads(prompts, programs, index)
+    assert (plan.batch.rows.tolist(), plan.seconds) == ([0], 0.1)
+    assert [read.place for read in plan.reads] == [0, None, None, None]
+
+
+def test_a_fixed_program_reads_the_first_prompt_alone():
+    index, programs = PrefixIndex(0, 0, 128), Prefills(128, 4, fixed=True)
+    prompts = {slot: unread(HEAD, index) for slot in (3, 1)}
+    plan = plan_reads(prompts, programs, index)
+    assert ways(plan) == [(3, 24, 0, 0)]
+    assert plan.batch.tokens.shape == (1, 32)
+
+
+def test_each_part_of_the_mesh_reads_its_own_rows():
+    index, programs = PrefixIndex(0, 0, 8), Prefills(8, 8, parts=2)
+    programs.costs.update({shape: PrefillCost(1.0) for shape in programs.shapes})
+    plan = plan_reads({slot: unread(HEAD[:4], index) for slot in (5, 6, 1)}, programs, index)
+    rows = np.asarray(plan.batch.rows)
+    assert {slot: place for slot, _, _, place in ways(plan)} == {5: len(rows) // 2, 6: len(rows) // 2 + 1, 1: 0}
+    assert all((rows[: len(rows) // 2] < 4) & (rows[len(rows) // 2 :] >= 4))
