@@ -24,7 +24,7 @@ from dflash_jax.infer.jobs.records import record_id, rewrite_in_order
 from dflash_jax.infer.text import Text
 from dflash_jax.loading import target_config
 from dflash_jax.train.checkpoints import Checkpoints
-from dflash_jax.train.config import read_config
+from dflash_jax.train.config import read_settings
 from dflash_jax.train.data import read_examples
 from dflash_jax.train.plot import read_metrics
 from dflash_jax.train.step import TrainState
@@ -185,7 +185,7 @@ def cases() -> dict[str, Case]:
         "output": Case(_job, _journal),
         "parts": Case(_job, _shared),
         "examples": Case(_lines(*[answer] * 3), lambda path: read_examples(path, 16, 64)),
-        "settings": Case(_lines(settings), read_config, weight=1),
+        "settings": Case(_lines(settings), read_settings, weight=1),
         "data.jsonl": Case(_lines({"turns": ["a"]}, {"prompt": "b"}), lambda path: load_dataset(str(path))),
         "run": Case(lambda place: _lines(*metrics)(_made(place) / "metrics.jsonl"), read_metrics, ("metrics.jsonl",)),
         "config": Case(_target, lambda place: target_config(str(place)), ("config.json",)),
