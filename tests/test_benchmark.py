@@ -7,8 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_jax import benchmark
+from dflash_jax.benchmarks import jobs
+from dflash_jax.benchmarks.pairs import Asked
 from dflash_jax.benchmarks.step_times import SAMPLES, samples_due
 from dflash_jax.data.datasets import SOURCES, Sample, load_dataset, training_prompts
+from dflash_jax.infer.engine.chooser import Draft
+from dflash_jax.infer.engine.engine import Engine
 
 
 @pytest.fixture
@@ -61,6 +65,30 @@ def test_jobs_of_every_block_size_take_turns(pair, tmp_path, capsys):
     assert 1 <= sides["block 8"]["tau"] < 2  # nothing is right but by chance
     assert sum(sides["auto"]["steps_by_block_size"].values()) > 0
     assert "at least" in capsys.readouterr().out
+
+
+class Idle(Engine):
+    def __init__(self):
+        self.choosers = self.shared = {2: None}
+
+    def warm_up(self):
+        pass
+
+
+class IdlePair(Asked):
+    def engine(self, generation, options, *, speculative=True):
+        return Idle()
+
+
+def test_an_engine_that_could_speculate_and_does_not():
+    """What its drafter's state costs is measured: whatever its choosers would have chosen, it decodes plainly. They are
+    replaced where they are, for an engine's parts share them."""
+    drafter = SimpleNamespace(config=SimpleNamespace(block_size=8))
+    options = benchmark.parse_options(["jobs", "--block-size", "auto"])
+    named = jobs.engines(IdlePair(None, drafter, "", (), (), None, {}), options)
+    assert list(named) == ["autoregressive", "auto", "draft state kept, unused"]
+    assert named["auto"].choosers == {2: None}
+    assert named["draft state kept, unused"].shared[2].choose(["a request"]) == Draft(1)
 
 
 def test_official_needs_greedy_batch_one(pair, capsys):

@@ -52,7 +52,7 @@ def engines(asked: Asked, options: JobsOptions) -> dict[str, Engine]:
     if one == "auto":  # what `auto` pays for being able to speculate, where speculation does not pay
         kept = found["draft state kept, unused"] = engine("auto")
         kept.warm_up()
-        kept.choosers = {width: Chooser({Draft(1): 1.0}, lambda draft: 0) for width in kept.choosers}
+        kept.choosers.update({rows: Chooser({Draft(1): 1.0}, lambda draft: 0) for rows in kept.choosers})
     return found
 
 
