@@ -44,22 +44,23 @@ complete -o default -F _dflash_jax python python3
 
 
 def completion() -> str:
-    """A script for bash that completes modules, stages of training and options."""
-    from typing import get_args
+    """A script for bash that completes modules, subcommands and options."""
+    from typing import Any, get_args
 
-    from dflash_jax import benchmark, plan, serve
+    from dflash_jax.benchmarks import arguments as measuring
     from dflash_jax.cli import flags
-    from dflash_jax.train import arguments
+    from dflash_jax.serve import ServeOptions
+    from dflash_jax.train import arguments as training
 
     words = lambda options: " ".join(sorted(flags(options)))
-    stages = {get_args(each)[1].name: words(get_args(each)[0]) for each in get_args(arguments.Stage)}
-    cases = [f'"dflash_jax.train {stage}") known="{known}" ;;' for stage, known in stages.items()]
-    cases += [
-        f'"dflash_jax.serve "*) known="{words(serve.ServeOptions)}" ;;',
-        f'"dflash_jax.benchmark "*) known="{words(benchmark.BenchmarkOptions)}" ;;',
-        f'"dflash_jax.plan "*) known="{words(plan.PlanOptions)}" ;;',
-        f'"dflash_jax.train "*) known="{" ".join(stages)} --help" ;;',
-    ]
+    commands: dict[str, Any] = {"benchmark": measuring.Mode, "train": training.Stage}
+    cases = []
+    for command, union in commands.items():
+        parts = {get_args(part)[1].name: words(get_args(part)[0]) for part in get_args(union)}
+        cases += [f'"dflash_jax.{command} {part}") known="{known}" ;;' for part, known in parts.items()]
+        cases.append(f'"dflash_jax.{command} "*) known="{" ".join(parts)} --help" ;;')
+    for command, options in {"serve": ServeOptions, "plan": measuring.PlanOptions}.items():
+        cases.append(f'"dflash_jax.{command} "*) known="{words(options)}" ;;')
     modules = " ".join(f"dflash_jax.{command}" for command in COMMANDS)
     return SCRIPT.format(cases="\n".join(f"        {case}" for case in cases), modules=modules)
 

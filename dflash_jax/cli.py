@@ -80,9 +80,10 @@ def flags(options: Any) -> set[str]:
         return {"--help"}.union(*(flags(part) for part in get_args(options)))
     kind = options if isinstance(options, type) else type(options)
     hints, found = get_type_hints(kind), {"--help"}
-    for own in dataclasses.fields(options):
-        made = own.default_factory() if own.default_factory is not dataclasses.MISSING else hints[own.name]
-        found |= {f"--{own.name.replace('_', '-')}"} | flags(made)
+    for part in dataclasses.fields(options):
+        made = part.default_factory() if part.default_factory is not dataclasses.MISSING else hints[part.name]
+        if part.init:
+            found |= {f"--{part.name.replace('_', '-')}"} | flags(made)
     return found
 
 

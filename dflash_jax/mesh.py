@@ -112,12 +112,6 @@ def current_mesh() -> AbstractMesh | None:
     return None if mesh.empty or mesh.size == 1 else mesh
 
 
-def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that arrays are sharded over, or None."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
-    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)  # type: ignore
-
-
 def rows_of(mesh: AnyMesh | None) -> int:
     """In how many parts a mesh splits rows; the rows of a batch must be a multiple."""
     return parts_of(mesh, ROWS)

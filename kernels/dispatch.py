@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from .verify import AnyTrial, trouble
+from .verify import AnyTrial, Call, trouble
 
 Name = Literal["xla", "tpu", "gpu"]
 Policy = Literal["auto", "xla", "pallas"]
@@ -68,9 +68,17 @@ def _checked(text: str, what: str) -> Policy:
 
 
 def choose(
-    implementations: Mapping[str, ModuleType], *arrays: Any, implementation: Name | None, trial: AnyTrial
+    implementations: Mapping[str, ModuleType],
+    *arrays: Any,
+    implementation: Name | None,
+    trial: AnyTrial,
+    call: Call,
 ) -> ModuleType:
-    """The implementation that serves a call with these arrays, or pytrees of them, of which `trial` is a small case.
+    """The implementation that serves a call with these arrays, or pytrees of them.
+
+    Args:
+        trial: a small case of the call.
+        call: the function that was called, which runs the trial.
 
     Raises:
         ValueError: it was named in the call and declines, or is none of them; the message says why.
@@ -84,13 +92,13 @@ def choose(
     name = _named.value or PREFERRED.get(platform(), "xla")
     if name not in implementations or implementations[name].declines(*arrays):
         name = "xla"
-    if name != "xla" and _named.value is None and not _allowed(name, implementations[name], trial):
+    if name != "xla" and _named.value is None and not _allowed(name, implementations[name], trial, call):
         name = "xla"
     return implementations[name]
 
 
-def _allowed(name: Name, kernel: ModuleType, trial: AnyTrial) -> bool:
+def _allowed(name: Name, kernel: ModuleType, trial: AnyTrial, call: Call) -> bool:
     """Whether a kernel that nobody named may run."""
     if policy() != "auto":
         return policy() == "pallas"
-    return platform() != jax.default_backend() or not trouble(name, kernel, trial)  # tried where it is at hand
+    return platform() != jax.default_backend() or not trouble(name, kernel, trial, call)  # tried where it is at hand

@@ -6,7 +6,7 @@ from jaxtyping import Array
 
 
 def precision(x: Array) -> jax.lax.Precision | None:
-    """Of a product with operands like `x`: float32 is multiplied as float32, and anything narrower as it is.
+    """The precision of a product with operands like `x`: float32 as float32, and anything narrower as it is.
 
     Left to itself, a TPU rounds float32 operands to bfloat16, and a GPU may round them to TF32.
     """

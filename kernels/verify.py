@@ -8,8 +8,9 @@ A device whose memory is full says nothing about the kernel: it is replaced this
 import re
 import threading
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -19,6 +20,7 @@ import numpy as np
 TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 0.02}  # of the largest value
 # What XLA says of a kernel that asks for more of a core's own memory than there is, however empty the device is.
 OWN_MEMORY = re.compile(r"vmem|smem|shared memory", re.IGNORECASE)
+Call = Callable[..., Any]  # the function of a kernel's `api`
 _known: dict[Hashable, str | None] = {}
 _asking = threading.Lock()
 
@@ -47,13 +49,13 @@ class AnyTrial(Hashable, Protocol):
         """By how much results may differ, as a part of the largest value."""
         ...
 
-    def run(self, implementation: str) -> Any:
-        """The results of the implementation of this name, a pytree of arrays."""
+    def run(self, call: Call, /) -> Any:
+        """What the function gives for the small case, a pytree of arrays; it has its implementation bound."""
         ...
 
 
-def trouble(name: str, kernel: ModuleType, trial: AnyTrial) -> str | None:
-    """What is wrong with the implementation of this name, or None; it may be asked while a program is traced.
+def trouble(name: str, kernel: ModuleType, trial: AnyTrial, call: Call) -> str | None:
+    """What is wrong with the implementation of this name of `call`, or None; it may be asked while a program is traced.
 
     The answer is kept, for this kind of device, this kernel and this trial, unless the device had no memory for the
     trial. Of several processes all must ask, in the same order, and the first decides for all: they run one program.
@@ -65,7 +67,7 @@ def trouble(name: str, kernel: ModuleType, trial: AnyTrial) -> str | None:
             return _known[key]
         # In a thread of its own there is no program being traced, and no mesh.
         with ThreadPoolExecutor(1) as apart:
-            found = apart.submit(_agreed, name, trial).result()
+            found = apart.submit(_agreed, partial(_compared, name, trial, call)).result()
         if found.lasting:
             _known[key] = found.trouble
         if found.trouble and jax.process_index() == 0:
@@ -78,9 +80,9 @@ def trouble(name: str, kernel: ModuleType, trial: AnyTrial) -> str | None:
         return found.trouble
 
 
-def _agreed(name: str, trial: AnyTrial) -> Finding:
+def _agreed(compared: Callable[[], Finding]) -> Finding:
     """What the first process finds, in every process."""
-    found = _compared(name, trial) if jax.process_index() == 0 else Finding(None)
+    found = compared() if jax.process_index() == 0 else Finding(None)
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -90,10 +92,11 @@ def _agreed(name: str, trial: AnyTrial) -> Finding:
     return found
 
 
-def _compared(name: str, trial: AnyTrial) -> Finding:
+def _compared(name: str, trial: AnyTrial, call: Call) -> Finding:
     try:
         with jax.debug_nans(False):  # a trial holds NaN where nothing may be read
-            results = [jax.tree.leaves(jax.device_get(trial.run(each))) for each in (name, "xla")]
+            calls = [partial(call, implementation=which) for which in (name, "xla")]
+            results = [jax.tree.leaves(jax.device_get(trial.run(bound))) for bound in calls]
     except Exception as error:  # a compiler raises whatever it likes
         text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.300}"
         if "RESOURCE_EXHAUSTED" in str(error) and not OWN_MEMORY.search(str(error)):

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import load_drafter, load_target
-from dflash_jax.benchmarks.datasets import load_dataset
 from dflash_jax.checkpoint import gguf
 from dflash_jax.checkpoint.fingerprint import fingerprint
+from dflash_jax.data.datasets import load_dataset
 from dflash_jax.files import LONGEST_LINE, reading
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.jobs import parts

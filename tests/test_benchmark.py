@@ -7,8 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_jax import benchmark
-from dflash_jax.benchmarks.datasets import SOURCES, Sample, load_dataset, training_prompts
+from dflash_jax.benchmarks import jobs
+from dflash_jax.benchmarks.pairs import Asked
 from dflash_jax.benchmarks.step_times import SAMPLES, samples_due
+from dflash_jax.data.datasets import SOURCES, Sample, load_dataset, training_prompts
+from dflash_jax.infer.engine.chooser import Draft
+from dflash_jax.infer.engine.engine import Engine
 
 
 @pytest.fixture
@@ -23,7 +27,7 @@ def test_figures(pair, tmp_path, capsys, temperature):
     data.write_text('{"turns": ["hello there"]}\n{"prompt": "and again"}\n{"question": "why?"}\n')
     arguments = ["--dataset", str(data), "--max-new-tokens", "16", "--temperature", temperature]
     arguments += ["--chat-template-kwargs", '{"enable_thinking": false}']
-    assert benchmark.main([*pair, *arguments, "--json", str(tmp_path / "figures.json")]) == 0
+    assert benchmark.main(["compare", *pair, *arguments, "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["equal_outputs"] == figures["samples"] == 3
     speculative, plain = figures["speculative"], figures["autoregressive"]
@@ -51,8 +55,8 @@ def test_the_times_of_a_step_are_spread_over_a_run(turns):
 def test_jobs_of_every_block_size_take_turns(pair, tmp_path, capsys):
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(f'{{"prompt": "number {i}"}}\n' for i in range(4)))
-    arguments = ["--dataset", str(data), "--max-new-tokens", "8", "--batch-size", "2", "--jobs", "2", "--untrained"]
-    assert benchmark.main([*pair, *arguments, "--json", str(tmp_path / "figures.json")]) == 0
+    arguments = ["--dataset", str(data), "--max-new-tokens", "8", "--batch-size", "2", "--rounds", "2", "--untrained"]
+    assert benchmark.main(["jobs", *pair, *arguments, "--json", str(tmp_path / "figures.json")]) == 0
     sides = json.loads((tmp_path / "figures.json").read_text())["engines"]
     single = ["one at a time, autoregressive", "one at a time"]
     assert list(sides) == ["autoregressive", "block 4", "block 8", "auto", *single]
@@ -63,9 +67,57 @@ def test_jobs_of_every_block_size_take_turns(pair, tmp_path, capsys):
     assert "at least" in capsys.readouterr().out
 
 
+class Idle(Engine):
+    def __init__(self):
+        self.choosers = self.shared = {2: None}
+
+    def warm_up(self):
+        pass
+
+
+class IdlePair(Asked):
+    def engine(self, generation, options, *, speculative=True):
+        return Idle()
+
+
+def test_an_engine_that_could_speculate_and_does_not():
+    """What its drafter's state costs is measured: whatever its choosers would have chosen, it decodes plainly. They are
+    replaced where they are, for an engine's parts share them."""
+    drafter = SimpleNamespace(config=SimpleNamespace(block_size=8))
+    options = benchmark.parse_options(["jobs", "--block-size", "auto"])
+    named = jobs.engines(IdlePair(None, drafter, "", (), (), None, {}), options)
+    assert list(named) == ["autoregressive", "auto", "draft state kept, unused"]
+    assert named["auto"].choosers == {2: None}
+    assert named["draft state kept, unused"].shared[2].choose(["a request"]) == Draft(1)
+
+
 def test_official_needs_greedy_batch_one(pair, capsys):
-    assert benchmark.main([*pair, "--official", "--temperature", "1"]) == 2
-    assert "greedy" in capsys.readouterr().err
+    for arguments in (["compare"], ["jobs"], ["compare", "--batch-size", "2"]):
+        temperature = [] if "--batch-size" in arguments else ["--temperature", "1"]
+        assert benchmark.main([*arguments, *pair, "--official", *temperature]) == 2
+        assert "greedy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("--max-samples 3", "compare --max-samples 3"),
+        ("--jobs 3 --block-size auto", "jobs --block-size auto --rounds 3"),
+        ("--rounds 9 --jobs=3", "jobs --rounds 9 --rounds 3"),  # it was the number of rounds of --drafters alone
+        ("--seed 1 --sweep 1,2 --plot a.svg", "sweep --seed 1 --plot a.svg --concurrency 1,2"),
+        ("--temperature 0,1 --drafters a=b", "drafters --temperature 0,1 --drafters a=b"),
+    ],
+)
+def test_commands_without_a_mode_still_work(before, now, capsys):
+    options = benchmark.parse_options(before.split())
+    assert capsys.readouterr().err == f"note: this is now written as: python -m dflash_jax.benchmark {now}\n"
+    assert options == benchmark.parse_options(now.split())
+    assert capsys.readouterr().err == ""
+
+
+def test_compare_is_the_default(capsys):
+    assert benchmark.parse_options([]) == benchmark.parse_options(["compare"])
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow
@@ -74,7 +126,7 @@ def test_degenerate_runs_are_refused(pair, tmp_path, capsys):
     data.write_text('{"prompt": "a"}')
     cases = {"max_samples": ["--max-samples", "0"], "proposes nothing": ["--block-size", "1"]}
     for message, arguments in (cases | {"nothing was decoded": ["--max-new-tokens", "1"]}).items():
-        assert benchmark.main([*pair, "--dataset", str(data), *arguments]) == 2
+        assert benchmark.main(["compare", *pair, "--dataset", str(data), *arguments]) == 2
         assert message in capsys.readouterr().err
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from dflash_jax import benchmark, load_drafter
-from dflash_jax.benchmarks import plots
+from dflash_jax.benchmarks import drafters, plots, sweep
+from dflash_jax.benchmarks.cells import relative_error, tau_error
 from dflash_jax.benchmarks.compare import tau_ratio
-from dflash_jax.benchmarks.drafters import bytes_per_step, relative_error, tau_error
+from dflash_jax.benchmarks.drafters import bytes_per_step
 from dflash_jax.infer.engine.requests import Completion
 from tests import tiny
 
@@ -58,7 +59,17 @@ def test_every_cell_is_measured(pair, tmp_path, capsys):
     data.write_text('{"prompt": "hello there"}\n{"prompt": "and again"}\n')
     sources = {"v1": pair / "drafter", **trio(tmp_path / "trio")}
     named = ",".join(f"{name}={source}" for name, source in sources.items())
-    arguments = ["--target", str(pair / "target"), "--drafters", named, "--tasks", str(data), "--temperature", "0,1"]
+    arguments = [
+        "drafters",
+        "--target",
+        str(pair / "target"),
+        "--drafters",
+        named,
+        "--tasks",
+        str(data),
+        "--temperature",
+        "0,1",
+    ]
     arguments += ["--max-new-tokens", "8", "--block-size", "4", "--batch-size", "2"]
     arguments += ["--json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "plot.svg")]
     assert benchmark.main(arguments) == 0
@@ -85,12 +96,13 @@ def test_every_cell_is_measured(pair, tmp_path, capsys):
 
 def test_wrong_arguments(pair, capsys):
     target = ["--target", str(pair / "target")]
-    for arguments, named in (
+    for arguments, named in (  # as they were written before there were modes
         (["--drafters", "a"], "a=DIR"),
         (["--drafters", "a=x,a=y"], "different names"),
-        (["--temperature", "0,1"], "for --drafters"),
+        (["--temperature", "0,1"], "Error parsing --temperature"),
         (["--drafters", f"a={pair / 'drafter'}", "--temperature", "0,-1"], "at least 0"),
-        (["--temperature", "nan"], "at least 0"),
+        (["--temperature", "nan"], "temperature must be"),
+        (["--tasks", "gsm8k"], "drafters --help"),
         (["--drafters", f"a={pair / 'drafter'}", "--rounds", "0"], "--rounds must be at least 1"),
         (["--drafters", f"a={pair / 'drafter'}", "--block-size", "auto"], "block-size auto"),
         (["--drafters", f"a={pair / 'drafter'}", "--jobs", "2"], "of its own"),
@@ -131,8 +143,8 @@ def test_answers_that_differ_end_with_a_status_of_their_own(monkeypatch, tmp_pat
     cell |= {"samples": 3, "equal_outputs": 2}
     steps = [{"drafter": "a", "temperature": 0.0, "ms": dict.fromkeys(("draft", "verify", "accept", "commit"), 1.0)}]
     figures = {"cells": [cell], "steps": steps, "qwen3_8b": {}, "dtype": "float32"}
-    monkeypatch.setattr(benchmark, "measure", lambda options: figures)
-    asked = ["--drafters", "a=b", "--json", str(tmp_path / "figures.json")]
+    monkeypatch.setattr(drafters, "measure", lambda options: figures)
+    asked = ["drafters", "--drafters", "a=b", "--json", str(tmp_path / "figures.json")]
     assert benchmark.main(asked) == 1
     told = capsys.readouterr()
     assert "| a | t | 0 |" in told.out
@@ -145,9 +157,9 @@ def test_answers_that_differ_end_with_a_status_of_their_own(monkeypatch, tmp_pat
 def test_what_is_measured_is_written_before_it_is_drawn(monkeypatch, tmp_path, capsys):
     """And what cannot be drawn is refused before anything is measured."""
     measured = []
-    monkeypatch.setattr(benchmark, "measure", lambda options: measured.append(options) or {"sweep": []})
-    monkeypatch.setattr(benchmark, "_shown", lambda options, figures: "shown")
-    asked = ["--sweep", "1", "--json", str(tmp_path / "figures.json"), "--plot"]
+    monkeypatch.setattr(sweep, "measure", lambda options: measured.append(options) or {"sweep": []})
+    monkeypatch.setattr(sweep, "text", lambda figures: "shown")
+    asked = ["sweep", "--concurrency", "1", "--json", str(tmp_path / "figures.json"), "--plot"]
     for path, named in (
         (tmp_path / "plot.nothing", "must name a file that ends in"),
         (tmp_path / "gone" / "plot.svg", "there is no such directory"),

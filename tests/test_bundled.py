@@ -9,8 +9,8 @@ import pytest
 
 from dflash_jax import benchmark, bundled_pair, load_drafter, load_target, serve, spec_generate
 from dflash_jax.benchmarks import pictures
+from dflash_jax.data.problems import is_correct, problems
 from dflash_jax.infer.text import Text
-from dflash_jax.train.toy.problems import is_correct, problems
 
 
 def test_shape_and_size():

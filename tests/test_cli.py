@@ -28,22 +28,30 @@ SERVE = """
     chat-template-kwargs deterministic kernels ray ray-workers ray-resources
     target-config drafter-config min-tokens ignore-eos stop-token-ids
 """
-BENCHMARK = """
-    batch-size block-size dataset drafter dtype jobs json max-new-tokens max-samples mesh min-p official
-    plot proposals rounds seed sweep target tasks temperature top-k top-p tree untrained drafters
-    chat-template-kwargs kernels
-    target-config drafter-config min-tokens ignore-eos stop-token-ids
+MEASURING = """
+    batch-size block-size dataset dtype json max-new-tokens max-samples mesh min-p proposals seed target temperature
+    top-k top-p tree chat-template-kwargs kernels target-config drafter-config min-tokens ignore-eos stop-token-ids
 """
+BENCHMARK = {
+    "compare": MEASURING + "drafter official untrained",
+    "jobs": MEASURING + "drafter official untrained rounds",
+    "sweep": MEASURING + "drafter untrained concurrency plot",
+    "drafters": MEASURING + "drafters rounds tasks plot",
+}
 KERNELS = "bandwidth batch context dtype json loops only pair"
 
 
 @pytest.mark.parametrize(
-    ("parse", "flags"),
-    [(serve.parse_options, SERVE), (benchmark.parse_options, BENCHMARK), (kernels.parse_options, KERNELS)],
+    ("parse", "mode", "flags"),
+    [
+        (serve.parse_options, [], SERVE),
+        (kernels.parse_options, [], KERNELS),
+        *((benchmark.parse_options, [mode], flags) for mode, flags in BENCHMARK.items()),
+    ],
 )
-def test_the_flags(parse, flags, capsys):
+def test_the_flags(parse, mode, flags, capsys):
     with pytest.raises(SystemExit) as done:
-        parse(["--help"])
+        parse([*mode, "--help"])
     assert done.value.code == 0
     shown = re.findall(r"^[│ ] (?:-h, )?--([a-z][a-z0-9-]*)", capsys.readouterr().out, re.M)
     assert set(shown) == {"help", *flags.split()}
@@ -71,8 +79,8 @@ def test_forms_of_arguments():
     assert (options.prompt, options.input, options.models.target) == ("None", None, None)
     assert options.generation.block_size == 4
     assert serve.parse_options(["--http", "localhost:1"]).generation.block_size is None
-    options = benchmark.parse_options(["--official", "--untrained", "--jobs", "3"])
-    assert (options.official, options.untrained, options.jobs) == (True, True, 3)
+    options = benchmark.parse_options(["jobs", "--official", "--untrained", "--rounds", "3"])
+    assert (options.official, options.untrained, options.rounds) == (True, True, 3)
     options = kernels.parse_options("--context 5 6 7 --batch 2 --only step".split())
     assert (options.context, options.batch, options.only) == ((5, 6, 7), (2,), "step")
 
@@ -219,6 +227,8 @@ def test_the_commands_are_listed(capsys):
         ("python -m dflash_jax.b", ["dflash_jax.benchmark"]),
         ("python -m dflash_jax.serve --temp", ["--temperature"]),
         ("python -m dflash_jax.train exp", ["export"]),
+        ("python -m dflash_jax.benchmark sw", ["sweep"]),
+        ("python -m dflash_jax.benchmark sweep --conc", ["--concurrency"]),
         ("python -m dflash_jax.train fit --init-fr", ["--init-from"]),
         ("python -m http.server --", []),
         ("python -m dflash_jax.serve fil", []),

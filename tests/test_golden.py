@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dflash_jax import Engine, Request, bundled_pair, load_drafter, load_target, replay
+from dflash_jax.data.problems import problems
 from dflash_jax.infer.text import Text
-from dflash_jax.train.toy.problems import problems
 from tests import tiny
 
 FILE = Path(__file__).parent / "golden" / "bundled.json"

@@ -25,7 +25,7 @@ from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example
 from dflash_jax.train.drafters import new_drafter
 from dflash_jax.train.features import FeatureCache, write_features
-from dflash_jax.train.fit import Run
+from dflash_jax.train.opening import open_run
 from tests import tiny
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 64}
@@ -244,7 +244,7 @@ def test_training_is_the_same_on_every_mesh(directory, axes, tmp_path):
 
     def run(where, mesh, stop=None):
         target = load_target(directory / "target", mesh=mesh)
-        made = Run(tmp_path / where, target, *new_drafter(target, config, tiny.MASK), examples, config)
+        made = open_run(tmp_path / where, target, *new_drafter(target, config, tiny.MASK), examples, config)
         losses = []
 
         def note(step, metrics):

@@ -1,11 +1,17 @@
-"""The layers of the code, as docs/design.md has them."""
+"""The layers of the code, as docs/design.md has them; that there are no circles; how long files are; open types."""
 
 import ast
 import os
 import re
+import statistics
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+LONGEST, MEDIAN = 400, 130  # lines of a file
+OPEN_TYPES = 315  # uses of `Any`; it only falls
 
 
 def rows():
@@ -25,30 +31,93 @@ def modules():
                 yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path
 
 
-def imported(module, path):
-    """What a module imports at its top."""
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.parse(path.read_text()).body:
+SOURCES = {module.removeprefix("dflash_jax").lstrip("."): path for module, path in modules()}
+TREES = {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
+
+
+def imported(module, nodes):
+    """The modules of the package that these nodes of a module import."""
+    package = module.split(".") if SOURCES[module].name == "__init__.py" else module.split(".")[:-1]
+    for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = [*package[: len(package) - node.level + 1], node.module or ""] if node.level else [node.module]
-            yield from (".".join([*base, alias.name]).replace("..", ".") for alias in node.names)
+            above = ["dflash_jax", *package][: len(package) + 2 - node.level] if node.level else []
+            base = ".".join([*filter(None, above), *filter(None, [node.module])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.startswith("dflash_jax."):
+                name = name.removeprefix("dflash_jax.")
+                yield name if name in SOURCES else name.rpartition(".")[0]
 
 
 def test_modules_import_from_their_row_and_below():
     row, seen = rows(), set()
-    for module, path in modules():
-        if module == "dflash_jax":
+    for module, tree in TREES.items():
+        if not module:
             continue
-        own = module.split(".")[1]
-        for name in imported(module, path):
-            if name.startswith("dflash_jax."):
-                other = name.split(".")[1]
-                assert row[other] <= row[own], f"{module} imports {name}"
-                seen.add((own, other))
-    assert {own for own, _ in seen} <= row.keys()
+        room = module.split(".")[0]
+        for name in imported(module, tree.body):
+            if name:
+                other = name.split(".")[0]
+                assert row[other] <= row[room], f"{module} imports {name}"
+                seen.add((room, other))
+    assert {room for room, _ in seen} <= row.keys()
     assert len(seen) > 50
+
+
+def circle(edges, room):
+    """A circle among what lies in a room, its files and the rooms inside it, or None."""
+    inside, graph = (f"{room}." if room else ""), {}
+    part = lambda module: module.removeprefix(inside).split(".")[0] if module != room else "__init__"
+    for module, other in edges:
+        if all(f"{name}.".startswith(inside) for name in (module, other)) and part(module) != part(other):
+            graph.setdefault(part(module), set()).add(part(other))
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+
+
+def test_there_are_no_circles():
+    """Imports inside functions and those for types count."""
+    edges = {(module, name) for module, tree in TREES.items() for name in imported(module, ast.walk(tree))}
+    assert len(edges) > 500
+    for room in {"", *(module.rpartition(".")[0] for module in SOURCES)}:
+        found = circle(edges, room)
+        assert not found, f"in dflash_jax.{room}, what is imported leads back: {' <- '.join(found)}"
+
+
+@pytest.mark.parametrize(
+    ("edges", "room", "found"),
+    [
+        ([("a", "b"), ("b", "a")], "", True),
+        ([("a.x", "b"), ("b", "a.y")], "", True),  # of rooms, though not of files
+        ([("a.x", "b"), ("b", "a.y")], "a", False),
+        ([("a.x", "a.b.y"), ("a.b.z", "a.x")], "a", True),
+        ([("a", "a.x"), ("a.x", "a")], "a", True),
+        ([("a", "a.x"), ("a.x", "b")], "a", False),
+        ([("ab", "a"), ("a", "c"), ("c", "a.x")], "a", False),
+    ],
+)
+def test_circles_are_found(edges, room, found):
+    assert bool(circle(edges, room)) == found
+
+
+def test_files_are_short():
+    lengths = {module: len(path.read_text().splitlines()) for module, path in SOURCES.items()}
+    assert not {module: n for module, n in lengths.items() if n > LONGEST}
+    assert statistics.median(lengths.values()) <= MEDIAN
+
+
+def test_few_types_are_left_open():
+    uses = {
+        module: sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
+        for module, tree in TREES.items()
+    }
+    assert sum(uses.values()) <= OPEN_TYPES, sorted(uses.items(), key=lambda use: -use[1])[:10]
 
 
 def test_params_are_the_only_collection():

@@ -105,7 +105,7 @@ def test_a_sweep(pair, tmp_path, capsys):
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(f'{{"prompt": "number {i}", "category": "c{i % 2}"}}\n' for i in range(4)))
     files = ["--dataset", str(data), "--json", str(tmp_path / "f.json")]
-    assert benchmark.main([*models, *files, "--sweep", "1,2", "--plot", str(tmp_path / "p.svg")]) == 0
+    assert benchmark.main(["sweep", *models, *files, "--concurrency", "1,2", "--plot", str(tmp_path / "p.svg")]) == 0
     found = json.loads((tmp_path / "f.json").read_text())["sweep"]
     assert [(row["concurrency"], row["engine"]) for row in found] == [
         (n, name) for n in (1, 2) for name in ("autoregressive", "block 8", "auto")
@@ -113,15 +113,18 @@ def test_a_sweep(pair, tmp_path, capsys):
     assert all(0 < row["first_token_p50"] <= row["first_token_p99"] for row in found)
     assert (tmp_path / "p.svg").stat().st_size > 1000
     assert "no fewer tokens/s and user" in capsys.readouterr().out
-    assert benchmark.main([*models, *files]) == 0
+    assert benchmark.main(["compare", *models, *files]) == 0
     categories = json.loads((tmp_path / "f.json").read_text())["acceptance_by_category"]
     assert {name: one["samples"] for name, one in categories.items()} == {"c0": 2, "c1": 2}
     assert "tau by category" in capsys.readouterr().out
 
 
 def test_wrong_sweeps_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        benchmark.main(["--sweep", "1,x"])
-    assert "like 1,2,4" in capsys.readouterr().err
-    assert benchmark.main(["--plot", "a.svg"]) == 2
-    assert "--plot needs --sweep or --drafters" in capsys.readouterr().err
+    for arguments, named in (
+        (["sweep", "--concurrency", "1,x"], "like 1,2,4"),
+        (["compare", "--plot", "a.svg"], "sweep --help"),  # which has this option
+    ):
+        with pytest.raises(SystemExit) as done:
+            benchmark.main(arguments)
+        assert done.value.code == 2
+        assert named in capsys.readouterr().err

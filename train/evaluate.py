@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from dflash_jax.decoding.step import Proposals
 from dflash_jax.drafters.base import Drafter
-from dflash_jax.files import reading
+from dflash_jax.drafters.loading import load_drafter
+from dflash_jax.files import check_writable, reading, write_json
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Request, RequestError
@@ -16,8 +17,14 @@ from dflash_jax.infer.jobs.inputs import input_lines
 from dflash_jax.infer.jobs.lines import read_lines
 from dflash_jax.infer.jobs.records import acceptance_summary
 from dflash_jax.infer.text import Text
-from dflash_jax.mesh import rows_of
-from dflash_jax.target import Target
+from dflash_jax.loading import choose_mesh, enable_compilation_cache, models_on_mesh, target_config, use_kernels
+from dflash_jax.mesh import rows_of, spread
+from dflash_jax.sharding import shardings
+from dflash_jax.target import Target, load_target
+from dflash_jax.train.arguments import EvaluateOptions
+from dflash_jax.train.drafters import cast, store_sharpness
+from dflash_jax.train.metrics import Metrics
+from dflash_jax.train.run import load_run
 
 
 def read_prompts(
@@ -63,7 +70,7 @@ def evaluate(
     proposals: Proposals = "calibrated",
     batch_size: int = 8,
     baseline: bool = False,
-) -> dict[str, Any]:
+) -> Metrics:
     """Decodes all prompts speculatively and returns tau and how the steps went.
 
     Args:
@@ -112,3 +119,69 @@ def evaluate(
         figures["speedup"] = speeds[0] / speeds[1] if speeds[1] else None
         figures["equal_outputs"] = sum(a.token_ids == b.token_ids for a, b in zip(*answers, strict=True))
     return figures
+
+
+def main(options: EvaluateOptions) -> int:
+    """The stage `evaluate`; returns its exit status."""
+    _check(options)
+    generation = options.generation
+    target, drafter = _pair(options)
+    figures = evaluate(
+        target,
+        drafter,
+        read_prompts(options.prompts, target, options.max_samples, generation.chat_template_kwargs),
+        params=generation.sampling(),
+        block_size=generation.block_size,
+        tree=generation.tree,
+        proposals=generation.proposals,
+        batch_size=generation.batch_size,
+        baseline=True,
+    )
+    figures["chat_template_kwargs"] = dict(generation.chat_template_kwargs)
+    rates = " ".join(f"{rate:.2f}" for rate in figures["acceptance_per_position"])
+    print(f"tau {figures['tau']:.3f}   speedup {figures['speedup']:.2f}   over {figures['samples']} prompts")
+    print(f"acceptance per position   {rates}")
+    if options.json:
+        write_json(Path(options.json), figures)
+    if options.store_sharpness:
+        store_sharpness(Path(options.models.drafter or ""), figures["proposal_sharpness"])
+        print("sharpness by depth   " + " ".join(f"{c:g}" for c in figures["proposal_sharpness"]))
+    return 0
+
+
+def _check(options: EvaluateOptions) -> None:
+    """Raises ValueError for options that do not go together, and OSError for a file that cannot be written."""
+    drafter, params = options.models.drafter, options.generation.sampling()
+    if bool(options.run) == bool(drafter):
+        raise ValueError("give either --run or --drafter")
+    if options.step is not None and not options.run:
+        raise ValueError("--step needs --run")
+    params.check()
+    if options.json:
+        check_writable(Path(options.json))
+    if options.store_sharpness:
+        if not drafter or not Path(drafter).is_dir():
+            raise ValueError("--store-sharpness needs --drafter, a directory whose config.json it may change")
+        if params.temperature == 0 or options.generation.proposals != "calibrated":
+            raise ValueError("--store-sharpness needs a --temperature above 0, and --proposals calibrated")
+
+
+def _pair(options: EvaluateOptions) -> tuple[Target, Drafter]:
+    """The target, and the drafter that the options name or that a run has."""
+    models = options.models
+    use_kernels(models.kernels)
+    enable_compilation_cache()
+    described = target_config(models.target, models.target_config)
+    mesh = choose_mesh(models.mesh, models_on_mesh(models, described))
+    target = load_target(models.target, dtype=models.dtype, mesh=mesh, overrides=models.target_config)
+    if options.run:
+        drafter, _ = load_run(options.run, options.step)
+        drafter = drafter.replace(params=cast(drafter.params, target.dtype))
+        if mesh is not None:
+            drafter = spread(drafter, shardings(drafter, mesh)).replace(mesh=mesh)
+    else:
+        assert models.drafter
+        where = {"num_target_layers": target.config.num_hidden_layers, "target": target.directory}
+        drafter = load_drafter(models.drafter, dtype=models.dtype, mesh=mesh, overrides=models.drafter_config, **where)
+    drafter.config.check_pair(target.config)
+    return target, drafter

@@ -16,10 +16,13 @@ import numpy as np
 
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.files import read_json, reading, said, write_json
+from dflash_jax.infer.progress import progress_bar
 from dflash_jax.mesh import entered, gather, rows_of
 from dflash_jax.target import Target
+from dflash_jax.train.arguments import CacheFeaturesOptions, settings_given
 from dflash_jax.train.blocks import target_features
 from dflash_jax.train.data import Example, Packing
+from dflash_jax.train.prepare import prepare
 
 BATCH = 4  # rows of a target pass
 
@@ -198,3 +201,15 @@ def _open(directory: Path, mode: Any, description: dict[str, Any], tokens: int) 
 
 def _offsets(examples: Sequence[Example]) -> list[int]:
     return [0, *np.cumsum([len(example.tokens) for example in examples]).tolist()]
+
+
+def main(options: CacheFeaturesOptions) -> int:
+    """The stage `cache-features`; returns its exit status."""
+    config, target, data, drafter, _ = prepare(options.source, settings_given(options.settings))
+    with progress_bar(len(data.examples), "conversation") as bar:
+        written = write_features(
+            options.output, target, drafter.taps, data.examples, config.length, hidden=options.hidden
+        )
+        for done in written:
+            bar.update(done - bar.n)
+    return 0

@@ -86,16 +86,17 @@ def token_losses(
             the target's distribution is.
     """
     M, parts = labels.shape[0], row_parts()
-    each = M // parts  # predictions of one device: a chunk takes some of every one's
-    chunk = min(-(-chunk // parts), each)
+    per_part = M // parts  # predictions of one device: a chunk takes some of every one's
+    chunk = min(-(-chunk // parts), per_part)
 
     def fold(x: Array) -> Array:
-        x = jnp.pad(x.reshape(parts, each, *x.shape[1:]), [(0, 0), (0, -each % chunk)] + [(0, 0)] * (x.ndim - 1))
+        pads = [(0, 0), (0, -per_part % chunk)] + [(0, 0)] * (x.ndim - 1)
+        x = jnp.pad(x.reshape(parts, per_part, *x.shape[1:]), pads)
         return x.reshape(parts, -1, chunk, *x.shape[2:]).swapaxes(0, 1).reshape(-1, parts * chunk, *x.shape[2:])
 
     def unfold(x: Array) -> Array:
         x = x.reshape(-1, parts, chunk, *x.shape[2:]).swapaxes(0, 1)
-        return x.reshape(parts, -1, *x.shape[3:])[:, :each].reshape(M, *x.shape[3:])
+        return x.reshape(parts, -1, *x.shape[3:])[:, :per_part].reshape(M, *x.shape[3:])
 
     def chunk_losses(heads, seen, labels, target_hidden) -> tuple[Array, tuple[Array, Array]]:
         known, places = labels >= 0, jnp.maximum(labels, 0)

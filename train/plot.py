@@ -1,14 +1,15 @@
 """Loss and tau over the steps of a run, and tau of ablations."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dflash_jax.train import metrics
+from dflash_jax.train.arguments import PlotOptions
+from dflash_jax.train.metrics import Metrics
 
 
-def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+def read_metrics(run: str | Path) -> list[Metrics]:
     """The lines of a run's `metrics.jsonl`; raises ValueError if there are none."""
     path = Path(run) / "metrics.jsonl"
     try:
@@ -50,7 +51,7 @@ def plot(run: str | Path, output: str | Path) -> None:
     pyplot.close(figure)
 
 
-def plot_ablations(results: Sequence[Mapping[str, Any]], output: str | Path) -> None:
+def plot_ablations(results: Sequence[Metrics], output: str | Path) -> None:
     """Writes tau of each row, with its standard error over prompts; the file's name decides the format."""
     from matplotlib.figure import Figure
 
@@ -63,3 +64,9 @@ def plot_ablations(results: Sequence[Mapping[str, Any]], output: str | Path) -> 
     axes.set_xlabel("tau")
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(output)
+
+
+def main(options: PlotOptions) -> int:
+    """The stage `plot`; returns its exit status."""
+    plot(options.run, options.output)
+    return 0

@@ -1,14 +1,25 @@
 """Stage one: the target answers the prompts itself. No other choice matters as much (method, section 8)."""
 
+import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dflash_jax import files
+from dflash_jax.data.datasets import training_prompts
+from dflash_jax.engines import engine_for, needs_of_lines
+from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion
+from dflash_jax.infer.interrupt import stop_signals
+from dflash_jax.infer.jobs.answering import job_settings, run_job
 from dflash_jax.infer.jobs.journal import Journal
-from dflash_jax.infer.jobs.lines import Line
+from dflash_jax.infer.jobs.lines import Line, read_lines
+from dflash_jax.infer.progress import engine_rates, progress_bar, warm_up
+from dflash_jax.loading import load
+from dflash_jax.train.arguments import RegenerateOptions
 
 
 def journal(
@@ -46,3 +57,55 @@ def answer_record(line: Line, turns: Sequence[Completion]) -> dict[str, Any]:
     if committed and sum(committed) == len(answer) - 1:
         record["anchors"] = np.cumsum([len(prompt), *committed[:-1]]).tolist()
     return record
+
+
+def main(options: RegenerateOptions) -> int:
+    """The stage `regenerate`; returns its exit status: 1 if some line has an error record."""
+    generation, engine_options, models = options.generation, options.engine, options.models
+    output = Path(options.output)
+    files.check_writable(output)
+    with training_prompts(options.input) as source:
+        loaded = load(models, generation, speculative=bool(models.drafter))
+        target, text, defaults = loaded.target, loaded.text, loaded.defaults
+        lines = read_lines(source, text, defaults)
+    fixed = engine_options.fixed(generation, models.drafter)
+    more = engine_options.seed, engine_options.max_length, fixed, models.overrides
+    settings = job_settings(target.directory, target.dtype.name, text, defaults, lines, *more)
+    with stop_signals() as stopping, journal(output, settings, lines, lambda: stopping) as answers:
+        lines = [line for line in lines if line.index not in answers.done]
+        if answers.done:
+            print(f"{len(answers.done)} lines are done, {len(lines)} left", file=sys.stderr)
+        if not lines:
+            return 1 if answers.failed else 0
+        needs = needs_of_lines(target.config, lines, engine_options)
+        engine = engine_for(loaded, needs, generation, engine_options)
+        cut, failed = _answer(engine, lines, answers, lambda: not stopping)
+        if stopping:
+            raise KeyboardInterrupt
+    if cut:
+        print(f"{cut} of {len(lines)} answers were cut at {generation.max_new_tokens} tokens", file=sys.stderr)
+    if failed:
+        print(f"{failed} lines have an error record", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _answer(engine: Engine, lines: Sequence[Line], answers: Journal, admit: Callable[[], bool]) -> tuple[int, int]:
+    """Writes the records of the lines; returns how many answers were cut, and how many lines failed.
+
+    Args:
+        admit: whether further lines are begun.
+    """
+    warm_up(engine, admit)
+    failed = cut = 0
+    with (
+        progress_bar(len(lines), "answer") as bar,
+        contextlib.closing(run_job(engine, lines, answer_record, admit=admit)) as records,
+    ):
+        for record, _ in records:
+            if record is not None:
+                answers.append(record)
+                failed += "error" in record
+                cut += record.get("finish_reason") == "length"
+                bar.update()
+            bar.set_postfix_str(engine_rates(engine), refresh=False)
+    return cut, failed

@@ -1,26 +1,89 @@
-"""What a benchmark measures: engines that take turns on the same requests."""
+"""A pair's engines take turns on the same prompts: `python -m dflash_jax.benchmark compare`."""
 
-import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import scipy
 
+from dflash_jax.benchmarks import tables
+from dflash_jax.benchmarks.arguments import CompareOptions, Figures
 from dflash_jax.benchmarks.experts import experts_hit
-from dflash_jax.benchmarks.official import Official
+from dflash_jax.benchmarks.official import Official, Opponent
+from dflash_jax.benchmarks.pairs import ask
 from dflash_jax.benchmarks.step_times import StepTimes, samples_due
-from dflash_jax.benchmarks.turns import side_by_side
-from dflash_jax.infer.engine.chooser import block_sizes
+from dflash_jax.cli import EngineOptions, GenerationOptions
+from dflash_jax.infer.engine.chooser import Draft, block_sizes
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion, Request
 from dflash_jax.infer.jobs.records import acceptance_summary
 
+text = tables.table
+
+
+def measure(options: CompareOptions) -> Figures:
+    """The figures of `benchmark compare`; see `tables` for what they mean.
+
+    Raises:
+        ValueError: an option is unusable, or nothing was decoded.
+        OSError: a file cannot be read.
+    """
+    generation, engine_options = options.generation, EngineOptions(seed=options.seed)
+    if options.official and (generation.temperature > 0 or generation.batch_size != 1):
+        raise ValueError("--official compares greedy decoding at batch size 1 only")
+    asked = ask(options)
+    official = Official(asked.loaded.target.directory, asked.source) if options.official else None
+    engines = {
+        "autoregressive": asked.engine(generation, engine_options, speculative=False),
+        "speculative": asked.engine(generation, engine_options),
+    }
+    for name, changed in _variants(generation).items():
+        engines[name] = asked.engine(changed, engine_options)
+    ours = engines["speculative"]
+    if ours.drafter is None:
+        raise ValueError(f"--block-size {generation.block_size} proposes nothing; choose a larger one to compare")
+    prompts = [len(request.prompt_token_ids) for request in asked.requests]
+    length = sum(prompts) // len(prompts) + generation.max_new_tokens // 2
+    figures, answers = compare(engines, asked.requests, official, length)
+    if asked.is_correct is not None:
+        decode, is_correct = asked.loaded.text.decode, asked.is_correct
+        figures["correct"] = {
+            name: sum(is_correct(i, decode(done.token_ids) or "") for i, done in enumerate(side))
+            for name, side in answers.items()
+        }
+    categories = [sample.category for sample in asked.samples]
+    if any(categories):
+        figures["acceptance_by_category"] = by_category(categories, answers["speculative"])
+    draft = Draft(ours.block_size, ours.tree)
+    return {**asked.settings, "block_size": draft.block_size, "tree": draft.nodes, "draft": draft.label, **figures}
+
+
+def _variants(generation: GenerationOptions) -> dict[str, GenerationOptions]:
+    """Other ways to propose, whose tau is compared with what was asked for."""
+    kinds = ("argmax", "coupled") if generation.temperature > 0 else ()
+    changed = {f"{kind}_proposals": replace(generation, proposals=kind) for kind in kinds}
+    if generation.tree:
+        chain = replace(generation, tree=0)
+        changed["chain"] = chain
+        changed |= {f"chain_{kind}_proposals": replace(chain, proposals=kind) for kind in kinds}
+    asked = (generation.proposals, generation.tree)
+    return {name: other for name, other in changed.items() if (other.proposals, other.tree) != asked}
+
+
+def by_category(categories: Sequence[str], answers: Sequence[Completion]) -> dict[str, Figures]:
+    """Samples and mean acceptance length of each kind of task."""
+    found: dict[str, Figures] = {}
+    for category in sorted(set(categories)):
+        of_kind = [answer for answer, its in zip(answers, categories, strict=True) if its == category]
+        lengths = [n for answer in of_kind for n in answer.acceptance_lengths]
+        found[category] = {"samples": len(of_kind), "tau": sum(lengths) / len(lengths) if lengths else None}
+    return found
+
 
 def compare(
     engines: dict[str, Engine], requests: Sequence[Request], official: Official | None, length: int
-) -> tuple[dict[str, Any], dict[str, list[Completion]]]:
+) -> tuple[Figures, dict[str, list[Completion]]]:
     """Runs every engine on every batch of requests in turn; returns figures, and each engine's answers.
 
     All are warmed up first. Tokens per second count tokens committed by steps over decode wall time, prefill
@@ -35,7 +98,7 @@ def compare(
             engine.warm_up()
         engine.generate(requests[: engine.slots])
         engine.stats.reset()
-    opponent = _Opponent(official, engines["speculative"].block_size) if official else None
+    opponent = Opponent(official, engines["speculative"].block_size) if official else None
     answers: dict[str, list[Completion]] = {name: [] for name in engines}
     size = engines["speculative"].slots
     starts = range(0, len(requests), size)
@@ -49,7 +112,7 @@ def compare(
             opponent.run(batch)
     if not all(engine.stats.decode_tokens for engine in engines.values()):
         raise ValueError("nothing was decoded: every answer ended with its first token; raise max_new_tokens")
-    figures: dict[str, Any] = {name: _side(engine, answers[name]) for name, engine in engines.items()}
+    figures: Figures = {name: _side(engine, answers[name]) for name, engine in engines.items()}
     speculative, plain = figures["speculative"], figures["autoregressive"]
     lengths = Counter(n for completion in answers["speculative"] for n in completion.acceptance_lengths)
     figures |= acceptance_summary(lengths, engines["speculative"].width)
@@ -96,56 +159,7 @@ def tau_ratio(ours: Sequence[Completion], theirs: Sequence[Completion]) -> tuple
     return float(ratio), float(ratio * np.exp(-scipy.stats.norm.ppf(0.95) * error))
 
 
-def compare_jobs(
-    engines: dict[str, Engine], requests: Sequence[Request], rounds: int, official: Official | None, block_size: int
-) -> dict[str, dict[str, Any]]:
-    """Throughput of whole jobs, prompts included: in every round each engine answers all requests once, side by side.
-
-    Args:
-        official: answers them one at a time, with this block size, after the others.
-
-    Returns:
-        Per engine the tokens per second over all rounds, their ratio to the first engine's in the same round
-        (geometric mean), the lower end of its one-sided 95% confidence interval, and the steps at each block size.
-    """
-    for engine in engines.values():
-        if not engine.choosers:
-            engine.warm_up()
-        engine.generate(requests[: engine.slots])
-        engine.stats.reset()
-
-    def answer(r: Request) -> list[int]:
-        assert official is not None
-        return official.dflash(r.prompt_token_ids, r.params.max_new_tokens, r.params.ends, block_size)[0]
-
-    if official:
-        answer(requests[0])
-    rates: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        round_rates = {name: turns.tokens_per_second for name, turns in side_by_side(engines, requests).items()}
-        if official:
-            begin = time.perf_counter()
-            tokens = sum(map(len, map(answer, requests)))
-            round_rates["official, one at a time"] = tokens / (time.perf_counter() - begin)
-        for name, rate in round_rates.items():
-            rates.setdefault(name, []).append(rate)
-    first = np.log(next(iter(rates.values())))
-    figures: dict[str, dict[str, Any]] = {}
-    for name, measured in rates.items():
-        ratio = np.log(measured) - first
-        error = scipy.stats.t.ppf(0.95, rounds - 1) * scipy.stats.sem(ratio) if rounds > 1 else float("nan")
-        figures[name] = {
-            "tokens_per_second": float(np.mean(measured)),
-            "ratio": float(np.exp(ratio.mean())),
-            "lower_bound": float(np.exp(ratio.mean() - error)),
-        }
-        if engine := engines.get(name):
-            used = engine.steps_by_block_size
-            figures[name] |= {"tau": engine.stats.tau, "steps_by_block_size": used}
-    return figures
-
-
-def _side(engine: Engine, answers: list[Completion]) -> dict[str, Any]:
+def _side(engine: Engine, answers: list[Completion]) -> Figures:
     stats = engine.stats
     lengths = [n for completion in answers for n in completion.acceptance_lengths]
     return {
@@ -156,49 +170,3 @@ def _side(engine: Engine, answers: list[Completion]) -> dict[str, Any]:
         "steps": stats.steps,
         "tau": sum(lengths) / len(lengths) if lengths else None,
     }
-
-
-class _Opponent:
-    """Tallies the official implementation and transformers' generate."""
-
-    def __init__(self, official: Official, block_size: int):
-        self.official, self.block_size = official, block_size
-        self.tokens: list[list[int]] = []
-        self.lengths: list[int] = []
-        self.seconds = self.generate_seconds = 0.0
-        self.generate_tokens = 0
-        self.warm = False
-
-    def run(self, batch: Sequence[Request]) -> None:
-        for request in batch:
-            arguments = (request.prompt_token_ids, request.params.max_new_tokens, request.params.ends)
-            if not self.warm:
-                self.official.dflash(*arguments, self.block_size)
-                self.official.generate(*arguments)
-                self.warm = True
-            tokens, lengths, seconds = self.official.dflash(*arguments, self.block_size)
-            self.tokens.append(tokens)
-            self.lengths += lengths
-            self.seconds += seconds
-            tokens, seconds = self.official.generate(*arguments)
-            self.generate_tokens += len(tokens)
-            self.generate_seconds += seconds
-        time.sleep(0.5)  # its worker threads spin for a while after the last product
-
-    def figures(self, ours: list[Completion], speculative: dict, plain: dict) -> dict[str, Any]:
-        def side(tokens: int, seconds: float, rival: dict) -> dict[str, Any]:
-            rate = tokens / seconds
-            return {
-                "tokens_per_second": rate,
-                "tokens": tokens,
-                "decode_seconds": seconds,
-                "speedup_over": rival["tokens_per_second"] / rate,
-            }
-
-        official = side(sum(map(len, self.tokens)), self.seconds, speculative)
-        official["tau"] = sum(self.lengths) / max(len(self.lengths), 1)
-        official["equal_outputs"] = sum(a.token_ids == b for a, b in zip(ours, self.tokens, strict=True))
-        return {
-            "official": official,
-            "transformers": side(self.generate_tokens, self.generate_seconds, plain),
-        }

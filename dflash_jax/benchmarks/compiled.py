@@ -4,7 +4,8 @@ import math
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+
+from dflash_jax.benchmarks.arguments import Figures
 
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 _BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64, "u64": 64, "f64": 64}
@@ -21,12 +22,12 @@ _UNMOVED = """
 _CALLS = "call", "conditional", "while"
 
 
-def collectives(text: str) -> list[dict[str, Any]]:
+def collectives(text: str) -> list[Figures]:
     """Collectives of a compiled program: kind, shape, bytes, and how often it stands there, largest first.
 
     One that runs beside other work stands in the fusions that begin it, go on with it and end it; its channel tells.
     """
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[tuple[str, str], Figures] = {}
     begun = set()
     for result, kind, rest in re.findall(rf"= (\S.*?) ({_COLLECTIVES})(?:-start)?\((.*)", text):
         channel = re.search(r"channel_id=\d+", rest)

@@ -24,7 +24,7 @@ _VIEWS = frozenset(
 
 
 class Cost(NamedTuple):
-    """Of one call.
+    """Operations of one call, and the bytes that it reads.
 
     Attributes:
         flops: of all products, two for a multiplication and an addition.
@@ -103,8 +103,8 @@ def _inner(eqn: Any, inputs: list[int | None]) -> list[tuple[Any, list[int | Non
     if name == "scan":
         return [(params["jaxpr"].jaxpr, inputs, params["length"])]
     if name == "while":  # once: loops over a cache are traced as one pass
-        skip, own = params["cond_nconsts"], params["body_nconsts"]
-        return [(params["body_jaxpr"].jaxpr, inputs[skip : skip + own] + inputs[skip + own :], 1)]
+        skip, constants = params["cond_nconsts"], params["body_nconsts"]
+        return [(params["body_jaxpr"].jaxpr, inputs[skip : skip + constants] + inputs[skip + constants :], 1)]
     if name == "cond":  # as if no row asked for anything
         return [(params["branches"][0].jaxpr, inputs[1:], 1)]
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):

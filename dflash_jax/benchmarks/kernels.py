@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 from dflash_jax import files
+from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.topologies import CHIPS
 from dflash_jax.cli import optional, parse, parsed
 
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     kind = jax.devices()[0].device_kind
     ceiling = args.bandwidth * 1e9 if args.bandwidth else bandwidth(kind)
-    figures: dict[str, Any] = {"device": kind, "bandwidth": ceiling, "attention": [], "step": []}
+    figures: Figures = {"device": kind, "bandwidth": ceiling, "attention": [], "step": []}
     print(f"{kind}, memory bandwidth " + (f"{ceiling / 1e9:.0f} GB/s" if ceiling else "unknown (see --bandwidth)"))
     for batch in args.batch:
         for context in args.context:
@@ -95,11 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bandwidth(kind: str) -> float | None:
-    """Of a device by its name, or None."""
+    """The memory bandwidth of a device by its name, bytes a second, or None."""
     return next((CHIPS[chip].bandwidth for name, chip in KINDS.items() if name in kind.lower()), None)
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Figures) -> str:
     """A row of figures as text."""
     cells = (f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
     return "   ".join(cells)
@@ -169,7 +170,7 @@ def looped(once: Callable, q: Any, *rest: Any, loops: int) -> float:
     return sorted(times)[2]
 
 
-def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: float | None) -> dict[str, Any]:
+def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: float | None) -> Figures:
     """Times of a pair's steps, the speedup they mean at the paper's tau, and their share of the bandwidth."""
     import jax
     import jax.numpy as jnp
@@ -197,7 +198,7 @@ def step(pair: str, batch: int, context: int, dtype: str, loops: int, ceiling: f
     weights, cache = cost(alone, target, room).bytes_read
     read = weights + cache * context / length
     ratio = seconds["speculative"] / seconds["autoregressive"]
-    row: dict[str, Any] = {"step": pair, "rows": batch, "context": context}
+    row: Figures = {"step": pair, "rows": batch, "context": context}
     row |= {f"{name} ms": 1e3 * value for name, value in seconds.items()}
     row |= {"ratio": ratio, f"speedup at tau {TAU}": TAU / ratio}
     row["sampled / greedy"] = sampled.seconds()["speculative"] / seconds["speculative"]

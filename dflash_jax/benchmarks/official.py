@@ -4,7 +4,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.checkpoint import gguf
+from dflash_jax.infer.engine.requests import Completion, Request
 
 
 class Official:
@@ -69,3 +71,49 @@ class Official:
         _, first = run(1)
         tokens, seconds = run(max_new_tokens)
         return tokens[1:], max(seconds - first, 1e-9)
+
+
+class Opponent:
+    """Tallies the official implementation and transformers' generate."""
+
+    def __init__(self, official: Official, block_size: int):
+        self.official, self.block_size = official, block_size
+        self.tokens: list[list[int]] = []
+        self.lengths: list[int] = []
+        self.seconds = self.generate_seconds = 0.0
+        self.generate_tokens = 0
+        self.warm = False
+
+    def run(self, batch: Sequence[Request]) -> None:
+        for request in batch:
+            arguments = (request.prompt_token_ids, request.params.max_new_tokens, request.params.ends)
+            if not self.warm:
+                self.official.dflash(*arguments, self.block_size)
+                self.official.generate(*arguments)
+                self.warm = True
+            tokens, lengths, seconds = self.official.dflash(*arguments, self.block_size)
+            self.tokens.append(tokens)
+            self.lengths += lengths
+            self.seconds += seconds
+            tokens, seconds = self.official.generate(*arguments)
+            self.generate_tokens += len(tokens)
+            self.generate_seconds += seconds
+        time.sleep(0.5)  # its worker threads spin for a while after the last product
+
+    def figures(self, ours: list[Completion], speculative: Figures, plain: Figures) -> Figures:
+        def side(tokens: int, seconds: float, rival: Figures) -> Figures:
+            rate = tokens / seconds
+            return {
+                "tokens_per_second": rate,
+                "tokens": tokens,
+                "decode_seconds": seconds,
+                "speedup_over": rival["tokens_per_second"] / rate,
+            }
+
+        official = side(sum(map(len, self.tokens)), self.seconds, speculative)
+        official["tau"] = sum(self.lengths) / max(len(self.lengths), 1)
+        official["equal_outputs"] = sum(a.token_ids == b for a, b in zip(ours, self.tokens, strict=True))
+        return {
+            "official": official,
+            "transformers": side(self.generate_tokens, self.generate_seconds, plain),
+        }

@@ -2,18 +2,19 @@
 
     python -m dflash_jax.benchmarks.pictures --directory docs/figures
 
-draws `answer.svg` from `answer.json`, `speed.svg` from all `speed-*.json` (figures of `dflash_jax.benchmark --json`),
+draws `answer.svg` from `answer.json`, `speed.svg` from all `speed-*.json` (figures of `benchmark compare --json`),
 and `sweep.svg` from `sweep.json`. With `--prompt TEXT`, the bundled pair first answers it, for `answer.json`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from dflash_jax import files
+from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.plots import new_figure, plot_sweep
 from dflash_jax.cli import optional, parse
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
@@ -55,7 +56,7 @@ def _drawn(folder: Path, prompt: str | None) -> int:
     return 0
 
 
-def answered(prompt: str) -> dict[str, Any]:
+def answered(prompt: str) -> Figures:
     """The bundled pair's answer: tokens and text of each step, of which the first is the end of reading the prompt."""
     from dflash_jax import bundled_pair, load_drafter, load_target, spec_generate
     from dflash_jax.infer.text import GrowingText, Text
@@ -73,7 +74,7 @@ def answered(prompt: str) -> dict[str, Any]:
     return {"prompt": prompt, "steps": steps, "tau": sum(lengths) / len(lengths)}
 
 
-def answer_picture(answer: Mapping[str, Any]) -> str:
+def answer_picture(answer: Figures) -> str:
     """SVG: a text in which the tokens of each step have one colour."""
     x, y, body = 0, 0, []
     for number, (count, piece) in enumerate(answer["steps"]):
@@ -112,7 +113,7 @@ def _pieces(text: str) -> list[str]:
     return [piece for piece in found if piece]
 
 
-def plot_speeds(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot_speeds(figures: Sequence[Figures], path: Path) -> None:
     """How many times as fast as plain decoding each was in its own run, with tau above the bars."""
     figure = new_figure(7, 3.2)
     axes = figure.add_subplot()

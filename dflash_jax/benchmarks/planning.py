@@ -9,14 +9,16 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.stages import Compiled
 
 from dflash_jax import models, sharding
 from dflash_jax.benchmarks import step_times
+from dflash_jax.benchmarks.arguments import Figures, PlanOptions
 from dflash_jax.benchmarks.compiled import collectives, memory_bytes
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.benchmarks.presets import PAIRS
@@ -36,7 +38,7 @@ from dflash_jax.cache import size_in_bytes
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.config import Raw, TargetConfig
 from dflash_jax.decoding.state import State, init_state
-from dflash_jax.decoding.step import speculative_step, step_functions
+from dflash_jax.decoding.step import Committed, speculative_step, step_functions
 from dflash_jax.drafters import drafter_config
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import DrafterConfig
@@ -44,18 +46,14 @@ from dflash_jax.files import reading
 from dflash_jax.infer.engine.compiler_options import BLOCK_OPTIONS
 from dflash_jax.infer.engine.params import STOP_WIDTH
 from dflash_jax.kernels.dispatch import platform
-from dflash_jax.mesh import AXES, HEADS, ROWS, make_mesh, parse_mesh, parts_of
+from dflash_jax.mesh import AXES, HEADS, ROWS, AnyMesh, make_mesh, parse_mesh, parts_of
 from dflash_jax.overrides import overridden
 from dflash_jax.target import Target
-
-if TYPE_CHECKING:
-    from dflash_jax.plan import PlanOptions
-
 
 Pair = tuple[Raw, Raw]
 
 
-def plan(options: "PlanOptions") -> dict[str, Any]:
+def plan(options: PlanOptions) -> Figures:
     """The figures of `table`; raises ValueError for what cannot be planned."""
     chip, count = parse_topology(options.topology)
     target, drafter = _configs(options.target, options.drafter)
@@ -73,7 +71,7 @@ def plan(options: "PlanOptions") -> dict[str, Any]:
         raise ValueError(
             f"--batch-size {options.batch_size} must be a multiple of the {parts} parts the mesh splits rows in"
         )
-    figures: dict[str, Any] = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
+    figures: Figures = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
     figures |= {"batch": options.batch_size, "max_length": options.max_length, "chip_bytes": CHIPS[chip].memory}
     shape = options.batch_size, options.max_length, options.block_size, options.tree
     if options.training and options.parts:
@@ -108,9 +106,9 @@ def _configs(target: str, drafter: str | None) -> Pair:
             return raw
 
     if target in PAIRS:
-        own = PAIRS[target]
-        depth = models.target_config(own[0]).num_hidden_layers
-        return own[0], own[1] if drafter is None else read(drafter, "drafter", lambda raw: drafter_config(raw, depth))
+        first, published = PAIRS[target]
+        depth = models.target_config(first).num_hidden_layers
+        return first, read(drafter, "drafter", lambda raw: drafter_config(raw, depth)) if drafter else published
     if drafter is None:
         raise ValueError(f"--drafter is needed, unless --target is one of {', '.join(PAIRS)}")
     first = read(target, "target", models.target_config)
@@ -130,7 +128,7 @@ def _parsed(raws: Pair) -> tuple[TargetConfig, DrafterConfig]:
 
 
 def shapes(
-    raws: Pair, mesh: Any, batch: int, max_length: int, dtype: str = "bfloat16"
+    raws: Pair, mesh: AnyMesh | None, batch: int, max_length: int, dtype: str = "bfloat16"
 ) -> tuple[Target, Drafter, State]:
     """A pair on a mesh and its decoding state, as shapes; nothing is allocated."""
 
@@ -150,10 +148,10 @@ def compile_step(
     nodes: int = 0,
     *,
     dtype: str = "bfloat16",
-) -> Any:
+) -> Compiled:
     """The speculative step as compiled for the mesh's devices, its state donated; nothing is allocated."""
 
-    def step(target: Target, drafter: Drafter, state: State) -> Any:
+    def step(target: Target, drafter: Drafter, state: State) -> tuple[State, Committed]:
         parts = step_functions(target, drafter, block_size or drafter.config.block_size, nodes=nodes)
         state, committed = speculative_step(parts, state)
         return sharding.pin(state), committed
@@ -197,7 +195,7 @@ def part_bytes(
     return found
 
 
-def _compiled(step: Callable, raws: Pair, mesh: Mesh, batch: int, max_length: int, dtype: str) -> Any:
+def _compiled(step: Callable, raws: Pair, mesh: Mesh, batch: int, max_length: int, dtype: str) -> Compiled:
     target, drafter, state = shapes(raws, mesh, batch, max_length, dtype)
     target, drafter = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter))
     state = _placed(state, sharding.state_shardings(state, mesh))
@@ -206,7 +204,7 @@ def _compiled(step: Callable, raws: Pair, mesh: Mesh, batch: int, max_length: in
         return lowered.compile(compiler_options=BLOCK_OPTIONS.get(platform()))
 
 
-def compile_training(raws: Pair, mesh: Mesh, rows: int, length: int, anchors: int) -> Any:
+def compile_training(raws: Pair, mesh: Mesh, rows: int, length: int, anchors: int) -> Compiled:
     """The drafter's training step as compiled for the mesh's devices, its state donated; nothing is allocated."""
     from dflash_jax.train.config import TrainConfig
     from dflash_jax.train.step import Batch, train_step
@@ -233,9 +231,10 @@ def _placed(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
-def measured(compiled: Any) -> dict[str, Any]:
+def measured(compiled: Compiled) -> Figures:
     """Per device, what the compiler says of a program."""
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}  # CUDA's tells none
+    assert memory is not None
     text = _text(compiled)
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
@@ -249,7 +248,7 @@ def measured(compiled: Any) -> dict[str, Any]:
     } | {name.replace(" ", "_"): cost[name] for name in ("flops", "bytes accessed") if name in cost}
 
 
-def _text(compiled: Any) -> str | None:
+def _text(compiled: Compiled) -> str | None:
     try:
         return compiled.as_text()
     except jax.errors.JaxRuntimeError:  # some programs of v5p and v6e, with jax 0.10
@@ -262,7 +261,7 @@ def _text(compiled: Any) -> str | None:
 
 def traced(
     raws: Pair, sizes: dict[str, int], batch: int, length: int, block_size: int | None, nodes: int = 0
-) -> dict[str, Any]:
+) -> Figures:
     """Per device and step, at 16 bits a number: bytes of weights, of caches, what products read of them; operations.
 
     `draft_bytes` is what drafting reads, over all devices.
@@ -277,10 +276,10 @@ def traced(
     caches = _bytes_on_device(held, sharding.state_shardings(held, mesh))
     pair, (heads, rows) = shapes(raws, None, batch, length), (parts_of(mesh, HEADS), parts_of(mesh, ROWS))
 
-    def step(target: Target, drafter: Drafter, state: State, size: int, nodes: int = 0) -> Any:
+    def step(target: Target, drafter: Drafter, state: State, size: int, nodes: int = 0) -> tuple[State, Committed]:
         return speculative_step(step_functions(target, drafter, size, nodes=nodes), state)
 
-    def plain(target: Target, state: State) -> Any:
+    def plain(target: Target, state: State) -> tuple[State, Committed]:
         return speculative_step(step_functions(target, None, 0), state)
 
     block_size = block_size or pair[1].config.block_size
@@ -314,21 +313,21 @@ def _bytes_on_device(tree: Any, shardings: Any) -> int:
     return size_in_bytes([part(x, s) for x, s in pairs if keyless(x)])
 
 
-def least_time(chip: Chip, figures: dict[str, Any], tau: float | None, batch: int) -> dict[str, Any]:
+def least_time(chip: Chip, figures: Figures, tau: float | None, batch: int) -> Figures:
     """What memory, arithmetic and links allow, one after the other for the links."""
     moved = sum(c["bytes"] * c["count"] for c in figures["collectives"] or [])
     source = figures.get("parts", figures)  # a compiler counts a kernel's reads of the whole cache, or none
     if "flops" not in source:
         return {"collective_bytes": moved}
     seconds = max(source["bytes_accessed"] / chip.bandwidth, source["flops"] / chip.flops) + 2 * moved / chip.link
-    out: dict[str, Any] = {"collective_bytes": moved, "least_step_seconds": seconds}
+    out: Figures = {"collective_bytes": moved, "least_step_seconds": seconds}
     if source["nodes"]:
         spare = source["bytes_accessed"] / chip.bandwidth * chip.flops - source["flops"]
         out["free_nodes"] = max(0, source["nodes"] + math.floor(spare / source["node_flops"]))
     return out | ({"tau": tau, "most_tokens_per_second": tau * batch / seconds} if tau else {})
 
 
-def table(figures: dict[str, Any]) -> str:
+def table(figures: Figures) -> str:
     """The figures as text."""
     size = lambda n: f"{n / GIB:.2f} GiB" if n > GIB / 100 else f"{n / 2**20:.2f} MiB"
     axes = ", ".join(f"{name} {n}" for name, n in figures["mesh"].items() if n > 1) or "one device"

@@ -1,11 +1,12 @@
 """Plots of the benchmark's figures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.files import check_writable
 
 
@@ -27,7 +28,7 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def plot_sweep(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot_sweep(rows: Sequence[Figures], path: Path) -> None:
     """Draws tokens per second over tokens per second and user, a line per engine, a point per concurrency."""
     figure = new_figure(7, 5)
     axes = figure.add_subplot()
@@ -45,22 +46,22 @@ def plot_sweep(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def plot_drafters(cells: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot_drafters(cells: Sequence[Figures], steps: Sequence[Figures], path: Path) -> None:
     """Draws speedups as bars, acceptance by position, and tau over the time of a draft; see `drafters`."""
     names = list(dict.fromkeys(cell["drafter"] for cell in cells))
     groups = list(dict.fromkeys((cell["task"], cell["temperature"]) for cell in cells))
-    draft = {(each["drafter"], each["temperature"]): each["ms"]["draft"] for each in steps}
+    draft = {(step["drafter"], step["temperature"]): step["ms"]["draft"] for step in steps}
     figure = new_figure(15, 4.5)
     bars, positions, times = figure.subplots(1, 3)
     width = 0.8 / len(names)
     for i, name in enumerate(names):
-        own = {(cell["task"], cell["temperature"]): cell for cell in cells if cell["drafter"] == name}
+        found = {(cell["task"], cell["temperature"]): cell for cell in cells if cell["drafter"] == name}
         at = [g + (i - (len(names) - 1) / 2) * width for g in range(len(groups))]
-        heights, errors = ([own[group][key] for group in groups] for key in ("speedup", "speedup_error"))
+        heights, errors = ([found[group][key] for group in groups] for key in ("speedup", "speedup_error"))
         bars.bar(at, heights, width, yerr=np.nan_to_num(np.asarray(errors, float)), capsize=2, label=name)
-        rates = [cell["acceptance_per_position"] for cell in own.values()]
+        rates = [cell["acceptance_per_position"] for cell in found.values()]
         positions.plot(range(1, len(rates[0]) + 1), np.mean(rates, axis=0), marker="o", label=name)
-        times.scatter([draft[name, t] for _, t in own], [cell["tau"] for cell in own.values()], label=name)
+        times.scatter([draft[name, t] for _, t in found], [cell["tau"] for cell in found.values()], label=name)
     bars.axhline(1, color="gray", linewidth=0.8)
     bars.set_xticks(range(len(groups)), [f"{task}\nT = {temperature:g}" for task, temperature in groups])
     bars.set_ylabel("speedup over autoregressive decoding")

@@ -124,7 +124,7 @@ def _in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, flo
             begin = time.perf_counter()
             jax.block_until_ready(call())
             times[name].append(time.perf_counter() - begin)
-    return {name: min(each[1:]) for name, each in times.items()}
+    return {name: min(taken[1:]) for name, taken in times.items()}
 
 
 @partial(jax.jit, static_argnames="width")

@@ -1,18 +1,57 @@
-"""Throughput against interactivity: the same requests at several concurrencies, with and without speculation."""
+"""Throughput against interactivity: `python -m dflash_jax.benchmark sweep`.
+
+The same requests at several concurrencies, with and without speculation.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
+from dflash_jax.benchmarks import plots
+from dflash_jax.benchmarks.arguments import Figures, SweepOptions
+from dflash_jax.benchmarks.pairs import ask
 from dflash_jax.benchmarks.turns import side_by_side
+from dflash_jax.cli import BlockSize, EngineOptions
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Request
 
 LEAST = 4  # requests per row, at least: the rows are full for most of the time
 
 
+def measure(options: SweepOptions) -> Figures:
+    """The figures of `benchmark sweep`. Nothing is kept of one prompt for another: who comes second would be faster.
+
+    Raises:
+        ValueError: an option is unusable.
+        OSError: a file cannot be read.
+    """
+    asked, generation = ask(options), options.generation
+    engine_options = EngineOptions(seed=options.seed, prefix_chunks=0)
+    size = asked.drafter.config.block_size if generation.block_size in (None, "auto") else generation.block_size
+
+    def engines(concurrency: int) -> dict[str, Engine]:
+        def engine(block_size: BlockSize) -> Engine:
+            changed = replace(generation, block_size=block_size, batch_size=concurrency)
+            return asked.engine(changed, engine_options, speculative=block_size != 1)
+
+        return {"autoregressive": engine(1), f"block {size}": engine(size), "auto": engine("auto")}
+
+    return asked.settings | {"sweep": sweep(engines, asked.requests, options.concurrency)}
+
+
+def text(figures: Figures) -> str:
+    """The figures as text."""
+    return sweep_table(figures["sweep"], "autoregressive")
+
+
+def draw(figures: Figures, path: Path) -> None:
+    """Draws the figures; see `plots`."""
+    plots.plot_sweep(figures["sweep"], path)
+
+
 def sweep(
     make_engines: Callable[[int], Mapping[str, Engine]], requests: Sequence[Request], concurrencies: Sequence[int]
-) -> list[dict[str, Any]]:
+) -> list[Figures]:
     """One line of figures per concurrency and engine. So many requests are in progress at any time: when one is
     answered, the next is sent.
 
@@ -47,13 +86,13 @@ def sweep(
     return rows
 
 
-def at_fixed_interactivity(rows: Sequence[Mapping[str, Any]], than: str) -> list[dict[str, Any]]:
+def at_fixed_interactivity(rows: Sequence[Figures], than: str) -> list[Figures]:
     """For each point of the engine `than`: the most tokens per second that each engine makes while every user gets at
     least as many as there; None for one that is nowhere so fast."""
     user, all_users = "tokens_per_second_and_user", "tokens_per_second"
     found = []
     for point in (row for row in rows if row["engine"] == than and row[user]):
-        line: dict[str, Any] = {user: point[user]}
+        line: Figures = {user: point[user]}
         for name in dict.fromkeys(row["engine"] for row in rows):
             fast = [row[all_users] for row in rows if row["engine"] == name and (row[user] or 0) >= point[user]]
             line[name] = max(fast, default=None)
@@ -61,7 +100,7 @@ def at_fixed_interactivity(rows: Sequence[Mapping[str, Any]], than: str) -> list
     return found
 
 
-def sweep_table(rows: Sequence[Mapping[str, Any]], than: str) -> str:
+def sweep_table(rows: Sequence[Figures], than: str) -> str:
     """The figures as text."""
     lines = [f"{'concurrency':>12}  {'':16}{'tokens/s':>10}{'per user':>10}{'first p50':>11}{'p99, ms':>9}{'tau':>7}"]
     number = lambda value, width, places: f"{value:{width}.{places}f}" if value is not None else f"{'-':>{width}}"

@@ -1,9 +1,9 @@
 """The benchmark's figures as text."""
 
-from typing import Any
+from dflash_jax.benchmarks.arguments import Figures
 
 
-def table(figures: dict[str, Any]) -> str:
+def table(figures: Figures) -> str:
     """The figures as text."""
     rows = [
         ("", "tokens/s", "tokens", "decode s"),
@@ -49,19 +49,3 @@ def table(figures: dict[str, Any]) -> str:
             f"equal to official {figures['official']['equal_outputs']}/{figures['samples']}"
         )
     return "\n".join(lines)
-
-
-def job_table(figures: dict[str, Any]) -> str:
-    """The figures of `--jobs` as text."""
-    what = f"{figures['samples']} prompts of {figures['dataset']}, {figures['batch_size']} at a time"
-    lines = [
-        f"{what}, {figures['rounds']} rounds",
-        f"{'':32}{'tokens/s':>10}{'ratio':>8}{'at least':>10}{'tau':>7}   steps by block size",
-    ]
-    for name, side in figures["engines"].items():
-        steps = " ".join(f"{size}:{count}" for size, count in side.get("steps_by_block_size", {}).items())
-        lines.append(
-            f"{name:32}{side['tokens_per_second']:10.1f}{side['ratio']:8.3f}{side['lower_bound']:10.3f}"
-            f"{side.get('tau') or float('nan'):7.2f}   {steps}"
-        )
-    return "\n".join([*lines, "ratio: of tokens per second to the first line's, with its one-sided 95% bound"])

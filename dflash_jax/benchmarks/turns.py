@@ -60,7 +60,7 @@ class Turns:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all rows together."""
+        """The rate of all rows together."""
         return self.tokens / self.seconds
 
     @property

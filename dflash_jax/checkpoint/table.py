@@ -83,7 +83,6 @@ class BlockScaled:
         shape: of the matrix.
         block: rows and columns that share a scale; the last block of an axis may be smaller.
         dtype: of the stored values.
-        rescale: scales to write for a matrix; None writes the largest number of each block as the dtype's largest.
     """
 
     values: str

@@ -115,20 +115,17 @@ def attend(
         up = None
     if up is not None:
         cache_k, rows = _on_all_heads(cache_k, rows, q.shape[0])
-    held, split, cached, heads = _axes(cache_k, rows, q.shape[0], latent=up is not None)
-    queries, keys = P(split, None, heads), P(split, heads and split_evenly(k.shape[1], heads))
+    cache_rows, block_rows, cache_heads, heads = _axes(cache_k, rows, q.shape[0], latent=up is not None)
+    queries, keys = P(block_rows, None, heads), P(block_rows, heads and split_evenly(k.shape[1], heads))
+    by_row, by_head = P(block_rows), P(heads)
     kind = visible if isinstance(visible, str) else "one for each row" if visible.ndim == 3 else "one for all rows"
     options = {"visible": kind, "window": window, "softcap": softcap, "scale": factor, "apart": cache_v is not None}
     trial = partial(Trial.of, sinks=sinks is not None, starts=starts is not None, **options)
-    if (
-        isinstance(visible, str)
-        and visible == "causal"
-        and cache_k.shape[2] == 0
-        and key_positions is None
-        and choose(ALONE, q, v, cache_k, cache_v, implementation=implementation, trial=trial(q, v, cache_k)) is splash
-    ):
-        alone = partial(splash.attend, window=window, scale=factor, softcap=softcap)
-        return on_each_device(alone, (queries, keys, keys, P(split), P(heads)), queries)(q, k, v, starts, sinks)
+    chosen_for = partial(choose, implementation=implementation, call=attend)
+    alone = isinstance(visible, str) and visible == "causal" and cache_k.shape[2] == 0 and key_positions is None
+    if alone and chosen_for(ALONE, q, v, cache_k, cache_v, trial=trial(q, v, cache_k)) is splash:
+        by_splash = partial(splash.attend, window=window, scale=factor, softcap=softcap)
+        return on_each_device(by_splash, (queries, keys, keys, by_row, by_head), queries)(q, k, v, starts, sinks)
     mask = block_mask(visible, k.shape[2], positions, at, window)
     low = starts
     if starts is not None:
@@ -139,15 +136,15 @@ def attend(
 
     def local(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows):
         arrays = q, v, cache_k, cache_v
-        chosen = choose(serving, *arrays, implementation=implementation, trial=trial(*arrays[:3]))
-        rows, here = local_rows(rows, cache_k.shape[0], held)
+        chosen = chosen_for(serving, *arrays, trial=trial(*arrays[:3]))
+        rows, here = local_rows(rows, cache_k.shape[0], cache_rows)
         lengths = jnp.where(here, lengths, 0)
         more = {} if up is None else {"up": up}
         out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, rows, **more)
-        return from_owner(out, here, _without(held, split))
+        return from_owner(out, here, _without(cache_rows, block_rows))
 
-    masks, caches = P(split if mask.shape[0] > 1 else None), P(held, cached)
-    specs = (queries, keys, keys, caches, caches, P(heads), P(split), P(split), masks, P(heads), P(split))
+    masks, caches = P(block_rows if mask.shape[0] > 1 else None), P(cache_rows, cache_heads)
+    specs = (queries, keys, keys, caches, caches, by_head, by_row, by_row, masks, by_head, by_row)
     run = on_each_device(local, specs, queries)
     return run(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows)
 
@@ -177,9 +174,9 @@ def _axes(
         count: rows of the block.
         latent: whether the cache holds latents that each device makes keys and values of its own heads from.
     """
-    held, cached = (split_rows(cache_k.shape[0]), None) if latent else split_cache(*cache_k.shape[:2])
-    split = held if rows is None else split_rows(count) if held else None
-    return held, split, cached, _without(HEADS, held) or None
+    cache_rows, cache_heads = (split_rows(cache_k.shape[0]), None) if latent else split_cache(*cache_k.shape[:2])
+    block_rows = cache_rows if rows is None else split_rows(count) if cache_rows else None
+    return cache_rows, block_rows, cache_heads, _without(HEADS, cache_rows) or None
 
 
 def _on_all_heads(
@@ -189,17 +186,17 @@ def _on_all_heads(
 
     If the mesh splits the cache's rows over these axes, too, they are those of the `count` rows alone.
     """
-    (held, _), split = split_cache(*latents.shape[:2]), split_rows(count)
-    if not set(HEADS) & set(held or ()):
+    (cache_rows, _), block_rows = split_cache(*latents.shape[:2]), split_rows(count)
+    if not set(HEADS) & set(cache_rows or ()):
         return latents, rows
     if rows is None:
-        return constrain(latents, P(split)), None
+        return constrain(latents, P(block_rows)), None
 
     def local(latents, rows):
-        at, here = local_rows(rows, latents.shape[0], held)
-        return from_owner(latents[at], here, _without(held, split))
+        at, here = local_rows(rows, latents.shape[0], cache_rows)
+        return from_owner(latents[at], here, _without(cache_rows, block_rows))
 
-    return on_each_device(local, (P(held), P(split)), P(split))(latents, rows), None
+    return on_each_device(local, (P(cache_rows), P(block_rows)), P(block_rows))(latents, rows), None
 
 
 def _without(axes: _Axes, others: _Axes) -> tuple[str, ...]:

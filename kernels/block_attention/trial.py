@@ -1,5 +1,6 @@
 """A small case of a call of `api.attend`, on which its implementations are compared."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,9 +64,9 @@ class Trial(NamedTuple):
     def tolerance(self) -> float:
         return TOLERANCE.get(self.dtype, TOLERANCE["float32"])
 
-    def run(self, implementation: str) -> tuple[Array, ...]:
+    def run(self, call: Callable[..., Array]) -> tuple[Array, ...]:
         """What it attends to and, of a block alone, which only a training pass has, the gradients."""
-        attend = partial(self._attend, implementation)
+        attend = partial(self._attend, call)
         key = jax.random.key(0)
         if self.slots:
             return (jax.jit(lambda key: attend(key, *self._block(key)))(key),)
@@ -82,10 +83,8 @@ class Trial(NamedTuple):
         q, k, v = (draw(i, size) for i, size in enumerate(sizes))
         return q, k, v if self.apart else k[..., : self.Hv]
 
-    def _attend(self, implementation: str, key: PRNGKeyArray, q: Array, k: Array, v: Array) -> Array:
+    def _attend(self, call: Callable[..., Array], key: PRNGKeyArray, q: Array, k: Array, v: Array) -> Array:
         """The call, after a cache that holds NaN where nothing was written. Windowed rows have gone round it once."""
-        from .api import attend
-
         keys = jax.random.split(jax.random.fold_in(key, 3), 4)
         B, S, T, F = self.rows, self.slots, self.T, self.F
         lengths = jnp.asarray([2 * S // 3, S if self.window is None else S + S // 2], jnp.int32)[:B]
@@ -103,7 +102,7 @@ class Trial(NamedTuple):
         if visible not in ("causal", "full"):
             visible = jax.random.bernoulli(keys[2], 0.5, (B, T, F)) | jnp.eye(T, F, F - T, dtype=bool)[None]
             visible = visible if self.visible == "one for each row" else visible[0]
-        return attend(
+        return call(
             q,
             at[:, F - T :],
             k,
@@ -118,5 +117,4 @@ class Trial(NamedTuple):
             rows=B - jnp.arange(B),
             starts=documents[:, F - T :] if self.starts else None,
             key_positions=None if T == F else at,
-            implementation=implementation,  # type: ignore[arg-type]
         )

@@ -51,18 +51,18 @@ def append(
     Raises:
         ValueError: the named implementation does not serve this case; the message says why.
     """
-    held, heads = split_cache(*cache_k.shape[:2])
-    split = held if rows is None else split_rows(k.shape[0]) if held else None
+    cache_rows, heads = split_cache(*cache_k.shape[:2])
+    block_rows = cache_rows if rows is None else split_rows(k.shape[0]) if cache_rows else None
 
     def local(cache_k, cache_v, k, v, lengths, kept, rows):
         trial = Trial.of(cache_k, cache_v, k, ring)
-        chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation, trial=trial)
-        rows, here = local_rows(rows, cache_k.shape[0], held)
-        if rows is not None and held != split and current_mesh() is not None:
+        chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation, trial=trial, call=append)
+        rows, here = local_rows(rows, cache_k.shape[0], cache_rows)
+        if rows is not None and cache_rows != block_rows and current_mesh() is not None:
             at, rows, here = owned_rows(rows, here, cache_k.shape[0])
             k, v, lengths, kept = jax.tree.map(lambda x: x[at], (k, v, lengths, kept))
         return chosen.append(cache_k, cache_v, k, v, lengths, jnp.where(here, kept, 0), rows, ring)
 
-    cache, block = P(held, heads), P(split, heads)
-    run = on_each_device(local, (cache, cache, block, block, P(split), P(split), P(split)), (cache, cache))
+    cache, block, by_row = P(cache_rows, heads), P(block_rows, heads), P(block_rows)
+    run = on_each_device(local, (cache, cache, block, block, by_row, by_row, by_row), (cache, cache))
     return run(cache_k, cache_v, k, v, lengths, kept, rows)

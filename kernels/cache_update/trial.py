@@ -1,5 +1,6 @@
 """A small case of a call of `api.append`, on which its implementations are compared."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -40,10 +41,8 @@ class Trial(NamedTuple):
     def tolerance(self) -> float:
         return 0.0
 
-    def run(self, implementation: str) -> tuple[Array, Array | None]:
+    def run(self, call: Callable[..., tuple[Array, Array | None]]) -> tuple[Array, Array | None]:
         """Both caches: a block over the border of a window, and one at the end that keeps half of its positions."""
-        from .api import append
-
         S, T = self.slots, self.T
         lengths = jnp.asarray([S // 4 - T // 2, S - T // 4 - 1], jnp.int32)[: self.rows].clip(0)
         kept = jnp.asarray([T, T - T // 2], jnp.int32)[: self.rows]
@@ -58,20 +57,11 @@ class Trial(NamedTuple):
             block = jnp.where(valid, draw(1, self.rows, self.K, T), jnp.nan)
             return draw(0, self.rows + 1, self.K, S), block
 
-        def call(key: PRNGKeyArray) -> tuple[Array, Array | None]:
+        def update(key: PRNGKeyArray) -> tuple[Array, Array | None]:
             (cache_k, k), (cache_v, v) = map(drawn, jax.random.split(key, 2), (self.H, self.Hv))
             assert cache_k is not None
             assert k is not None
-            return append(
-                cache_k,
-                cache_v,
-                k,
-                v,
-                lengths,
-                kept,
-                self.rows - jnp.arange(self.rows),
-                ring=self.ring,
-                implementation=implementation,  # type: ignore[arg-type]
-            )
+            rows = self.rows - jnp.arange(self.rows)
+            return call(cache_k, cache_v, k, v, lengths, kept, rows, ring=self.ring)
 
-        return jax.jit(call)(jax.random.key(0))
+        return jax.jit(update)(jax.random.key(0))

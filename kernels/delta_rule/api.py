@@ -56,7 +56,8 @@ def read_block(
         visible = jnp.tril(jnp.ones((1, q.shape[1], q.shape[1]), bool))
 
     def local(q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Array]:
-        chosen = choose(IMPLEMENTATIONS, k, v, implementation=implementation, trial=Trial.of(k, v, tree))
+        trial = Trial.of(k, v, tree)
+        chosen = choose(IMPLEMENTATIONS, k, v, implementation=implementation, trial=trial, call=read_block)
         return chosen.read_block(q, k, v, *rest)
 
     heads, states = P(*rows, None, HEADS), P(*rows, HEADS)

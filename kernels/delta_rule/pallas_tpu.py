@@ -4,10 +4,10 @@ Shapes: B rows, K key heads, G value heads that share one, T block positions, H 
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
@@ -72,15 +72,15 @@ def read_block(
 
 def _kernel(
     count: int,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    g_ref: Any,
-    beta_ref: Any,
-    s_ref: Any,
-    seen_ref: Any,
-    out_ref: Any,
-    u_ref: Any,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    g_ref: Ref,
+    beta_ref: Ref,
+    s_ref: Ref,
+    seen_ref: Ref,
+    out_ref: Ref,
+    u_ref: Ref,
 ) -> None:
     exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     q, k, seen = q_ref[...], k_ref[...], seen_ref[...] > 0

@@ -39,6 +39,7 @@ def grouped_matmul(
     Raises:
         ValueError: the named implementation does not serve this case; the message says why.
     """
-    chosen = choose(IMPLEMENTATIONS, x, weights, implementation=implementation, trial=Trial.of(x, weights))
+    trial = Trial.of(x, weights)
+    chosen = choose(IMPLEMENTATIONS, x, weights, implementation=implementation, trial=trial, call=grouped_matmul)
     out = chosen.grouped_matmul(x, weights, sizes)
     return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None], out, 0.0)

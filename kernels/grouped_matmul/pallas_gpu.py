@@ -1,10 +1,11 @@
 """GPU implementation, by Triton: a tile of rows reads the weights of its groups once, and dequantises in registers."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
@@ -51,7 +52,9 @@ def grouped_matmul(
     )(*where, *operands)
 
 
-def _visit(tiles: Any, groups: Any, begins: Any, ends: Any, *refs: Any, tile: Any, height: int, total: Any) -> None:
+def _visit(
+    tiles: Ref, groups: Ref, begins: Ref, ends: Ref, *refs: Ref, tile: Callable, height: int, total: tuple[int, int]
+) -> None:
     """The rows of one group in one tile, times a tile of its weights. No two visits write the same place."""
     *operands, out = refs
     v, n = pl.program_id(0), pl.program_id(1)
@@ -65,21 +68,21 @@ def _visit(tiles: Any, groups: Any, begins: Any, ends: Any, *refs: Any, tile: An
         plgpu.store(at, found, mask=inside[:, None] & known[None, :])
 
 
-def _plain(operands: Any, group: Any, row: Any, inside: Any, column: Any, known: Any) -> Array:
+def _plain(operands: Sequence[Ref], group: Array, row: Array, inside: Array, column: Array, known: Array) -> Array:
     x, weights = operands
 
-    def add(i: Any, total: Array) -> Array:
+    def add(i: Array, total: Array) -> Array:
         at, real = _inputs(i, x.shape[1])
         return total + _dot(_rows(x, row, inside, at, real), _weights(weights, group, column, known, at, real))
 
     return _over_inputs(add, row, x.shape[1])
 
 
-def _mxfp4(operands: Any, group: Any, row: Any, inside: Any, column: Any, known: Any) -> Array:
+def _mxfp4(operands: Sequence[Ref], group: Array, row: Array, inside: Array, column: Array, known: Array) -> Array:
     """The two numbers of a byte are multiplied apart, with every other input each."""
     low, high, values, scale = operands
 
-    def add(i: Any, total: Array) -> Array:
+    def add(i: Array, total: Array) -> Array:
         at, real = _inputs(i, low.shape[1])
         codes = _weights(values, group, column, known, at, real).astype(jnp.int32)
         power = e8m0(_weights(scale, group, column, known, at // (GROUP // 2), real).astype(jnp.int32))
@@ -90,11 +93,11 @@ def _mxfp4(operands: Any, group: Any, row: Any, inside: Any, column: Any, known:
     return _over_inputs(add, row, low.shape[1])
 
 
-def _fp8(operands: Any, group: Any, row: Any, inside: Any, column: Any, known: Any) -> Array:
+def _fp8(operands: Sequence[Ref], group: Array, row: Array, inside: Array, column: Array, known: Array) -> Array:
     x, values, scale = operands
     block = 1 if scale.shape[1] == values.shape[1] else BLOCK
 
-    def add(i: Any, total: Array) -> Array:
+    def add(i: Array, total: Array) -> Array:
         at, real = _inputs(i, x.shape[1])
         codes = _weights(values, group, column, known, at, real).astype(jnp.int32)
         factor = _weights(scale, group, column // block, known, at // BLOCK, real)
@@ -106,20 +109,20 @@ def _fp8(operands: Any, group: Any, row: Any, inside: Any, column: Any, known: A
 _TILES = {MXFP4: _mxfp4, FP8: _fp8}
 
 
-def _over_inputs(add: Any, row: Any, inputs: int) -> Array:
+def _over_inputs(add: Callable, row: Array, inputs: int) -> Array:
     return jax.lax.fori_loop(0, pl.cdiv(inputs, INPUTS), add, jnp.zeros((row.shape[0], OUTPUTS), jnp.float32))
 
 
-def _inputs(i: Any, inputs: int) -> tuple[Any, Any]:
+def _inputs(i: Array, inputs: int) -> tuple[Array, Array]:
     at = i * INPUTS + jnp.arange(INPUTS)
     return at, at < inputs
 
 
-def _rows(x: Any, row: Any, inside: Any, at: Any, real: Any) -> Array:
+def _rows(x: Ref, row: Array, inside: Array, at: Array, real: Array) -> Array:
     return plgpu.load(x.at[row[:, None], at[None, :]], mask=inside[:, None] & real[None, :], other=0)
 
 
-def _weights(weights: Any, group: Any, column: Any, known: Any, at: Any, real: Any) -> Array:
+def _weights(weights: Ref, group: Array, column: Array, known: Array, at: Array, real: Array) -> Array:
     place = weights.at[group, column[:, None], at[None, :]]
     return plgpu.load(place, mask=known[:, None] & real[None, :], other=0)
 

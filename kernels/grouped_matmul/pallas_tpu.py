@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -77,7 +77,7 @@ def _packed(x: Float[Array, "P D"], weights: Quantised, where: Visits, height: i
     )(*where, *operands)
 
 
-def _visit(tile: Any, group: Any, begin: Any, end: Any, *refs: Any, product: Any, height: int) -> None:
+def _visit(tile: Ref, group: Ref, begin: Ref, end: Ref, *refs: Ref, product: Callable, height: int) -> None:
     *operands, out = refs
     v = pl.program_id(1)
     first = (v == 0) | (tile[jnp.maximum(v - 1, 0)] != tile[v])
@@ -86,7 +86,7 @@ def _visit(tile: Any, group: Any, begin: Any, end: Any, *refs: Any, product: Any
 
     @pl.when(first)
     def _():
-        out[...] = jnp.zeros_like(out)
+        out[...] = jnp.zeros(out.shape, out.dtype)
 
     @pl.when(end[v] > 0)
     def _():
@@ -102,7 +102,7 @@ def _mxfp4(x: Float[Array, "P D"], weights: Quantised, where: Visits, height: in
     half, groups = weights.values.shape[2], weights.scale.shape[2]
     spread = jnp.repeat(jnp.eye(groups, dtype=jnp.bfloat16), GROUP // 2, axis=0)  # a power of two to its group's bytes
 
-    def product(low: Any, high: Any, values: Any, scale: Any, spread: Any) -> Float[Array, "P N"]:
+    def product(low: Ref, high: Ref, values: Ref, scale: Ref, spread: Ref) -> Float[Array, "P N"]:
         codes, power = values[0].astype(jnp.int32), e8m0(scale[0].astype(jnp.int32)).astype(jnp.bfloat16)
         power = _dot(spread[...], power, 0)
         numbers = lambda codes: (e2m1(codes) * power).astype(jnp.bfloat16)
@@ -116,14 +116,14 @@ def _mxfp4(x: Float[Array, "P D"], weights: Quantised, where: Visits, height: in
         pl.BlockSpec((1, groups, BLOCK), lambda n, v, *_: (v, 0, n)),
         pl.BlockSpec((half, groups), lambda *_: (0, 0)),
     ]
-    values, scale = (jnp.swapaxes(each, 1, 2) for each in (weights.values, weights.scale))
+    values, scale = (jnp.swapaxes(x, 1, 2) for x in (weights.values, weights.scale))
     return product, [x[:, ::2], x[:, 1::2], values, scale[where.group], spread], specs
 
 
 def _fp8(x: Float[Array, "P D"], weights: Quantised, where: Visits, height: int) -> _Call:
     E, outer, blocks = weights.scale.shape
 
-    def product(x: Any, values: Any, scale: Any) -> Float[Array, "P N"]:
+    def product(x: Ref, values: Ref, scale: Ref) -> Float[Array, "P N"]:
         total = jnp.zeros((height, BLOCK), jnp.float32)
         for i in range(blocks):
             at = slice(i * BLOCK, (i + 1) * BLOCK)

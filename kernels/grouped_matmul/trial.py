@@ -1,5 +1,6 @@
 """A small case of a call of `api.grouped_matmul`, on which its implementations are compared."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -36,18 +37,17 @@ class Trial(NamedTuple):
     def tolerance(self) -> float:
         return TOLERANCE[self.dtype]
 
-    def run(self, implementation: str) -> Array:
+    def run(self, call: Callable[..., Array]) -> Array:
         """Groups of every size, one of them empty, and some rows after them."""
-        from .api import grouped_matmul
 
-        def call(key: PRNGKeyArray) -> Array:
+        def multiply(key: PRNGKeyArray) -> Array:
             first, second = jax.random.split(key)
             x = jax.random.normal(first, (self.rows, self.inputs), self.dtype)
             weights = self._weights(second)
             share = jnp.arange(self.groups) * self.rows // max(1, self.groups * (self.groups - 1) // 2 + 1)
-            return grouped_matmul(x, weights, share, implementation=implementation)  # type: ignore[arg-type]
+            return call(x, weights, share)
 
-        return jax.jit(call)(jax.random.key(0))
+        return jax.jit(multiply)(jax.random.key(0))
 
     def _weights(self, key: PRNGKeyArray) -> Array | Quantised:
         """Random ones, about as large as those of a layer."""

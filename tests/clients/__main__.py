@@ -29,7 +29,7 @@ from typing import Annotated
 import tyro
 
 from dflash_jax.bundled import bundled_pair
-from dflash_jax.train.toy.problems import problems
+from dflash_jax.data.problems import problems
 from tests.clients.figures import counted, differences
 from tests.clients.runs import AT_ONCE, CLIENTS, FailedError, MissingError, Setting, environments, flags
 

@@ -10,8 +10,8 @@ official = pytest.importorskip("dflash_jax.benchmarks.official")
 pytest.importorskip("dflash.model")
 
 from dflash_jax import bundled_pair, load_drafter, load_target, replay, spec_generate  # noqa: E402
+from dflash_jax.data.problems import problems  # noqa: E402
 from dflash_jax.infer.text import Text  # noqa: E402
-from dflash_jax.train.toy.problems import problems  # noqa: E402
 
 SHARED = Path(__file__).parents[3] / "shared"
 PAIR = SHARED / "pairs" / "gsm8k-qwen3"

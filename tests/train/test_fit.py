@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from dflash_jax import SamplingParams, load_drafter, spec_generate
+from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.train.config import NotFiniteError, TrainConfig
 from dflash_jax.train.data import Example
 from dflash_jax.train.drafters import choose_mask_token, new_drafter, save_drafter
 from dflash_jax.train.evaluate import evaluate
 from dflash_jax.train.features import FeatureCache, write_features
-from dflash_jax.train.fit import Run, load_run
+from dflash_jax.train.opening import open_run
 from dflash_jax.train.plot import plot
+from dflash_jax.train.run import Run, load_run
 from tests import tiny
 
 CONFIG = TrainConfig(
@@ -50,7 +52,7 @@ def start(target):
 def whole(target, start, examples, tmp_path_factory):
     """A run that nothing interrupted, its directory and last metrics."""
     directory = tmp_path_factory.mktemp("whole")
-    run = Run(directory, target, *start, examples, CONFIG)
+    run = open_run(directory, target, *start, examples, CONFIG)
     return run, directory, run.fit()
 
 
@@ -67,7 +69,7 @@ def lines(directory):
 @pytest.mark.parametrize("how", ["signal", pytest.param("killed", marks=pytest.mark.slow)])
 def test_an_interrupted_run_continues_to_the_same_parameters(target, start, examples, whole, how, tmp_path):
     assert whole[0].steps > 6
-    stopped = Run(tmp_path, target, *start, examples, CONFIG)
+    stopped = open_run(tmp_path, target, *start, examples, CONFIG)
 
     def stop(step, metrics):
         if step == 5 and how == "signal":
@@ -77,7 +79,7 @@ def test_an_interrupted_run_continues_to_the_same_parameters(target, start, exam
 
     with pytest.raises(KeyboardInterrupt if how == "signal" else SystemExit):
         stopped.fit(stop)
-    again = Run(tmp_path, target, *start, examples, CONFIG)
+    again = open_run(tmp_path, target, *start, examples, CONFIG)
     assert int(again.state.step) == (5 if how == "signal" else 3)
     assert len(lines(tmp_path)) == int(again.state.step)  # what was logged later is dropped
     again.fit()
@@ -88,7 +90,7 @@ def test_an_interrupted_run_continues_to_the_same_parameters(target, start, exam
 
 def test_a_finished_run_has_nothing_left_to_do(target, start, examples, whole):
     before = lines(whole[1])
-    again = Run(whole[1], target, *start, examples, CONFIG)
+    again = open_run(whole[1], target, *start, examples, CONFIG)
     again.fit()
     assert equal(again.state, whole[0].state)
     assert lines(whole[1]) == before
@@ -98,21 +100,29 @@ def test_another_run_is_refused(target, start, examples, whole, tmp_path):
     other = dataclasses.replace(CONFIG, learning_rate=1e-4)
     began = start[0].replace(params=jax.tree.map(lambda x: x * 1.01, start[0].params))
     with pytest.raises(ValueError, match="initial drafter"):
-        Run(whole[1], target, began, start[1], examples, CONFIG)
+        open_run(whole[1], target, began, start[1], examples, CONFIG)
     with pytest.raises(ValueError, match=r"another run: learning_rate 0.001, now 0.0001"):
-        Run(whole[1], target, *start, examples, other)
+        open_run(whole[1], target, *start, examples, other)
     with pytest.raises(ValueError, match="data"):
-        Run(whole[1], target, *start, examples[1:], CONFIG)
-    Run(whole[1], target, *start, examples, dataclasses.replace(CONFIG, log_every=7, accumulate=2, remat=True))
+        open_run(whole[1], target, *start, examples[1:], CONFIG)
+    open_run(whole[1], target, *start, examples, dataclasses.replace(CONFIG, log_every=7, accumulate=2, remat=True))
     masked = [Example(np.asarray([1, 2, tiny.MASK, 4], np.int32), np.ones(4, bool))]
     with pytest.raises(ValueError, match="mask token 63 occurs"):
-        Run(tmp_path / "a", target, *start, masked, CONFIG)
+        open_run(tmp_path / "a", target, *start, masked, CONFIG)
     decoded = dataclasses.replace(CONFIG, anchor_placement="decoded")
     known = [example._replace(begins=example.supervised) for example in examples]
     with pytest.raises(ValueError, match="1 of 16 do not: make them with `regenerate --drafter`"):
-        Run(tmp_path / "c", target, *start, [*known[:-1], examples[-1]], decoded)
+        open_run(tmp_path / "c", target, *start, [*known[:-1], examples[-1]], decoded)
     with pytest.raises(ValueError, match="not the drafter's 4"):
-        Run(tmp_path / "b", target, *start, examples, dataclasses.replace(CONFIG, block_size=8))
+        open_run(tmp_path / "b", target, *start, examples, dataclasses.replace(CONFIG, block_size=8))
+
+
+def test_what_is_refused_writes_nothing(target, start, examples, tmp_path):
+    devices = jax.devices()[:2]
+    split = target.replace(mesh=make_mesh(parse_mesh("data=2", devices), devices))
+    with pytest.raises(ValueError, match="batch_size 2 must be a multiple of accumulate 2 times the mesh's 2 parts"):
+        open_run(tmp_path / "new", split, *start, examples, dataclasses.replace(CONFIG, accumulate=2))
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +153,7 @@ def test_a_damaged_run_is_refused_in_a_line_that_names_the_file(
     if content is not None:
         path.write_bytes(content)
     with pytest.raises((ValueError, OSError), match=named) as failed:
-        Run(directory, target, *start, examples, CONFIG)
+        open_run(directory, target, *start, examples, CONFIG)
     assert str(directory) in str(failed.value)
     assert str(failed.value).isprintable()
 
@@ -156,7 +166,7 @@ def test_a_damaged_checkpoint_is_trained_again_to_the_same_parameters(target, st
     data[len(data) // 2] ^= 0xFF
     largest.write_bytes(data)
     load_run(directory)
-    again = Run(directory, target, *start, examples, CONFIG)
+    again = open_run(directory, target, *start, examples, CONFIG)
     assert int(again.state.step) < whole[0].steps
     for told in (f"the checkpoint of step {whole[0].steps} cannot be read", f"step {int(again.state.step)} is taken"):
         assert caplog.text.count(told) == 2  # when it was loaded, too
@@ -166,7 +176,7 @@ def test_a_damaged_checkpoint_is_trained_again_to_the_same_parameters(target, st
 
 
 def test_what_is_not_finite_stops_the_run_and_keeps_the_state(target, start, examples, tmp_path):
-    run = Run(tmp_path, target, *start, examples, CONFIG)
+    run = open_run(tmp_path, target, *start, examples, CONFIG)
     step = run._step
 
     def broken(target, drafter, state, rows):
@@ -177,7 +187,7 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_state(target, start, exa
     run._step = broken
     with pytest.raises(NotFiniteError, match="step 5: loss nan"):
         run.fit()
-    again = Run(tmp_path, target, *start, examples, CONFIG)
+    again = open_run(tmp_path, target, *start, examples, CONFIG)
     assert int(again.state.step) == 4
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(again.state.params))
 
@@ -201,8 +211,8 @@ def test_the_next_rows_are_packed_while_the_device_works():
 
     class Short(Run):
         def __init__(self, good):
-            self.config, self.steps, self.target, self.drafter, self.mesh = CONFIG, 3, None, None, None
-            self.state, self._evaluate, self._every, self.directory = SimpleNamespace(step=0), None, 1, "the run"
+            self.steps, self.target, self.drafter, self.mesh, self.judge = 3, None, None, None, None
+            self.state, self.directory, self.log = SimpleNamespace(step=0), "the run", SimpleNamespace(add=print)
             self._good, self.config = good, dataclasses.replace(CONFIG, save_every=0, log_every=100)
 
         def batch(self, step):
@@ -213,9 +223,6 @@ def test_the_next_rows_are_packed_while_the_device_works():
             told.append(f"step {rows}")
             figure = Figure(f"figures {rows}", rows < self._good)
             return SimpleNamespace(step=rows + 1), {"finite": figure, "loss": figure, "gradient_norm": figure}
-
-        def _log(self, metrics):
-            pass
 
     expected = "rows 0, step 0, rows 1, figures 0, step 1, rows 2, figures 1, step 2, figures 2".split(", ")
     Short(good=3)._loop(lambda step, metrics: None, [])
@@ -237,9 +244,9 @@ def test_feature_cache(target, start, examples, whole, tmp_path):
         FeatureCache(tmp_path / "f", target, drafter.taps, examples, False)
     assert list(write_features(tmp_path / "f", target, drafter.taps, examples, 32))[-1] == len(examples)
     cache = FeatureCache(tmp_path / "f", target, drafter.taps, examples, False)
-    cached = Run(tmp_path / "cached", target, drafter, raw, examples, config, features=cache)
+    cached = open_run(tmp_path / "cached", target, drafter, raw, examples, config, features=cache)
     cached.fit()
-    online = Run(tmp_path / "online", target, drafter, raw, examples, config)
+    online = open_run(tmp_path / "online", target, drafter, raw, examples, config)
     online.fit()
     for a, b in zip(lines(tmp_path / "cached"), lines(tmp_path / "online"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
@@ -258,10 +265,10 @@ def test_an_evaluation_that_fails_costs_nothing(target, start, examples, tmp_pat
     def judge(drafter):
         raise RuntimeError("no memory")
 
-    run = Run(tmp_path, target, *start, examples, dataclasses.replace(CONFIG, evaluate_every=4), evaluate=judge)
+    run = open_run(tmp_path, target, *start, examples, dataclasses.replace(CONFIG, evaluate_every=4), evaluate=judge)
     with pytest.raises(RuntimeError, match="no memory"):
         run.fit()
-    late = Run(tmp_path, target, *start, examples, CONFIG, evaluate=lambda drafter: {"tau": 1.5})
+    late = open_run(tmp_path, target, *start, examples, CONFIG, evaluate=lambda drafter: {"tau": 1.5})
     assert int(late.state.step) == 4
     late.fit()
     assert [line["step"] for line in lines(tmp_path) if "tau" in line] == [*range(4, late.steps + 1)]
@@ -276,7 +283,7 @@ def test_the_best_drafter_is_the_one_that_decodes_best(target, start, examples, 
         seen.append(jax.tree.map(np.array, drafter.params))  # the run goes on with these buffers
         return {"tau": next(taus, 1.0), "proposal_sharpness": [1.0, 1000.0 + len(seen)]}
 
-    run = Run(tmp_path, target, *start, examples, config, evaluate=judge)
+    run = open_run(tmp_path, target, *start, examples, config, evaluate=judge)
     run.fit()
     assert load_drafter(tmp_path / "best").config.proposal_sharpness == (1.0, 1002.0)
     assert load_run(tmp_path)[1]["proposal_sharpness"] == [1.0, 1002.0]
@@ -317,7 +324,7 @@ def test_exports_load_and_decode_alike(target, whole, tmp_path):
 @pytest.mark.slow
 def test_a_published_drafter_can_be_continued(target, drafter, pair_directory, examples, tmp_path):
     raw = json.loads((pair_directory / "drafter" / "config.json").read_text())
-    run = Run(tmp_path, target, drafter, raw, examples, dataclasses.replace(CONFIG, epochs=1, block_size=8))
+    run = open_run(tmp_path, target, drafter, raw, examples, dataclasses.replace(CONFIG, epochs=1, block_size=8))
     assert equal(run.trained().params, drafter.params)
     run.fit()
     assert load_drafter(tmp_path / "last").config == drafter.config

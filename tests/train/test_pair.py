@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from dflash_jax import load_drafter, load_target, spec_generate
+from dflash_jax.data.problems import is_correct, is_held_out, problems
 from dflash_jax.infer.interrupt import INTERRUPTED
 from dflash_jax.infer.text import Text
 from dflash_jax.train.__main__ import main
@@ -18,7 +19,6 @@ from dflash_jax.train.config import StageError, TrainConfig
 from dflash_jax.train.data import Example, Packing
 from dflash_jax.train.toy.pair import Recipe, build, conversations
 from dflash_jax.train.toy.pretrain import language_loss, new_target, pretrain
-from dflash_jax.train.toy.problems import is_correct, is_held_out, problems
 from dflash_jax.train.toy.tokenizer import train_tokenizer
 from tests import tiny
 

@@ -18,21 +18,24 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.bundled import bundled_pair
 from dflash_jax.cache import Cache, Fresh, commit
 from dflash_jax.checkpoint import read_json
+from dflash_jax.data.problems import problems
 from dflash_jax.decoding.state import Seen, TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.files import read_json_lines
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Request
 from dflash_jax.infer.text import Text
+from dflash_jax.loading import enable_compilation_cache
 from dflash_jax.models.attention import Pass
 from dflash_jax.target import Target, load_target
+from dflash_jax.train.arguments import AblateOptions
 from dflash_jax.train.config import TrainConfig, make_config
 from dflash_jax.train.data import Example, read_examples
 from dflash_jax.train.drafters import choose_mask_token, new_drafter
 from dflash_jax.train.evaluate import evaluate
-from dflash_jax.train.fit import Run
+from dflash_jax.train.opening import open_run
+from dflash_jax.train.plot import plot_ablations
 from dflash_jax.train.toy.pair import PROMPT_SEED, Recipe, conversations, prepare_drafter, regenerate_half
-from dflash_jax.train.toy.problems import problems
 
 EVALUATION_SEED = 3  # of the held-out problems
 
@@ -225,8 +228,28 @@ def _fit(
     data: list[Example],
     config: TrainConfig,
 ) -> base.Drafter:
-    run = Run(directory, target, drafter, raw, data, config)
+    run = open_run(directory, target, drafter, raw, data, config)
     if run.steps != config.max_steps:
         raise ValueError(f"the answers suffice for {run.steps} of {config.max_steps} steps; make more or lower --steps")
     run.fit()
     return run.trained()
+
+
+def main(options: AblateOptions, stage: Callable[[list[str]], int]) -> int:
+    """The stage `ablate`; returns its exit status. `stage` runs another stage (see `pair.build`)."""
+    enable_compilation_cache()
+    names = [name.strip() for name in options.rows.split(";")] if options.rows else list(ROWS)
+
+    def report(result: dict[str, Any]) -> None:
+        print(
+            f"{result['row']:22} decoded at {result['decoded_block']:2}   tau {result['tau']:.3f}   "
+            f"per prompt {result['tau_mean_of_prompts']:.3f} +- {result['tau_deviation_over_prompts']:.3f}",
+            flush=True,
+        )
+
+    budget = {"steps": options.steps, "samples": options.samples}
+    ablate(options.output, options.pair, names, **budget, stage=stage, report=report)
+    if options.plot:
+        results = read_results(Path(options.output) / "results.jsonl", **budget)
+        plot_ablations(list(results), options.plot)
+    return 0

@@ -15,13 +15,15 @@ import jax
 import numpy as np
 
 from dflash_jax import checkpoint, files, models
+from dflash_jax.data.problems import Problem, problems
 from dflash_jax.infer.interrupt import INTERRUPTED
+from dflash_jax.infer.progress import progress_bar
 from dflash_jax.infer.text import Text
 from dflash_jax.target import Target
+from dflash_jax.train.arguments import PairOptions
 from dflash_jax.train.config import StageError, make_config
 from dflash_jax.train.data import Example
 from dflash_jax.train.toy.pretrain import new_target, pretrain
-from dflash_jax.train.toy.problems import Problem, problems
 from dflash_jax.train.toy.tokenizer import END, PAD, train_tokenizer
 
 # Seeds of the generator. The held-out split shares no question with the others, whatever the seed.
@@ -215,3 +217,17 @@ def save_target(directory: Path, target: Target, raw: dict[str, Any]) -> None:
     params = jax.tree.map(lambda x: np.asarray(x.astype("bfloat16")), target.params)
     table = models.family(target.config.model_type).tensors(target.config, target.layout)
     checkpoint.save(directory, params, table, raw | {"dtype": "bfloat16"})
+
+
+def main(options: PairOptions, stage: Callable[[list[str]], int]) -> int:
+    """The stage `pair`; returns its exit status. `stage` is as in `build`."""
+    recipe = Recipe()
+    with progress_bar(recipe.pretrain["max_steps"], "step") as bar:
+
+        def progress(step: int, steps: int, loss: float) -> None:
+            bar.update(step - bar.n)
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+
+        pair = build(options.output, recipe, stage, progress)
+    print(f"wrote {pair}")
+    return 0

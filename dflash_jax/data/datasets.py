@@ -56,8 +56,8 @@ def training_prompts(name: str) -> io.BufferedIOBase:
     """
     if name not in TRAINING:
         return io.BytesIO(b"".join(input_lines([name])))
-    messages = ([{"role": "user", "content": each.turns[0]}] for each in _from_hub(TRAINING[name]))
-    return io.BytesIO("".join(json.dumps({"messages": each}) + "\n" for each in messages).encode())
+    chats = ([{"role": "user", "content": sample.turns[0]}] for sample in _from_hub(TRAINING[name]))
+    return io.BytesIO("".join(json.dumps({"messages": chat}) + "\n" for chat in chats).encode())
 
 
 def load_dataset(name: str, max_samples: int | None = None) -> list[Sample]:

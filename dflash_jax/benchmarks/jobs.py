@@ -1,0 +1,121 @@
+"""Whole jobs, prompts included, at every block size: `python -m dflash_jax.benchmark jobs`."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import scipy
+
+from dflash_jax.benchmarks.arguments import Figures, JobsOptions
+from dflash_jax.benchmarks.official import Official
+from dflash_jax.benchmarks.pairs import Asked, ask
+from dflash_jax.benchmarks.turns import side_by_side
+from dflash_jax.cli import BlockSize, EngineOptions
+from dflash_jax.infer.engine.chooser import Chooser, Draft, block_sizes
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.requests import Request
+
+
+def measure(options: JobsOptions) -> Figures:
+    """The figures of `benchmark jobs`.
+
+    Raises:
+        ValueError: an option is unusable.
+        OSError: a file cannot be read.
+    """
+    if options.official and options.generation.temperature > 0:
+        raise ValueError("--official compares greedy decoding only")
+    if options.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {options.rounds}")
+    asked, rounds = ask(options), options.rounds
+    official = Official(asked.loaded.target.directory, asked.source) if options.official else None
+    sides = compare_jobs(engines(asked, options), asked.requests, rounds, official, asked.drafter.config.block_size)
+    return asked.settings | {"rounds": rounds, "engines": sides}
+
+
+def engines(asked: Asked, options: JobsOptions) -> dict[str, Engine]:
+    """Those that are compared, by name: the first is plain decoding."""
+    most, generation = asked.drafter.config.block_size, options.generation
+    engine_options, one = EngineOptions(seed=options.seed), options.generation.block_size
+
+    def engine(size: BlockSize, batch_size: int = generation.batch_size) -> Engine:
+        changed = replace(generation, block_size=size, batch_size=batch_size)
+        return asked.engine(changed, engine_options, speculative=size != 1)
+
+    sizes: tuple[BlockSize, ...] = (*block_sizes(most), "auto") if one is None else (1, one)
+    names: dict[BlockSize, str] = {1: "autoregressive", "auto": "auto"}
+    found = {names.get(size, f"block {size}"): engine(size) for size in sizes}
+    if generation.batch_size > 1 and one is None:
+        found["one at a time, autoregressive"] = engine(1, batch_size=1)
+        found["one at a time"] = engine(most, batch_size=1)
+    if one == "auto":  # what `auto` pays for being able to speculate, where speculation does not pay
+        kept = found["draft state kept, unused"] = engine("auto")
+        kept.warm_up()
+        kept.choosers.update({rows: Chooser({Draft(1): 1.0}, lambda draft: 0) for rows in kept.choosers})
+    return found
+
+
+def compare_jobs(
+    engines: dict[str, Engine], requests: Sequence[Request], rounds: int, official: Official | None, block_size: int
+) -> dict[str, Figures]:
+    """Throughput of whole jobs, prompts included: in every round each engine answers all requests once, side by side.
+
+    Args:
+        official: answers them one at a time, with this block size, after the others.
+
+    Returns:
+        Per engine the tokens per second over all rounds, their ratio to the first engine's in the same round
+        (geometric mean), the lower end of its one-sided 95% confidence interval, and the steps at each block size.
+    """
+    for engine in engines.values():
+        if not engine.choosers:
+            engine.warm_up()
+        engine.generate(requests[: engine.slots])
+        engine.stats.reset()
+
+    def answer(r: Request) -> list[int]:
+        assert official is not None
+        return official.dflash(r.prompt_token_ids, r.params.max_new_tokens, r.params.ends, block_size)[0]
+
+    if official:
+        answer(requests[0])
+    rates: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        round_rates = {name: turns.tokens_per_second for name, turns in side_by_side(engines, requests).items()}
+        if official:
+            begin = time.perf_counter()
+            tokens = sum(map(len, map(answer, requests)))
+            round_rates["official, one at a time"] = tokens / (time.perf_counter() - begin)
+        for name, rate in round_rates.items():
+            rates.setdefault(name, []).append(rate)
+    first = np.log(next(iter(rates.values())))
+    figures: dict[str, Figures] = {}
+    for name, measured in rates.items():
+        ratio = np.log(measured) - first
+        error = scipy.stats.t.ppf(0.95, rounds - 1) * scipy.stats.sem(ratio) if rounds > 1 else float("nan")
+        figures[name] = {
+            "tokens_per_second": float(np.mean(measured)),
+            "ratio": float(np.exp(ratio.mean())),
+            "lower_bound": float(np.exp(ratio.mean() - error)),
+        }
+        if engine := engines.get(name):
+            used = engine.steps_by_block_size
+            figures[name] |= {"tau": engine.stats.tau, "steps_by_block_size": used}
+    return figures
+
+
+def text(figures: Figures) -> str:
+    """The figures as text."""
+    what = f"{figures['samples']} prompts of {figures['dataset']}, {figures['batch_size']} at a time"
+    lines = [
+        f"{what}, {figures['rounds']} rounds",
+        f"{'':32}{'tokens/s':>10}{'ratio':>8}{'at least':>10}{'tau':>7}   steps by block size",
+    ]
+    for name, side in figures["engines"].items():
+        steps = " ".join(f"{size}:{count}" for size, count in side.get("steps_by_block_size", {}).items())
+        lines.append(
+            f"{name:32}{side['tokens_per_second']:10.1f}{side['ratio']:8.3f}{side['lower_bound']:10.3f}"
+            f"{side.get('tau') or float('nan'):7.2f}   {steps}"
+        )
+    return "\n".join([*lines, "ratio: of tokens per second to the first line's, with its one-sided 95% bound"])

@@ -1,0 +1,18 @@
+"""The stage `export`: a run's drafter as a directory for this package and the official one."""
+
+from pathlib import Path
+
+from dflash_jax.config import parse_dtype
+from dflash_jax.train.arguments import ExportOptions
+from dflash_jax.train.drafters import save_drafter
+from dflash_jax.train.run import load_run
+
+
+def main(options: ExportOptions) -> int:
+    """Runs the stage; returns its exit status."""
+    if Path(options.output).exists():
+        raise ValueError(f"{options.output} exists; choose a new directory")
+    drafter, raw = load_run(options.run, options.step)
+    save_drafter(options.output, drafter, raw, parse_dtype(options.dtype))
+    print(f"wrote {options.output}")
+    return 0

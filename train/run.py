@@ -1,0 +1,195 @@
+"""A training run: resumable, evaluated by real decoding, stopped by what is not finite."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dflash_jax.checkpoint import read_json
+from dflash_jax.config import Raw
+from dflash_jax.drafters.base import Drafter
+from dflash_jax.drafters.loading import load_drafter
+from dflash_jax.files import reading
+from dflash_jax.infer.engine.compiler_options import block_compiler_options
+from dflash_jax.infer.interrupt import stop_signals
+from dflash_jax.mesh import ROWS, gather, spread
+from dflash_jax.sharding import shardings
+from dflash_jax.target import Target
+from dflash_jax.train.checkpoints import Checkpoints
+from dflash_jax.train.config import NotFiniteError, TrainConfig
+from dflash_jax.train.data import Packing
+from dflash_jax.train.drafters import cast, save_drafter
+from dflash_jax.train.features import FeatureCache
+from dflash_jax.train.metrics import Metrics, MetricsLog
+from dflash_jax.train.step import Batch, TrainState, split_params, train_step
+
+Judge = Callable[[Drafter], Metrics]  # figures of a drafter, with at least "tau"
+
+
+@dataclass
+class Run:
+    """One training run in a directory, which `opening.open_run` opens.
+
+    The directory holds `config.json` (every setting), `drafter.json` (the drafter's config), `metrics.jsonl`,
+    `checkpoints/`, and the drafters `last/` and, if it is evaluated, `best/`.
+
+    Attributes:
+        drafter: as it began, on the mesh.
+        state: parameters and optimizer, as they are now.
+        steps: of the run from its beginning to its end.
+    """
+
+    directory: Path
+    target: Target
+    drafter: Drafter
+    raw: Raw
+    config: TrainConfig
+    mesh: Mesh | None
+    state: TrainState
+    steps: int
+    packing: Packing
+    checkpoints: Checkpoints
+    log: MetricsLog
+    features: FeatureCache | None
+    judge: Judge | None
+
+    @cached_property
+    def _step(self) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+        """The compiled step."""
+        placed = None
+        if self.mesh is not None:
+            placed = shardings(self.state, self.mesh), NamedSharding(self.mesh, P())
+        return jax.jit(
+            partial(train_step, self.config, self.steps),
+            donate_argnums=2,
+            compiler_options=block_compiler_options(),
+            out_shardings=placed,
+        )
+
+    def fit(self, progress: Callable[[int, Metrics], None] = lambda step, metrics: None) -> Metrics:
+        """Trains to the end and returns the last metrics; an interrupted run saves where it is.
+
+        Args:
+            progress: called with the step and its metrics whenever a line is logged.
+
+        Raises:
+            NotFiniteError: naming the step; the state before it is saved.
+        """
+        stopping: list[int] = []
+        try:
+            # Acted upon between steps: in the middle of one there is no state to save.
+            with stop_signals() as stopping:
+                metrics = self._loop(progress, stopping)
+            self.checkpoints.save(self.state)
+        except (KeyboardInterrupt, NotFiniteError):
+            if len(stopping) < 2:
+                self.checkpoints.save(self.state)
+            raise
+        finally:
+            self.checkpoints.close()
+        self.save("last", self.trained())
+        return metrics
+
+    def _loop(self, progress: Callable[[int, Metrics], None], stopping: list[int]) -> Metrics:
+        config, metrics = self.config, {}
+        begin, at = time.perf_counter(), int(self.state.step)
+        self._evaluate_if_due(at, progress)
+        with self._on_mesh():
+            batch = self.batch(at) if at < self.steps else None
+        for step in range(at, self.steps):
+            done = step + 1
+            with self._on_mesh():
+                self.state, values = self._step(self.target, self.drafter, self.state, batch)
+                # The device computes the step; whoever asks for its figures, as `finite`, waits for it.
+                batch = self.batch(done) if done < self.steps else None
+            if step == at:
+                begin = time.perf_counter()
+            if not bool(values["finite"]):
+                raise NotFiniteError(
+                    f"step {done}: loss {float(values['loss'])}, gradient norm {float(values['gradient_norm'])}; the "
+                    f"state before it is saved in {self.directory}. Look at this step's data, or begin a new run with "
+                    "a lower learning_rate"
+                )
+            if done % config.log_every == 0 or done == self.steps or step == at:
+                metrics = {name: float(value) for name, value in values.items()}
+                rate = (step - at) / (time.perf_counter() - begin)  # the first step compiles
+                metrics = {"step": done, **metrics, "steps_per_second": rate}
+                self.log.add(metrics)
+                progress(done, metrics)
+            if config.save_every and done % config.save_every == 0:
+                self.checkpoints.save(self.state)
+            metrics = metrics | self._evaluate_if_due(done, progress)
+            if stopping:
+                raise KeyboardInterrupt
+        return metrics
+
+    def _evaluate_if_due(self, step: int, progress: Callable[[int, Metrics], None]) -> Metrics:
+        every = self.config.evaluate_every or max(1, self.steps // 10)
+        due = step > 0 and (step % every == 0 or step == self.steps)
+        if self.judge is None or not due or any("tau" in x and x["step"] == step for x in self.log.lines()):
+            return {}
+        self.checkpoints.save(self.state)  # an evaluation that fails must not cost the training
+        figures = self.evaluate()
+        progress(step, figures)
+        return figures
+
+    def batch(self, step: int) -> Batch:
+        """The rows of a step, with their cached features if there are any."""
+        contents = self.packing.contents(step)
+        rows = self.packing.rows(contents)
+        features, hidden = self.features.rows(contents, self.config.length) if self.features else (None, None)
+        sharding = None if self.mesh is None else NamedSharding(self.mesh, P(ROWS))
+        place = lambda x: jnp.asarray(x) if sharding is None else spread(x, sharding)
+        return Batch(*(None if x is None else place(x) for x in (*rows, features, hidden)))  # type: ignore
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    def save(self, name: str, drafter: Drafter, learnt: Metrics | None = None) -> None:
+        """Writes a drafter into a directory of this name, with what was learnt of it in its `config.json`."""
+        drafter = drafter.replace(params=gather(drafter.params), mesh=None)
+        if jax.process_index() == 0:
+            save_drafter(self.directory / name, drafter, {**self.raw, **(learnt or {})})
+
+    def trained(self) -> Drafter:
+        """The drafter as it is now, in float32."""
+        return self.drafter.replace(params=self.state.params | split_params(self.drafter)[1])
+
+    def evaluate(self) -> Metrics:
+        """Evaluates, logs, and keeps the drafter as `best` if none before reached its tau."""
+        if self.judge is None:
+            return {}
+        drafter = self.trained()
+        serving = drafter.replace(params=cast(drafter.params, self.target.dtype))
+        figures = {"step": int(self.state.step), **self.judge(serving)}
+        best = max((line["tau"] or 0 for line in self.log.lines() if "tau" in line), default=0)
+        if (figures["tau"] or 0) >= best:
+            learnt = {name: figures[name] for name in ("proposal_sharpness",) if name in figures}
+            self.save("best", drafter, learnt)
+        self.log.add(figures)
+        return figures
+
+
+def load_run(directory: str | Path, step: int | None = None) -> tuple[Drafter, dict[str, Any]]:
+    """The drafter of a run in float32, and its `config.json`: of the checkpoint of `step`, else `best` if the run
+    was evaluated, else of the newest checkpoint.
+
+    Raises:
+        ValueError: the directory holds no run, or no such checkpoint.
+    """
+    with reading(Path(directory)) as directory:
+        raw = read_json(directory / "drafter.json")
+        if step is None and (directory / "best").is_dir():
+            return load_drafter(directory / "best", dtype="float32"), read_json(directory / "best" / "config.json")
+        drafter = load_drafter(directory / "last", dtype="float32")  # for what is not trained
+        with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
+            params = checkpoints.restore_params(step)
+        return drafter.replace(params=params | split_params(drafter)[1]), raw
