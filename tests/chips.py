@@ -5,7 +5,8 @@ from functools import cache
 import jax.numpy as jnp
 import pytest
 
-from dflash_jax.benchmarks import compiled_attention, topologies
+from benchmarks import compiled_attention
+from dflash_jax.benchmarks import topologies
 from dflash_jax.kernels.shapes import SHAPES
 
 SERVED = {name: shape for name, shape in SHAPES.items() if shape.H <= 256}  # by the Pallas kernels

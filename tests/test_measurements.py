@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from benchmarks import host_time, loads
 from dflash_jax import load_drafter, load_target
-from dflash_jax.benchmarks import host_time, loads
 
 
 def test_jobs_fit_the_pair_that_is_written_with_them(tmp_path):
@@ -31,7 +31,7 @@ def test_the_time_of_the_host_is_measured(monkeypatch, capsys):
 @pytest.mark.slow
 def test_training_steps_take_turns_with_torch(pair, tmp_path, capsys):
     pytest.importorskip("dflash.model")
-    from dflash_jax.benchmarks import training_speed
+    from benchmarks import training_speed
 
     row = {"prompt_token_ids": [5] * 20, "response_token_ids": [7] * 200, "loss_mask": [0] * 20 + [1] * 200}
     (tmp_path / "data.jsonl").write_text(f"{json.dumps(row)}\n" * 8)

@@ -1,4 +1,4 @@
-"""What the host does between visits to the device: `python -m dflash_jax.benchmarks.host_time [ROWS]`.
+"""What the host does between visits to the device: `python -m benchmarks.host_time [ROWS]`.
 
 A pair with as many layers as Qwen3-8B and its drafter, so that programs have as many arguments, but of small width:
 the host's time depends on nothing else. Prints its milliseconds per visit and per step, from asking for steps to
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.benchmarks.loads import small_pair
+from benchmarks.loads import small_pair
 from dflash_jax.benchmarks.random_weights import random_pair
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.params import SamplingParams

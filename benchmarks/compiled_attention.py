@@ -1,4 +1,4 @@
-"""What the XLA attention costs on GPUs, as compiled for them: `python -m dflash_jax.benchmarks.compiled_attention`.
+"""What the XLA attention costs on GPUs, as compiled for them: `python -m benchmarks.compiled_attention`.
 
 Needs no GPU, but `.[cuda-compiler]`. Prints a table of the attention alone (8 rows of 8,192 committed positions, blocks
 of 16, heads of Qwen3-8B), by how many slots of the cache an iteration reads: kernels that are started, bytes that they

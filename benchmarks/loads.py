@@ -1,4 +1,4 @@
-"""Jobs for measurements of the engine under load: `python -m dflash_jax.benchmarks.loads OUT` writes them.
+"""Jobs for measurements of the engine under load: `python -m benchmarks.loads OUT` writes them.
 
     target, drafter   a small pair with random weights and 32,768 positions
     long.jsonl        prompts of 400 to 1,500 tokens, answers of 16

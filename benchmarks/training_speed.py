@@ -1,6 +1,6 @@
 """Training steps of this project beside a plain torch loop, in turns on the same rows in one process.
 
-    python -m dflash_jax.benchmarks.training_speed --target DIR --data answers.jsonl --drafter dflash
+    python -m benchmarks.training_speed --target DIR --data answers.jsonl --drafter dflash
 
 Torch trains the official class of a DFlash drafter, or for "eagle3" the class of `speculators` 0.9.0 with its attention
 by sdpa (see tests/oracle/test_speculators.py for what to install). Both sides compute the features of the target, read
@@ -38,7 +38,7 @@ EAGLE3 = {"cross_entropy": 0.0, "kl": 1.0, "block_size": 8, "num_layers": 1}  # 
 
 @dataclass(frozen=True)
 class SpeedOptions:
-    """Options of `python -m dflash_jax.benchmarks.training_speed`.
+    """Options of `python -m benchmarks.training_speed`.
 
     Attributes:
         target: directory of the target
@@ -222,7 +222,7 @@ def timed_in_turns(
 
 def main(argv: Sequence[str] | None = None) -> int:
     description = (__doc__ or "").splitlines()[0]
-    options = parse(SpeedOptions, argv, prog="python -m dflash_jax.benchmarks.training_speed", description=description)
+    options = parse(SpeedOptions, argv, prog="python -m benchmarks.training_speed", description=description)
     config, target = settings(options), load_target(options.target, dtype="float32")
     examples = read_examples(options.data, config.length, target.config.vocab_size).examples
     drafter, raw = new_drafter(target, config, choose_mask_token(target, None))
