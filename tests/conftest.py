@@ -1,10 +1,12 @@
 """Strict JAX for every test, and a tiny random pair written to disk and read by the real loader."""
 
 import gc
+import hashlib
 import inspect
 import math
 import os
 import re
+from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -63,6 +65,20 @@ def _patches_modules(file):
 def _memory_maps():
     maps = Path("/proc/self/maps")
     return len(maps.read_bytes().splitlines()) if maps.exists() else math.inf
+
+
+@pytest.hookimpl(trylast=True)  # of the tests that were asked for
+def pytest_collection_modifyitems(config, items):
+    """With DFLASH_TESTS_SAMPLE=SEED, of the variants of each test a third, at least two, drawn by the seed."""
+    if not (seed := os.environ.get("DFLASH_TESTS_SAMPLE")):
+        return
+    variants = defaultdict(list)
+    for item in items:
+        variants[item.nodeid.partition("[")[0]].append(item)
+    drawn = lambda item: hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest()
+    kept = {item for same in variants.values() for item in sorted(same, key=drawn)[: max(2, math.ceil(len(same) / 3))]}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_collection_finish():
