@@ -10,8 +10,8 @@
 The first three are for a pair with a vocabulary of at least 1,000 tokens, the last two for the pair written here.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,7 +71,9 @@ def between(low: int, high: int, count: int, answer: int) -> list[tuple[int, int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    (out,) = map(Path, sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser("python -m benchmarks.loads", description=__doc__)
+    parser.add_argument("out", type=Path, help="a directory for the jobs, and a pair of models for them")
+    out: Path = parser.parse_args(argv).out
     write_pair(out, small_pair(4, 2, width=128, head_dim=32, positions=32768))
     jobs = {
         "long": requests(between(400, 1500, 48, 16), 1000),

@@ -1,6 +1,7 @@
 """The layers of the code, as docs/design.md has them; that there are no circles; how long files are; open types."""
 
 import ast
+import dataclasses
 import os
 import re
 import statistics
@@ -8,6 +9,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from dflash_jax import drafters
 
 ROOT = Path(__file__).parents[1]
 LONGEST, MEDIAN = 400, 130  # lines of a file
@@ -125,3 +128,18 @@ def test_params_are_the_only_collection():
     for module, path in modules():
         found = re.search(r"\bmutable=|\.sow\(|self\.variable\(|is_mutable_collection", path.read_text())
         assert not found, f"{module} has {found[0]}"
+
+
+def test_a_kind_of_drafter_is_named_in_its_own_file():
+    """And so are its hyper-parameters. The kind that the package is named after is the default of new ones."""
+    registered = [kind for kind in drafters.KINDS.values() if kind.name != "dflash"]
+    names = {kind.name for kind in registered}
+    names |= {field.name for kind in registered for field in dataclasses.fields(kind.settings)}
+    for module, tree in TREES.items():
+        if not module.startswith("drafters."):
+            literals = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+            names_used = (node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+            found = names & {value for value in (*literals, *names_used) if isinstance(value, str)}
+            assert not found, f"dflash_jax.{module} names {found}"
+    own = {f"drafters.{name}" for name in names}
+    assert len(own & TREES.keys()) == len(registered) == 4
