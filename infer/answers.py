@@ -14,14 +14,9 @@ def answer(completion: Completion, text: Text, stop: Sequence[str] = (), after: 
         "text": text.answer(completion.token_ids, stop, after),
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
-        "usage": usage(completion),
+        "usage": {"prompt_tokens": completion.prompt_tokens, "completion_tokens": len(completion.token_ids)},
         "speculation": speculation(completion),
     } | scores
-
-
-def usage(completion: Completion) -> dict[str, int]:
-    """Tokens of the prompt and of the answer."""
-    return {"prompt_tokens": completion.prompt_tokens, "completion_tokens": len(completion.token_ids)}
 
 
 def speculation(completion: Completion) -> Json:

@@ -35,12 +35,8 @@ def error_record(line: Line) -> Json:
     assert line.error is not None
     if line.is_batch:
         return openai.batch_error(line.id, line.error)
-    return {
-        "id": line.id,
-        "index": line.index,
-        **_repeated(line),
-        "error": {"code": line.error.code, "message": str(line.error)},
-    }
+    error = {"code": line.error.code, "message": str(line.error)}
+    return {"id": line.id, "index": line.index, **_repeated(line), "error": error}
 
 
 def _repeated(line: Line) -> Json:
