@@ -1,5 +1,5 @@
-"""Writes what the drafters of other packages compute, for tests/test_golden_drafters.py. It runs once, by hand, in an
-environment for each package, from the root of the repository:
+"""Writes what the drafters of other packages compute, for tests/drafters/test_golden_drafters.py.
+It runs once, by hand, in an environment for each package, from the root of the repository:
 
     pip install torch==2.13.0 transformers==5.15.0 safetensors
     pip install --no-deps specforge==0.2.0 && python -m tests.oracle.make_goldens specforge

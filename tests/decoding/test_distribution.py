@@ -14,7 +14,7 @@ from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.sampling import Sampling
 from dflash_jax.decoding.step import run, speculative_step, step_functions
 from tests import tiny
-from tests.test_speculative import start
+from tests.decoding.test_speculative import start
 
 VOCAB, PROMPT, ANCHOR = 8, [3, 1, 4, 1], 5
 ROWS, BATCHES, TOKENS, BLOCK = 4096, 13, 3, 4

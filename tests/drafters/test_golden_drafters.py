@@ -15,7 +15,7 @@ from dflash_jax.decoding.state import Query, Seen
 from tests import tiny
 from tests.oracle import seeded
 
-FILES = sorted((Path(__file__).parent / "golden" / "drafters").glob("*.json"))
+FILES = sorted((Path(__file__).parents[1] / "golden" / "drafters").glob("*.json"))
 
 
 def stub_target(seed):

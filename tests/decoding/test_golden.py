@@ -1,6 +1,6 @@
 """Answers of the bundled pair stay what they were: greedy and sampled, speculative or not, whatever is rebuilt inside.
 
-The file was written by `python -m tests.test_golden` right after the noise of rare tokens was mended.
+The file was written by `python -m tests.decoding.test_golden` right after the noise of rare tokens was mended.
 """
 
 import json
@@ -15,7 +15,7 @@ from dflash_jax.data.problems import problems
 from dflash_jax.infer.text import Text
 from tests import tiny
 
-FILE = Path(__file__).parent / "golden" / "bundled.json"
+FILE = Path(__file__).parents[1] / "golden" / "bundled.json"
 SEED, TOKENS = 5, 64
 SETTINGS: list[dict[str, Any]] = [
     {},

@@ -12,7 +12,7 @@ from dflash_jax.infer.engine import prefixes
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 
-PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 HEAD = [(7 * i + 3) % 60 for i in range(18)]
 REQUESTS = [tiny.ask([*HEAD, i], 12, 0.6 * (i % 2), id=str(i), stop_token_ids=()) for i in range(3)]
 
