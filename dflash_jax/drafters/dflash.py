@@ -6,9 +6,9 @@ Shapes: B rows, T block slots, P proposals, J committed positions, L draft layer
 vocabulary of the drafter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -38,8 +38,23 @@ from dflash_jax.sharding import Rule
 Config = TypeVar("Config", bound=DFlashConfig)
 
 
+class Injection(NamedTuple):
+    """How a layer makes keys and values, of block slots and of the context alike."""
+
+    weight: Float[Array, "M D"]
+    bias: Float[Array, " M"] | None
+    norm: Float[Array, " H"]  # of keys
+
+    def heads(self, kv: Float[Array, "B T M"], config: DFlashConfig, layout: Layout, rope: Rope | None) -> Fresh:
+        """Keys and values from a product with the weight."""
+        kv = kv if self.bias is None else kv + self.bias[None, None]
+        k, v = unfuse(kv, [kv.shape[-1] // 2] * 2, layout.shards)
+        norm = partial(rms_norm, weight=self.norm, eps=config.rms_norm_eps)
+        return keys_and_values(k, v, config.layers[0].attention.head_dim, rope, norm)
+
+
 class Layer(nn.Module):
-    """A Qwen3 layer whose keys and values are projected elsewhere."""
+    """A Qwen3 layer whose keys and values are projected by what it is given."""
 
     config: DFlashConfig
     layer: LayerConfig
@@ -47,23 +62,26 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], at: Pass, entry: PyTree, kv_projection: PyTree
+        self, x: Float[Array, "B T D"], at: Pass, entry: PyTree, injection: Injection
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, layer, D, eps = self.config, self.layer, self.config.hidden_size, self.config.rms_norm_eps
         attention = Attention(D, layer.attention, self.layout, c.attention_bias, qk_norm=eps, name="self_attn")
-        mlp = MLP(D, layer.intermediate_size, self.layout, name="mlp")
-        h = RMSNorm(D, eps, name="input_layernorm")(x)
-        h, fresh = self.around("attention", h, lambda h: attention(h, at, entry, kv_projection(h)))
-        x = on_every_device(x + h)
-        h = RMSNorm(D, eps, name="post_attention_layernorm")(x)
-        h, _ = self.around("mlp", h, lambda h: (mlp(h), None))
-        return on_every_device(x + h), fresh
+        h, kept = self.before("attention", RMSNorm(D, eps, name="input_layernorm")(x))
+        fresh = injection.heads(matmul(h, injection.weight), c, self.layout, at.rope)
+        h, _ = attention(h, at, entry, fresh)
+        x = on_every_device(x + self.after(h, kept))
+        h, kept = self.before("mlp", RMSNorm(D, eps, name="post_attention_layernorm")(x))
+        h = MLP(D, layer.intermediate_size, self.layout, name="mlp")(h)
+        return on_every_device(x + self.after(h, kept)), fresh
 
-    def around(
-        self, name: str, h: Float[Array, "B T D"], sublayer: Callable[[Array], tuple[Array, PyTree]]
-    ) -> tuple[Float[Array, "B T D"], PyTree]:
-        """What a sublayer, "attention" or "mlp", makes of its normed input. Kin of DFlash do more around it."""
-        return sublayer(h)
+    def before(self, name: str, h: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], PyTree]:
+        """What a sublayer, "attention" or "mlp", reads in place of its normed input, and what `after` needs to know.
+        Kinds that build on DFlash do more before and after it."""
+        return h, None
+
+    def after(self, out: Float[Array, "B T D"], kept: PyTree) -> Float[Array, "B T D"]:
+        """What is added to the residual stream in place of a sublayer's output."""
+        return out
 
 
 class Model(nn.Module):
@@ -97,21 +115,17 @@ class Model(nn.Module):
         With `remat`, a backward pass computes each layer again instead of keeping its insides.
         """
         at = at.replace(rope=at.tables(self.config.layers[0].attention, x.dtype))
-        blocks, kv_proj = [], sharding.gathered(self.kv_proj, "kv_proj")
-        for i in range(len(self.layers)):
-
-            def layer(model: Model, x: Float[Array, "B T D"], i: int = i) -> tuple[Array, Fresh]:
-                def kv_projection(h: Float[Array, "B T D"]) -> Fresh:
-                    kv = matmul(h, kv_proj[i])
-                    if model.config.attention_bias:
-                        kv = kv + model.kv_bias[i][None, None]
-                    return model._heads(kv, model.k_norm[i], at.rope)
-
-                return model.layers[i](x, at, cache.entries[cache.of_layer[i]], kv_projection)
-
-            x, block = (nn.remat(layer) if remat else layer)(self, x)
+        apply = nn.remat(self.layer.__call__) if remat else self.layer.__call__
+        blocks = list[Fresh]()
+        for i, (layer, injection) in enumerate(zip(self.layers, self._injections(), strict=True)):
+            x, block = apply(layer, x, at, cache.entries[cache.of_layer[i]], injection)
             blocks.append(block)
         return self.final(x), tuple(blocks)
+
+    def _injections(self) -> list[Injection]:
+        weights = sharding.gathered(self.kv_proj, "kv_proj")
+        biases = self.kv_bias if self.config.attention_bias else [None] * len(self.layers)
+        return [Injection(*parts) for parts in zip(weights, biases, self.k_norm, strict=True)]
 
     def final(self, x: Float[Array, "B T D"]) -> Float[Array, "B T _"]:
         """What the pass makes of its last states."""
@@ -131,14 +145,8 @@ class Model(nn.Module):
         else:  # rows are sharded within a layer, and would have to move to be one axis with the layers
             kv = product("btd,lmd->lbtm", fused, kv_proj)
             layers = list(kv.astype(fused.dtype))
-        if self.config.attention_bias:
-            layers = [kv + self.kv_bias[i][None, None] for i, kv in enumerate(layers)]
-        return tuple(self._heads(kv, self.k_norm[i], rope) for i, kv in enumerate(layers))
-
-    def _heads(self, kv: Float[Array, "B T M"], weight: Float[Array, " H"], rope: Rope | None) -> Fresh:
-        k, v = unfuse(kv, [kv.shape[-1] // 2] * 2, self.layout.shards)
-        norm = partial(rms_norm, weight=weight, eps=self.config.rms_norm_eps)
-        return keys_and_values(k, v, self.config.layers[0].attention.head_dim, rope, norm)
+        pairs = zip(self._injections(), layers, strict=True)
+        return tuple(injection.heads(kv, self.config, self.layout, rope) for injection, kv in pairs)
 
 
 class Drafter(base.Drafter):
@@ -153,7 +161,7 @@ class Drafter(base.Drafter):
 
     def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
         """Tokens for the positions after the anchor, every one chosen from its own slot of one pass."""
-        return propose(self.restricted(choice), self.logits(target, state, query))
+        return propose(self.restricted(choice), self.unembed(target, self.denoise(target, state, query)))
 
     @property
     def first_slot(self) -> int:
@@ -253,7 +261,7 @@ class Drafter(base.Drafter):
         if starts is not None:
             starts = jnp.broadcast_to(starts[:, None], positions.shape)
         at = Pass(positions, None, query.lengths, query.rows, starts=starts, per_row=per_row)
-        return self.forward(x, at, cache, remat=remat)[0][:, self.first_slot :]
+        return self._apply("forward", x, at, cache, remat)[0][:, self.first_slot :]
 
     def unembed(self, target: TargetModel, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
         """Float32 logits of hidden states."""

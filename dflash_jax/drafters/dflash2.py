@@ -4,7 +4,7 @@ given the one before (reference `dflash/model.py`, `DFlash2DraftModel`).
 Shapes: B rows, T block slots, P proposals, C candidates of a slot, K taps, g group size, R rank, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -86,15 +86,16 @@ class Convolution(nn.Module):
 class Layer(dflash.Layer):
     """A layer of DFlash with convolutions around attention and MLP."""
 
-    def around(
-        self, name: str, h: Float[Array, "B T D"], sublayer: Callable[[Array], tuple[Array, PyTree]]
-    ) -> tuple[Float[Array, "B T D"], PyTree]:
+    def before(self, name: str, h: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], PyTree]:
         c = self.config
         assert isinstance(c, DFlash2Config)
         convolve = Convolution(c.hidden_size, c.conv_kernel_size, c.conv_group_size, name=f"{name}_conv")
         dynamic = convolve.coefficients(h)
-        out, more = sublayer(convolve(h, dynamic, 0))
-        return convolve(out, dynamic, 1), more
+        return convolve(h, dynamic, 0), (convolve, dynamic)
+
+    def after(self, out: Float[Array, "B T D"], kept: PyTree) -> Float[Array, "B T D"]:
+        convolve, dynamic = kept
+        return convolve(out, dynamic, 1)
 
 
 class Model(dflash.Model):
