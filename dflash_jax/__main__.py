@@ -1,5 +1,6 @@
 """`python -m dflash_jax`: which commands there are, and the completion of their options in a shell."""
 
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -52,6 +53,7 @@ def completion() -> str:
     from dflash_jax.serve import ServeOptions
     from dflash_jax.train import arguments as training
 
+    importlib.import_module("dflash_jax.drafters")  # its kinds have options of `train fit`
     words = lambda options: " ".join(sorted(flags(options)))
     commands: dict[str, Any] = {"benchmark": measuring.Mode, "train": training.Stage}
     cases = []

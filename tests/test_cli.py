@@ -244,6 +244,12 @@ def test_words_are_completed(words, expected, capsys):
     assert done.stdout.split() == expected
 
 
+def test_completion_knows_the_settings_of_every_kind_of_drafter():
+    """In a process of its own, where nothing else has imported the kinds."""
+    run = [sys.executable, "-m", "dflash_jax", "completion"]
+    assert " --markov-rank " in subprocess.run(run, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.parametrize("plain", [False, True])
 def test_the_installed_model_speculates_with_its_drafter(monkeypatch, tmp_path, plain):
     monkeypatch.setattr("dflash_jax.bundled.installed_model", lambda: tmp_path / "smol.gguf")
