@@ -152,7 +152,7 @@ class ModelOptions:
 
     Attributes:
         target: target checkpoint: a directory, a GGUF file of the llama family, or a hub id
-        drafter: its drafter, of any kind that docs/drafters.md lists
+        drafter: its drafter, of any kind
         target_config: fields of the target's config.json to replace, a JSON object like {"rope_theta": 1000000}
         drafter_config: fields of the drafter's config.json to replace, like {"sample_from_anchor": false}
         mesh: devices, like data=2,model=4 (axes data, fsdp, model, expert; -1 is the rest); auto: heads over the

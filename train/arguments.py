@@ -1,6 +1,7 @@
 """The options of `python -m dflash_jax.train STAGE ...`."""
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -62,10 +63,11 @@ def settings_class() -> type:
     """A dataclass with a field for every setting, NOT_GIVEN unless its flag is there; those of the kinds of drafters
     among them, if these are imported."""
     kinds = sys.modules.get("dflash_jax.drafters")
-    made, documents = [], [(TrainConfig.__doc__ or "").rstrip()]
+    made, documents = [], [f"    {inspect.cleandoc(TrainConfig.__doc__ or '')}".replace("\n", "\n    ")]
     for kind in kinds.KINDS.values() if kinds else ():
-        of_kind = (kind.settings.__doc__ or "").partition("Attributes:")[2].rstrip()
-        documents.append(re.sub(r"(\n        \w+: )", rf"\1of {kind.name}: ", of_kind))
+        of_kind = inspect.cleandoc(kind.settings.__doc__ or "").partition("Attributes:\n")[2].splitlines()
+        marked = (re.sub(r"^(    \w+: )", rf"\1of {kind.name}: ", line) for line in of_kind)
+        documents.append("".join(f"\n    {line}" for line in marked))
     for each in setting_fields(kinds is not None).values():
         hint = "" if each.default in ((), None) else f"(default: {each.default})"
         shown = "|".join(get_args(each.type)) if get_origin(each.type) is Literal else "X"

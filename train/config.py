@@ -215,12 +215,16 @@ def _kind(name: str) -> "AnyKind":
 
 def setting_fields(kinds: bool = True) -> dict[str, dataclasses.Field[Any]]:
     """The fields of all settings by their names: of a run, and, with `kinds`, of every kind of drafter."""
-    classes: list[Any] = [TrainConfig]
+    found = {field.name: field for field in dataclasses.fields(TrainConfig) if field.name != "hyper"}
     if kinds:
         from dflash_jax.drafters import KINDS
 
-        classes += [kind.settings for kind in KINDS.values()]
-    return {field.name: field for each in classes for field in dataclasses.fields(each) if field.name != "hyper"}
+        for kind in KINDS.values():
+            for field in dataclasses.fields(kind.settings):
+                if field.name in found and found[field.name].type != field.type:
+                    raise ValueError(f"{field.name} of {kind.name} drafters is the name of another setting; rename it")
+                found[field.name] = field
+    return found
 
 
 def read_settings(path: str | Path | None, overrides: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dflash_jax import loading
 from dflash_jax.decoding.step import Proposals
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.loading import load_drafter
@@ -17,7 +18,7 @@ from dflash_jax.infer.jobs.inputs import input_lines
 from dflash_jax.infer.jobs.lines import read_lines
 from dflash_jax.infer.jobs.records import acceptance_summary
 from dflash_jax.infer.text import Text
-from dflash_jax.loading import choose_mesh, enable_compilation_cache, models_on_mesh, target_config, use_kernels
+from dflash_jax.loading import choose_mesh, models_on_mesh, target_config, use_kernels
 from dflash_jax.mesh import rows_of, spread
 from dflash_jax.sharding import shardings
 from dflash_jax.target import Target, load_target
@@ -170,7 +171,7 @@ def _pair(options: EvaluateOptions) -> tuple[Target, Drafter]:
     """The target, and the drafter that the options name or that a run has."""
     models = options.models
     use_kernels(models.kernels)
-    enable_compilation_cache()
+    loading.enable_compilation_cache()
     described = target_config(models.target, models.target_config)
     mesh = choose_mesh(models.mesh, models_on_mesh(models, described))
     target = load_target(models.target, dtype=models.dtype, mesh=mesh, overrides=models.target_config)

@@ -1,4 +1,4 @@
-"""Opens a training run: what does not fit is refused before anything is written, then it begins or continues."""
+"""Opens a training run: what does not fit is refused before its files are written; then it begins or continues."""
 
 import json
 from pathlib import Path
@@ -111,9 +111,11 @@ def _check_mesh(drafter: Drafter, mesh: Mesh | None, config: TrainConfig) -> Non
             f"batch_size {config.batch_size} must be a multiple of accumulate {config.accumulate} times the mesh's "
             f"{rows_of(mesh)} parts of rows"
         )
+    if mesh is None:
+        return
     # The drafter's parameters stay as in the checkpoint, so that a run continues on any mesh.
     heads, parts = drafter.config.layers[0].attention.num_kv_heads, parts_of(mesh, HEADS)
-    if mesh is not None and (drafter.layout.shards != 1 or heads % parts):
+    if drafter.layout.shards != 1 or heads % parts:
         raise ValueError(
             f"the drafter's {heads} key-value heads must be a multiple of the "
             f"mesh's model and expert axes, {parts}, and the drafter loaded without a mesh"

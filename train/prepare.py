@@ -3,12 +3,13 @@
 import sys
 from typing import Any, NamedTuple
 
+from dflash_jax import loading
 from dflash_jax.checkpoint import resolve
 from dflash_jax.drafters import kind_named, kind_of, laid_out
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import with_mask_token
 from dflash_jax.drafters.loading import load_drafter, read_drafter_config
-from dflash_jax.loading import choose_mesh, enable_compilation_cache, target_config, use_kernels
+from dflash_jax.loading import choose_mesh, target_config, use_kernels
 from dflash_jax.mesh import join
 from dflash_jax.target import Target, load_target
 from dflash_jax.train.arguments import DataOptions
@@ -46,7 +47,7 @@ def prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
     if options.distributed is not None:
         join(options.distributed)
     use_kernels(options.kernels)
-    enable_compilation_cache()
+    loading.enable_compilation_cache()
     kind_named(given.get("drafter", "dflash"))
     started, raw = None, {}
     if options.init_from:

@@ -34,7 +34,7 @@ from dflash_jax.train.step import Batch, TrainState, split_params, train_step
 Judge = Callable[[Drafter], Metrics]  # figures of a drafter, with at least "tau"
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One training run in a directory, which `opening.open_run` opens.
 

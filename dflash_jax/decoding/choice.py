@@ -60,7 +60,14 @@ class Choice(struct.PyTreeNode):
         Args:
             vocabulary: the target's id of each of its tokens, ascending; None is all.
             forbidden: ids of the target that are never proposed, such as a mask token.
+
+        Raises:
+            ValueError: it is restricted to a vocabulary already.
         """
+        if self.vocabulary is not None:
+            raise ValueError(
+                "the choice is restricted to a vocabulary already; restrict the one that `propose` is given"
+            )
         noise, decodable, size = self.noise, self.decodable, self.noise.shape[2]
         ids = jnp.arange(size) if vocabulary is None else vocabulary
         if vocabulary is not None:

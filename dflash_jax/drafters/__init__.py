@@ -20,16 +20,18 @@ KINDS: dict[str, AnyKind] = {}  # the first that matches a config is taken
 def register(kind: AnyKind) -> None:
     """Makes a kind of drafter known by its name: to loading, training, export and serving.
 
-    It is asked before those that are known already whether a `config.json` is one of its own.
+    A new one is asked before the others whether a `config.json` is one of its own. One that is made anew, as by a cell
+    of a notebook that runs again, takes the place of the one before.
 
     Raises:
         ValueError: there is another one of this name.
     """
-    if type(KINDS.get(kind.name, kind)) is not type(kind):
+    same = lambda one: (type(one).__module__, type(one).__qualname__)
+    if same(KINDS.get(kind.name, kind)) != same(kind):
         raise ValueError(f"there is another kind of drafter named {kind.name!r}: {type(KINDS[kind.name]).__name__}")
-    others = {name: known for name, known in KINDS.items() if name != kind.name}
+    before = dict(KINDS)
     KINDS.clear()
-    KINDS.update({kind.name: kind} | others)
+    KINDS.update({kind.name: kind} | before if kind.name not in before else before | {kind.name: kind})
     add_rules(kind.rules)
 
 

@@ -69,7 +69,7 @@ class Drafter(Drafting, struct.PyTreeNode):
     mesh: AnyMesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
     model: ClassVar[type[nn.Module]]  # of the parameters that are not `outside_model`
     frozen: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head", "d2t")  # parameters that are not trained
-    outside_model: ClassVar[tuple[str, ...]] = frozen
+    outside_model: ClassVar[tuple[str, ...]] = frozen  # parameters that methods of the drafter use, and `model` has not
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -66,20 +66,20 @@ class Layer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, layer, D, eps = self.config, self.layer, self.config.hidden_size, self.config.rms_norm_eps
         attention = Attention(D, layer.attention, self.layout, c.attention_bias, qk_norm=eps, name="self_attn")
-        h, kept = self.before("attention", RMSNorm(D, eps, name="input_layernorm")(x))
+        h, context = self.before("attention", RMSNorm(D, eps, name="input_layernorm")(x))
         fresh = injection.heads(matmul(h, injection.weight), c, self.layout, at.rope)
         h, _ = attention(h, at, entry, fresh)
-        x = on_every_device(x + self.after(h, kept))
-        h, kept = self.before("mlp", RMSNorm(D, eps, name="post_attention_layernorm")(x))
+        x = on_every_device(x + self.after(h, context))
+        h, context = self.before("mlp", RMSNorm(D, eps, name="post_attention_layernorm")(x))
         h = MLP(D, layer.intermediate_size, self.layout, name="mlp")(h)
-        return on_every_device(x + self.after(h, kept)), fresh
+        return on_every_device(x + self.after(h, context)), fresh
 
     def before(self, name: str, h: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], PyTree]:
         """What a sublayer, "attention" or "mlp", reads in place of its normed input, and what `after` needs to know.
         Kinds that build on DFlash do more before and after it."""
         return h, None
 
-    def after(self, out: Float[Array, "B T D"], kept: PyTree) -> Float[Array, "B T D"]:
+    def after(self, out: Float[Array, "B T D"], context: PyTree) -> Float[Array, "B T D"]:
         """What is added to the residual stream in place of a sublayer's output."""
         return out
 
@@ -150,7 +150,7 @@ class Model(nn.Module):
 
 
 class Drafter(base.Drafter):
-    """A loaded DFlash drafter. Its state between rounds is a `Cache`."""
+    """A loaded DFlash drafter. Its state from step to step is a `Cache`."""
 
     config: DFlashConfig = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model

@@ -93,8 +93,8 @@ class Layer(dflash.Layer):
         dynamic = convolve.coefficients(h)
         return convolve(h, dynamic, 0), (convolve, dynamic)
 
-    def after(self, out: Float[Array, "B T D"], kept: PyTree) -> Float[Array, "B T D"]:
-        convolve, dynamic = kept
+    def after(self, out: Float[Array, "B T D"], context: PyTree) -> Float[Array, "B T D"]:
+        convolve, dynamic = context
         return convolve(out, dynamic, 1)
 
 

@@ -26,7 +26,7 @@ class Settings:
     def check_positive(self) -> None:
         """Raises ValueError if a number is not above 0."""
         for name, value in asdict(self).items():
-            if isinstance(value, int | float) and not value > 0:
+            if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
 
 
@@ -37,7 +37,8 @@ Hyper = TypeVar("Hyper", bound=Settings)
 class Kind(Generic[Config, Hyper]):
     """A kind of drafter.
 
-    `config`, `tensors` and `new_config` are what a kind must have; the rest has a meaning that suits most.
+    A kind must have `name`, `classes`, `drafter`, `config` and `tensors`, and to be trained `new_config`; the rest
+    has a meaning that suits most.
 
     Attributes:
         name: of the kind, as `train fit --drafter` has it.

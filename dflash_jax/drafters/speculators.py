@@ -24,7 +24,10 @@ def flattened(raw: Raw, kinds: Iterable[Kind]) -> Raw:
     kind, layers = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
     if kind is None and layers is None:
         return raw
-    named = {each.speculators[0]: (each, each.speculators[1]) for each in kinds if each.speculators}
+    named: dict[str, tuple[Kind, str]] = {}
+    for known_kind in kinds:
+        if known_kind.speculators:
+            named.setdefault(known_kind.speculators[0], (known_kind, known_kind.speculators[1]))
     if not isinstance(kind, str) or kind not in named:
         why = known.needs(kind) if isinstance(kind, str) else ""
         raise ValueError(f"speculators_model_type must be one of {sorted(named)}, got {kind!r:.80}{why}")

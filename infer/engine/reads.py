@@ -4,7 +4,7 @@ Pure host code: `Slots.read` carries the plan out.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,13 +29,22 @@ class PromptRead(NamedTuple):
     place: int | None
 
 
+class Offer(NamedTuple):
+    """A row that was read up to `end`, for `PrefixIndex.keep`, which is asked when it has been read."""
+
+    row: int
+    end: int
+    keys: Sequence[bytes]
+    awaited: bool
+
+
 class ReadPlan(NamedTuple):
     """Copies of kept chunks, then a program, then what is kept of the rows that it read.
 
     Attributes:
         copies: kept chunks to commit.
         batch: what the program reads; of each of its rows, `last` says whether the prompt ends there.
-        kept: what to keep of the rows that were read.
+        offers: the rows that are read, whose chunks may be kept.
         reads: how far each prompt has come then.
         seconds: that the program takes, if that was measured.
     """
@@ -43,7 +52,7 @@ class ReadPlan(NamedTuple):
     copies: list[KeptChunk]
     batch: PrefillBatch
     last: np.ndarray
-    kept: list[KeptChunk]
+    offers: list[Offer]
     reads: list[PromptRead]
     seconds: float | None
 
@@ -56,7 +65,7 @@ def plan_reads(prompts: Mapping[int, ActiveRequest], programs: Prefills, prefixe
     Args:
         prompts: by slot, of rows that were begun; the first in turn first.
         programs: of which the cheapest for its tokens is chosen.
-        prefixes: what is kept; it counts as used, and gets new entries.
+        prefixes: the index of kept chunks; those found are marked as used.
     """
     prompts, chunk = dict(list(prompts.items())[: 1 if programs.fixed else None]), programs.chunk
     copies = {slot: prefixes.find(slot, row.filled, row.prompt, row.keys) for slot, row in prompts.items()}
@@ -73,15 +82,15 @@ def plan_reads(prompts: Mapping[int, ActiveRequest], programs: Prefills, prefixe
     taken = [[(slot, prompts[slot].prompt[start[slot] : end[slot]]) for slot in part] for part in parts]
     batch = programs.batch(shape, taken)
     place = {slot: i for i, slot in enumerate(batch.rows.tolist()) if batch.counts[i]}
-    last, kept, reads = np.zeros(len(batch.rows), np.bool_), [], []
+    last, offers, reads = np.zeros(len(batch.rows), np.bool_), [], []
     for slot in sorted(prompts, key=lambda slot: place.get(slot, len(batch.rows))):
         row, at = prompts[slot], place.get(slot)
         filled = start[slot] if at is None else start[slot] + int(batch.counts[at])
         reads.append(PromptRead(slot, filled, start[slot] - row.filled, at))
         if at is not None:
             last[at] = filled == len(row.prompt)
-            kept.append(prefixes.keep(slot, filled, row.keys, awaited=awaited[key[slot]] > 1))
-    return ReadPlan([chunk for found in copies.values() for chunk in found], batch, last, kept, reads, seconds)
+            offers.append(Offer(slot, filled, row.keys, awaited[key[slot]] > 1))
+    return ReadPlan([chunk for found in copies.values() for chunk in found], batch, last, offers, reads, seconds)
 
 
 def _next_key(slot: int, row: ActiveRequest, start: int, chunk: int) -> bytes:

@@ -143,12 +143,17 @@ class Slots:
         for kept in plan.copies:
             self._change(self._prefixes.copy, kept, prompts[kept.row].prompt)
         rows = zip(plan.batch.rows.tolist(), plan.batch.counts.tolist(), strict=True)
-        settings = tuple(prompts[row].settings or self._neutral if count else self._neutral for row, count in rows)
+        settings = tuple(self._settings_of(prompts[row]) if count else self._neutral for row, count in rows)
         first = self._prefill(plan.batch, plan.last, settings)
         with self._on_mesh():
-            for kept in plan.kept:
-                self._prefixes.keep(self.state, kept)
+            for row, end, keys, awaited in plan.offers:
+                self._prefixes.keep(self.state, self._prefixes.index.keep(row, end, keys, awaited=awaited))
         return plan, first
+
+    @staticmethod
+    def _settings_of(row: ActiveRequest) -> RowSettings:
+        assert row.settings is not None  # it was begun
+        return row.settings
 
     @property
     def _decoding(self) -> list[tuple[Draft, int]]:

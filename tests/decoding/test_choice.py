@@ -95,3 +95,9 @@ def test_nothing_of_the_whole_vocabularys_size_is_made_but_noise():
     program = jax.make_jaxpr(lambda choice, logits: propose(choice.restricted(IDS), logits))(choice, LOGITS)
     large = [eqn.primitive.name for eqn in program.eqns for out in eqn.outvars if out.aval.shape == (B, DEPTH, V)]
     assert set(large) <= {"slice"}  # of the noise
+
+
+def test_a_choice_is_restricted_to_one_vocabulary():
+    choice = choices()["coupled"].restricted(IDS)
+    with pytest.raises(ValueError, match="restricted to a vocabulary already"):
+        choice.restricted(forbidden=FORBIDDEN)

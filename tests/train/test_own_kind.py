@@ -1,7 +1,7 @@
 """A kind of drafter with a hyper-parameter of its own is one file, and needs no change elsewhere: this one."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, make_dataclass
 from typing import ClassVar
 
 import flax.linen as nn
@@ -104,11 +104,27 @@ def test_it_has_a_name_of_its_own(registered):
     class Another(Slotted):
         pass
 
-    drafters.register(Slotted())
+    again = Slotted()
+    drafters.register(again)
+    assert drafters.KINDS["slotted"] is again
+    drafters.register(drafters.KINDS["dflash"])
+    assert list(drafters.KINDS)[-1] == "dflash"  # it takes what names no class, so it is asked last
     with pytest.raises(ValueError, match="another kind of drafter named 'slotted'"):
         drafters.register(Another())
     assert drafters.kind_of({"architectures": ["SlottedDraftModel"]}) == "slotted"
     assert drafters.kind_of({"architectures": ["DFlashDraftModel"]}) == "dflash"
+
+
+def test_a_setting_is_of_one_type(registered, monkeypatch):
+    class Clashing(Slotted):
+        name, settings = (
+            "clashing",
+            make_dataclass("Clashing", [("markov_rank", str, "a")], bases=(Settings,), frozen=True),
+        )
+
+    drafters.register(Clashing())
+    with pytest.raises(ValueError, match="markov_rank of .* drafters is the name of another setting"):
+        make_config({})
 
 
 @pytest.mark.slow

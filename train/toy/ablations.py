@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax import loading
 from dflash_jax.bundled import bundled_pair
 from dflash_jax.cache import Cache, Fresh, commit
 from dflash_jax.checkpoint import read_json
@@ -25,7 +26,6 @@ from dflash_jax.files import read_json_lines
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Request
 from dflash_jax.infer.text import Text
-from dflash_jax.loading import enable_compilation_cache
 from dflash_jax.models.attention import Pass
 from dflash_jax.target import Target, load_target
 from dflash_jax.train.arguments import AblateOptions
@@ -237,7 +237,7 @@ def _fit(
 
 def main(options: AblateOptions, stage: Callable[[list[str]], int]) -> int:
     """The stage `ablate`; returns its exit status. `stage` runs another stage (see `pair.build`)."""
-    enable_compilation_cache()
+    loading.enable_compilation_cache()
     names = [name.strip() for name in options.rows.split(";")] if options.rows else list(ROWS)
 
     def report(result: dict[str, Any]) -> None:

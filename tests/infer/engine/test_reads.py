@@ -15,6 +15,11 @@ def unread(prompt, index, start=0):
     return ActiveRequest(0, Request(prompt), Completion(), 9, index.keys(prompt), filled=start)
 
 
+def carried_out(plan, index):
+    """What is kept once the rows were read."""
+    return [index.keep(row, end, keys, awaited=awaited) for row, end, keys, awaited in plan.offers]
+
+
 def ways(plan):
     return [(read.slot, read.filled, read.copied, read.place) for read in plan.reads]
 
@@ -30,13 +35,16 @@ def test_a_chunk_that_several_begin_with_is_read_once_and_copied_then():
     assert plan.batch.counts.tolist() == [8, 7, 0, 0]
     assert plan.batch.tokens[:2].tolist() == [HEAD[:8], [50] * 7 + [0]]
     assert plan.last.tolist() == [False, True, False, False]
-    assert [(kept.row, kept.end, kept.entry is None) for kept in plan.kept] == [(2, 8, False), (1, 7, True)]
+    assert plan_reads(prompts, programs, index).copies == []  # a plan that is not carried out keeps nothing
+    kept = carried_out(plan, index)
+    assert [(one.row, one.end, one.entry is None) for one in kept] == [(2, 8, False), (1, 7, True)]
     assert plan.seconds is None
     # When it is there, the second one copies it, and reads what the first one now goes on with as well.
     plan = plan_reads({2: unread(prompts[2].prompt, index, 8), 0: prompts[0]}, programs, index)
     (copy,) = plan.copies
     assert (copy.row, copy.end, copy.state) == (0, 8, None)
     assert ways(plan) == [(2, 16, 0, 0), (0, 8, 8, None)]
+    carried_out(plan, index)
     # Then there is no chunk that both go on with: the last tokens are of each alone.
     plan = plan_reads({2: unread(prompts[2].prompt, index, 16), 0: prompts[0]}, programs, index)
     assert len(plan.copies) == 2
@@ -47,7 +55,7 @@ def test_a_chunk_that_several_begin_with_is_read_once_and_copied_then():
 def test_the_last_token_of_a_prompt_is_always_read():
     index, programs = PrefixIndex(8, 0, 8), Prefills(8, 1)
     for start in (0, 8):
-        plan_reads({0: unread(HEAD[:16], index, start)}, programs, index)
+        carried_out(plan_reads({0: unread(HEAD[:16], index, start)}, programs, index), index)
     plan = plan_reads({0: unread(HEAD[:16], index)}, programs, index)
     assert len(plan.copies) == 1
     assert ways(plan) == [(0, 16, 8, 0)]
@@ -58,7 +66,7 @@ def test_states_are_kept_where_others_go_on_and_copied_once():
     waits = unread([*HEAD, 1], index)
     for start in (0, 8, 16):
         plan = plan_reads({0: unread([*HEAD, 0], index, start), 1: waits}, programs, index)
-        assert [kept.state is not None for kept in plan.kept] == [True]
+        assert [kept.state is not None for kept in carried_out(plan, index)] == [True]
     plan = plan_reads({1: waits}, programs, index)
     assert [copy.state is not None for copy in plan.copies] == [False, False, True]  # of the last one alone
     assert ways(plan) == [(1, 25, 24, 0)]
