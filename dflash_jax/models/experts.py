@@ -19,7 +19,7 @@ from dflash_jax.models.layers import ACTIVATIONS, parameter
 from dflash_jax.quantised import Quantised
 from dflash_jax.sharding import gathered
 
-Weights = Float[Array, "E M D"] | Quantised
+Weight = Array | Quantised  # of all experts, [E, M, D]
 LEAST_SUM = 1e-20  # of the weights of a token's experts: sigmoids may all be zero
 
 
@@ -64,7 +64,7 @@ class Experts(nn.Module):
         rows = P(split_rows(x.shape[0]))
 
         def on_device(
-            x: Array, weights: Array, chosen: Array, gate_up: Weights, gate_up_bias: Array | None, down: Weights
+            x: Array, weights: Array, chosen: Array, gate_up: Weight, gate_up_bias: Array | None, down: Weight
         ) -> Array:
             settings = c.swiglu_limit, c.activation
             if current_mesh() is None:
