@@ -70,7 +70,7 @@ GPUS = {
 # Fields of XLA's GpuTargetConfigProto.
 _TARGET = """
 platform_name: "CUDA"
-device_description_str: "{name}"
+device_description_str: "NVIDIA {name}"
 dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} }}
@@ -138,7 +138,7 @@ def topology(name: str) -> list[Any]:
         gpu = GPUS[chip]
         major, minor = str(gpu.capability).split(".")
         fields = {"gpu": gpu, "chip": CHIPS[chip], "per_core": gpu.shared + 1024, "major": major, "minor": minor}
-        config = _TARGET.format(name=chip, **fields)
+        config = _TARGET.format(name=chip.upper(), **fields)
         options = {"platform": "cuda", "target_config": config, "topology": f"1x1x{count}"}
     else:
         import libtpu  # noqa: F401 (its absence is the user's to mend)

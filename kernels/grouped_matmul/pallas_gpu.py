@@ -55,9 +55,9 @@ def grouped_matmul(
 
 
 def _mesh() -> jax.sharding.AbstractMesh:
-    """The mesh in force; compiled where there is no GPU, with the name of one, for which jax 0.12 asks."""
+    """The mesh in force; with the name of a GPU where there is none, for which jax 0.12 asks."""
     mesh = jax.sharding.get_abstract_mesh()
-    if jax.default_backend() == "gpu":
+    if mesh.abstract_device or jax.default_backend() == "gpu":
         return mesh
     return mesh.update(abstract_device=jax.sharding.AbstractDevice("NVIDIA H100", 132, "gpu"))
 
