@@ -69,12 +69,13 @@ def _memory_maps():
 
 @pytest.hookimpl(trylast=True)  # of the tests that were asked for
 def pytest_collection_modifyitems(config, items):
-    """With DFLASH_TESTS_SAMPLE=SEED, of the variants of each test a third, drawn by the seed."""
+    """With DFLASH_TESTS_SAMPLE=SEED, of the tests of one name a third, drawn by the seed: of the variants of a test, and
+    of what is asked alike of every family of models."""
     if not (seed := os.environ.get("DFLASH_TESTS_SAMPLE")):
         return
     variants = defaultdict(list)
     for item in items:
-        variants[item.nodeid.partition("[")[0]].append(item)
+        variants[item.originalname].append(item)
     drawn = lambda item: hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest()
     kept = {item for same in variants.values() for item in sorted(same, key=drawn)[: math.ceil(len(same) / 3)]}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -88,10 +89,12 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 20)
 
 
-@pytest.fixture(autouse=True)
-def no_persistent_cache(monkeypatch):
-    """Commands run in a test leave no compiled programs in the user's cache."""
-    monkeypatch.setattr(loading, "enable_compilation_cache", lambda: None)
+@pytest.fixture(scope="session", autouse=True)
+def no_persistent_cache():
+    """Commands run in a test, or in a fixture of many, leave no compiled programs in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "enable_compilation_cache", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session")
