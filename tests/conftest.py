@@ -69,8 +69,10 @@ def _memory_maps():
 
 @pytest.hookimpl(trylast=True)  # of the tests that were asked for
 def pytest_collection_modifyitems(config, items):
-    """With DFLASH_TESTS_SAMPLE=SEED, of the tests of one name a third, drawn by the seed: of the variants of a test, and
-    of what is asked alike of every family of models."""
+    """With DFLASH_TESTS_SAMPLE=SEED, of the tests of one name a third, drawn by the seed.
+
+    Such are the variants of a test, and what is asked alike of every family of models.
+    """
     if not (seed := os.environ.get("DFLASH_TESTS_SAMPLE")):
         return
     variants = defaultdict(list)

@@ -20,6 +20,7 @@ from dflash_jax.quantised import Quantised
 from dflash_jax.sharding import gathered
 
 Weight = Array | Quantised  # of all experts, [E, M, D]
+COMPARED = 512  # rows at most whose places are found by comparing all with all
 LEAST_SUM = 1e-20  # of the weights of a token's experts: sigmoids may all be zero
 
 
@@ -133,8 +134,7 @@ def apply_experts(
     """Rows sorted by expert, two grouped products, and the sum over the experts of each token in their order."""
     (B, T, D), k, experts = x.shape, chosen.shape[2], gate_up.shape[0]
     flat = chosen.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=experts).astype(jnp.int32)  # without those of invalid positions
+    order, back, sizes = by_expert(flat, experts)
     rows = x.reshape(B * T, D)[order // k]
     both = grouped_matmul(rows, gate_up, sizes)
     if gate_up_bias is not None:
@@ -142,8 +142,23 @@ def apply_experts(
     gate, up = jnp.split(both.astype(x.dtype), 2, axis=-1)
     inside = ACTIVATIONS[activation](gate) * up if limit is None else clamped_swiglu(gate, up, limit)
     out = grouped_matmul(inside, down, sizes).astype(x.dtype)
-    back = jnp.argsort(order)
     return product("btkd,btk->btd", out[back].reshape(B, T, k, D).astype(jnp.float32), weights)
+
+
+def by_expert(chosen: Int[Array, " M"], experts: int) -> tuple[Int[Array, " M"], Int[Array, " M"], Int[Array, " E"]]:
+    """The order of rows by expert, where each row went, and how many rows each expert has, invalid positions left out.
+
+    Few rows are compared with each other, which is faster than sorting, and on a GPU fewer kernels.
+    """
+    M = chosen.shape[0]
+    if M > COMPARED:
+        order = jnp.argsort(chosen, stable=True)
+        return order, jnp.argsort(order), jnp.bincount(chosen, length=experts).astype(jnp.int32)
+    sizes = jnp.sum(chosen[:, None] == jnp.arange(experts)[None], axis=0, dtype=jnp.int32)
+    row, mine, other = jnp.arange(M), chosen[:, None], chosen[None]
+    before = (other < mine) | ((other == mine) & (row[None] < row[:, None]))
+    back = jnp.sum(before, axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(back[None] == row[:, None], row[None], 0), axis=1), back, sizes
 
 
 def clamped_swiglu(gate: Float[Array, "M I"], up: Float[Array, "M I"], limit: float) -> Float[Array, "M I"]:

@@ -31,7 +31,9 @@ def visits(sizes: Int[Array, " E"], rows: int, height: int) -> Visits:
     last = jnp.cumsum(count)
     most = tiles + min(groups, rows) - 1
     at = jnp.minimum(jnp.arange(most), jnp.maximum(last[-1] - 1, 0))
-    group = jnp.minimum(jnp.searchsorted(last, at, side="right"), groups - 1).astype(jnp.int32)
+    group = jnp.minimum(
+        jnp.sum(last[None] <= at[:, None], axis=1, dtype=jnp.int32), groups - 1
+    )  # a search would be a loop on the device
     used = jnp.arange(most) < last[-1]
     tile = jnp.clip(first[group] + at - (last[group] - count[group]), 0, tiles - 1)
     return Visits(*(x.astype(jnp.int32) for x in (tile, group, begin[group], jnp.where(used, end[group], 0))))

@@ -14,7 +14,7 @@ from dflash_jax.benchmarks.costs import cost
 from dflash_jax.config import ExpertsConfig
 from dflash_jax.kernels.grouped_matmul import grouped_matmul, reference
 from dflash_jax.kernels.grouped_matmul.trial import Trial
-from dflash_jax.models.experts import Experts
+from dflash_jax.models.experts import COMPARED, Experts, by_expert
 from dflash_jax.quantised import FP8, MXFP4, Quantised
 from tests.chips import topology
 
@@ -178,6 +178,17 @@ def test_compilers_copy_no_quantised_weights(chip, implementation, rows):
         arguments = spec(rows, D, dtype=jnp.bfloat16), weights, spec(E, dtype=jnp.int32)
         program = jax.jit(call).lower(*arguments).compile()
         assert program.memory_analysis().temp_size_in_bytes < 4 * (rows + 512) * D
+
+
+@pytest.mark.parametrize("M", [1, 100, COMPARED + 1])
+def test_rows_by_expert_as_a_stable_sort_has_them(M):
+    """By comparing few, by sorting many; those of invalid positions, which name an expert too many, come last."""
+    chosen = jnp.asarray(np.random.default_rng(M).integers(0, 9, M), jnp.int32)
+    order, back, sizes = by_expert(chosen, 8)
+    expected = np.argsort(chosen, kind="stable")
+    np.testing.assert_array_equal(order, expected)
+    np.testing.assert_array_equal(np.asarray(back)[expected], np.arange(M))
+    np.testing.assert_array_equal(sizes, np.bincount(chosen, minlength=9)[:8])
 
 
 def test_positions_that_nobody_reads_go_through_no_expert():
