@@ -46,6 +46,7 @@ def declines(
     return None
 
 
+@partial(jax.jit, static_argnames=("scale", "softcap"), inline=True)  # traced and lowered once for layers alike
 def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K F H"],

@@ -380,3 +380,22 @@ def test_lowers_for_cuda(name, monkeypatch):
     )
     lowered = jax.jit(call).trace(*block, cache, ints).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
+
+
+def test_layers_alike_are_lowered_once(monkeypatch):
+    monkeypatch.undo()
+    kernel, traced = mosaic_gpu._kernel, []
+    monkeypatch.setattr(mosaic_gpu, "_kernel", lambda *refs, **sizes: (traced.append(1), kernel(*refs, **sizes))[1])
+    T, N, K, H = SHAPES["qwen3-8b verify"][:4]
+    spec = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype)
+    cache, ints = KV(spec(3, K, 4096, H), spec(3, K, 4096, H)), spec(3, dtype=jnp.int32)
+
+    def layers(x, positions, k, v, cache, lengths):
+        for _ in range(3):
+            x = attend(x, positions, k, v, cache, lengths, visible="causal", implementation="gpu")
+        return x
+
+    block = spec(3, T, N, H), spec(3, T, dtype=jnp.int32), spec(3, K, T, H), spec(3, K, T, H)
+    lowered = jax.jit(layers).trace(*block, cache, ints).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("@mosaic_gpu_v2") == 3
+    assert len(traced) == 1
