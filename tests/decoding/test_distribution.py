@@ -101,7 +101,7 @@ def p_value(counts, p):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(each, id=name, marks=[pytest.mark.slow] * (name not in ("tree", "calibrated")))
+        pytest.param(each, id=name, marks=[pytest.mark.slow] * (name != "tree"))
         for name, each in SETTINGS.items()
     ],
 )

@@ -21,6 +21,8 @@ from dflash_jax.infer.text import Text  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.infer.http.test_server import running, until  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory):
