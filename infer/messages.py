@@ -80,9 +80,7 @@ def _content(content: Any, place: int, *, optional: bool) -> str:
     if content is None and optional:  # such as a message of tool calls
         return ""
     if not isinstance(content, list):
-        raise _invalid(
-            f"content of message {place} must be a string or a list of text parts, got {content!r:.80}",
-        )
+        raise _invalid(f"content of message {place} must be a string or a list of text parts, got {content!r:.80}")
     return "".join(_part(part, place) for part in content)
 
 
