@@ -73,22 +73,17 @@ def move(state: State, row: Int[Array, ""], to: Int[Array, ""], settings: RowSet
     settings (a step does not keep those of idle rows)."""
     end = state.lengths[row]
     carried = lambda x: x.begin(to).restore(x.snapshot(row, end - count, count), to, end)
-    put = lambda x: x.at[to].set(x[row])
-    given = lambda all, one: all.at[to].set(one)
-    return pin(
-        state.replace(
-            anchor=put(state.anchor),
-            lengths=put(state.lengths),
-            remaining=state.remaining.at[row].set(0).at[to].set(settings.max_new_tokens),
-            stop_tokens=given(state.stop_tokens, settings.stop_tokens),
-            sampling=jax.tree.map(given, state.sampling, settings.sampling),
-            penalties=jax.tree.map(given, state.penalties, settings.penalties),
-            scored=given(state.scored, settings.scored),
-            history=jax.tree.map(put, state.history),
-            target_cache=carried(state.target_cache),
-            draft=None if state.draft is None else carried(state.draft),
-        )
+    anchor, lengths, history = jax.tree.map(lambda x: x[row], (state.anchor, state.lengths, state.history))
+    moved = state.replace(
+        rows=to,
+        anchor=anchor,
+        lengths=lengths,
+        history=history,
+        target_cache=carried(state.target_cache),
+        draft=None if state.draft is None else carried(state.draft),
+        **settings._asdict(),
     )
+    return pin(all_rows(state.replace(remaining=state.remaining.at[row].set(0)), moved))
 
 
 @partial(jax.jit, donate_argnames="state", static_argnames="logprobs")
@@ -138,20 +133,12 @@ def prefill(
     if logprobs is not None:
         scores = log_probabilities(choice.masked(logits), token, given.scored, logprobs)
     goes_on = last & ~jnp.any(token == given.stop_tokens, axis=1)
-    budgets = jnp.where(goes_on, given.max_new_tokens - 1, 0)
+    budgets = jnp.where(goes_on, given.remaining - 1, 0)
     of_rows = of_rows.replace(tokens=remember(of_rows, token, end, jnp.ones_like(end)).tokens)
     written = jnp.where(read, rows, state.lengths.shape[0])
-    put = lambda all, some: all.at[written].set(some, mode="drop")
-    state = state.replace(
-        anchor=put(state.anchor, token[:, 0]),
-        lengths=put(state.lengths, end),
-        remaining=put(state.remaining, budgets),
-        stop_tokens=put(state.stop_tokens, given.stop_tokens),
-        sampling=jax.tree.map(put, state.sampling, given.sampling),
-        penalties=jax.tree.map(put, state.penalties, given.penalties),
-        scored=put(state.scored, given.scored),
-        history=jax.tree.map(put, history, of_rows),
-    )
+    given = given._replace(remaining=budgets)
+    filled = state.replace(rows=written, anchor=token[:, 0], lengths=end, history=of_rows, **given._asdict())
+    state = all_rows(state.replace(history=history), filled)
     return pin(state), Committed(token, last.astype(jnp.int32), scores)
 
 

@@ -43,12 +43,7 @@ def modelled(shape: PrefillShape) -> PrefillCost:
 
 
 class PrefillBatch(NamedTuple):
-    """Rows of a program: those it reads, and others, of which it reads nothing, that fill its shape.
-
-    Attributes:
-        rows: of the cache.
-        tokens, counts: of the prompts.
-    """
+    """Rows of a program: those it reads, and others, of which it reads nothing, that fill its shape."""
 
     rows: np.ndarray
     tokens: np.ndarray

@@ -1,10 +1,9 @@
 """The slots of an engine on the device: their state, and the compiled programs that change it."""
 
-import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.cache import Group
-from dflash_jax.decoding.state import DraftModel, RowSettings, State, init_state
+from dflash_jax.decoding.state import RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options, fastest_options
 from dflash_jax.infer.engine.compiling import compile_all
+from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.engine.prefixes import PrefixCache
@@ -38,9 +38,7 @@ class Slots:
     """Rows that decode together. Which requests they belong to is the engine's business.
 
     Args:
-        target, drafter: the models; without a drafter, one token a step.
-        config: of the engine.
-        drafts: what `decode` may be asked for; a block size of 0 proposes nothing.
+        drafts: what `decode` may be asked for.
 
     Attributes:
         state: consumed and replaced by every call.
@@ -48,13 +46,14 @@ class Slots:
         widths: how many rows `decode` may be asked to advance.
     """
 
-    def __init__(self, target: Target, drafter: DraftModel | None, config: EngineConfig, drafts: Sequence[Draft]):
-        self._target, self._drafter, self._config, self._drafts = target, drafter, config, tuple(drafts)
+    def __init__(self, target: Target, config: EngineConfig, drafts: Drafts):
+        self._target, self._drafter, self._config, self._drafts = target, drafts.drafter, config, drafts
         self._parts, self._fixed = rows_of(target.mesh), config.deterministic
         self._slots = slots = self._rows_on_device()
         # A cache of a single chunk would be another program than a longer one, and might round differently.
         max_length = max(config.max_length, 2 * CHUNK) if self._fixed else config.max_length
-        self._prefills = Prefills(config.prefill_chunk, slots, self._parts, self._fixed)
+        chunk = config.prefill_chunk
+        self._prefills = Prefills(chunk, slots, self._parts, self._fixed)
         short = None
         if config.short_length is not None:
             short = Group(slots - config.long_slots, config.short_length)
@@ -68,11 +67,11 @@ class Slots:
         fewer = [slots // n // self._parts * self._parts for n in NARROWER if slots >= MANY and not self._fixed]
         self.widths = tuple(sorted({slots, *filter(None, fewer)}))
         with self._on_mesh():
-            made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, config.prefill_chunk)))()
+            made = jax.jit(lambda: pin(init_state(target, drafts.drafter, slots, groups, STOP_WIDTH, chunk)))()
             if self._fixed and made.calibration is not None:
                 made = made.replace(calibration=made.calibration.replace(frozen=True))
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
-            self._prefixes = PrefixCache(self.state, config.prefix_chunks, config.prefill_chunk)
+            self._prefixes = PrefixCache(self.state, config.prefix_chunks, chunk)
 
     def _rows_on_device(self) -> int:
         """The slots, and on CPU with `deterministic` some more that stay idle: there the last few of a block's
@@ -80,21 +79,19 @@ class Slots:
         slots = self._config.slots
         if not self._fixed or slots == 1 or jax.default_backend() != "cpu":
             return slots
-        step = math.lcm(LANES // math.gcd(LANES, *map(self._block, self._drafts)), self._parts)
+        step = math.lcm(LANES // math.gcd(LANES, *map(self._block, self._drafts.programs)), self._parts)
         return -(-slots // step) * step
 
     def _block(self, draft: Draft) -> int:
         """Positions of a row that a step verifies."""
-        if self._drafter is None or draft.block_size == 0:
-            return 1
-        return (draft.nodes or self._drafter.depth(draft.block_size)) + 1
+        return self._drafts.proposed(draft) + 1
 
     @property
     def programs(self) -> int:
         """How many programs `warm_up` compiles: for chunks of prompts, kinds of drafts, a row's beginning, move and
         end, kept prefixes."""
         more = 2 + bool(self._short) + self._prefixes.programs
-        return len(self._prefills.shapes) + len(self.widths) * len(self._drafts) + more
+        return len(self._prefills.shapes) + len(self.widths) * len(self._drafts.programs) + more
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         """Keys of the prompt's chunks, for `read`."""
@@ -127,7 +124,6 @@ class Slots:
         jax.block_until_ready(self.state)
 
     def begin(self, slot: int) -> None:
-        """Makes an idle row ready for a new prompt."""
         self._change(begin, np.int32(slot))
 
     def read(self, prompts: Mapping[int, ActiveRequest]) -> tuple[ReadPlan, Committed]:
@@ -143,22 +139,19 @@ class Slots:
         for kept in plan.copies:
             self._change(self._prefixes.copy, kept, prompts[kept.row].prompt)
         rows = zip(plan.batch.rows.tolist(), plan.batch.counts.tolist(), strict=True)
-        settings = tuple(self._settings_of(prompts[row]) if count else self._neutral for row, count in rows)
+        settings = tuple(prompts[row].settings if count else self._neutral for row, count in rows)
         first = self._prefill(plan.batch, plan.last, settings)
         with self._on_mesh():
-            for row, end, keys, awaited in plan.offers:
-                self._prefixes.keep(self.state, self._prefixes.index.keep(row, end, keys, awaited=awaited))
+            for slot, end, _, place, awaited in plan.reads:
+                if place is not None:
+                    kept = self._prefixes.index.keep(slot, end, prompts[slot].keys, awaited=awaited)
+                    self._prefixes.keep(self.state, kept)
         return plan, first
-
-    @staticmethod
-    def _settings_of(row: ActiveRequest) -> RowSettings:
-        assert row.settings is not None  # it was begun
-        return row.settings
 
     @property
     def _decoding(self) -> list[tuple[Draft, int]]:
         """Draft and rows of each program that decodes."""
-        return [(draft, width) for width in self.widths for draft in self._drafts]
+        return [(draft, width) for width in self.widths for draft in self._drafts.programs]
 
     def some(self, busy: Sequence[int]) -> list[int]:
         """The rows of the narrowest program that advances these, as many of each part of the mesh."""
@@ -191,7 +184,6 @@ class Slots:
         return trace
 
     def release(self, slot: int) -> None:
-        """Makes a row idle."""
         self._change(release, np.int32(slot))
 
     def move(self, slot: int, to: int, settings: RowSettings) -> None:
@@ -206,8 +198,11 @@ class Slots:
     def step_seconds(self, check_interrupt: Callable[[], object] = lambda: None) -> dict[tuple[Draft, int], float]:
         """Times a step of each kind of draft and number of rows, all of them busy with random tokens and half full:
         tokens that are alike would visit fewer experts than a real block does. `check_interrupt` is as in `warm_up`."""
-        with self._calibration_kept():
+        kept = jax.tree.map(jnp.copy, self.state.calibration)  # the programs consume the state's own arrays
+        try:
             return self._timed_steps(check_interrupt)
+        finally:  # random tokens are no text to learn from
+            self.state = self.state.replace(calibration=kept)
 
     def _timed_steps(self, check_interrupt: Callable[[], object]) -> dict[tuple[Draft, int], float]:
         rng, short = np.random.default_rng(0), self._prefills.shapes[0]
@@ -232,15 +227,6 @@ class Slots:
                 for slot in slots:
                     self.release(slot)
         return {how: min(measured) for how, measured in times.items()}
-
-    @contextlib.contextmanager
-    def _calibration_kept(self) -> Iterator[None]:
-        """Keeps the calibration of the drafter's scores as it is: random tokens are no text to learn from."""
-        kept = jax.tree.map(jnp.copy, self.state.calibration)  # the programs consume the state's own arrays
-        try:
-            yield
-        finally:
-            self.state = self.state.replace(calibration=kept)
 
     def _place(self, slot: int, length: int) -> None:
         """Begins a row as if so many tokens were committed; what the caches hold there is of no interest."""
