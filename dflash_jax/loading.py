@@ -33,11 +33,6 @@ class Loaded(NamedTuple):
     text: "Text"
     defaults: "SamplingParams"
 
-    @property
-    def described(self) -> "Described":
-        """The same as `describe` says."""
-        return Described(self.target.directory, self.target.config, self.text, self.defaults)
-
 
 def load(
     models: ModelOptions, generation: GenerationOptions, *, speculative: bool = True, max_length: int | None = None
@@ -78,12 +73,7 @@ def load(
 
 
 class Described(NamedTuple):
-    """What a process needs to read requests that others answer.
-
-    Attributes:
-        directory: of the target.
-        defaults: settings of a request that names none.
-    """
+    """What a process needs to read requests that others answer: of a target, with the default settings of a request."""
 
     directory: str
     config: "TargetConfig"

@@ -44,16 +44,13 @@ def job_settings(
     more |= {name: dict(fields) for name, fields in (overrides or {}).items() if fields}
     if defaults.min_tokens:
         more["min_tokens"] = defaults.min_tokens
+    sampling = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
     return more | {
         "target": directory,
         "target_fingerprint": fingerprint(directory) if directory else None,
         "input": f"{len(lines)} lines",
         "input_fingerprint": hashlib.sha256(b"".join(line.digest for line in lines)).hexdigest(),
-        "max_new_tokens": defaults.max_new_tokens,
-        "temperature": defaults.temperature,
-        "top_p": defaults.top_p,
-        "top_k": defaults.top_k,
-        "min_p": defaults.min_p,
+        **{name: getattr(defaults, name) for name in sampling},
         "seed": seed,
         "stop_token_ids": list(defaults.ends),
         "max_length": max_length,

@@ -143,13 +143,7 @@ class Backend(Working, Protocol):
 
 
 class LocalEngine:
-    """A `Backend`: an engine of this process.
-
-    Args:
-        make: makes it.
-        text: see `answering.Answering`.
-        dtype: of the target.
-    """
+    """A `Backend`: an engine of this process."""
 
     engine: Engine  # from `begin` on
 
@@ -187,19 +181,12 @@ class Job:
     Args:
         files: checked.
         lines: the whole input.
-        settings: what the answers depend on, to be saved beside them; see `answering.job_settings`.
+        settings: see `answering.job_settings`.
         notes: what else the summary tells.
         begin: when the run began, by `time.perf_counter`.
     """
 
-    def __init__(
-        self,
-        files: JobFiles,
-        lines: Sequence[Line],
-        settings: Json,
-        notes: Json,
-        begin: float,
-    ):
+    def __init__(self, files: JobFiles, lines: Sequence[Line], settings: Json, notes: Json, begin: float):
         self.files, self.lines, self.settings, self.notes = files, lines, settings, notes
         self._begin = begin
         self._in_parts = files.in_parts
@@ -207,12 +194,7 @@ class Job:
         self._tally = Tally()
 
     def run(self, backend: Backend, interval: float | None) -> int:
-        """Answers what is left and returns the exit status.
-
-        Args:
-            backend: who answers.
-            interval: seconds between two lines of figures; see `Reporter`.
-        """
+        """Answers what is left and returns the exit status. `interval` is that of a `Reporter`."""
         files = self.files
         if self._in_parts and not files.force:
             parts.check_settings(files.output, self.settings)

@@ -41,12 +41,7 @@ class Ready(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The result of `EngineWorker.work`.
-
-    Attributes:
-        finished: records of finished lines, and their answers.
-        busy, waiting: requests in slots, and without one.
-    """
+    """The result of `EngineWorker.work`; requests are in slots (`busy`) or without one (`waiting`)."""
 
     finished: list[Event]
     busy: int
@@ -91,9 +86,7 @@ class Remote:
     """A worker as the driver sees it.
 
     Attributes:
-        actor: its handle.
-        call: the call it works on; None if it is idle.
-        ready: once it is.
+        call: that it works on; None if it is idle.
         lines: what it has, by id.
         report: its last one.
     """
@@ -119,13 +112,7 @@ class RayWorkers:
         ValueError: no cluster at the address, or Ray is not installed.
     """
 
-    def __init__(
-        self,
-        address: str | None,
-        make: MakeEngine,
-        resources: Mapping[str, float],
-        most: int | None = None,
-    ):
+    def __init__(self, address: str | None, make: MakeEngine, resources: Mapping[str, float], most: int | None):
         try:
             import ray
         except ImportError as error:
@@ -207,9 +194,7 @@ class RayWorkers:
     def close(self) -> None:
         """Ends all workers and leaves the cluster."""
         for worker in self._workers:
-            with contextlib.suppress(Exception):
-                self._ray.kill(worker.actor)
-            self._keep_figures(worker)
+            self._end(worker)
         self._workers.clear()
         self._ray.shutdown()
 
@@ -278,10 +263,8 @@ class RayWorkers:
 
     def _lose(self, worker: Remote, waiting: deque[Line], error: Exception) -> None:
         """Gives up a worker that died, or whose call failed: its device may be out of memory, its node out of disk."""
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.kill(worker.actor)
+        self._end(worker)
         self._workers.remove(worker)
-        self._keep_figures(worker)
         waiting.extendleft(reversed(worker.lines.values()))
         self._looked, self._deaths = 0.0, self._deaths + 1
         cause = getattr(error, "cause", None)  # of what a call raised
@@ -294,6 +277,9 @@ class RayWorkers:
                 f"{self._deaths} workers failed without finishing a line, the last one so: {why[:400]}"
             ) from error
 
-    def _keep_figures(self, worker: Remote) -> None:
+    def _end(self, worker: Remote) -> None:
+        """Ends a worker, and keeps its figures."""
+        with contextlib.suppress(Exception):
+            self._ray.kill(worker.actor)
         if worker.report:
             self._lost.append(worker.report._replace(finished=[]))
