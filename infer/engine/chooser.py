@@ -161,9 +161,6 @@ class Estimates:
 
     Args:
         deepest: proposals of the deepest candidate.
-
-    Attributes:
-        trees: what these gain.
     """
 
     def __init__(self, deepest: int):

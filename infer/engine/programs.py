@@ -14,13 +14,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.cache import commit, once_read
-from dflash_jax.decoding.choice import Choice, Proposals
+from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.logprobs import log_probabilities
 from dflash_jax.decoding.penalties import remember, remember_prompts
 from dflash_jax.decoding.sampling import gumbel_noise
 from dflash_jax.decoding.state import DraftModel, RowSettings, Seen, State, TargetModel, all_rows, begin_row, some_rows
 from dflash_jax.decoding.step import Committed, run, speculative_step, step_functions
+from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options
+from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.mesh import constrain, split_rows
 from dflash_jax.sharding import pin
 
@@ -31,33 +33,29 @@ def decode_call(
     state: State,
     max_steps: int,
     leave_below: int,
-    *,
-    block_size: int,
-    nodes: int = 0,
-    proposals: Proposals = "calibrated",
-    capacity: int,
+    draft: Draft,
+    config: EngineConfig,
     rows: np.ndarray | None = None,
-    logprobs: int | None = None,
     options: Options | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """`run` of a speculative step as a jitted function and its arguments: one program per number of rows, block size (0
-    proposes nothing) and number of nodes (0 proposes a chain). `rows` are the only ones that it advances, and that its
-    trace has. `options` are the compiler's. `state` is donated."""
+    """`run` of a speculative step as a jitted function and its arguments: one program per number of rows and draft.
+    `rows` are the only ones that it advances, and that its trace has. `options` are the compiler's. `state` is
+    donated."""
     steps, leave = np.int32(max_steps), np.int32(leave_below)
-    arguments = target, drafter, state, rows, steps, leave, block_size, nodes, proposals, capacity, logprobs
-    return _decode_program(tuple((options or {}).items())), arguments
+    static = draft, config.proposals, config.steps_per_visit, config.logprobs
+    return _decode_program(tuple((options or {}).items())), (target, drafter, state, rows, steps, leave, *static)
 
 
 @cache
 def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Callable:
-    def program(target, drafter, state, rows, max_steps, leave_below, block_size, nodes, proposals, capacity, logprobs):
-        parts = step_functions(target, drafter, block_size, proposals, nodes)
+    def program(target, drafter, state, rows, max_steps, leave_below, draft, proposals, capacity, logprobs):
+        parts = step_functions(target, drafter, draft.block_size, proposals, draft.nodes)
         step = partial(speculative_step, parts, logprobs=logprobs)
         narrow = state if rows is None else some_rows(state, rows)
         narrow, trace = run(step, narrow, max_steps, leave_below, capacity)
         return pin(narrow if rows is None else all_rows(state, narrow)), trace
 
-    names = ("block_size", "nodes", "proposals", "capacity", "logprobs")
+    names = ("draft", "proposals", "capacity", "logprobs")
     return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=dict(options) or None)
 
 
@@ -104,7 +102,6 @@ def prefill(
         rows: rows to fill: idle, begun, all different; and any others with a count of 0, which stay as they are.
         tokens, counts: of each row, and how many of them are prompt.
         last: whether the prompt ends here: the row then starts decoding.
-        settings: of each row.
         logprobs: see `speculative_step`.
 
     Returns:

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from dflash_jax.infer.engine.prefixes import KeptChunk, PrefixIndex
 from dflash_jax.infer.engine.prompts import PrefillBatch, Prefills
 from dflash_jax.infer.engine.rows import ActiveRequest
@@ -36,14 +34,13 @@ class ReadPlan(NamedTuple):
 
     Attributes:
         copies: kept chunks to commit.
-        batch: what the program reads; of each of its rows, `last` says whether the prompt ends there.
+        batch: what the program reads.
         reads: how far each prompt has come then.
         seconds: that the program takes, if that was measured.
     """
 
     copies: list[KeptChunk]
     batch: PrefillBatch
-    last: np.ndarray
     reads: list[PromptRead]
     seconds: float | None
 
@@ -73,14 +70,14 @@ def plan_reads(prompts: Mapping[int, ActiveRequest], programs: Prefills, prefixe
     taken = [[(slot, prompts[slot].prompt[start[slot] : end[slot]]) for slot in part] for part in parts]
     batch = programs.batch(shape, taken)
     place = {slot: i for i, slot in enumerate(batch.rows.tolist()) if batch.counts[i]}
-    last, reads = np.zeros(len(batch.rows), np.bool_), []
+    reads: list[PromptRead] = []
     for slot in sorted(prompts, key=lambda slot: place.get(slot, len(batch.rows))):
         row, at = prompts[slot], place.get(slot)
         filled = start[slot] if at is None else start[slot] + int(batch.counts[at])
         reads.append(PromptRead(slot, filled, start[slot] - row.filled, at, awaited[key[slot]] > 1))
         if at is not None:
-            last[at] = filled == len(row.prompt)
-    return ReadPlan([chunk for found in copies.values() for chunk in found], batch, last, reads, seconds)
+            batch.last[at] = filled == len(row.prompt)
+    return ReadPlan([chunk for found in copies.values() for chunk in found], batch, reads, seconds)
 
 
 def _next_key(slot: int, row: ActiveRequest, start: int, chunk: int) -> bytes:

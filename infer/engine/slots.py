@@ -98,11 +98,7 @@ class Slots:
         return self._prefixes.index.keys(prompt)
 
     def warm_up(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
-        """Compiles every program; afterwards none is compiled any more. All rows must be idle.
-
-        Args:
-            check_interrupt: called between programs; what it raises ends the work.
-        """
+        """See `Engine.warm_up`. All rows must be idle."""
         reading = ((prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._prefills.shapes)
         decoding = (self._decode_call(draft, 0, 0, self.idle(width)) for draft, width in self._decoding)
         with self._on_mesh():
@@ -127,10 +123,7 @@ class Slots:
         self._change(begin, np.int32(slot))
 
     def read(self, prompts: Mapping[int, ActiveRequest]) -> tuple[ReadPlan, Committed]:
-        """Commits the next tokens of some of these prompts; after its last token a row decodes.
-
-        Args:
-            prompts: by slot, of rows that were begun, the first in turn first; see `reads.plan_reads`.
+        """Commits the next tokens of some of these prompts (see `reads.plan_reads`); after its last one a row decodes.
 
         Returns:
             What was read, and the first new tokens [B, 1] of the rows whose prompt ended.
@@ -140,7 +133,7 @@ class Slots:
             self._change(self._prefixes.copy, kept, prompts[kept.row].prompt)
         rows = zip(plan.batch.rows.tolist(), plan.batch.counts.tolist(), strict=True)
         settings = tuple(prompts[row].settings if count else self._neutral for row, count in rows)
-        first = self._prefill(plan.batch, plan.last, settings)
+        first = self._prefill(plan.batch, settings)
         with self._on_mesh():
             for slot, end, _, place, awaited in plan.reads:
                 if place is not None:
@@ -173,11 +166,8 @@ class Slots:
         return self._filled([[]] * self._parts, width)
 
     def decode(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Committed:
-        """One visit to the device (see `decoding.step.run`): the tokens of each step, not waited for.
-
-        Args:
-            slots: of the rows to advance, see `some`.
-        """
+        """One visit to the device (see `decoding.step.run`) that advances these rows (see `some`): the tokens of each
+        step, not waited for."""
         program, arguments = self._decode_call(draft, max_steps, leave_below, slots)
         with self._on_mesh():
             self.state, trace = program(*arguments)
@@ -219,7 +209,8 @@ class Slots:
                     part = self._prefills.part(slot)
                     taken = [[(slot, prompt)] if p == part else [] for p in range(self._parts)]
                     selected = self._prefills.batch(short, taken)
-                    self._prefill(selected, selected.counts > 0, (endless,) * len(selected.rows))
+                    selected.last[:] = selected.counts > 0
+                    self._prefill(selected, (endless,) * len(selected.rows))
                 self.wait()
                 begin = time.perf_counter()
                 trace = jax.device_get(self.decode(draft, min(self._config.steps_per_visit, 4), 0, slots))
@@ -241,10 +232,10 @@ class Slots:
     def _on_mesh(self) -> Any:
         return entered(self._target.mesh)
 
-    def _nothing(self, shape: PrefillShape) -> tuple[PrefillBatch, np.ndarray, tuple[RowSettings, ...]]:
+    def _nothing(self, shape: PrefillShape) -> tuple[PrefillBatch, tuple[RowSettings, ...]]:
         """The arguments of a program that reads nothing."""
         selected = self._prefills.batch(shape)
-        return selected, selected.counts > 0, (self._neutral,) * len(selected.rows)
+        return selected, (self._neutral,) * len(selected.rows)
 
     def _prefill_cost(self, shape: PrefillShape) -> PrefillCost:
         """The cost of a program in seconds, by its times for empty rows and for such as are half full."""
@@ -263,29 +254,18 @@ class Slots:
             seconds.append(min(times))
         return PrefillCost(seconds[0], max(0.0, seconds[1] - seconds[0]) / max(halves.values()))
 
-    def _prefill_arguments(self, selected: PrefillBatch, last: np.ndarray, settings: tuple[RowSettings, ...]) -> tuple:
-        return self._target, self._drafter, self.state, *selected, last, settings, self._config.logprobs
+    def _prefill_arguments(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> tuple:
+        return self._target, self._drafter, self.state, *selected, settings, self._config.logprobs
 
-    def _prefill(self, selected: PrefillBatch, last: np.ndarray, settings: tuple[RowSettings, ...]) -> Committed:
+    def _prefill(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Committed:
         with self._on_mesh():
-            self.state, first = prefill(*self._prefill_arguments(selected, last, settings))
+            self.state, first = prefill(*self._prefill_arguments(selected, settings))
         return first
 
     def _decode_call(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> tuple[Any, tuple]:
-        return decode_call(
-            self._target,
-            self._drafter,
-            self.state,
-            max_steps,
-            leave_below,
-            block_size=draft.block_size,
-            nodes=draft.nodes,
-            proposals=self._config.proposals,
-            capacity=self._config.steps_per_visit,
-            rows=None if len(slots) == self._slots else np.asarray(slots, np.int32),
-            logprobs=self._config.logprobs,
-            options=self.compiler_options(draft, len(slots)),
-        )
+        rows = None if len(slots) == self._slots else np.asarray(slots, np.int32)
+        how = max_steps, leave_below, draft, self._config, rows, self.compiler_options(draft, len(slots))
+        return decode_call(self._target, self._drafter, self.state, *how)
 
     def compiler_options(self, draft: Draft, rows: int) -> Options | None:
         """The compiler's options for the program with this draft; None for single tokens."""

@@ -35,7 +35,7 @@ def test_a_chunk_that_several_begin_with_is_read_once_and_copied_then():
     assert sorted(plan.batch.rows.tolist()) == [0, 1, 2, 3]  # others fill its shape
     assert plan.batch.counts.tolist() == [8, 7, 0, 0]
     assert plan.batch.tokens[:2].tolist() == [HEAD[:8], [50] * 7 + [0]]
-    assert plan.last.tolist() == [False, True, False, False]
+    assert plan.batch.last.tolist() == [False, True, False, False]
     assert plan_reads(prompts, programs, index).copies == []  # a plan that is not carried out keeps nothing
     kept = carried_out(plan, index, prompts)
     assert [(one.row, one.end, one.entry is None) for one in kept] == [(2, 8, False), (1, 7, True)]
@@ -51,7 +51,7 @@ def test_a_chunk_that_several_begin_with_is_read_once_and_copied_then():
     plan = plan_reads({2: unread(prompts[2].prompt, index, 16), 0: prompts[0]}, programs, index)
     assert len(plan.copies) == 2
     assert ways(plan) == [(2, 17, 0, 0), (0, 17, 16, 1)]
-    assert plan.last.tolist()[:2] == [True, True]
+    assert plan.batch.last.tolist()[:2] == [True, True]
 
 
 def test_the_last_token_of_a_prompt_is_always_read():
