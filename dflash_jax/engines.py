@@ -80,9 +80,6 @@ def engine_config(
 ) -> "EngineConfig":
     """A configuration with room for the longest request.
 
-    Args:
-        plain: see `EngineConfig`.
-
     Raises:
         ValueError: an option is out of range.
     """
@@ -127,11 +124,8 @@ def engine_config(
 
 
 def row_length(config: "TargetConfig", given: int | None, wanted: int) -> int:
-    """How many tokens a row may hold: as many as are given, else as are wanted and the target has positions for.
-
-    Raises:
-        ValueError: as `check_length`.
-    """
+    """How many tokens a row may hold: as many as are given, which `check_length` checks, else as are wanted and the
+    target has positions for."""
     check_length(config, given)
     return given if given is not None else min(wanted, config.most_positions or wanted)
 
@@ -185,7 +179,7 @@ def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConf
 
 def needs_of_lines(config: "TargetConfig", lines: "Sequence[Line]", options: EngineOptions) -> Needs:
     """What the lines of a job need."""
-    # Of several answers to a prompt, two say that it is read more than once.
+    # Two of several answers to a prompt show that it is read more than once.
     requests = [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
     return needs_of(config, requests, options, growing=any(line.later for line in lines))
 

@@ -96,9 +96,7 @@ def _resources(given: Sequence[str]) -> dict[str, float]:
 
 
 Files = Annotated[
-    tuple[str, ...] | None,
-    parsed(_files, "FILE.jsonl [FILE.jsonl ...]", "*"),
-    arg(help_behavior_hint=""),
+    tuple[str, ...] | None, parsed(_files, "FILE.jsonl [FILE.jsonl ...]", "*"), arg(help_behavior_hint="")
 ]
 
 

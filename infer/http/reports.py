@@ -10,11 +10,7 @@ from dflash_jax.infer.engine.requests import Completion
 
 
 def usage(answers: Sequence[Completion], counts: Sequence[int] | None = None) -> Json:
-    """OpenAI's `usage` of the answers to one prompt.
-
-    Args:
-        counts: tokens of each answer so far; None counts all.
-    """
+    """OpenAI's `usage` of the answers to one prompt, with so many tokens of each (`counts`) or all."""
     generated = sum(len(answer.token_ids) for answer in answers) if counts is None else sum(counts)
     details = {"prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens}}
     return openai.usage(answers[0].prompt_tokens, generated) | details

@@ -35,6 +35,7 @@ from dflash_jax.infer.plain import refusal
 from dflash_jax.infer.text import Text
 
 T = TypeVar("T")
+RETRY_SECONDS = "5"  # after which a client may try again when the queue was full
 READERS = 4  # prompts that are turned into tokens at a time
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -46,12 +47,10 @@ class Limits:
     Attributes:
         request_bytes: of a body, at most.
         client_seconds: for the body of a request to arrive; see also `listening.make_server`.
-        retry_seconds: after which a client may try again when the queue was full.
     """
 
     request_bytes: int = 2**20
     client_seconds: float = 30.0
-    retry_seconds: int = 5
 
 
 def make_app(
@@ -71,7 +70,6 @@ def make_app(
         model: name under which the pair is listed. Requests may name any model.
         root: where the target was loaded from; load generators take its tokenizer from there.
         api_key: bearer key that every request but `/` and `/health` must carry; None asks for none.
-        limits: see `Limits`.
     """
     limits = limits or Limits()
     service = Service(worker, text, defaults, model, limits)
@@ -175,7 +173,7 @@ class Service:
         except RequestError as error:
             return _error(400, error.code, str(error))
         except OverloadedError as error:
-            return _error(429, "overloaded", str(error), {"Retry-After": str(self._limits.retry_seconds)})
+            return _error(429, "overloaded", str(error), {"Retry-After": RETRY_SECONDS})
         with contextlib.ExitStack() as present:
             present.callback(worker.leave, len(asked.samples))
             if asked.streamed:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.stats import Stats
 from dflash_jax.infer.jobs.answering import Answering, Event
+from dflash_jax.infer.jobs.batch_job import Backend
 from dflash_jax.infer.jobs.lines import Line, attached, detached
 from dflash_jax.infer.jobs.records import answer_record, error_record, record_id
 from dflash_jax.infer.progress import memory_mib
@@ -67,11 +68,8 @@ class EngineWorker:
         return Ready(self._engine.slots, self._engine.width, self._engine.target.dtype.name)
 
     def work(self, lines: Sequence[Line], admit: bool) -> Report:
-        """Takes these lines, which are `detached`, and works until some line is finished, or for a while.
-
-        Args:
-            admit: whether waiting requests may begin.
-        """
+        """Takes these lines, which are `detached`, and works until some line is finished, or for a while. Waiting
+        requests begin if `admit`."""
         end = time.perf_counter() + REPORT
         finished = [event for line in lines for event in self._answering.add(attached(line, self._text))]
         engine = self._engine
@@ -98,8 +96,8 @@ class Remote:
     report: Report | None = None
 
 
-class RayWorkers:
-    """A `batch_job.Backend`: workers on a Ray cluster.
+class RayWorkers(Backend):
+    """Workers on a Ray cluster, which begin when there is work for them.
 
     Args:
         address: of the cluster; None is the one that the environment names or that runs here, or a new one of this
@@ -129,9 +127,6 @@ class RayWorkers:
         self._lost: list[Report] = []  # the last ones of workers that are gone
         self._looked, self._deaths, self._began, self._width = 0.0, 0, time.perf_counter(), 1
 
-    # ----------------------------------------------------------------------------------------------
-    # What a job asks
-
     def done(self) -> tuple[Stats, int, dict[str, int]]:
         known = [*self._lost, *(w.report for w in self._workers if w.report)]
         stats = Stats(**{f.name: sum(getattr(report.stats, f.name) for report in known) for f in fields(Stats)})
@@ -152,9 +147,6 @@ class RayWorkers:
             self._receive(deque())
         return ready[0].dtype
 
-    def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
-        """Nothing: workers begin when there is work for them."""
-
     def rates(self) -> str:
         stats, _, _ = self.done()
         if not stats.steps:
@@ -170,7 +162,7 @@ class RayWorkers:
         return f"workers {len(ready)}/{len(self._workers)}   {slots}   waiting {waiting}   memory {memory:.0f} MiB"
 
     def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        """See `answering.run_job`.
+        """See `Answering.run`.
 
         Raises:
             ValueError: workers cannot begin, or die one after the other.
@@ -197,8 +189,6 @@ class RayWorkers:
             self._end(worker)
         self._workers.clear()
         self._ray.shutdown()
-
-    # ----------------------------------------------------------------------------------------------
 
     def _default_resources(self) -> dict[str, float]:
         for name in ACCELERATORS:
