@@ -220,8 +220,8 @@ class PrefixCache:
     def __init__(self, state: State, entries: int, chunk: int):
         states = 0
         if entries:  # tracing a snapshot takes a while, and most engines for one answer keep none
-            sizes = map(size_in_bytes, _shapes(state, chunk))
-            entries, states = within(entries, *sizes, chunk)
+            chunk_bytes, state_bytes = map(size_in_bytes, _shapes(state, chunk))
+            entries, states = within(entries, chunk_bytes, state_bytes, chunk)
         self.index = PrefixIndex(entries, states, chunk)
         if entries:
             self._kept, self._kept_states = init_prefixes(state, (entries, states), chunk)
