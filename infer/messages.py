@@ -65,8 +65,10 @@ def _message(message: Any, place: int, template: str) -> Json:
     found = {name: value for name, value in message.items() if value is not None}
     if not found.get("tool_calls", True):  # an empty list means none, but templates ask whether the field is there
         del found["tool_calls"]
-    if "tool_calls" in found:
-        found["tool_calls"] = _tool_calls(found["tool_calls"], place)
+    if (calls := found.get("tool_calls")) is not None:
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise _invalid(f"tool_calls of message {place} must be a list of objects, got {calls!r:.80}")
+        found["tool_calls"] = [_tool_call(call, place) for call in calls]
     if role == "developer" and "developer" not in template:
         found["role"] = "system"
     found["content"] = _content(found.get("content"), place, optional=role == "assistant")
@@ -80,9 +82,7 @@ def _content(content: Any, place: int, *, optional: bool) -> str:
     if content is None and optional:  # such as a message of tool calls
         return ""
     if not isinstance(content, list):
-        raise _invalid(
-            f"content of message {place} must be a string or a list of text parts, got {content!r:.80}",
-        )
+        raise _invalid(f"content of message {place} must be a string or a list of text parts, got {content!r:.80}")
     return "".join(_part(part, place) for part in content)
 
 
@@ -101,14 +101,8 @@ def _part(part: Any, place: int) -> str:
     raise _invalid(f'a part of message {place} must be {{"type": "text", "text": "..."}}, got {part!r:.80}')
 
 
-def _tool_calls(calls: Any, place: int) -> list[Any]:
-    """Tool calls of an earlier answer. OpenAI's have their arguments as a string of JSON; templates print an object."""
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise _invalid(f"tool_calls of message {place} must be a list of objects, got {calls!r:.80}")
-    return [_tool_call(call, place) for call in calls]
-
-
 def _tool_call(call: Fields, place: int) -> Json:
+    """A tool call of an earlier answer. OpenAI's has its arguments as a string of JSON; templates print an object."""
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _invalid(f"a tool call of message {place} needs a function with a name, got {call!r:.80}")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dflash_jax.files import Fields, Json
 from dflash_jax.infer.engine.params import MOST_ALTERNATIVES
 from dflash_jax.infer.engine.requests import RequestError, invalid
-from dflash_jax.infer.fields import BODY, COMMON, check_fields
+from dflash_jax.infer.fields import BODY, COMMON, check_fields, flag
 from dflash_jax.infer.text import valid_text
 
 LONGEST_NAME = 256  # characters of a model's name
@@ -72,11 +72,9 @@ def _alternatives(body: Fields, endpoint: str) -> int | None:
     """How many log-probabilities per token are asked for besides the chosen one's; None is none at all."""
     given, most = body.get("logprobs"), body.get("top_logprobs")
     if endpoint == CHAT:
-        if not isinstance(given, bool | None):
-            raise invalid(f"logprobs must be true or false, got {given!r:.60}")
-        if most and not given:
+        if most and not flag(body, "logprobs"):
             raise invalid("top_logprobs needs logprobs true")
-        name, count = "top_logprobs", (most or 0) if given else None
+        name, count = "top_logprobs", (most or 0) if flag(body, "logprobs") else None
     elif most is not None:
         raise invalid(f"top_logprobs is of {CHAT}; {TEXT} takes a number as logprobs")
     else:
@@ -103,11 +101,8 @@ def logprobs(endpoint: str, entries: Sequence[Fields] | None) -> Json | None:
 def _scored(entry: Fields) -> Json:
     token = entry["token"] or ""
     # Half a character has no bytes of its own that the tokenizer would tell.
-    return {
-        "token": token,
-        "logprob": entry["logprob"],
-        "bytes": None if "\ufffd" in token else list(token.encode()),
-    }
+    known = None if "\ufffd" in token else list(token.encode())
+    return {"token": token, "logprob": entry["logprob"], "bytes": known}
 
 
 def body(endpoint: str, model: str, answers: Sequence[Fields]) -> Json:
@@ -122,10 +117,11 @@ def body(endpoint: str, model: str, answers: Sequence[Fields]) -> Json:
             choice["text"] = answer["text"]
         choices.append(choice)
     kind = "chat.completion" if endpoint == CHAT else "text_completion"
+    generated = sum(answer["usage"]["completion_tokens"] for answer in answers)
     speculation = [answer["speculation"] for answer in answers]
     return envelope(endpoint, kind, model) | {
         "choices": choices,
-        "usage": usage(answers),
+        "usage": usage(answers[0]["usage"]["prompt_tokens"], generated),
         "speculation": speculation[0] if len(speculation) == 1 else speculation,
     }
 
@@ -136,23 +132,16 @@ def envelope(endpoint: str, kind: str, model: str) -> Json:
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
-def usage(answers: Sequence[Fields]) -> dict[str, int]:
+def usage(prompt: int, generated: int) -> Json:
     """Tokens of the prompt, of all answers to it, and their sum."""
-    prompt = answers[0]["usage"]["prompt_tokens"]
-    generated = sum(answer["usage"]["completion_tokens"] for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
 def chunk_choice(
-    endpoint: str,
-    index: int,
-    text: str,
-    finish_reason: str | None,
-    first: bool,
-    scores: Sequence[Fields] | None,
+    endpoint: str, text: str, finish_reason: str | None, first: bool, scores: Sequence[Fields] | None
 ) -> Json:
-    """The choice of a streamed chunk."""
-    choice: Json = {"index": index, "logprobs": logprobs(endpoint, scores), "finish_reason": finish_reason}
+    """The choice of a streamed chunk, without its index."""
+    choice: Json = {"logprobs": logprobs(endpoint, scores), "finish_reason": finish_reason}
     if endpoint != CHAT:
         return choice | {"text": text}
     delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
@@ -168,9 +157,5 @@ def batch_record(custom_id: str, batch: BatchLine, answers: Sequence[Fields]) ->
 
 def batch_error(custom_id: str, error: RequestError) -> Json:
     """The batch output line of a request that cannot be served."""
-    return {
-        "id": f"batch_req_{uuid.uuid4().hex}",
-        "custom_id": custom_id,
-        "response": None,
-        "error": {"code": error.code, "message": str(error)},
-    }
+    name, said = f"batch_req_{uuid.uuid4().hex}", {"code": error.code, "message": str(error)}
+    return {"id": name, "custom_id": custom_id, "response": None, "error": said}

@@ -6,32 +6,23 @@ from typing import Any, NamedTuple
 from dflash_jax.files import Fields, Json, said
 from dflash_jax.infer.engine.params import MOST_ALTERNATIVES, SamplingParams
 from dflash_jax.infer.engine.requests import Request, RequestError, invalid
-from dflash_jax.infer.fields import LINE, check_fields, token_budget
+from dflash_jax.infer.fields import LINE, check_fields, flag, token_budget
 from dflash_jax.infer.text import Text, template_arguments, valid_text
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "turns")
 MOST_SAMPLES = 128  # answers to one prompt
 MOST_STOPS = 4  # stop strings of a request
 LONGEST_STOP = 1024  # bytes of a stop string
-SETTINGS: dict[str, tuple[type, ...]] = {
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "top_k": (int,),
-    "min_p": (int, float),
-    "repetition_penalty": (int, float),
-    "presence_penalty": (int, float),
-    "frequency_penalty": (int, float),
-    "logprobs": (int,),
-    "seed": (int,),
-    "min_tokens": (int,),
-}
+SETTINGS = """
+    temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty logprobs seed min_tokens
+""".split()
+WHOLE = {"top_k", "logprobs", "seed", "min_tokens"}  # those of them that are integers
 
 
 class PlainRequest(NamedTuple):
     """A request in plain form, read and checked.
 
     Attributes:
-        stop: stop strings.
         messages, later: of a conversation, its first turn and the user turns after it.
         template_arguments: of the chat template.
     """
@@ -62,8 +53,8 @@ def plain_request(row: Fields, name: str, text: Text, defaults: SamplingParams) 
 def _settings(row: Fields, defaults: SamplingParams) -> Json:
     given: Json = {name: row[name] for name in SETTINGS if row.get(name) is not None}
     for name, value in given.items():
-        if not isinstance(value, SETTINGS[name]) or isinstance(value, bool):
-            kind = "an integer" if SETTINGS[name] == (int,) else "a number"
+        if not isinstance(value, int if name in WHOLE else int | float) or isinstance(value, bool):
+            kind = "an integer" if name in WHOLE else "a number"
             raise invalid(f"{name} must be {kind}, got {value!r:.80}")
         if not abs(value) < 2**63:
             raise invalid(f"{name} is out of range: {value!r:.80}")
@@ -81,9 +72,7 @@ def _settings(row: Fields, defaults: SamplingParams) -> Json:
 def _stop_settings(row: Fields, defaults: SamplingParams) -> Json:
     """`ignore_eos` and `stop_token_ids`: those of a line come to those of the job."""
     given: Json = {}
-    if (ignored := row.get("ignore_eos")) is not None:
-        if not isinstance(ignored, bool):
-            raise invalid(f"ignore_eos must be true or false, got {ignored!r:.60}")
+    if (ignored := flag(row, "ignore_eos")) is not None:
         given["ignore_eos"] = ignored
     if (stops := row.get("stop_token_ids")) is not None:
         if not isinstance(stops, list) or not all(type(token) is int and 0 <= token < 2**31 for token in stops):
@@ -120,8 +109,7 @@ def _prompt(
     given = [name for name in PROMPT_FIELDS if row.get(name) is not None]
     if len(given) != 1:
         raise RequestError(
-            "invalid_request",
-            f"the line must have exactly one of {', '.join(PROMPT_FIELDS)}; got {given or 'none'}",
+            "invalid_request", f"the line must have exactly one of {', '.join(PROMPT_FIELDS)}; got {given or 'none'}"
         )
     kind, value = given[0], row[given[0]]
     if row.get("chat_template_kwargs") and kind not in ("messages", "turns"):

@@ -134,9 +134,7 @@ class Text:
 
     def decode(self, tokens: Sequence[int]) -> str | None:
         """Text of generated tokens, special tokens left out; None without a tokenizer."""
-        if self._tokenizer is None:
-            return None
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return None if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def token(self, token: int) -> str | None:
         """Text of a single token, special or not; None without a tokenizer."""
@@ -147,12 +145,7 @@ class Text:
         return self._tokenizer is not None and token in self._tokenizer.all_special_ids
 
     def answer(self, tokens: Sequence[int], stops: Sequence[str] = (), after: int = 0) -> str | None:
-        """Text of an answer, cut at the stop string that ended it; None without a tokenizer.
-
-        Args:
-            tokens: all of the answer's.
-            stops, after: see `find_stop`.
-        """
+        """Text of a whole answer, cut at the stop string that ended it (see `find_stop`); None without a tokenizer."""
         text = self.decode(tokens)
         if text is None or not stops:
             return text
@@ -219,12 +212,9 @@ def valid_text(value: str) -> str:
 
 
 class GrowingText:
-    """The text of an answer while its tokens arrive.
+    """The text of an answer while its tokens arrive; `stops` and `after` as in `Text.find_stop`.
 
     A few tokens are decoded at a time: the new ones, after those before them that may change how they read.
-
-    Args:
-        stops, after: see `Text.find_stop`.
     """
 
     def __init__(self, text: Text, stops: Sequence[str] = (), after: int = 0):

@@ -14,7 +14,7 @@ from dflash_jax.engines import engine_for, needs_of_lines
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion
 from dflash_jax.infer.interrupt import stop_signals
-from dflash_jax.infer.jobs.answering import job_settings, run_job
+from dflash_jax.infer.jobs.answering import Answering, job_settings
 from dflash_jax.infer.jobs.journal import Journal
 from dflash_jax.infer.jobs.lines import Line, read_lines
 from dflash_jax.infer.progress import engine_rates, progress_bar, warm_up
@@ -99,7 +99,7 @@ def _answer(engine: Engine, lines: Sequence[Line], answers: Journal, admit: Call
     failed = cut = 0
     with (
         progress_bar(len(lines), "answer") as bar,
-        contextlib.closing(run_job(engine, lines, answer_record, admit=admit)) as records,
+        contextlib.closing(Answering(engine, answer_record).run(lines, admit)) as records,
     ):
         for record, _ in records:
             if record is not None:

@@ -12,7 +12,7 @@ from dflash_jax.benchmarks.official import Official
 from dflash_jax.benchmarks.pairs import Asked, ask
 from dflash_jax.benchmarks.turns import side_by_side
 from dflash_jax.cli import BlockSize, EngineOptions
-from dflash_jax.infer.engine.chooser import Chooser, Draft, block_sizes
+from dflash_jax.infer.engine.chooser import Candidate, Chooser, Draft, block_sizes
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Request
 
@@ -52,7 +52,7 @@ def engines(asked: Asked, options: JobsOptions) -> dict[str, Engine]:
     if one == "auto":  # what `auto` pays for being able to speculate, where speculation does not pay
         kept = found["draft state kept, unused"] = engine("auto")
         kept.warm_up()
-        kept.choosers.update({rows: Chooser({Draft(1): 1.0}, lambda draft: 0) for rows in kept.choosers})
+        kept.choosers.update({rows: Chooser({Draft(1): Candidate(0, 1.0)}) for rows in kept.choosers})
     return found
 
 

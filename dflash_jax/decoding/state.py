@@ -189,7 +189,7 @@ class State(struct.PyTreeNode):
 class RowSettings(NamedTuple):
     """Settings of one row at admission; the fields are those of `State` without their row axis."""
 
-    max_new_tokens: Int[Array, ""]
+    remaining: Int[Array, ""]
     stop_tokens: Int[Array, " Q"]
     sampling: Sampling
     penalties: Penalties
@@ -248,7 +248,7 @@ def some_rows(state: State, rows: Int[Array, " B"]) -> State:
 
 
 def all_rows(state: State, some: State) -> State:
-    """`state` with what became of some of its rows."""
+    """`state` with what became of some of its rows; those beyond its last one are left out."""
     put = lambda x, y: x.at[some.rows].set(y)
     fields = {name: jax.tree.map(put, getattr(state, name), getattr(some, name)) for name in _OF_ROWS}
     carried = {"target_cache": some.target_cache, "draft": some.draft, "calibration": some.calibration}

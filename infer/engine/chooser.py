@@ -7,7 +7,7 @@ not paid.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -138,12 +138,15 @@ class Trees:
         """
         keep = math.exp(-steps / BATCH_MEMORY)
         if nodes != self._nodes:  # what was learnt of another tree, as if of this one
-            scale = self._ratio(nodes)
+            scale = self.ratio(nodes)
             self._tokens, self._nodes = scale * self._of_chain, nodes
         self._tokens, self._of_chain = keep * self._tokens + tokens, keep * self._of_chain + of_chain
         self._expected = dict(expected)
 
-    def _ratio(self, nodes: int) -> float:
+    def ratio(self, nodes: int) -> float:
+        """Tokens of a step with such a tree over those of the chain."""
+        if not nodes:
+            return 1.0
         promise = lambda nodes: 1 + PROMISE * math.log2(nodes + 1)
         if not self._of_chain:
             return promise(nodes)
@@ -152,19 +155,12 @@ class Trees:
             return known * (1 + self._expected[nodes]) / (1 + self._expected[self._nodes])
         return known * promise(nodes) / promise(self._nodes)
 
-    def ratio(self, nodes: int) -> float:
-        """Tokens of a step with such a tree over those of the chain."""
-        return self._ratio(nodes) if nodes else 1.0
-
 
 class Estimates:
     """Acceptance rates of the requests that decode, and of the batch, which new ones are expected to be like.
 
     Args:
         deepest: proposals of the deepest candidate.
-
-    Attributes:
-        trees: what these gain.
     """
 
     def __init__(self, deepest: int):
@@ -183,49 +179,40 @@ class Estimates:
         """Tokens that a step is expected to commit for a row of these acceptance rates."""
         return expected_tokens(rates, candidate.proposed) * self.trees.ratio(candidate.nodes)
 
-    def observe(self, row: Hashable, proposed: int, seen: Outcome) -> None:
-        """Learns from steps of a request that proposed so many tokens each, one after the other."""
-        for i, count in enumerate(seen.committed):
-            tried, right = proposed, count
-            if seen.chain is not None:  # a tree says of its chain no more than what was committed can tell
-                tried, right = min(count, proposed), seen.chain[i] + 1
-            self._batch.observe(tried, right)
-            if row in self._rows:
-                self._rows[row].observe(tried, right)
-
-    def observe_tree(self, candidate: Candidate, seen: Iterable[Outcome], expected: Mapping[int, float]) -> None:
-        """Learns what a tree gained; after `observe` of its rows."""
-        counts = [count for one in seen for count in one.committed]
-        of_chain = expected_tokens(self._batch.rates(0.5, 2.0), candidate.proposed) * len(counts)
-        self.trees.observe(candidate.nodes, sum(counts), of_chain, len(counts), expected)
+    def observe(self, candidate: Candidate, seen: Mapping[Hashable, Outcome], expected: Mapping[int, float]) -> None:
+        """Learns from steps of this candidate; arguments as in `Chooser.observe`."""
+        proposed, counts = candidate.proposed, list[int]()
+        for row, outcome in seen.items():
+            counts += outcome.committed
+            for i, count in enumerate(outcome.committed):
+                tried, right = proposed, count
+                if outcome.chain is not None:  # a tree says of its chain no more than what was committed can tell
+                    tried, right = min(count, proposed), outcome.chain[i] + 1
+                self._batch.observe(tried, right)
+                if row in self._rows:
+                    self._rows[row].observe(tried, right)
+        if candidate.nodes and counts:
+            of_chain = expected_tokens(self._batch.rates(0.5, 2.0), proposed) * len(counts)
+            self.trees.observe(candidate.nodes, sum(counts), of_chain, len(counts), expected)
 
 
 class Chooser(Generic[Name]):
     """Chooses the program of each visit to the device.
 
     Args:
-        seconds: measured time of one step of each candidate, by its name.
-        proposed: tokens that a step of a candidate proposes one after the other.
+        candidates: by name.
         estimates: shared by choosers for other numbers of rows.
-        nodes: of a candidate's tree; 0 for a chain.
 
     Attributes:
-        candidates: by name.
         trying: whether the last choice was a try.
         try_steps: how many steps are enough for a try.
     """
 
-    def __init__(
-        self,
-        seconds: Mapping[Name, float],
-        proposed: Callable[[Name], int],
-        estimates: Estimates | None = None,
-        nodes: Callable[[Name], int] = lambda name: 0,
-    ):
-        self.candidates = {name: Candidate(proposed(name), time, nodes(name)) for name, time in seconds.items()}
-        self.estimates = estimates or Estimates(max(candidate.proposed for candidate in self.candidates.values()))
-        chains = [name for name, candidate in self.candidates.items() if not candidate.nodes]
-        self._best = max(chains, key=lambda name: self.candidates[name].proposed)  # in use
+    def __init__(self, candidates: Mapping[Name, Candidate], estimates: Estimates | None = None):
+        self.candidates = candidates
+        self.estimates = estimates or Estimates(max(candidate.proposed for candidate in candidates.values()))
+        chains = [name for name, candidate in candidates.items() if not candidate.nodes]
+        self._best = max(chains, key=lambda name: candidates[name].proposed)  # in use
         self._last: Name | None = None  # of the last visit
         self._pause, self._since, self._tries = PAUSES[0], 0, 0  # steps to the next try, and since the last change
         self._pace = 1.0  # of the machine: what the last visits took, over what was measured
@@ -294,10 +281,7 @@ class Chooser(Generic[Name]):
         pays = bool(taken) and sum(taken) / len(taken) > candidate.seconds / best.seconds
         if self.trying and not best.proposed and pays:
             self._pause = PAUSES[0]  # see whether that lasts
-        for row, one in seen.items():
-            self.estimates.observe(row, candidate.proposed, one)
-        if candidate.nodes and taken:
-            self.estimates.observe_tree(candidate, seen.values(), expected or {})
+        self.estimates.observe(candidate, seen, expected or {})
 
     def _time(self, candidate: Candidate, changed: bool, steps: int, seconds: float) -> None:
         """Steps of this candidate took so long each.

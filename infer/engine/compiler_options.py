@@ -39,9 +39,8 @@ def block_compiler_options() -> Options | None:
 
 @cache
 def fastest_options(width: int, inner: int, tokens: int, *, clock: bool = True) -> Options | None:
-    """`block_compiler_options`, or None if the products of a large model are faster without them on this CPU.
-
-    Takes a fraction of a second.
+    """`block_compiler_options`, or None if the products of a large model are faster without them on this CPU, which
+    takes a fraction of a second to find out.
 
     Args:
         width, inner: of the model's MLP.

@@ -5,8 +5,8 @@ from collections.abc import Hashable, Iterable, Mapping
 import jax
 
 from dflash_jax.decoding.state import DraftModel
-from dflash_jax.infer.engine.chooser import Chooser, Draft, Estimates, block_sizes, tree_sizes
-from dflash_jax.infer.engine.engine_config import EngineConfig, check_block_size
+from dflash_jax.infer.engine.chooser import Candidate, Chooser, Draft, Estimates, block_sizes, tree_sizes
+from dflash_jax.infer.engine.engine_config import EngineConfig
 
 PLAIN = Draft(0)  # a step without speculation
 
@@ -16,7 +16,6 @@ class Drafts:
 
     Args:
         drafter: None proposes nothing.
-        config: of the engine.
 
     Attributes:
         drafter: None where nothing is proposed.
@@ -32,7 +31,10 @@ class Drafts:
     def __init__(self, drafter: DraftModel | None, config: EngineConfig):
         auto, self.block_size = config.block_size == "auto", 1
         if drafter is not None:
-            self.block_size = check_block_size(drafter, None if config.block_size == "auto" else config.block_size)
+            largest = drafter.config.block_size
+            self.block_size = config.block_size if isinstance(config.block_size, int) else largest
+            if not 1 <= self.block_size <= largest:
+                raise ValueError(f"block_size must lie in 1..{largest} (the drafter's own), got {self.block_size}")
             if drafter.depth(self.block_size) == 0:
                 drafter = None
         self.drafter, self.auto = drafter, auto and drafter is not None and not config.deterministic
@@ -72,7 +74,8 @@ class Drafts:
         estimates = Estimates(max(map(self._depth, self.choices)))
         for rows in dict.fromkeys(rows for _, rows in seconds):
             times = {draft: seconds[self.program(draft), rows] for draft in self.choices}
-            self.choosers[rows] = Chooser(times, self._depth, estimates, lambda draft: draft.nodes)
+            candidates = {draft: Candidate(self._depth(draft), time, draft.nodes) for draft, time in times.items()}
+            self.choosers[rows] = Chooser(candidates, estimates)
 
     def choose(
         self, requests: Iterable[Hashable], rows: int, *, speculative: bool

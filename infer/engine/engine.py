@@ -34,7 +34,6 @@ class Visit(NamedTuple):
     """Steps that the device was asked for.
 
     Attributes:
-        draft: what its steps propose.
         trace: tokens of each step; on the device, until they are collected.
         rows: slot and request of each of its rows.
         begin: when it was asked for.
@@ -57,9 +56,7 @@ class Engine:
     the slots when it began, and what it brings for one that has left its slot since is dropped.
 
     Args:
-        target: the model that generates.
-        drafter: its drafter; None decodes autoregressively.
-        config: see `EngineConfig`.
+        drafter: of the target; None decodes autoregressively.
         settings: fields of `EngineConfig` by name, which win over `config`.
 
     Raises:
@@ -79,7 +76,7 @@ class Engine:
         self.drafter, self.block_size, self.tree = self.drafts.drafter, self.drafts.block_size, self.drafts.tree
         self.choosers = self.drafts.choosers
         self.stats = Stats()
-        self.batch = Slots(target, self.drafter, config, self.drafts.programs)
+        self.batch = Slots(target, config, self.drafts)
         self._tickets = itertools.count()
         self._admission = Admission(self.batch.lengths[: config.slots], config.max_length)
         self._pacing = Pacing(config.slots, config.steps_per_visit)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dflash_jax.decoding.choice import Proposals
-from dflash_jax.decoding.state import DraftModel
 from dflash_jax.infer.engine.params import check_seed
 
 MOST_NODES = 1024  # of a tree
@@ -60,15 +59,10 @@ class EngineConfig:
     deterministic: bool = False
 
     def __post_init__(self):
-        for name, value, least in (
-            ("slots", self.slots, 1),
-            ("max_length", self.max_length, 1),
-            ("prefill_chunk", self.prefill_chunk, 1),
-            ("steps_per_visit", self.steps_per_visit, 1),
-            ("prefix_chunks", self.prefix_chunks, 0),
-        ):
-            if not least <= value < 2**31:
-                raise ValueError(f"{name} must be at least {least} and below 2**31, got {value}")
+        least = {"slots": 1, "max_length": 1, "prefill_chunk": 1, "steps_per_visit": 1, "prefix_chunks": 0}
+        for name, smallest in least.items():
+            if not smallest <= (value := getattr(self, name)) < 2**31:
+                raise ValueError(f"{name} must be at least {smallest} and below 2**31, got {value}")
         check_seed(self.seed)
         if self.tree == "auto" and self.block_size != "auto":
             raise ValueError('tree "auto" goes together with block_size "auto"; give both, or a number of nodes')
@@ -92,13 +86,3 @@ class EngineConfig:
             raise ValueError("plain and deterministic exclude each other: one plain request changes the steps of all")
         if self.proposals not in get_args(Proposals):
             raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {self.proposals!r}")
-
-
-def check_block_size(drafter: DraftModel, block_size: int | None) -> int:
-    """Returns the block size to use; raises ValueError if it is not one the checkpoint was trained for."""
-    largest = drafter.config.block_size
-    if block_size is None:
-        return largest
-    if not 1 <= block_size <= largest:
-        raise ValueError(f"block_size must lie in 1..{largest} (the drafter's own), got {block_size}")
-    return block_size

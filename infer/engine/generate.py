@@ -61,16 +61,9 @@ def spec_generate(
         seed: row i draws from this seed and i alone.
         stop_token_ids: tokens that end a row; None takes the checkpoint's, an empty list none.
         ignore_eos: the checkpoint's end tokens end no row; those of `stop_token_ids` do.
-        block_size: positions per step, at most the checkpoint's (the default). 1 is plain decoding, except with a
-            drafter that predicts at the anchor, too, which then proposes one token. "auto" measures several sizes and
-            uses the fastest.
-        tree: number of nodes of the tree to verify; 0 is a chain. None is a chain, or "auto" where block_size is
-            "auto".
-        proposals: "calibrated", "coupled", "argmax" or "independent"; changes the speed, and in float32 never the
-            tokens.
+        block_size, tree, proposals, prefill_chunk: see `EngineConfig`.
         max_length: cache slots per row; by default what the longest row needs, rounded up so that
             similar calls share compiled programs.
-        prefill_chunk: prompt tokens per prefill pass.
         sampling: other fields of `SamplingParams`: temperature (0, the default, is greedy), top_p, top_k, min_p,
             repetition_penalty, presence_penalty, frequency_penalty, min_tokens.
 

@@ -26,12 +26,7 @@ class NextVisit(NamedTuple):
 
 
 class Pacing:
-    """How the device's time is shared between reading prompts and decoding.
-
-    Args:
-        slots: of the engine.
-        steps_per_visit: most steps of a visit.
-    """
+    """How the device's time is shared between reading prompts and decoding."""
 
     def __init__(self, slots: int, steps_per_visit: int):
         self._slots, self._steps = slots, steps_per_visit

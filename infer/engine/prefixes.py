@@ -34,8 +34,8 @@ class Prefixes(struct.PyTreeNode):
     draft: Any
 
 
-def _is_state(x: Any) -> bool:
-    return getattr(x, "whole", False)
+_is_state = lambda x: getattr(x, "whole", False)
+_absent = lambda x: x is None
 
 
 def _snapshots(state: State, row: Int[Array, ""], start: Int[Array, ""], chunk: int) -> Prefixes:
@@ -44,46 +44,29 @@ def _snapshots(state: State, row: Int[Array, ""], start: Int[Array, ""], chunk: 
     return Prefixes(state.target_cache.snapshot(row, start, chunk), draft)
 
 
-def _positions(snapshots: Prefixes) -> Prefixes:
-    """The part of snapshots that belongs to the chunk's positions."""
-    return jax.tree.map(lambda x: None if _is_state(x) else x, snapshots, is_leaf=_is_state)
-
-
-def _states(snapshots: Prefixes) -> Prefixes:
-    """The part of snapshots that stands for all positions before."""
-    return jax.tree.map(lambda x: x if _is_state(x) else None, snapshots, is_leaf=_is_state)
-
-
-def _together(positions: Prefixes, states: Prefixes) -> Prefixes:
-    absent = lambda x: x is None or _is_state(x)
-    return jax.tree.map(lambda x, y: y if x is None else x, positions, states, is_leaf=absent)
+def _shapes(state: State, chunk: int) -> tuple[Prefixes, Prefixes]:
+    """What a snapshot is like: the part that belongs to the chunk's positions, and that which stands for all before."""
+    like = jax.eval_shape(lambda state: _snapshots(state, jnp.int32(0), jnp.int32(0), chunk), state)
+    part = lambda states: jax.tree.map(lambda x: x if _is_state(x) is states else None, like, is_leaf=_is_state)
+    return part(False), part(True)
 
 
 @partial(jax.jit, static_argnames=("entries", "chunk"))
 def init_prefixes(state: State, entries: tuple[int, int], chunk: int) -> tuple[Prefixes, Prefixes]:
     """Room for so many chunks, and so many states, of the rows of `state`."""
-    like = jax.eval_shape(lambda state: _snapshots(state, jnp.int32(0), jnp.int32(0), chunk), state)
-    room = lambda tree, count: _pinned(jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), tree))
-    return room(_positions(like), entries[0]), room(_states(like), entries[1])
+    room = lambda like, count: _pinned(jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), like))
+    chunks, states = map(room, _shapes(state, chunk), entries)
+    return chunks, states
 
 
 @partial(jax.jit, donate_argnames="prefixes", static_argnames="chunk")
 def keep(
     prefixes: Prefixes, state: State, entry: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""], chunk: int
 ) -> Prefixes:
-    """Keeps the chunk of a row that begins at position `start` and has just been committed."""
-    return _put(prefixes, _positions(_snapshots(state, row, start, chunk)), entry)
-
-
-@partial(jax.jit, donate_argnames="prefixes")
-def keep_state(prefixes: Prefixes, state: State, entry: Int[Array, ""], row: Int[Array, ""]) -> Prefixes:
-    """Keeps the states of a row."""
-    return _put(prefixes, _states(_snapshots(state, row, jnp.int32(0), 1)), entry)
-
-
-def _put(prefixes: Prefixes, one: Prefixes, entry: Int[Array, ""]) -> Prefixes:
-    put = lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, entry, axis=0)
-    return _pinned(jax.tree.map(put, prefixes, one))
+    """Keeps the chunk of a row that begins at position `start` and has just been committed, or the states after it:
+    that part of the snapshot which `prefixes` have."""
+    put = lambda all, one: None if all is None else jax.lax.dynamic_update_slice_in_dim(all, one, entry, axis=0)
+    return _pinned(jax.tree.map(put, prefixes, _snapshots(state, row, start, chunk), is_leaf=_absent))
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -104,7 +87,7 @@ def restore(
     pick = lambda tree, entry: jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, entry, 1), tree)
     one = pick(prefixes, entry)
     if states is not None:
-        one = _together(one, pick(*states))
+        one = jax.tree.map(lambda x, y: y if x is None else x, one, pick(*states), is_leaf=_absent)
     start = state.lengths[row]
     end = start + tokens.shape[0]
     return pin(
@@ -118,9 +101,8 @@ def restore(
 
 
 def _pinned(prefixes: Prefixes) -> Prefixes:
-    absent = lambda x: x is None
     put = lambda x, spec: None if x is None else constrain(x, spec)
-    return jax.tree.map(put, prefixes, partition(prefixes), is_leaf=absent)
+    return jax.tree.map(put, prefixes, partition(prefixes), is_leaf=_absent)
 
 
 def chain(tokens: Sequence[int], chunk: int) -> list[bytes]:
@@ -147,11 +129,7 @@ def _occurrences(prompts: Iterable[Sequence[int]], chunk: int) -> Counter[bytes]
 
 
 class Places:
-    """Entries by key; the one unused for longest makes room.
-
-    Args:
-        count: how many entries there are.
-    """
+    """Entries by key; the one unused for longest makes room."""
 
     def __init__(self, count: int):
         self._free, self._of = list(range(count)), OrderedDict[bytes, int]()
@@ -185,12 +163,7 @@ class KeptChunk(NamedTuple):
 
 class PrefixIndex:
     """Which chunks, and which states after some of them, are kept where. Pure host code: what it decides, `PrefixCache`
-    does on the device.
-
-    Args:
-        entries, states: how many are kept.
-        chunk: tokens of each.
-    """
+    does on the device."""
 
     def __init__(self, entries: int, states: int, chunk: int):
         self.entries, self.states, self.chunk = entries, states, chunk
@@ -242,17 +215,13 @@ class PrefixCache:
         state: whose rows they are of. Its programs must be called where the engine's are.
         entries: how many chunks; 0 keeps none. If there are states, too, all take no more memory than so many chunks.
         chunk: tokens of each.
-
-    Attributes:
-        index: what is kept where.
     """
 
     def __init__(self, state: State, entries: int, chunk: int):
         states = 0
         if entries:  # tracing a snapshot takes a while, and most engines for one answer keep none
-            like = jax.eval_shape(lambda state: _snapshots(state, jnp.int32(0), jnp.int32(0), chunk), state)
-            sizes = size_in_bytes(_positions(like)), size_in_bytes(_states(like))
-            entries, states = within(entries, *sizes, chunk)
+            chunk_bytes, state_bytes = map(size_in_bytes, _shapes(state, chunk))
+            entries, states = within(entries, chunk_bytes, state_bytes, chunk)
         self.index = PrefixIndex(entries, states, chunk)
         if entries:
             self._kept, self._kept_states = init_prefixes(state, (entries, states), chunk)
@@ -285,7 +254,7 @@ class PrefixCache:
         if kept.entry is not None:
             self._kept = keep(self._kept, state, np.int32(kept.entry), row, start, self.index.chunk)
         if kept.state is not None:
-            self._kept_states = keep_state(self._kept_states, state, np.int32(kept.state), row)
+            self._kept_states = keep(self._kept_states, state, np.int32(kept.state), row, start, self.index.chunk)
 
 
 def within(entries: int, chunk_bytes: int, state_bytes: int, chunk: int) -> tuple[int, int]:

@@ -14,13 +14,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.cache import commit, once_read
-from dflash_jax.decoding.choice import Choice, Proposals
+from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.logprobs import log_probabilities
 from dflash_jax.decoding.penalties import remember, remember_prompts
 from dflash_jax.decoding.sampling import gumbel_noise
 from dflash_jax.decoding.state import DraftModel, RowSettings, Seen, State, TargetModel, all_rows, begin_row, some_rows
 from dflash_jax.decoding.step import Committed, run, speculative_step, step_functions
+from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options
+from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.mesh import constrain, split_rows
 from dflash_jax.sharding import pin
 
@@ -31,33 +33,29 @@ def decode_call(
     state: State,
     max_steps: int,
     leave_below: int,
-    *,
-    block_size: int,
-    nodes: int = 0,
-    proposals: Proposals = "calibrated",
-    capacity: int,
+    draft: Draft,
+    config: EngineConfig,
     rows: np.ndarray | None = None,
-    logprobs: int | None = None,
     options: Options | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """`run` of a speculative step as a jitted function and its arguments: one program per number of rows, block size (0
-    proposes nothing) and number of nodes (0 proposes a chain). `rows` are the only ones that it advances, and that its
-    trace has. `options` are the compiler's. `state` is donated."""
+    """`run` of a speculative step as a jitted function and its arguments: one program per number of rows and draft.
+    `rows` are the only ones that it advances, and that its trace has. `options` are the compiler's. `state` is
+    donated."""
     steps, leave = np.int32(max_steps), np.int32(leave_below)
-    arguments = target, drafter, state, rows, steps, leave, block_size, nodes, proposals, capacity, logprobs
-    return _decode_program(tuple((options or {}).items())), arguments
+    static = draft, config.proposals, config.steps_per_visit, config.logprobs
+    return _decode_program(tuple((options or {}).items())), (target, drafter, state, rows, steps, leave, *static)
 
 
 @cache
 def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Callable:
-    def program(target, drafter, state, rows, max_steps, leave_below, block_size, nodes, proposals, capacity, logprobs):
-        parts = step_functions(target, drafter, block_size, proposals, nodes)
+    def program(target, drafter, state, rows, max_steps, leave_below, draft, proposals, capacity, logprobs):
+        parts = step_functions(target, drafter, draft.block_size, proposals, draft.nodes)
         step = partial(speculative_step, parts, logprobs=logprobs)
         narrow = state if rows is None else some_rows(state, rows)
         narrow, trace = run(step, narrow, max_steps, leave_below, capacity)
         return pin(narrow if rows is None else all_rows(state, narrow)), trace
 
-    names = ("block_size", "nodes", "proposals", "capacity", "logprobs")
+    names = ("draft", "proposals", "capacity", "logprobs")
     return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=dict(options) or None)
 
 
@@ -73,22 +71,17 @@ def move(state: State, row: Int[Array, ""], to: Int[Array, ""], settings: RowSet
     settings (a step does not keep those of idle rows)."""
     end = state.lengths[row]
     carried = lambda x: x.begin(to).restore(x.snapshot(row, end - count, count), to, end)
-    put = lambda x: x.at[to].set(x[row])
-    given = lambda all, one: all.at[to].set(one)
-    return pin(
-        state.replace(
-            anchor=put(state.anchor),
-            lengths=put(state.lengths),
-            remaining=state.remaining.at[row].set(0).at[to].set(settings.max_new_tokens),
-            stop_tokens=given(state.stop_tokens, settings.stop_tokens),
-            sampling=jax.tree.map(given, state.sampling, settings.sampling),
-            penalties=jax.tree.map(given, state.penalties, settings.penalties),
-            scored=given(state.scored, settings.scored),
-            history=jax.tree.map(put, state.history),
-            target_cache=carried(state.target_cache),
-            draft=None if state.draft is None else carried(state.draft),
-        )
+    anchor, lengths, history = jax.tree.map(lambda x: x[row], (state.anchor, state.lengths, state.history))
+    moved = state.replace(
+        rows=to,
+        anchor=anchor,
+        lengths=lengths,
+        history=history,
+        target_cache=carried(state.target_cache),
+        draft=None if state.draft is None else carried(state.draft),
+        **settings._asdict(),
     )
+    return pin(all_rows(state.replace(remaining=state.remaining.at[row].set(0)), moved))
 
 
 @partial(jax.jit, donate_argnames="state", static_argnames="logprobs")
@@ -109,7 +102,6 @@ def prefill(
         rows: rows to fill: idle, begun, all different; and any others with a count of 0, which stay as they are.
         tokens, counts: of each row, and how many of them are prompt.
         last: whether the prompt ends here: the row then starts decoding.
-        settings: of each row.
         logprobs: see `speculative_step`.
 
     Returns:
@@ -138,20 +130,12 @@ def prefill(
     if logprobs is not None:
         scores = log_probabilities(choice.masked(logits), token, given.scored, logprobs)
     goes_on = last & ~jnp.any(token == given.stop_tokens, axis=1)
-    budgets = jnp.where(goes_on, given.max_new_tokens - 1, 0)
+    budgets = jnp.where(goes_on, given.remaining - 1, 0)
     of_rows = of_rows.replace(tokens=remember(of_rows, token, end, jnp.ones_like(end)).tokens)
     written = jnp.where(read, rows, state.lengths.shape[0])
-    put = lambda all, some: all.at[written].set(some, mode="drop")
-    state = state.replace(
-        anchor=put(state.anchor, token[:, 0]),
-        lengths=put(state.lengths, end),
-        remaining=put(state.remaining, budgets),
-        stop_tokens=put(state.stop_tokens, given.stop_tokens),
-        sampling=jax.tree.map(put, state.sampling, given.sampling),
-        penalties=jax.tree.map(put, state.penalties, given.penalties),
-        scored=put(state.scored, given.scored),
-        history=jax.tree.map(put, history, of_rows),
-    )
+    given = given._replace(remaining=budgets)
+    filled = state.replace(rows=written, anchor=token[:, 0], lengths=end, history=of_rows, **given._asdict())
+    state = all_rows(state.replace(history=history), filled)
     return pin(state), Committed(token, last.astype(jnp.int32), scores)
 
 

@@ -43,16 +43,13 @@ def modelled(shape: PrefillShape) -> PrefillCost:
 
 
 class PrefillBatch(NamedTuple):
-    """Rows of a program: those it reads, and others, of which it reads nothing, that fill its shape.
-
-    Attributes:
-        rows: of the cache.
-        tokens, counts: of the prompts.
-    """
+    """Rows of a program: those it reads, and others, of which it reads nothing, that fill its shape. `last` says
+    whether the prompt ends there."""
 
     rows: np.ndarray
     tokens: np.ndarray
     counts: np.ndarray
+    last: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,8 @@ class Prefills:
         """
         parts, of_part = parts or [[]] * self.parts, self.slots // self.parts
         count = len(parts) * shape.rows
-        chosen = PrefillBatch(*(np.zeros(size, np.int32) for size in (count, (count, shape.tokens), count)))
+        zeros = lambda *size: np.zeros(size, np.int32)
+        chosen = PrefillBatch(zeros(count), zeros(count, shape.tokens), zeros(count), np.zeros(count, np.bool_))
         for p, part in enumerate(parts):
             taken = [(row, tokens[: shape.tokens]) for row, tokens in part[: shape.rows]]
             busy = {row for row, _ in taken}

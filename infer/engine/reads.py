@@ -4,10 +4,8 @@ Pure host code: `Slots.read` carries the plan out.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
-
-import numpy as np
 
 from dflash_jax.infer.engine.prefixes import KeptChunk, PrefixIndex
 from dflash_jax.infer.engine.prompts import PrefillBatch, Prefills
@@ -21,20 +19,13 @@ class PromptRead(NamedTuple):
         filled: tokens that are committed now.
         copied: of them, copied from another prompt this time.
         place: of its row in the program; None if it was not read.
+        awaited: whether other prompts, too, will go on from here (see `PrefixIndex.keep`).
     """
 
     slot: int
     filled: int
     copied: int
     place: int | None
-
-
-class Offer(NamedTuple):
-    """A row that was read up to `end`, for `PrefixIndex.keep`, which is asked when it has been read."""
-
-    row: int
-    end: int
-    keys: Sequence[bytes]
     awaited: bool
 
 
@@ -43,16 +34,13 @@ class ReadPlan(NamedTuple):
 
     Attributes:
         copies: kept chunks to commit.
-        batch: what the program reads; of each of its rows, `last` says whether the prompt ends there.
-        offers: the rows that are read, whose chunks may be kept.
+        batch: what the program reads.
         reads: how far each prompt has come then.
         seconds: that the program takes, if that was measured.
     """
 
     copies: list[KeptChunk]
     batch: PrefillBatch
-    last: np.ndarray
-    offers: list[Offer]
     reads: list[PromptRead]
     seconds: float | None
 
@@ -82,15 +70,14 @@ def plan_reads(prompts: Mapping[int, ActiveRequest], programs: Prefills, prefixe
     taken = [[(slot, prompts[slot].prompt[start[slot] : end[slot]]) for slot in part] for part in parts]
     batch = programs.batch(shape, taken)
     place = {slot: i for i, slot in enumerate(batch.rows.tolist()) if batch.counts[i]}
-    last, offers, reads = np.zeros(len(batch.rows), np.bool_), [], []
+    reads: list[PromptRead] = []
     for slot in sorted(prompts, key=lambda slot: place.get(slot, len(batch.rows))):
         row, at = prompts[slot], place.get(slot)
         filled = start[slot] if at is None else start[slot] + int(batch.counts[at])
-        reads.append(PromptRead(slot, filled, start[slot] - row.filled, at))
+        reads.append(PromptRead(slot, filled, start[slot] - row.filled, at, awaited[key[slot]] > 1))
         if at is not None:
-            last[at] = filled == len(row.prompt)
-            offers.append(Offer(slot, filled, row.keys, awaited[key[slot]] > 1))
-    return ReadPlan([chunk for found in copies.values() for chunk in found], batch, last, offers, reads, seconds)
+            batch.last[at] = filled == len(row.prompt)
+    return ReadPlan([chunk for found in copies.values() for chunk in found], batch, reads, seconds)
 
 
 def _next_key(slot: int, row: ActiveRequest, start: int, chunk: int) -> bytes:

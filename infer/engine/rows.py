@@ -1,7 +1,7 @@
 """A request on its way: what it asks of the device, what it has got, and when it is finished."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class ActiveRequest:
     completion: Completion
     budget: int
     keys: list[bytes]
-    settings: RowSettings | None = None
+    settings: RowSettings = field(init=False)
     room: int = 0
     filled: int = 0
 

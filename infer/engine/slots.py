@@ -1,10 +1,9 @@
 """The slots of an engine on the device: their state, and the compiled programs that change it."""
 
-import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.cache import Group
-from dflash_jax.decoding.state import DraftModel, RowSettings, State, init_state
+from dflash_jax.decoding.state import RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options, fastest_options
 from dflash_jax.infer.engine.compiling import compile_all
+from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.engine.prefixes import PrefixCache
@@ -38,9 +38,7 @@ class Slots:
     """Rows that decode together. Which requests they belong to is the engine's business.
 
     Args:
-        target, drafter: the models; without a drafter, one token a step.
-        config: of the engine.
-        drafts: what `decode` may be asked for; a block size of 0 proposes nothing.
+        drafts: what `decode` may be asked for.
 
     Attributes:
         state: consumed and replaced by every call.
@@ -48,13 +46,14 @@ class Slots:
         widths: how many rows `decode` may be asked to advance.
     """
 
-    def __init__(self, target: Target, drafter: DraftModel | None, config: EngineConfig, drafts: Sequence[Draft]):
-        self._target, self._drafter, self._config, self._drafts = target, drafter, config, tuple(drafts)
+    def __init__(self, target: Target, config: EngineConfig, drafts: Drafts):
+        self._target, self._drafter, self._config, self._drafts = target, drafts.drafter, config, drafts
         self._parts, self._fixed = rows_of(target.mesh), config.deterministic
         self._slots = slots = self._rows_on_device()
         # A cache of a single chunk would be another program than a longer one, and might round differently.
         max_length = max(config.max_length, 2 * CHUNK) if self._fixed else config.max_length
-        self._prefills = Prefills(config.prefill_chunk, slots, self._parts, self._fixed)
+        chunk = config.prefill_chunk
+        self._prefills = Prefills(chunk, slots, self._parts, self._fixed)
         short = None
         if config.short_length is not None:
             short = Group(slots - config.long_slots, config.short_length)
@@ -68,11 +67,11 @@ class Slots:
         fewer = [slots // n // self._parts * self._parts for n in NARROWER if slots >= MANY and not self._fixed]
         self.widths = tuple(sorted({slots, *filter(None, fewer)}))
         with self._on_mesh():
-            made = jax.jit(lambda: pin(init_state(target, drafter, slots, groups, STOP_WIDTH, config.prefill_chunk)))()
+            made = jax.jit(lambda: pin(init_state(target, drafts.drafter, slots, groups, STOP_WIDTH, chunk)))()
             if self._fixed and made.calibration is not None:
                 made = made.replace(calibration=made.calibration.replace(frozen=True))
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
-            self._prefixes = PrefixCache(self.state, config.prefix_chunks, config.prefill_chunk)
+            self._prefixes = PrefixCache(self.state, config.prefix_chunks, chunk)
 
     def _rows_on_device(self) -> int:
         """The slots, and on CPU with `deterministic` some more that stay idle: there the last few of a block's
@@ -80,32 +79,26 @@ class Slots:
         slots = self._config.slots
         if not self._fixed or slots == 1 or jax.default_backend() != "cpu":
             return slots
-        step = math.lcm(LANES // math.gcd(LANES, *map(self._block, self._drafts)), self._parts)
+        step = math.lcm(LANES // math.gcd(LANES, *map(self._block, self._drafts.programs)), self._parts)
         return -(-slots // step) * step
 
     def _block(self, draft: Draft) -> int:
         """Positions of a row that a step verifies."""
-        if self._drafter is None or draft.block_size == 0:
-            return 1
-        return (draft.nodes or self._drafter.depth(draft.block_size)) + 1
+        return self._drafts.proposed(draft) + 1
 
     @property
     def programs(self) -> int:
         """How many programs `warm_up` compiles: for chunks of prompts, kinds of drafts, a row's beginning, move and
         end, kept prefixes."""
         more = 2 + bool(self._short) + self._prefixes.programs
-        return len(self._prefills.shapes) + len(self.widths) * len(self._drafts) + more
+        return len(self._prefills.shapes) + len(self.widths) * len(self._drafts.programs) + more
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         """Keys of the prompt's chunks, for `read`."""
         return self._prefixes.index.keys(prompt)
 
     def warm_up(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
-        """Compiles every program; afterwards none is compiled any more. All rows must be idle.
-
-        Args:
-            check_interrupt: called between programs; what it raises ends the work.
-        """
+        """See `Engine.warm_up`. All rows must be idle."""
         reading = ((prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._prefills.shapes)
         decoding = (self._decode_call(draft, 0, 0, self.idle(width)) for draft, width in self._decoding)
         with self._on_mesh():
@@ -127,14 +120,10 @@ class Slots:
         jax.block_until_ready(self.state)
 
     def begin(self, slot: int) -> None:
-        """Makes an idle row ready for a new prompt."""
         self._change(begin, np.int32(slot))
 
     def read(self, prompts: Mapping[int, ActiveRequest]) -> tuple[ReadPlan, Committed]:
-        """Commits the next tokens of some of these prompts; after its last token a row decodes.
-
-        Args:
-            prompts: by slot, of rows that were begun, the first in turn first; see `reads.plan_reads`.
+        """Commits the next tokens of some of these prompts (see `reads.plan_reads`); after its last one a row decodes.
 
         Returns:
             What was read, and the first new tokens [B, 1] of the rows whose prompt ended.
@@ -143,22 +132,19 @@ class Slots:
         for kept in plan.copies:
             self._change(self._prefixes.copy, kept, prompts[kept.row].prompt)
         rows = zip(plan.batch.rows.tolist(), plan.batch.counts.tolist(), strict=True)
-        settings = tuple(self._settings_of(prompts[row]) if count else self._neutral for row, count in rows)
-        first = self._prefill(plan.batch, plan.last, settings)
+        settings = tuple(prompts[row].settings if count else self._neutral for row, count in rows)
+        first = self._prefill(plan.batch, settings)
         with self._on_mesh():
-            for row, end, keys, awaited in plan.offers:
-                self._prefixes.keep(self.state, self._prefixes.index.keep(row, end, keys, awaited=awaited))
+            for slot, end, _, place, awaited in plan.reads:
+                if place is not None:
+                    kept = self._prefixes.index.keep(slot, end, prompts[slot].keys, awaited=awaited)
+                    self._prefixes.keep(self.state, kept)
         return plan, first
-
-    @staticmethod
-    def _settings_of(row: ActiveRequest) -> RowSettings:
-        assert row.settings is not None  # it was begun
-        return row.settings
 
     @property
     def _decoding(self) -> list[tuple[Draft, int]]:
         """Draft and rows of each program that decodes."""
-        return [(draft, width) for width in self.widths for draft in self._drafts]
+        return [(draft, width) for width in self.widths for draft in self._drafts.programs]
 
     def some(self, busy: Sequence[int]) -> list[int]:
         """The rows of the narrowest program that advances these, as many of each part of the mesh."""
@@ -180,18 +166,14 @@ class Slots:
         return self._filled([[]] * self._parts, width)
 
     def decode(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Committed:
-        """One visit to the device (see `decoding.step.run`): the tokens of each step, not waited for.
-
-        Args:
-            slots: of the rows to advance, see `some`.
-        """
+        """One visit to the device (see `decoding.step.run`) that advances these rows (see `some`): the tokens of each
+        step, not waited for."""
         program, arguments = self._decode_call(draft, max_steps, leave_below, slots)
         with self._on_mesh():
             self.state, trace = program(*arguments)
         return trace
 
     def release(self, slot: int) -> None:
-        """Makes a row idle."""
         self._change(release, np.int32(slot))
 
     def move(self, slot: int, to: int, settings: RowSettings) -> None:
@@ -206,8 +188,11 @@ class Slots:
     def step_seconds(self, check_interrupt: Callable[[], object] = lambda: None) -> dict[tuple[Draft, int], float]:
         """Times a step of each kind of draft and number of rows, all of them busy with random tokens and half full:
         tokens that are alike would visit fewer experts than a real block does. `check_interrupt` is as in `warm_up`."""
-        with self._calibration_kept():
+        kept = jax.tree.map(jnp.copy, self.state.calibration)  # the programs consume the state's own arrays
+        try:
             return self._timed_steps(check_interrupt)
+        finally:  # random tokens are no text to learn from
+            self.state = self.state.replace(calibration=kept)
 
     def _timed_steps(self, check_interrupt: Callable[[], object]) -> dict[tuple[Draft, int], float]:
         rng, short = np.random.default_rng(0), self._prefills.shapes[0]
@@ -224,7 +209,8 @@ class Slots:
                     part = self._prefills.part(slot)
                     taken = [[(slot, prompt)] if p == part else [] for p in range(self._parts)]
                     selected = self._prefills.batch(short, taken)
-                    self._prefill(selected, selected.counts > 0, (endless,) * len(selected.rows))
+                    selected.last[:] = selected.counts > 0
+                    self._prefill(selected, (endless,) * len(selected.rows))
                 self.wait()
                 begin = time.perf_counter()
                 trace = jax.device_get(self.decode(draft, min(self._config.steps_per_visit, 4), 0, slots))
@@ -232,15 +218,6 @@ class Slots:
                 for slot in slots:
                     self.release(slot)
         return {how: min(measured) for how, measured in times.items()}
-
-    @contextlib.contextmanager
-    def _calibration_kept(self) -> Iterator[None]:
-        """Keeps the calibration of the drafter's scores as it is: random tokens are no text to learn from."""
-        kept = jax.tree.map(jnp.copy, self.state.calibration)  # the programs consume the state's own arrays
-        try:
-            yield
-        finally:
-            self.state = self.state.replace(calibration=kept)
 
     def _place(self, slot: int, length: int) -> None:
         """Begins a row as if so many tokens were committed; what the caches hold there is of no interest."""
@@ -255,10 +232,10 @@ class Slots:
     def _on_mesh(self) -> Any:
         return entered(self._target.mesh)
 
-    def _nothing(self, shape: PrefillShape) -> tuple[PrefillBatch, np.ndarray, tuple[RowSettings, ...]]:
+    def _nothing(self, shape: PrefillShape) -> tuple[PrefillBatch, tuple[RowSettings, ...]]:
         """The arguments of a program that reads nothing."""
         selected = self._prefills.batch(shape)
-        return selected, selected.counts > 0, (self._neutral,) * len(selected.rows)
+        return selected, (self._neutral,) * len(selected.rows)
 
     def _prefill_cost(self, shape: PrefillShape) -> PrefillCost:
         """The cost of a program in seconds, by its times for empty rows and for such as are half full."""
@@ -277,29 +254,18 @@ class Slots:
             seconds.append(min(times))
         return PrefillCost(seconds[0], max(0.0, seconds[1] - seconds[0]) / max(halves.values()))
 
-    def _prefill_arguments(self, selected: PrefillBatch, last: np.ndarray, settings: tuple[RowSettings, ...]) -> tuple:
-        return self._target, self._drafter, self.state, *selected, last, settings, self._config.logprobs
+    def _prefill_arguments(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> tuple:
+        return self._target, self._drafter, self.state, *selected, settings, self._config.logprobs
 
-    def _prefill(self, selected: PrefillBatch, last: np.ndarray, settings: tuple[RowSettings, ...]) -> Committed:
+    def _prefill(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Committed:
         with self._on_mesh():
-            self.state, first = prefill(*self._prefill_arguments(selected, last, settings))
+            self.state, first = prefill(*self._prefill_arguments(selected, settings))
         return first
 
     def _decode_call(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> tuple[Any, tuple]:
-        return decode_call(
-            self._target,
-            self._drafter,
-            self.state,
-            max_steps,
-            leave_below,
-            block_size=draft.block_size,
-            nodes=draft.nodes,
-            proposals=self._config.proposals,
-            capacity=self._config.steps_per_visit,
-            rows=None if len(slots) == self._slots else np.asarray(slots, np.int32),
-            logprobs=self._config.logprobs,
-            options=self.compiler_options(draft, len(slots)),
-        )
+        rows = None if len(slots) == self._slots else np.asarray(slots, np.int32)
+        how = max_steps, leave_below, draft, self._config, rows, self.compiler_options(draft, len(slots))
+        return decode_call(self._target, self._drafter, self.state, *how)
 
     def compiler_options(self, draft: Draft, rows: int) -> Options | None:
         """The compiler's options for the program with this draft; None for single tokens."""

@@ -49,7 +49,7 @@ class AnswerStream:
             self._scored = count
         first, self._begun = not self._begun, True
         reason = done.finish_reason if ended else None
-        choice = openai.chunk_choice(self._asked.endpoint, 0, piece, reason, first, scores)
+        choice = openai.chunk_choice(self._asked.endpoint, piece, reason, first, scores)
         return choice | {"steps": steps} if self._asked.with_steps else choice
 
     def _ends(self, done: Completion, count: int) -> Iterator[int]:

@@ -5,10 +5,10 @@ import uuid
 from dataclasses import replace
 from typing import NamedTuple
 
-from dflash_jax.files import Fields
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Request, RequestError, invalid
+from dflash_jax.infer.fields import flag
 from dflash_jax.infer.plain import plain_request, sample_count
 from dflash_jax.infer.text import Text
 
@@ -22,7 +22,6 @@ class Asked(NamedTuple):
     Attributes:
         endpoint, model: `openai.CHAT` or `openai.TEXT`, and the name that the answer repeats.
         samples: one for each answer.
-        stop: stop strings.
         streamed: whether the answer is sent while it grows, as server-sent events.
         with_usage: whether a stream ends with the numbers of tokens; `always_usage`: whether each chunk has them.
         with_steps: whether to say which step every token of a stream came from.
@@ -67,22 +66,15 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
     plain = openai.plain_body({name: value for name, value in body.items() if name not in _HTTP_ONLY}, endpoint)
     # Without a seed of its own a request draws from its name, so names never repeat.
     asked = plain_request(plain, uuid.uuid4().hex, text, defaults)
-    request = replace(asked.request, speculative=_flag(body, "speculation", default=True))
+    request = replace(asked.request, speculative=flag(body, "speculation") is not False)
     return Asked(
         endpoint,
         openai.model_name(body, model),
         [replace(request, sample=i) for i in range(sample_count(plain))],
         asked.stop,
-        streamed=_flag(body, "stream"),
-        with_usage=_flag(options, "include_usage"),
-        always_usage=_flag(options, "continuous_usage_stats"),
-        with_steps=_flag(options, "include_steps"),
-        with_meta_info=_flag(body, "return_meta_info"),
+        streamed=flag(body, "stream") or False,
+        with_usage=flag(options, "include_usage") or False,
+        always_usage=flag(options, "continuous_usage_stats") or False,
+        with_steps=flag(options, "include_steps") or False,
+        with_meta_info=flag(body, "return_meta_info") or False,
     )
-
-
-def _flag(body: Fields, name: str, *, default: bool = False) -> bool:
-    value = body.get(name)
-    if not isinstance(value, bool | None):
-        raise invalid(f"{name} must be true or false, got {value!r:.60}")
-    return default if value is None else value

@@ -4,24 +4,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dflash_jax.files import Json
+from dflash_jax.infer import openai
 from dflash_jax.infer.answers import speculation
 from dflash_jax.infer.engine.requests import Completion
 
 
 def usage(answers: Sequence[Completion], counts: Sequence[int] | None = None) -> Json:
-    """OpenAI's `usage` of the answers to one prompt.
-
-    Args:
-        counts: tokens of each answer so far; None counts all.
-    """
-    prompt = answers[0].prompt_tokens
+    """OpenAI's `usage` of the answers to one prompt, with so many tokens of each (`counts`) or all."""
     generated = sum(len(answer.token_ids) for answer in answers) if counts is None else sum(counts)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens},
-    }
+    details = {"prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens}}
+    return openai.usage(answers[0].prompt_tokens, generated) | details
 
 
 def timed(answer: Completion, alone: bool) -> Json:
@@ -37,7 +29,7 @@ def meta_info(answer: Completion) -> Json:
     `spec_accept_length` is tau, the mean number of tokens a step; it is left out where no step was made.
     """
     steps = len(answer.acceptance_lengths)
-    found = {
+    found: Json = {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": len(answer.token_ids),
         "cached_tokens": answer.cached_tokens,

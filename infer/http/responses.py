@@ -5,45 +5,28 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 PART = 2**16  # bytes of an answer, that a client must take within the time limit
 
 
-class WholeAnswer(Response):
-    """A body of JSON that is sent in parts, each when the client has taken the one before it.
+class SentAnswer(StreamingResponse):
+    """An answer that is sent part by part, each when the client has taken the one before it.
 
     Args:
-        ended: called when the client has taken all of it, or is gone.
+        parts: of the body.
+        ended: called when the client has taken all of it, or is gone, even before the first part.
+        media_type: of the body.
+        length: bytes of the body, if they are known.
     """
 
-    def __init__(self, body: bytes, ended: Callable[[], None]):
-        super().__init__(body, media_type="application/json")
-        self._ended = ended
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            for at in range(0, len(self.body), PART):
-                part = self.body[at : at + PART]
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-                await asyncio.sleep(0)  # or a client that reads fast would hold up all others
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._ended()
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events.
-
-    Args:
-        ended: called however they end, also if the client leaves before the first.
-    """
-
-    def __init__(self, events: AsyncGenerator[bytes, None], ended: Callable[[], None]):
-        super().__init__(events, media_type="text/event-stream")
-        self._events, self._ended = events, ended
+    def __init__(
+        self, parts: AsyncGenerator[bytes, None], ended: Callable[[], None], media_type: str, length: int | None = None
+    ):
+        headers = {} if length is None else {"content-length": str(length)}
+        super().__init__(parts, headers=headers, media_type=media_type)
+        self._parts, self._ended = parts, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -51,4 +34,11 @@ class EventStream(StreamingResponse):
                 await super().__call__(scope, receive, send)
         finally:
             self._ended()
-            await self._events.aclose()
+            await self._parts.aclose()
+
+
+async def parts_of(body: bytes) -> AsyncGenerator[bytes, None]:
+    """A body in parts; between them others have their turn, however fast the client reads."""
+    for at in range(0, len(body), PART):
+        yield body[at : at + PART]
+        await asyncio.sleep(0)

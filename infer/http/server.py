@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 import hmac
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -29,11 +29,13 @@ from dflash_jax.infer.engine.requests import Completion, Request, RequestError
 from dflash_jax.infer.http import reports
 from dflash_jax.infer.http.answer_stream import AnswerStream
 from dflash_jax.infer.http.asked import Asked, read_body
-from dflash_jax.infer.http.responses import EventStream, WholeAnswer
+from dflash_jax.infer.http.responses import SentAnswer, parts_of
 from dflash_jax.infer.http.worker import OverloadedError, Progress, Worker
 from dflash_jax.infer.plain import refusal
 from dflash_jax.infer.text import Text
 
+T = TypeVar("T")
+RETRY_SECONDS = "5"  # after which a client may try again when the queue was full
 READERS = 4  # prompts that are turned into tokens at a time
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -45,12 +47,10 @@ class Limits:
     Attributes:
         request_bytes: of a body, at most.
         client_seconds: for the body of a request to arrive; see also `listening.make_server`.
-        retry_seconds: after which a client may try again when the queue was full.
     """
 
     request_bytes: int = 2**20
     client_seconds: float = 30.0
-    retry_seconds: int = 5
 
 
 def make_app(
@@ -70,7 +70,6 @@ def make_app(
         model: name under which the pair is listed. Requests may name any model.
         root: where the target was loaded from; load generators take its tokenizer from there.
         api_key: bearer key that every request but `/` and `/health` must carry; None asks for none.
-        limits: see `Limits`.
     """
     limits = limits or Limits()
     service = Service(worker, text, defaults, model, limits)
@@ -174,29 +173,23 @@ class Service:
         except RequestError as error:
             return _error(400, error.code, str(error))
         except OverloadedError as error:
-            return _error(429, "overloaded", str(error), {"Retry-After": str(self._limits.retry_seconds)})
+            return _error(429, "overloaded", str(error), {"Retry-After": RETRY_SECONDS})
         with contextlib.ExitStack() as present:
             present.callback(worker.leave, len(asked.samples))
             if asked.streamed:
-                return EventStream(self._chunks(asked), present.pop_all().close)
+                return SentAnswer(self._chunks(asked), present.pop_all().close, "text/event-stream")
             try:
-                work = asyncio.gather(*(_last(worker, sample) for sample in asked.samples))
-                done = await _until_disconnected(request, work)
+                done = await _until_disconnected(request, _finished(worker, asked.samples))
                 if done is None:
                     return Response(status_code=499)
                 body = await loop.run_in_executor(self._writing, self._whole, asked, done)
             except Exception as error:
                 return _error(500, "engine_failed", worker.blamed(error))
-            return WholeAnswer(body, present.pop_all().close)
+            return SentAnswer(parts_of(body), present.pop_all().close, "application/json", len(body))
 
     async def _admitted(self, raw: bytes, endpoint: str) -> Asked:
         """Reads a body, whose samples the worker has counted in. It counts as one while it is read, so that the
-        queue for the tokenizer is bounded, too.
-
-        Raises:
-            RequestError: it cannot be served.
-            OverloadedError: too many wait already.
-        """
+        queue for the tokenizer is bounded, too."""
         worker = self._worker
         worker.enter(1)
         try:
@@ -244,7 +237,7 @@ class Service:
         def chunk(index: int, progress: Progress) -> bytes | None:
             if (choice := streams[index].add(progress)) is None:
                 return None
-            fields: Json = {"choices": [choice | {"index": index}]}
+            fields: Json = {"choices": [{"index": index} | choice]}
             if asked.always_usage or progress.finished:  # load generators look for it there, asked for or not
                 fields["usage"] = tokens()
             if progress.finished:
@@ -256,7 +249,7 @@ class Service:
             return event(**fields)
 
         try:
-            async with contextlib.aclosing(_merged(worker, asked.samples)) as completions:
+            async with contextlib.aclosing(worker.stream(asked.samples)) as completions:
                 async for index, progress in completions:
                     if written := await loop.run_in_executor(self._writing, chunk, index, progress):
                         yield written
@@ -288,55 +281,23 @@ async def _body(request: HTTPRequest, limit: int) -> bytes:
     return bytes(read)
 
 
-async def _last(worker: Worker, request: Request) -> Completion:
-    progress = Progress(Completion(), 0, False)
-    async with contextlib.aclosing(worker.stream(request)) as completions:
-        async for progress in completions:  # noqa: B007
-            pass
-    return progress.completion
+async def _finished(worker: Worker, requests: Sequence[Request]) -> list[Completion]:
+    async with contextlib.aclosing(worker.stream(requests)) as completions:
+        done = {index: progress.completion async for index, progress in completions}
+    return [done[index] for index in range(len(requests))]
 
 
-async def _until_disconnected(request: HTTPRequest, work: asyncio.Future) -> list[Completion] | None:
+async def _until_disconnected(request: HTTPRequest, work: Awaitable[T]) -> T | None:
     """The result of the work; None, and the work cancelled, if the client goes away."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = work, asyncio.ensure_future(gone())
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return tasks[0].result() if tasks[0].done() else None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _merged(worker: Worker, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Progress], None]:
-    """(which request, its completion so far) whenever tokens of one arrived; leaving early frees all slots."""
-    events: asyncio.Queue[tuple[int, Progress] | Exception | None] = asyncio.Queue()
-
-    async def follow(index: int, request: Request) -> None:
-        try:
-            async with contextlib.aclosing(worker.stream(request)) as completions:
-                async for completion in completions:
-                    events.put_nowait((index, completion))
-            events.put_nowait(None)
-        except Exception as error:
-            events.put_nowait(error)
-
-    tasks = [asyncio.ensure_future(follow(*numbered)) for numbered in enumerate(requests)]
-    left = len(tasks)
-    try:
-        while left:
-            event = await events.get()
-            if isinstance(event, Exception):
-                raise event
-            if event is None:
-                left -= 1
-            else:
-                yield event
     finally:
         for task in tasks:
             task.cancel()

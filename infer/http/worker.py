@@ -5,7 +5,8 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -52,24 +53,22 @@ class Worker:
         self._accompanied: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: Exception | None = None
-        registry = self.registry = CollectorRegistry()
-        self._requests = Counter("dflash_requests", "Finished requests", ["finish_reason"], registry=registry)
-        self._tokens = Counter("dflash_generated_tokens", "Generated tokens", registry=registry)
-        self._steps = Counter("dflash_steps", "Decoding steps, counted per row", registry=registry)
-        self._accepted = Counter("dflash_step_tokens", "Tokens committed by those steps", registry=registry)
-        self._read = Gauge("dflash_prompt_tokens", "Prompt tokens read", registry=registry)
-        self._copied = Gauge("dflash_prompt_tokens_copied", "Of them, copied from earlier prompts", registry=registry)
-        self._busy = Gauge("dflash_slots_busy", "Slots in use", registry=registry)
-        self._waiting = Gauge("dflash_requests_waiting", "Requests without a slot", registry=registry)
-        Gauge("dflash_slots", "Slots", registry=registry).set(engine.slots)
+        self.registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        self._requests = counter("dflash_requests", "Finished requests", ["finish_reason"])
+        self._tokens = counter("dflash_generated_tokens", "Generated tokens")
+        self._steps = counter("dflash_steps", "Decoding steps, counted per row")
+        self._accepted = counter("dflash_step_tokens", "Tokens committed by those steps")
+        self._read = gauge("dflash_prompt_tokens", "Prompt tokens read")
+        self._copied = gauge("dflash_prompt_tokens_copied", "Of them, copied from earlier prompts")
+        self._busy = gauge("dflash_slots_busy", "Slots in use")
+        self._waiting = gauge("dflash_requests_waiting", "Requests without a slot")
+        gauge("dflash_slots", "Slots").set(engine.slots)
         # Under these names `vllm bench serve` reads the acceptance of a server.
-        named = lambda name, what: Counter(f"vllm:spec_decode_num_{name}", what, registry=registry)
-        self._drafts = named("drafts", "Decoding steps, counted per row")
-        self._proposed = named("draft_tokens", "Tokens that those steps proposed")
-        self._right = named("accepted_tokens", "Proposed tokens that were accepted")
-        self._places = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Of each place", ["position"], registry=registry
-        )
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Decoding steps, counted per row")
+        self._proposed = counter("vllm:spec_decode_num_draft_tokens", "Tokens that those steps proposed")
+        self._right = counter("vllm:spec_decode_num_accepted_tokens", "Proposed tokens that were accepted")
+        self._places = counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Of each place", ["position"])
 
     @property
     def tau(self) -> float | None:
@@ -107,46 +106,48 @@ class Worker:
         """Counts requests out."""
         self._present -= requests
 
-    async def stream(self, request: Request) -> AsyncGenerator[Progress, None]:
-        """The completion so far, whenever tokens arrived; leaving the iteration early frees the slot.
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Progress], None]:
+        """(which request, its completion so far) whenever tokens of one arrived; leaving the iteration early frees all
+        slots.
 
         Raises:
-            RequestError: the engine cannot serve the request.
+            RequestError: the engine cannot serve a request.
         """
         loop, events = asyncio.get_running_loop(), asyncio.Queue()
-        ticket: list[int] = []
+        tickets: list[int] = []
 
-        def listen(event: Progress | Exception) -> None:
+        def listen(index: int, event: Progress | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(events.put_nowait, event)
+                loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
         def submit() -> None:
             try:
                 if self.failure:
                     raise self.failure
-                ticket.append(self.engine.submit(request))
-                self._listeners[ticket[0]] = listen
+                for index, request in enumerate(requests):
+                    tickets.append(self.engine.submit(request))
+                    self._listeners[tickets[-1]] = partial(listen, index)
                 if len(self._listeners) > 1:
                     self._accompanied.update(self._listeners)
             except Exception as error:
-                listen(error)
+                listen(0, error)
 
         def cancel() -> None:
-            for number in ticket:
-                self._accompanied.discard(number)
-                if self._listeners.pop(number, None):
-                    self.engine.cancel(number)
+            for ticket in tickets:
+                self._accompanied.discard(ticket)
+                if self._listeners.pop(ticket, None):
+                    self.engine.cancel(ticket)
                     self._requests.labels("cancelled").inc()
 
         self._inbox.put(submit)
+        left = len(requests)
         try:
-            while True:
-                event = await events.get()
+            while left:
+                index, event = await events.get()
                 if isinstance(event, Exception):
                     raise event
-                yield event
-                if event.finished:
-                    return
+                left -= event.finished
+                yield index, event
         finally:
             self._inbox.put(cancel)
 

@@ -32,7 +32,6 @@ def job_settings(
     in memory).
 
     Args:
-        directory, dtype: of the target.
         deterministic: what the last bits depend on besides, of a job that fixes them.
         overrides: replaced fields of `config.json`, by the option that names them.
     """
@@ -44,16 +43,13 @@ def job_settings(
     more |= {name: dict(fields) for name, fields in (overrides or {}).items() if fields}
     if defaults.min_tokens:
         more["min_tokens"] = defaults.min_tokens
+    sampling = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
     return more | {
         "target": directory,
         "target_fingerprint": fingerprint(directory) if directory else None,
         "input": f"{len(lines)} lines",
         "input_fingerprint": hashlib.sha256(b"".join(line.digest for line in lines)).hexdigest(),
-        "max_new_tokens": defaults.max_new_tokens,
-        "temperature": defaults.temperature,
-        "top_p": defaults.top_p,
-        "top_k": defaults.top_k,
-        "min_p": defaults.min_p,
+        **{name: getattr(defaults, name) for name in sampling},
         "seed": seed,
         "stop_token_ids": list(defaults.ends),
         "max_length": max_length,
@@ -77,10 +73,23 @@ class Answering:
         self._engine, self._record, self._text = engine, record, text
         self._tickets: dict[int, tuple[Line, list[Completion]]] = {}  # and its answers
 
-    @property
-    def busy(self) -> bool:
-        """Whether lines are in progress."""
-        return bool(self._tickets)
+    def run(self, lines: Iterable[Line], admit: Callable[[], bool] = lambda: True) -> Generator[Event, None, None]:
+        """Answers every line: yields (output record or None while in progress, its answers so far).
+
+        Args:
+            admit: asked before every piece of work; while it is false no request is begun, and it ends when those in
+                progress are finished.
+        """
+        try:
+            for line in lines:
+                yield from self.add(line)
+            while self._tickets:
+                going = admit()
+                if not going and not self._engine.busy:
+                    return
+                yield from self.step(going)
+        finally:
+            self._engine.cancel(*self._tickets)
 
     def add(self, line: Line) -> Iterator[Event]:
         """Queues a line; yields the record of one that cannot be answered."""
@@ -114,38 +123,6 @@ class Answering:
                     yield self._record(line, answers), answers
             except Exception as error:  # such as a conversation that has outgrown the engine
                 yield error_record(replace(line, error=refusal(error))), answers
-
-    def close(self) -> None:
-        """Drops what is not finished."""
-        self._engine.cancel(*self._tickets)
-        self._tickets.clear()
-
-
-def run_job(
-    engine: Engine,
-    lines: Iterable[Line],
-    record: Callable[[Line, list[Completion]], Json],
-    text: Text | None = None,
-    admit: Callable[[], bool] = lambda: True,
-) -> Generator[Event, None, None]:
-    """Answers every line: yields (output record or None while in progress, its answers so far).
-
-    Args:
-        record, text: see `Answering`.
-        admit: asked before every piece of work; while it is false no request is begun, and the job ends when those
-            in progress are finished.
-    """
-    answering = Answering(engine, record, text)
-    try:
-        for line in lines:
-            yield from answering.add(line)
-        while answering.busy:
-            going = admit()
-            if not going and not engine.busy:
-                return
-            yield from answering.step(going)
-    finally:
-        answering.close()
 
 
 def _next_turn(line: Line, turns: Sequence[Completion], text: Text) -> Request:

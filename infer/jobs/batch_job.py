@@ -18,7 +18,7 @@ from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.stats import Stats
 from dflash_jax.infer.interrupt import INTERRUPTED, stop_signals
 from dflash_jax.infer.jobs import parts
-from dflash_jax.infer.jobs.answering import Event, run_job
+from dflash_jax.infer.jobs.answering import Answering, Event
 from dflash_jax.infer.jobs.inputs import input_paths
 from dflash_jax.infer.jobs.journal import Journal, settings_path, when_there_is_room
 from dflash_jax.infer.jobs.lines import Line
@@ -35,10 +35,8 @@ class JobFiles:
 
     Attributes:
         input: paths, globs, or `-`.
-        output: answers; continued if it is there.
+        output, force, ordered: see `ServeOptions`.
         summary: of the run; None writes none.
-        force: continue an output that was made with other settings.
-        ordered: rewrite the output in input order at the end.
         process, processes: this one of how many that share the job.
     """
 
@@ -98,7 +96,8 @@ class JobFiles:
         for path in (*results, written, settings_path(written)):
             files.check_writable(path)
         for path, what in ((summary, "--summary"), (self.output if self.ordered else None, "--output with --ordered")):
-            if path and _is_pipe(path):
+            # One with a name, which may have no reader; `/dev/stdout` has one.
+            if path and path.is_fifo() and Path(os.path.realpath(path)).exists():
                 raise ValueError(f"{path} is a pipe; {what} needs a file")
 
 
@@ -107,11 +106,6 @@ def _same(one: Path, other: Path) -> bool:
     if files.followed(one) == files.followed(other):
         return True
     return one.exists() and other.exists() and one.is_file() and one.samefile(other)
-
-
-def _is_pipe(path: Path) -> bool:
-    """Whether it is a pipe with a name, which may have no reader; `/dev/stdout` has one."""
-    return path.is_fifo() and Path(os.path.realpath(path)).exists()
 
 
 class Backend(Working, Protocol):
@@ -125,8 +119,8 @@ class Backend(Working, Protocol):
         """The dtype of the target's weights."""
         ...
 
-    def close(self) -> None:
-        """Ends it; nothing is asked of it afterwards."""
+    def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
+        """Answers the lines; see `Answering.run`."""
         ...
 
     def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
@@ -135,21 +129,13 @@ class Backend(Working, Protocol):
         Raises:
             KeyboardInterrupt: `admit` is false, which is asked meanwhile.
         """
-        ...
 
-    def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        """Answers the lines; see `answering.run_job`."""
-        ...
+    def close(self) -> None:
+        """Ends it; nothing is asked of it afterwards."""
 
 
-class LocalEngine:
-    """A `Backend`: an engine of this process.
-
-    Args:
-        make: makes it.
-        text: see `answering.Answering`.
-        dtype: of the target.
-    """
+class LocalEngine(Backend):
+    """An engine of this process."""
 
     engine: Engine  # from `begin` on
 
@@ -162,16 +148,13 @@ class LocalEngine:
     def dtype(self) -> str:
         return self._dtype
 
-    def close(self) -> None:
-        pass
-
     def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
         self.engine = self._make()
         if left:
             warm_up(self.engine, admit)
 
     def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        return run_job(self.engine, left, partial(answer_record, text=self._text), self._text, admit=admit)
+        return Answering(self.engine, partial(answer_record, text=self._text), self._text).run(left, admit)
 
     def rates(self) -> str:
         return engine_rates(self.engine)
@@ -187,19 +170,12 @@ class Job:
     Args:
         files: checked.
         lines: the whole input.
-        settings: what the answers depend on, to be saved beside them; see `answering.job_settings`.
+        settings: see `answering.job_settings`.
         notes: what else the summary tells.
         begin: when the run began, by `time.perf_counter`.
     """
 
-    def __init__(
-        self,
-        files: JobFiles,
-        lines: Sequence[Line],
-        settings: Json,
-        notes: Json,
-        begin: float,
-    ):
+    def __init__(self, files: JobFiles, lines: Sequence[Line], settings: Json, notes: Json, begin: float):
         self.files, self.lines, self.settings, self.notes = files, lines, settings, notes
         self._begin = begin
         self._in_parts = files.in_parts
@@ -207,12 +183,7 @@ class Job:
         self._tally = Tally()
 
     def run(self, backend: Backend, interval: float | None) -> int:
-        """Answers what is left and returns the exit status.
-
-        Args:
-            backend: who answers.
-            interval: seconds between two lines of figures; see `Reporter`.
-        """
+        """Answers what is left and returns the exit status. `interval` is that of a `Reporter`."""
         files = self.files
         if self._in_parts and not files.force:
             parts.check_settings(files.output, self.settings)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.stats import Stats
 from dflash_jax.infer.jobs.answering import Answering, Event
+from dflash_jax.infer.jobs.batch_job import Backend
 from dflash_jax.infer.jobs.lines import Line, attached, detached
 from dflash_jax.infer.jobs.records import answer_record, error_record, record_id
 from dflash_jax.infer.progress import memory_mib
@@ -41,12 +42,7 @@ class Ready(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The result of `EngineWorker.work`.
-
-    Attributes:
-        finished: records of finished lines, and their answers.
-        busy, waiting: requests in slots, and without one.
-    """
+    """The result of `EngineWorker.work`; requests are in slots (`busy`) or without one (`waiting`)."""
 
     finished: list[Event]
     busy: int
@@ -72,11 +68,8 @@ class EngineWorker:
         return Ready(self._engine.slots, self._engine.width, self._engine.target.dtype.name)
 
     def work(self, lines: Sequence[Line], admit: bool) -> Report:
-        """Takes these lines, which are `detached`, and works until some line is finished, or for a while.
-
-        Args:
-            admit: whether waiting requests may begin.
-        """
+        """Takes these lines, which are `detached`, and works until some line is finished, or for a while. Waiting
+        requests begin if `admit`."""
         end = time.perf_counter() + REPORT
         finished = [event for line in lines for event in self._answering.add(attached(line, self._text))]
         engine = self._engine
@@ -91,9 +84,7 @@ class Remote:
     """A worker as the driver sees it.
 
     Attributes:
-        actor: its handle.
-        call: the call it works on; None if it is idle.
-        ready: once it is.
+        call: that it works on; None if it is idle.
         lines: what it has, by id.
         report: its last one.
     """
@@ -105,8 +96,8 @@ class Remote:
     report: Report | None = None
 
 
-class RayWorkers:
-    """A `batch_job.Backend`: workers on a Ray cluster.
+class RayWorkers(Backend):
+    """Workers on a Ray cluster, which begin when there is work for them.
 
     Args:
         address: of the cluster; None is the one that the environment names or that runs here, or a new one of this
@@ -119,13 +110,7 @@ class RayWorkers:
         ValueError: no cluster at the address, or Ray is not installed.
     """
 
-    def __init__(
-        self,
-        address: str | None,
-        make: MakeEngine,
-        resources: Mapping[str, float],
-        most: int | None = None,
-    ):
+    def __init__(self, address: str | None, make: MakeEngine, resources: Mapping[str, float], most: int | None):
         try:
             import ray
         except ImportError as error:
@@ -141,9 +126,6 @@ class RayWorkers:
         self._workers: list[Remote] = []
         self._lost: list[Report] = []  # the last ones of workers that are gone
         self._looked, self._deaths, self._began, self._width = 0.0, 0, time.perf_counter(), 1
-
-    # ----------------------------------------------------------------------------------------------
-    # What a job asks
 
     def done(self) -> tuple[Stats, int, dict[str, int]]:
         known = [*self._lost, *(w.report for w in self._workers if w.report)]
@@ -165,9 +147,6 @@ class RayWorkers:
             self._receive(deque())
         return ready[0].dtype
 
-    def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
-        """Nothing: workers begin when there is work for them."""
-
     def rates(self) -> str:
         stats, _, _ = self.done()
         if not stats.steps:
@@ -183,7 +162,7 @@ class RayWorkers:
         return f"workers {len(ready)}/{len(self._workers)}   {slots}   waiting {waiting}   memory {memory:.0f} MiB"
 
     def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        """See `answering.run_job`.
+        """See `Answering.run`.
 
         Raises:
             ValueError: workers cannot begin, or die one after the other.
@@ -207,13 +186,9 @@ class RayWorkers:
     def close(self) -> None:
         """Ends all workers and leaves the cluster."""
         for worker in self._workers:
-            with contextlib.suppress(Exception):
-                self._ray.kill(worker.actor)
-            self._keep_figures(worker)
+            self._end(worker)
         self._workers.clear()
         self._ray.shutdown()
-
-    # ----------------------------------------------------------------------------------------------
 
     def _default_resources(self) -> dict[str, float]:
         for name in ACCELERATORS:
@@ -278,10 +253,8 @@ class RayWorkers:
 
     def _lose(self, worker: Remote, waiting: deque[Line], error: Exception) -> None:
         """Gives up a worker that died, or whose call failed: its device may be out of memory, its node out of disk."""
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.kill(worker.actor)
+        self._end(worker)
         self._workers.remove(worker)
-        self._keep_figures(worker)
         waiting.extendleft(reversed(worker.lines.values()))
         self._looked, self._deaths = 0.0, self._deaths + 1
         cause = getattr(error, "cause", None)  # of what a call raised
@@ -294,6 +267,9 @@ class RayWorkers:
                 f"{self._deaths} workers failed without finishing a line, the last one so: {why[:400]}"
             ) from error
 
-    def _keep_figures(self, worker: Remote) -> None:
+    def _end(self, worker: Remote) -> None:
+        """Ends a worker, and keeps its figures."""
+        with contextlib.suppress(Exception):
+            self._ray.kill(worker.actor)
         if worker.report:
             self._lost.append(worker.report._replace(finished=[]))

@@ -87,11 +87,6 @@ def attached(line: Line, text: Text) -> Line:
     return replace(line, request=replace(line.request, find_stop=find_stop))
 
 
-def requests_of(lines: Iterable[Line]) -> list[Request]:
-    """The requests of these lines that an engine must have room for."""
-    return [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
-
-
 def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> Line:
     """Parses one input line against the job's defaults."""
     line_id: Any = str(index)

@@ -14,6 +14,8 @@ from dflash_jax.decoding.proposal import Proposal, accept, make_block
 from dflash_jax.decoding.sampling import Sampling, select
 from dflash_jax.decoding.state import Query, RowSettings, init_state
 from dflash_jax.decoding.step import speculative_step, step_functions
+from dflash_jax.infer.engine.chooser import Draft
+from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.programs import begin, decode_call, prefill
 from tests import tiny
 
@@ -22,8 +24,8 @@ UNPENALISED = Penalties(np.float32(1), np.float32(0), np.float32(0), np.int32(0)
 SETTINGS = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.02}]
 
 
-def decode(*arguments, **options):
-    program, arguments = decode_call(*arguments, **options)
+def decode(*arguments, block_size, capacity):
+    program, arguments = decode_call(*arguments, Draft(block_size), EngineConfig(steps_per_visit=capacity))
     return program(*arguments)
 
 

@@ -6,6 +6,7 @@ import pytest
 from dflash_jax import Engine
 from dflash_jax.infer.engine.chooser import (
     Acceptance,
+    Candidate,
     Chooser,
     Draft,
     Outcome,
@@ -24,10 +25,14 @@ def proposed(size):
     return size - 1
 
 
+def candidates(seconds):
+    return {size: Candidate(proposed(size), time) for size, time in seconds.items()}
+
+
 def simulate(rate_of, visits, seed=0, costs=COSTS, rows=1, pace=lambda visit: 1.0, believed=COSTS):
     """Tokens per second of `visits` visits with acceptance rate `rate_of(visit)`, steps taking `pace(visit)` times
     their costs, which were measured as `believed` at first; and the sizes chosen."""
-    rng, chooser = np.random.default_rng(seed), Chooser(believed, proposed)
+    rng, chooser = np.random.default_rng(seed), Chooser(candidates(believed))
     tokens = seconds = 0.0
     sizes = []
     for visit in range(visits):
@@ -86,7 +91,7 @@ def test_a_tree_is_chosen_where_it_pays(gain):
     """Trees of 15 and 31 nodes beside chains; a tree of 31 commits once more as much again."""
     rng, rate = np.random.default_rng(0), 0.8
     drafts = {Draft(size): cost for size, cost in COSTS.items()} | {Draft(16, 15): 2.55, Draft(16, 31): 3.4}
-    chooser = Chooser(drafts, lambda draft: draft.block_size - 1, nodes=lambda draft: draft.nodes)
+    chooser = Chooser({draft: Candidate(draft.block_size - 1, cost, draft.nodes) for draft, cost in drafts.items()})
     tokens = seconds = 0.0
     for visit in range(300):
         draft = chooser.choose([visit // LIFE])
@@ -137,7 +142,7 @@ def test_it_is_nearly_as_fast_as_plain_decoding_where_speculation_never_pays():
 
 def test_tries_are_short_where_many_rows_take_part():
     """What a try costs is a step of the batch, and what it tells is a step of every row."""
-    chooser = Chooser(COSTS, proposed)
+    chooser = Chooser(candidates(COSTS))
     for rows, steps in ((1, 4), (8, 4), (16, 2), (32, 1), (256, 1)):
         chooser.choose(range(rows))
         assert chooser.try_steps == steps
@@ -172,7 +177,7 @@ def test_a_hiccup_changes_no_choice():
 
 
 def test_a_slow_step_is_noticed():
-    chooser = Chooser(COSTS, proposed)
+    chooser = Chooser(candidates(COSTS))
     for _ in range(60):
         size = chooser.choose([0])
         chooser.observe(size, 16, 16 * (9.0 if size == 16 else COSTS[size]), {0: Outcome([size] * 16)})
@@ -181,7 +186,7 @@ def test_a_slow_step_is_noticed():
 
 
 def test_a_visit_of_unknown_duration_counts_for_acceptance_alone():
-    chooser = Chooser(COSTS, proposed)
+    chooser = Chooser(candidates(COSTS))
     for _ in range(20):
         size = chooser.choose([0])
         chooser.observe(size, 16, None, {0: Outcome([size] * 16)})

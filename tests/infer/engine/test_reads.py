@@ -15,9 +15,10 @@ def unread(prompt, index, start=0):
     return ActiveRequest(0, Request(prompt), Completion(), 9, index.keys(prompt), filled=start)
 
 
-def carried_out(plan, index):
+def carried_out(plan, index, prompts):
     """What is kept once the rows were read."""
-    return [index.keep(row, end, keys, awaited=awaited) for row, end, keys, awaited in plan.offers]
+    read = [one for one in plan.reads if one.place is not None]
+    return [index.keep(one.slot, one.filled, prompts[one.slot].keys, awaited=one.awaited) for one in read]
 
 
 def ways(plan):
@@ -34,28 +35,30 @@ def test_a_chunk_that_several_begin_with_is_read_once_and_copied_then():
     assert sorted(plan.batch.rows.tolist()) == [0, 1, 2, 3]  # others fill its shape
     assert plan.batch.counts.tolist() == [8, 7, 0, 0]
     assert plan.batch.tokens[:2].tolist() == [HEAD[:8], [50] * 7 + [0]]
-    assert plan.last.tolist() == [False, True, False, False]
+    assert plan.batch.last.tolist() == [False, True, False, False]
     assert plan_reads(prompts, programs, index).copies == []  # a plan that is not carried out keeps nothing
-    kept = carried_out(plan, index)
+    kept = carried_out(plan, index, prompts)
     assert [(one.row, one.end, one.entry is None) for one in kept] == [(2, 8, False), (1, 7, True)]
     assert plan.seconds is None
     # When it is there, the second one copies it, and reads what the first one now goes on with as well.
-    plan = plan_reads({2: unread(prompts[2].prompt, index, 8), 0: prompts[0]}, programs, index)
+    prompts = {2: unread(prompts[2].prompt, index, 8), 0: prompts[0]}
+    plan = plan_reads(prompts, programs, index)
     (copy,) = plan.copies
     assert (copy.row, copy.end, copy.state) == (0, 8, None)
     assert ways(plan) == [(2, 16, 0, 0), (0, 8, 8, None)]
-    carried_out(plan, index)
+    carried_out(plan, index, prompts)
     # Then there is no chunk that both go on with: the last tokens are of each alone.
     plan = plan_reads({2: unread(prompts[2].prompt, index, 16), 0: prompts[0]}, programs, index)
     assert len(plan.copies) == 2
     assert ways(plan) == [(2, 17, 0, 0), (0, 17, 16, 1)]
-    assert plan.last.tolist()[:2] == [True, True]
+    assert plan.batch.last.tolist()[:2] == [True, True]
 
 
 def test_the_last_token_of_a_prompt_is_always_read():
     index, programs = PrefixIndex(8, 0, 8), Prefills(8, 1)
     for start in (0, 8):
-        carried_out(plan_reads({0: unread(HEAD[:16], index, start)}, programs, index), index)
+        prompts = {0: unread(HEAD[:16], index, start)}
+        carried_out(plan_reads(prompts, programs, index), index, prompts)
     plan = plan_reads({0: unread(HEAD[:16], index)}, programs, index)
     assert len(plan.copies) == 1
     assert ways(plan) == [(0, 16, 8, 0)]
@@ -65,8 +68,9 @@ def test_states_are_kept_where_others_go_on_and_copied_once():
     index, programs = PrefixIndex(8, 8, 8), Prefills(8, 4)
     waits = unread([*HEAD, 1], index)
     for start in (0, 8, 16):
-        plan = plan_reads({0: unread([*HEAD, 0], index, start), 1: waits}, programs, index)
-        assert [kept.state is not None for kept in carried_out(plan, index)] == [True]
+        prompts = {0: unread([*HEAD, 0], index, start), 1: waits}
+        plan = plan_reads(prompts, programs, index)
+        assert [kept.state is not None for kept in carried_out(plan, index, prompts)] == [True]
     plan = plan_reads({1: waits}, programs, index)
     assert [copy.state is not None for copy in plan.copies] == [False, False, True]  # of the last one alone
     assert ways(plan) == [(1, 25, 24, 0)]

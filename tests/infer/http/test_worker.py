@@ -36,7 +36,7 @@ def test_who_waits_while_the_engine_dies_is_answered():
     async def ask(after):
         await asyncio.sleep(after)
         with pytest.raises(RuntimeError, match="the device is gone"):
-            async for _ in worker.stream(tiny.ask([1])):
+            async for _ in worker.stream([tiny.ask([1])]):
                 pass
 
     async def everybody():
