@@ -65,9 +65,7 @@ def parse_mesh(text: str, devices: Sequence[object] | None = None) -> dict[str, 
         if name.strip() not in AXES or not re.fullmatch(r"-1|[1-9]\d*", size.strip()):
             raise ValueError(f"--mesh must be like data=2,model=4 with axes of {', '.join(AXES)}, got {text!r}")
         sizes[name.strip()] = int(size)
-    known = 1
-    for size in sizes.values():
-        known *= max(size, 1)
+    known = math.prod(max(size, 1) for size in sizes.values())
     if list(sizes.values()).count(-1) == 1 and count % known == 0:
         sizes = {name: count // known if size == -1 else size for name, size in sizes.items()}
         known = count

@@ -86,37 +86,33 @@ class Experts(nn.Module):
 def routing(
     config: ExpertsConfig, params: Mapping[str, Array | None], x: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """`route` by the parameters of `Experts`."""
+    """Weights and experts of every token, in float32; of equal scores the first expert wins.
+
+    Args:
+        params: of `Experts`.
+    """
+
+    def wide(name: str) -> Float[Array, " E"] | None:
+        return None if (found := params.get(name)) is None else found.astype(jnp.float32)
+
     router = params["router"]
     assert router is not None
     logits = product("btd,ed->bte", x, router)
-    given = (params.get(name) for name in ("router_bias", "correction_bias", "per_expert_scale"))
-    return route(config, logits, *given)
-
-
-def route(
-    config: ExpertsConfig,
-    logits: Float[Array, "B T E"],
-    bias: Float[Array, " E"] | None = None,
-    correction: Float[Array, " E"] | None = None,
-    scale: Float[Array, " E"] | None = None,
-) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """Weights and experts of every token, in float32; of equal scores the first expert wins."""
-    if bias is not None:
-        logits = logits + bias.astype(jnp.float32)[None, None]
+    if (bias := wide("router_bias")) is not None:
+        logits = logits + bias[None, None]
     scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "softmax_topk": lambda x: x}
     found = scores[config.scores](logits)
-    if correction is None:
+    if (correction := wide("correction_bias")) is None:
         weights, chosen = jax.lax.top_k(found, config.num_experts_per_tok)
     else:
-        _, chosen = jax.lax.top_k(found + correction.astype(jnp.float32)[None, None], config.num_experts_per_tok)
+        _, chosen = jax.lax.top_k(found + correction[None, None], config.num_experts_per_tok)
         weights = jnp.take_along_axis(found, chosen, axis=-1)
     if config.scores == "softmax_topk":
         weights = jax.nn.softmax(weights, axis=-1)
     if config.norm_topk_prob:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), LEAST_SUM)
-    if scale is not None:
-        weights = weights * scale.astype(jnp.float32)[chosen]
+    if (scale := wide("per_expert_scale")) is not None:
+        weights = weights * scale[chosen]
     return weights * config.routed_scaling_factor, chosen
 
 
