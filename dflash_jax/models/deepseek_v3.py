@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import flax.linen as nn
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -83,7 +82,6 @@ class DeepseekV3Config(TargetConfig):
     predicting: int = 0
 
     def indivisible(self, layout: Layout) -> str | None:
-        """Why the model cannot be split so, or None."""
         if why := super().indivisible(layout):
             return why
         inner = max((layer.experts.intermediate_size for layer in self.layers if layer.experts), default=0)
@@ -188,7 +186,7 @@ def _has_int4(raw: Raw) -> bool:
 class Layer(decoder.Layer):
     """A layer with latent attention; experts have one beside them that every token goes through."""
 
-    def attention(self) -> nn.Module:
+    def attention(self) -> LatentAttention:
         mixer = self.layer.mixer
         assert isinstance(mixer, LatentAttentionConfig)
         return LatentAttention(self.config.hidden_size, mixer, name="self_attn")
@@ -204,8 +202,6 @@ class Layer(decoder.Layer):
 
 
 class Model(decoder.Decoder):
-    """A `Decoder` of these layers."""
-
     layer = Layer
 
 

@@ -90,15 +90,12 @@ class LatentAttentionConfig:
 
     @property
     def rotary(self) -> tuple[RopeConfig, int]:
-        """See `cache.Mixer`."""
         return self.rope, self.qk_rope_head_dim
 
     def entry(self, rows: int, slots: int, dtype: DTypeLike, layout: Layout, widest: int) -> Latent:
-        """An empty cache entry."""
         return Latent.empty(rows, slots, self.vector, dtype, widest)
 
     def indivisible(self, layout: Layout, block: int = 1) -> str | None:
-        """See `cache.Mixer`."""
         if self.num_heads % layout.shards:
             return f"{self.num_heads} heads"
         for size in (self.head_dim, self.up_dim, self.v_head_dim):
