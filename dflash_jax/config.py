@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from dflash_jax.cache import KV, Mixer
 from dflash_jax.mesh import Layout
-from dflash_jax.quantised import BLOCK
+from dflash_jax.quantised import BLOCK, GROUP
 
 Raw = Mapping[str, Any]
 
@@ -142,6 +142,7 @@ class ExpertsConfig:
         swiglu_limit: where gpt-oss clamps its SwiGLU; None is the plain SwiGLU.
         activation: of the gate (`layers.ACTIVATIONS`).
         per_expert_scale: whether an expert's weight is multiplied by a number of its own.
+        stored: the format in groups that the products are stored in, and stay; None is as `TargetConfig.in_fp8` says.
 
     Raises:
         ValueError: more experts per token than there are.
@@ -158,6 +159,7 @@ class ExpertsConfig:
     swiglu_limit: float | None = None
     activation: str = "silu"
     per_expert_scale: bool = False
+    stored: Literal["INT4", "MXFP4"] | None = None
 
     def __post_init__(self):
         if self.num_experts_per_tok > self.num_experts:
@@ -200,7 +202,11 @@ class LayerConfig:
             return f"{self.experts.num_experts} experts"
         if self.inner % (parts := layout.inner if self.experts else layout.shards):
             return f"an inner width of {self.inner}"
-        return f"{self.inner} outputs in FP8 blocks of {block}" if parts > 1 and self.inner % (parts * block) else None
+        if parts > 1 and self.inner % (parts * block):
+            return f"{self.inner} outputs in FP8 blocks of {block}"
+        if self.experts and self.experts.stored and self.inner % (GROUP * parts):
+            return f"an inner width of {self.inner} in {self.experts.stored} groups of {GROUP}"
+        return None
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,6 @@ class Layout:
 WHOLE = Layout()  # on a single device
 
 
-def layout_of(mesh: AnyMesh | None) -> Layout:
-    """The layout of a model whose heads are split over the mesh."""
-    return WHOLE if mesh is None else Layout(parts_of(mesh, HEADS), mesh.shape["expert"])
-
-
 def parse_mesh(text: str, devices: Sequence[object] | None = None) -> dict[str, int]:
     """Sizes of the axes named in "data=2,model=4"; one of them may be -1, which is what is left of the devices.
 

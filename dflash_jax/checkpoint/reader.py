@@ -26,10 +26,9 @@ class Reader:
 
     def __init__(self, directory: Path, rename: Callable[[str], str] = lambda name: name):
         self.directory = directory
-        self._files = self._handles()
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._tensors: dict[str, tuple[Any, str, str]] = {}
-        for path, handle in self._files.items():
+        for path, handle in self._handles().items():
             for name in handle.keys():  # noqa: SIM118 (no dict)
                 if (known := rename(name)) in self._tensors:
                     raise ValueError(f"{directory} has {name!r:.200} twice, in {self._tensors[known][2]} and {path}")
@@ -60,15 +59,12 @@ class Reader:
         """
         handle, stored, path = self._tensors[name]
         with files.reading(self.directory / path):
-            values = self._values(handle, stored, self.directory / path, index)
+            part = handle.get_slice(stored)
+            narrow = part.get_dtype().startswith("F8")  # safetensors asks numpy for these types
+            values = self._mapped(self.directory / path, stored)[index] if narrow else part[index]
             if not _finite(values):
                 raise ValueError(f"{stored!r} holds infinite numbers or NaN; download it again")
         return values
-
-    def _values(self, handle: Any, stored: str, path: Path, index: tuple[slice, ...]) -> np.ndarray:
-        if handle.get_slice(stored).get_dtype().startswith("F8"):  # safetensors asks numpy for these types
-            return self._mapped(path, stored)[index]
-        return handle.get_slice(stored)[index]
 
     def _mapped(self, path: Path, name: str) -> np.ndarray:
         """A tensor of a safetensors file as it lies there."""

@@ -70,23 +70,18 @@ class DeepseekV3Config(TargetConfig):
     Attributes:
         shared_inner: inner width of the expert that every token goes through.
         interleaved: whether the rotated dimensions that belong together are stored side by side.
-        int4: whether the routed experts are stored in INT4, and stay so.
         nested: whether the text model's tensors stand inside another model's.
         predicting: layers after the last that predict further tokens, which are not read.
     """
 
     shared_inner: int = 0
     interleaved: bool = True
-    int4: bool = False
     nested: bool = False
     predicting: int = 0
 
     def indivisible(self, layout: Layout) -> str | None:
         if why := super().indivisible(layout):
             return why
-        inner = max((layer.experts.intermediate_size for layer in self.layers if layer.experts), default=0)
-        if self.int4 and inner % (GROUP * layout.inner):
-            return f"an inner width of {inner} in INT4 groups of {GROUP}"
         for what, size in (("a shared inner width", self.shared_inner), ("a hidden size", self.hidden_size)):
             if layout.shards > 1 and size % (layout.shards * self.block):
                 return f"{what} of {size}" + (f" in FP8 blocks of {self.block}" if self.fp8 else "")
@@ -117,9 +112,9 @@ def config(raw: Raw) -> DeepseekV3Config:
         scores="sigmoid",
         correction_bias=True,
         routed_scaling_factor=require(raw, "routed_scaling_factor", float),
+        stored="INT4" if (int4 := _has_int4(raw)) else None,
     )
     depth, inner, dense = require(raw, "num_hidden_layers"), require(raw, "intermediate_size"), _dense_layers(raw)
-    int4 = _has_int4(raw)
     return DeepseekV3Config(
         **target_fields(raw),
         layers=tuple(LayerConfig(attention, inner, experts if i >= dense else None) for i in range(depth)),
@@ -127,7 +122,6 @@ def config(raw: Raw) -> DeepseekV3Config:
         **({} if int4 else fp8_fields(raw)),
         shared_inner=require(raw, "n_shared_experts") * experts.intermediate_size,
         interleaved=_flag(raw, "rope_interleave"),
-        int4=int4,
         nested=nested,
         predicting=raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0,
     )
@@ -216,8 +210,8 @@ def tensors(config: DeepseekV3Config, layout: Layout = WHOLE) -> Table:
         mlp = f"{prefix}.mlp"
         if layer.experts is None:
             return table | tables.swiglu(f"{path}/mlp", mlp, D, layer.intermediate_size, layout, fp8=fp8)
-        how = {"fp8": fp8, "int4": config.int4, "correction": "gate.e_score_correction_bias"}
-        table |= tables.experts(f"{path}/experts", mlp, D, layer.experts, layout, **how)
+        correction = "gate.e_score_correction_bias"
+        table |= tables.experts(f"{path}/experts", mlp, D, layer.experts, layout, correction=correction, fp8=fp8)
         shared = f"{path}/shared_experts", f"{mlp}.shared_experts"
         return table | tables.swiglu(*shared, D, config.shared_inner, layout, fp8=fp8)
 

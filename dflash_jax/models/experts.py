@@ -17,7 +17,6 @@ from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, WHOLE, Layout, current_mesh, on_each_device, split_rows
 from dflash_jax.models.layers import ACTIVATIONS, parameter
 from dflash_jax.quantised import Quantised
-from dflash_jax.sharding import gathered
 
 Weight = Array | Quantised  # of all experts, [E, M, D]
 LEAST_SUM = 1e-20  # of the weights of a token's experts: sigmoids may all be zero
@@ -44,14 +43,13 @@ class Experts(nn.Module):
             routed: what the router reads; None is `x`.
         """
         c, (E, D) = self.config, (self.config.num_experts, self.width)
-        inner, path = c.intermediate_size, "/".join(self.path)
+        inner = c.intermediate_size
 
         def bias(name: str, *shape: int) -> Array | None:
             return self.param(name, nn.initializers.zeros, shape) if c.bias else None
 
         router = self.param("router", nn.initializers.normal(0.02), (E, D))
         gate_up, down = parameter(self, "gate_up_proj", (E, 2 * inner, D)), parameter(self, "down_proj", (E, D, inner))
-        gate_up, down = gathered(gate_up, f"{path}/gate_up_proj"), gathered(down, f"{path}/down_proj")
         gate_up_bias, down_bias = bias("gate_up_bias", E, 2 * inner), bias("down_bias", E, D)
         correction = self.param("correction_bias", nn.initializers.zeros, (E,)) if c.correction_bias else None
         scale = self.param("per_expert_scale", nn.initializers.ones, (E,)) if c.per_expert_scale else None

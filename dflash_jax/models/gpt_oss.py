@@ -3,7 +3,7 @@
 Reference: transformers `models/gpt_oss/modeling_gpt_oss.py`; MXFP4 in `integrations/mxfp4.py`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dflash_jax.checkpoint import Leaf, Merged, QuantisedLeaf, Section, Source, Stored, Table, copied, fused
 from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
@@ -28,47 +28,30 @@ _FIELDS = """
 """.split()
 
 
-@dataclass(frozen=True)
-class GptOssConfig(TargetConfig):
-    """A gpt-oss.
-
-    Attributes:
-        mxfp4: whether the experts are stored in MXFP4, as published; else as they are multiplied.
-    """
-
-    mxfp4: bool = False
-
-    def indivisible(self, layout: Layout) -> str | None:
-        """Why the model cannot be split so, or None; groups of MXFP4 are not cut."""
-        inner = self.layers[0].inner
-        if self.mxfp4 and inner % (GROUP * layout.inner):
-            return f"an inner width of {inner} in MXFP4 groups of {GROUP}"
-        return super().indivisible(layout)
-
-
-def config(raw: Raw) -> GptOssConfig:
-    """Reads `config.json`; windows follow `layer_types`, by default every other layer has one."""
+def config(raw: Raw) -> TargetConfig:
+    """Reads `config.json`; windows follow `layer_types`, by default every other layer has one. Experts are stored in
+    MXFP4, as published, or as they are multiplied."""
     fixed = {"hidden_act": "silu", "swiglu_alpha": 1.702, "experts_per_token": raw.get("num_experts_per_tok")}
     check_fields(raw, [*DECODER_FIELDS, *_FIELDS], fixed)
     if raw.get("attention_bias") is False:
         raise ValueError("config.json: attention_bias = False is not supported for gpt_oss, expected True")
-    stored = mapping(raw, "quantization_config")
-    if stored and stored.get("quant_method") != "mxfp4":
-        raise ValueError(f"config.json: quantization_config asks for {quantisation(stored)}")
+    given = mapping(raw, "quantization_config")
+    if given and given.get("quant_method") != "mxfp4":
+        raise ValueError(f"config.json: quantization_config asks for {quantisation(given)}")
     depth, inner = require(raw, "num_hidden_layers"), require(raw, "intermediate_size")
     default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(depth)]
     types = layer_types(raw, depth, default=default)
     window = require(raw, "sliding_window") if "sliding_attention" in types else None
     count, chosen = require(raw, "num_local_experts"), require(raw, "num_experts_per_tok")
     limit = 7.0 if raw.get("swiglu_limit") is None else require(raw, "swiglu_limit", float)
-    experts = ExpertsConfig(count, chosen, inner, scores="softmax_topk", bias=True, swiglu_limit=limit)
+    how = {"bias": True, "swiglu_limit": limit, "stored": "MXFP4" if given else None}
+    experts = ExpertsConfig(count, chosen, inner, scores="softmax_topk", **how)
     attention = attention_config({**raw, "attention_bias": True}, sinks=True)
     mixers = (replace(attention, window=window if kind == "sliding_attention" else None) for kind in types)
-    return GptOssConfig(
+    return TargetConfig(
         **target_fields(raw),
         layers=tuple(LayerConfig(mixer, inner, experts) for mixer in mixers),
         model_type="gpt_oss",
-        mxfp4=bool(stored),
     )
 
 
@@ -82,7 +65,7 @@ class Model(decoder.Decoder):
     layer = Layer
 
 
-def tensors(config: GptOssConfig, layout: Layout = WHOLE) -> Table:
+def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
     """Checkpoint tensors of every parameter. Rows of gate and up take turns."""
 
     def turned(source: Source, axis: int = 1, dtype: str | None = None) -> Leaf:
@@ -102,7 +85,7 @@ def tensors(config: GptOssConfig, layout: Layout = WHOLE) -> Table:
             f"{ours}/gate_up_bias": turned(Stored(f"{names[0]}_bias", (E, 2 * inner))),
             f"{ours}/down_bias": copied(f"{names[1]}_bias", E, D),
         }
-        if not config.mxfp4:  # [experts, in, out]
+        if c.stored is None:  # [experts, in, out]
             down = Section(Stored(names[1], (E, inner, D)))
             table[f"{ours}/gate_up_proj"] = turned(Stored(names[0], (E, D, 2 * inner)), axis=2)
             table[f"{ours}/down_proj"] = fused([down], order=(0, 2, 1))

@@ -28,7 +28,6 @@ from dflash_jax.models.attention import Pass
 from dflash_jax.models.layers import Linear, RMSNorm, parameter
 from dflash_jax.models.rope import rotate
 from dflash_jax.quantised import Quantised
-from dflash_jax.sharding import gathered
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,6 @@ class LatentAttention(nn.Module):
         """The weight that makes keys and values of every head from latents."""
         c = self.config
         weight = parameter(self, "kv_b_proj", (c.num_heads * c.up_dim, c.kv_lora_rank))
-        weight = gathered(weight, "/".join((*self.path, "kv_b_proj")))
         if isinstance(weight, Quantised):
             weight = weight.astype(dtype)
         return weight.reshape(c.num_heads, c.up_dim, c.kv_lora_rank)

@@ -249,7 +249,6 @@ def experts(
     names: tuple[str, str, str] = PROJECTIONS,
     correction: str = "e_score_correction_bias",
     fp8: Where = nowhere,
-    int4: bool = False,
 ) -> Table:
     """Router and experts that are stored one by one.
 
@@ -258,9 +257,8 @@ def experts(
         names: of gate, up and down.
         correction: name of the bias to choose by.
         fp8: which modules, by name, have weights in FP8 with block scales. They stay so if all experts have.
-        int4: whether the experts are stored in INT4, and stay so.
     """
-    gate, up, down = names
+    (gate, up, down), int4 = names, config.stored == "INT4"
     inner, every = config.intermediate_size, [f"{prefix}.experts.{e}" for e in range(config.num_experts)]
 
     def weight(names: tuple[str, ...], outputs: int, inputs: int, shards: int) -> Leaf | QuantisedLeaf:
