@@ -298,13 +298,10 @@ DECODER_FIELDS = """
 
 WINDOW_FIELDS = "layer_types", "sliding_window", "use_sliding_window"
 
+KINDS = "full_attention", "sliding_attention"
 
-def layer_types(
-    raw: Raw,
-    layers: int,
-    known: tuple[str, ...] = ("full_attention", "sliding_attention"),
-    default: list[str] | None = None,
-) -> list[str]:
+
+def layer_types(raw: Raw, layers: int, known: tuple[str, ...] = KINDS, default: list[str] | None = None) -> list[str]:
     """Returns `layer_types`; if absent, the default or all full attention; raises ValueError for a wrong length or
     name."""
     types = raw.get("layer_types")

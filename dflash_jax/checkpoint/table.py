@@ -30,6 +30,7 @@ DTYPES: dict[str, Any] = {
 }
 FLOATS = ("F32", "F16", "BF16")
 
+Order = tuple[int, ...] | None  # axes of what is taken, in the parameter's order; None leaves them
 Take = int | slice | tuple[int, ...]  # along one axis: one place, a slice (with a step), or places in any order
 Read = Callable[[str, tuple[slice, ...]], np.ndarray]  # a box of a stored tensor
 
@@ -190,7 +191,7 @@ class Part:
     source: Source
     index: tuple[int | slice, ...]
     take: tuple[Take, ...] = ()
-    order: tuple[int, ...] | None = None
+    order: Order = None
 
     def places(self) -> list[int | range | np.ndarray]:
         """What is taken along each axis of the tensor: one place, or several."""
@@ -265,10 +266,6 @@ class QuantisedLeaf:
     scale: Leaf
     kind: type[Quantised] = Quantised
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
 
 Table = dict[str, Leaf | QuantisedLeaf]
 
@@ -304,12 +301,7 @@ def copied(name: str, *shape: int, dtype: str | None = None) -> Leaf:
 
 
 def fused(
-    sections: Sequence[Section],
-    shards: int = 1,
-    dtype: str | None = None,
-    *,
-    axis: int = 0,
-    order: tuple[int, ...] | None = None,
+    sections: Sequence[Section], shards: int = 1, dtype: str | None = None, *, axis: int = 0, order: Order = None
 ) -> Leaf:
     """Sections one after another along an axis, which is what their rows are.
 
@@ -318,7 +310,7 @@ def fused(
 
     Args:
         axis: of the parameter.
-        order: axes of the tensors, in the parameter's order; None leaves them.
+        order: of the tensors' axes.
 
     Raises:
         ValueError: a section cannot be split in so many parts.

@@ -6,7 +6,6 @@ Reference: transformers `models/deepseek_v3/modeling_deepseek_v3.py`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
@@ -26,7 +25,6 @@ from dflash_jax.config_json import (
 from dflash_jax.mesh import HEADS, WHOLE, Layout
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Pass
-from dflash_jax.models.experts import Experts
 from dflash_jax.models.latent_attention import LatentAttention, LatentAttentionConfig
 from dflash_jax.models.layers import MLP
 from dflash_jax.quantised import GROUP
@@ -114,7 +112,8 @@ def config(raw: Raw) -> DeepseekV3Config:
         routed_scaling_factor=require(raw, "routed_scaling_factor", float),
         stored="INT4" if (int4 := _has_int4(raw)) else None,
     )
-    depth, inner, dense = require(raw, "num_hidden_layers"), require(raw, "intermediate_size"), _dense_layers(raw)
+    depth, inner = require(raw, "num_hidden_layers"), require(raw, "intermediate_size")
+    dense = raw["first_k_dense_replace"]  # layers without experts, the first ones
     return DeepseekV3Config(
         **target_fields(raw),
         layers=tuple(LayerConfig(attention, inner, experts if i >= dense else None) for i in range(depth)),
@@ -137,6 +136,9 @@ def _check(raw: Raw) -> None:
     for name in ("n_group", "topk_group", "first_k_dense_replace"):
         if raw.get(name) is None:
             raise ValueError(f"config.json must give {name}: transformers' default is that of another model")
+    dense = raw["first_k_dense_replace"]
+    if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
+        raise ValueError(f"config.json: first_k_dense_replace must be a number of layers, got {dense!r:.80}")
 
 
 def _flag(raw: Raw, name: str) -> bool:
@@ -145,14 +147,6 @@ def _flag(raw: Raw, name: str) -> bool:
     if not isinstance(value, bool | None):
         raise ValueError(f"config.json: {name} must be true or false, got {value!r:.80}")
     return value is not False
-
-
-def _dense_layers(raw: Raw) -> int:
-    """How many layers have no experts, the first ones."""
-    count = raw["first_k_dense_replace"]
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ValueError(f"config.json: first_k_dense_replace must be a number of layers, got {count!r:.80}")
-    return count
 
 
 def _has_int4(raw: Raw) -> bool:
@@ -186,13 +180,12 @@ class Layer(decoder.Layer):
         return LatentAttention(self.config.hidden_size, mixer, name="self_attn")
 
     def mlp(self, ctx: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-        c, D = self.config, self.config.hidden_size
+        c, mlp = self.config, super().mlp(ctx)
         assert isinstance(c, DeepseekV3Config)
         if self.layer.experts is None:
-            return super().mlp(ctx)
-        experts = partial(Experts(D, self.layer.experts, self.layout, name="experts"), counts=ctx.counts)
-        shared = MLP(D, c.shared_inner, self.layout, name="shared_experts")
-        return lambda h: experts(h) + shared(h)
+            return mlp
+        shared = MLP(c.hidden_size, c.shared_inner, self.layout, name="shared_experts")
+        return lambda h: mlp(h) + shared(h)
 
 
 class Model(decoder.Decoder):
@@ -200,7 +193,6 @@ class Model(decoder.Decoder):
 
 
 def tensors(config: DeepseekV3Config, layout: Layout = WHOLE) -> Table:
-    """Checkpoint tensors of every parameter."""
     D, fp8 = config.hidden_size, config.in_fp8
 
     def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:

@@ -194,7 +194,6 @@ class Model(decoder.Decoder):
 
 
 def tensors(config: Gemma4Config, layout: Layout = WHOLE) -> Table:
-    """Checkpoint tensors of every parameter."""
     D = config.hidden_size
 
     def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:

@@ -30,7 +30,6 @@ from dflash_jax.config_json import (
 from dflash_jax.mesh import HEADS, WHOLE, Layout
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Pass
-from dflash_jax.models.experts import Experts
 from dflash_jax.models.layers import MLP, RMSNorm, project, rms_norm
 from dflash_jax.models.linear_attention import LinearAttention, LinearAttentionConfig
 from dflash_jax.sharding import Rule
@@ -152,17 +151,16 @@ class Layer(decoder.Layer):
         return super().attention()
 
     def mlp(self, ctx: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-        c, D = self.config, self.config.hidden_size
+        c, D, mlp = self.config, self.config.hidden_size, super().mlp(ctx)
         assert isinstance(c, Qwen3NextConfig)
         if self.layer.experts is None:
-            return super().mlp(ctx)
-        experts = Experts(D, self.layer.experts, self.layout, name="experts")
+            return mlp
         shared = MLP(D, c.shared_inner, self.layout, name="shared_expert")
         gate = self.param("shared_gate", nn.initializers.normal(0.02), (1, D))
 
         def both(h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
             passes = jax.nn.sigmoid(project(h, gate).astype(h.dtype))
-            return experts(h, counts=ctx.counts) + passes * shared(h)
+            return mlp(h) + passes * shared(h)
 
         return both
 
@@ -172,8 +170,6 @@ class Model(decoder.Decoder):
 
 
 def tensors(config: Qwen3NextConfig, layout: Layout = WHOLE) -> Table:
-    """Checkpoint tensors of every parameter."""
-
     def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
         D = config.hidden_size
         table = tables.norms(path, prefix, D, "input_layernorm", "post_attention_layernorm")
