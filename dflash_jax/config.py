@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from dflash_jax.cache import KV, Mixer
 from dflash_jax.mesh import Layout
-from dflash_jax.quantised import BLOCK
+from dflash_jax.quantised import BLOCK, GROUP
 
 Raw = Mapping[str, Any]
 
@@ -74,6 +74,14 @@ class AttentionConfig:
         scale: of the scores; None is `head_dim ** -0.5`.
         softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
         shares: an earlier layer whose keys and values it reads instead of having its own.
+        bias: whether the projections of queries, keys and values have one.
+        output_bias: whether the projection of the output has one, too, where the others have.
+        qk_norm: epsilon of the norms of queries and keys; None has none.
+        qk_norm_per_head: whether these are norms of every head, or of all heads together.
+        sinks: whether every query head has an attention sink: a logit without a key in its softmax.
+        value_norm: epsilon of a norm of every value head, without a weight; None has none.
+        values_are_keys: whether values are what the keys are made of, before their norm and rotation.
+        gate: whether the output passes a sigmoid gate of the layer's input, whose projection is fused with the others.
     """
 
     num_heads: int
@@ -85,10 +93,17 @@ class AttentionConfig:
     scale: float | None = None
     softcap: float | None = None
     shares: int | None = None
+    bias: bool = False
+    output_bias: bool = True
+    qk_norm: float | None = None
+    qk_norm_per_head: bool = True
+    sinks: bool = False
+    value_norm: float | None = None
+    values_are_keys: bool = False
+    gate: bool = False
 
     @property
     def rotary(self) -> tuple[RopeConfig, int] | None:
-        """See `cache.Mixer`."""
         return None if self.rope is None else (self.rope, self.head_dim)
 
     def kv_heads(self, layout: Layout) -> int:
@@ -96,12 +111,10 @@ class AttentionConfig:
         return self.num_kv_heads * layout.copies(self.num_kv_heads)
 
     def entry(self, rows: int, slots: int, dtype: DTypeLike, layout: Layout, widest: int) -> KV:
-        """An empty cache entry."""
         heads = self.kv_heads(layout)
         return KV.allocate(rows, heads, slots, self.head_dim, dtype, window=self.window, widest=widest)
 
     def indivisible(self, layout: Layout, block: int = 1) -> str | None:
-        """See `cache.Mixer`."""
         shards = layout.shards
         if self.num_heads % shards:
             return f"{self.num_heads} query heads"
@@ -129,6 +142,7 @@ class ExpertsConfig:
         swiglu_limit: where gpt-oss clamps its SwiGLU; None is the plain SwiGLU.
         activation: of the gate (`layers.ACTIVATIONS`).
         per_expert_scale: whether an expert's weight is multiplied by a number of its own.
+        stored: the format in groups that the products are stored in, and stay; None is as `TargetConfig.in_fp8` says.
 
     Raises:
         ValueError: more experts per token than there are.
@@ -145,6 +159,7 @@ class ExpertsConfig:
     swiglu_limit: float | None = None
     activation: str = "silu"
     per_expert_scale: bool = False
+    stored: Literal["INT4", "MXFP4"] | None = None
 
     def __post_init__(self):
         if self.num_experts_per_tok > self.num_experts:
@@ -160,11 +175,13 @@ class LayerConfig:
         mixer: its attention, or what it has instead.
         intermediate_size: inner width of its MLP.
         experts: what it has instead of an MLP; None if it has one.
+        mlp_bias: whether the products of its MLP have a bias.
     """
 
     mixer: LayerMixer
     intermediate_size: int
     experts: ExpertsConfig | None = None
+    mlp_bias: bool = False
 
     @property
     def attention(self) -> AttentionConfig:
@@ -183,13 +200,13 @@ class LayerConfig:
             return why
         if self.experts and self.experts.num_experts % layout.experts:
             return f"{self.experts.num_experts} experts"
-        if self.inner % (parts := self.parts(layout)):
+        if self.inner % (parts := layout.inner if self.experts else layout.shards):
             return f"an inner width of {self.inner}"
-        return f"{self.inner} outputs in FP8 blocks of {block}" if parts > 1 and self.inner % (parts * block) else None
-
-    def parts(self, layout: Layout) -> int:
-        """In how many parts the inner width is split."""
-        return layout.inner if self.experts else layout.shards
+        if parts > 1 and self.inner % (parts * block):
+            return f"{self.inner} outputs in FP8 blocks of {block}"
+        if self.experts and self.experts.stored and self.inner % (GROUP * parts):
+            return f"an inner width of {self.inner} in {self.experts.stored} groups of {GROUP}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -229,7 +246,6 @@ class TargetConfig(DecoderConfig):
     Attributes:
         model_type: the Hugging Face family; names the file in `models/` that implements it.
         tie_word_embeddings: whether the head is the transposed embedding.
-        attention_bias, mlp_bias: whether the products of attention and of the MLP have a bias.
         eos_token_ids: stop tokens; `load_target` prefers those of `generation_config.json`.
         max_position_embeddings: trained context; 0 if the config does not say.
         fp8: whether the weights of layers are stored in FP8 with block scales, and stay so.
@@ -240,8 +256,6 @@ class TargetConfig(DecoderConfig):
 
     model_type: str
     tie_word_embeddings: bool
-    attention_bias: bool = False
-    mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     max_position_embeddings: int = 0
     fp8: bool = False
@@ -274,18 +288,16 @@ class TargetConfig(DecoderConfig):
         return self.fp8 and not any(map(named, self.not_fp8))
 
 
-def default_dtype() -> Any:
-    """float32 on CPU, where bfloat16 products are slow; bfloat16 on accelerators; float16 on GPUs without it, those
-    before Ampere."""
-    if jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) < 8:
-        return jnp.float16
-    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-
-
 def parse_dtype(name: str | None) -> Any:
-    """Returns the array type for "float32", "bfloat16", "float16" or None / "auto" (see `default_dtype`)."""
+    """Returns the array type for "float32", "bfloat16" or "float16".
+
+    None and "auto" are float32 on CPU, where bfloat16 products are slow; bfloat16 on accelerators; float16 on GPUs
+    without it, those before Ampere.
+    """
     if name in (None, "auto"):
-        return default_dtype()
+        if jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) < 8:
+            return jnp.float16
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype must be float32, bfloat16, float16 or auto, got {name!r}")
     return jnp.dtype(name)

@@ -255,15 +255,20 @@ def partly_rotated(raw: Raw, default: float = 1.0) -> AttentionConfig:
     return replace(attention, rope=replace(attention.rope, rotated=rotated))
 
 
-def attention_config(raw: Raw, *, window: int | None = None) -> AttentionConfig:
-    """The attention of a config whose layers are all alike but for window and causality; refine it by `replace`."""
+def attention_config(raw: Raw, **fields: Any) -> AttentionConfig:
+    """The attention of a config whose layers are all alike but for window and causality; refine it by `replace`.
+
+    Args:
+        fields: more of an `AttentionConfig`. `attention_bias` says whether it has biases.
+    """
     heads, kv_heads = require(raw, "num_attention_heads"), require(raw, "num_key_value_heads")
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
     head_dim = require(raw, "head_dim")
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary embedding, got {head_dim}")
-    return AttentionConfig(heads, kv_heads, head_dim, rope_config(raw), window)
+    bias = bool(raw.get("attention_bias"))
+    return AttentionConfig(heads, kv_heads, head_dim, rope_config(raw), bias=bias, **fields)
 
 
 def decoder_fields(raw: Raw) -> dict[str, Any]:
@@ -293,12 +298,15 @@ DECODER_FIELDS = """
 
 WINDOW_FIELDS = "layer_types", "sliding_window", "use_sliding_window"
 
+KINDS = "full_attention", "sliding_attention"
 
-def layer_types(raw: Raw, layers: int, known: tuple[str, ...] = ("full_attention", "sliding_attention")) -> list[str]:
-    """Returns `layer_types`, all full attention if absent; raises ValueError for a wrong length or name."""
+
+def layer_types(raw: Raw, layers: int, known: tuple[str, ...] = KINDS, default: list[str] | None = None) -> list[str]:
+    """Returns `layer_types`; if absent, the default or all full attention; raises ValueError for a wrong length or
+    name."""
     types = raw.get("layer_types")
     if types is None:
-        return ["full_attention"] * layers
+        return default or ["full_attention"] * layers
     if not isinstance(types, list) or len(types) != layers:
         raise ValueError(f"layer_types must name {layers} layers, got {types!r}")
     if bad := [kind for kind in types if kind not in known]:

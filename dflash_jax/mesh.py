@@ -47,11 +47,6 @@ class Layout:
 WHOLE = Layout()  # on a single device
 
 
-def layout_of(mesh: AnyMesh | None) -> Layout:
-    """The layout of a model whose heads are split over the mesh."""
-    return WHOLE if mesh is None else Layout(parts_of(mesh, HEADS), mesh.shape["expert"])
-
-
 def parse_mesh(text: str, devices: Sequence[object] | None = None) -> dict[str, int]:
     """Sizes of the axes named in "data=2,model=4"; one of them may be -1, which is what is left of the devices.
 
@@ -65,9 +60,7 @@ def parse_mesh(text: str, devices: Sequence[object] | None = None) -> dict[str, 
         if name.strip() not in AXES or not re.fullmatch(r"-1|[1-9]\d*", size.strip()):
             raise ValueError(f"--mesh must be like data=2,model=4 with axes of {', '.join(AXES)}, got {text!r}")
         sizes[name.strip()] = int(size)
-    known = 1
-    for size in sizes.values():
-        known *= max(size, 1)
+    known = math.prod(max(size, 1) for size in sizes.values())
     if list(sizes.values()).count(-1) == 1 and count % known == 0:
         sizes = {name: count // known if size == -1 else size for name, size in sizes.items()}
         known = count

@@ -13,13 +13,14 @@ from dflash_jax.mesh import (
     AXES,
     HEADS,
     ROWS,
+    WHOLE,
     AnyMesh,
     Layout,
     constrain,
     current_mesh,
     entered,
-    layout_of,
     on_every_device,
+    parts_of,
 )
 
 TILE = 128  # of a product on TPU and GPU
@@ -96,7 +97,7 @@ def check_layout(config: DecoderConfig, mesh: AnyMesh | None) -> Layout:
     Raises:
         ValueError: its heads, experts, an inner width or the vocabulary cannot be split so.
     """
-    layout = layout_of(mesh)
+    layout = WHOLE if mesh is None else Layout(parts_of(mesh, HEADS), mesh.shape["expert"])
     if why := config.indivisible(layout):
         axes = f"a model axis of {layout.inner}"
         if layout.experts > 1:

@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import checkpoint, files, models, sharding
@@ -153,22 +152,17 @@ def load_target(
     directory = checkpoint.resolve(source, "target")
     config = read_target_config(directory, overrides)
     with files.reading(directory):
-        return _read(directory, config, array_type, mesh, dequantise=dtype not in (None, "auto"))
-
-
-def _read(directory: Path, config: TargetConfig, dtype: DTypeLike, mesh: Mesh | None, *, dequantise: bool) -> Target:
-    """The weights of a target and which of its tokens can be decoded."""
-    reader = checkpoint.Reader(directory)
-    config = config.with_tensors(reader.names())
-    layout, family = sharding.check_layout(config, mesh), models.family(config.model_type)
-    unread = family.ignored(config)
-    params = checkpoint.load(
-        reader,
-        family.tensors(config, layout),
-        dtype,
-        ignored=lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in unread),
-        place=sharding.placement(mesh),
-        dequantise=dequantise,
-    )
-    decodable = decodable_tokens(directory, config.vocab_size)
+        reader = checkpoint.Reader(directory)
+        config = config.with_tensors(reader.names())
+        layout, family = sharding.check_layout(config, mesh), models.family(config.model_type)
+        unread = family.ignored(config)
+        params = checkpoint.load(
+            reader,
+            family.tensors(config, layout),
+            array_type,
+            ignored=lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in unread),
+            place=sharding.placement(mesh),
+            dequantise=dtype not in (None, "auto"),
+        )
+        decodable = decodable_tokens(directory, config.vocab_size)
     return Target(params, decodable, config=config, layout=layout, mesh=mesh, directory=str(directory))

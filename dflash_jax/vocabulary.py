@@ -4,7 +4,6 @@ The only user of `transformers` outside the tests.
 """
 
 import json
-from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ def decodable_tokens(directory: Path, vocab_size: int) -> Bool[Array, " V"] | No
     Raises:
         ValueError: the tokenizer files cannot be read.
     """
-    ids = _token_ids(directory)
-    if ids is None:
-        return None
+    if (ids := listed_tokens(directory)) is None:
+        if not any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+            return None
+        ids = load_tokenizer(directory).get_vocab().values()
     known = np.zeros(vocab_size, bool)
     known[[i for i in ids if 0 <= i < vocab_size]] = True
     return None if known.all() else jnp.asarray(known)
@@ -76,11 +76,3 @@ def token_id(directory: Path, text: str) -> int:
             f"--drafter-config '{override}'"
         )
     return tokens[text]
-
-
-def _token_ids(directory: Path) -> Set[int] | None:
-    if (listed := listed_tokens(directory)) is not None:
-        return listed
-    if (directory / "tokenizer.model").is_file() or (directory / "vocab.json").is_file():
-        return set(load_tokenizer(directory).get_vocab().values())
-    return None

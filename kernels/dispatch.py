@@ -83,14 +83,15 @@ def choose(
     Raises:
         ValueError: it was named in the call and declines, or is none of them; the message says why.
     """
+    declines = lambda name: None if name == "xla" else implementations[name].declines(*arrays)
     if implementation is not None:
         if implementation not in implementations:
             raise ValueError(f"implementation must be one of {', '.join(implementations)}, got {implementation!r}")
-        if why := implementations[implementation].declines(*arrays):
+        if why := declines(implementation):
             raise ValueError(f"implementation {implementation!r} does not serve this case: {why}")
         return implementations[implementation]
     name = _named.value or PREFERRED.get(platform(), "xla")
-    if name not in implementations or implementations[name].declines(*arrays):
+    if name not in implementations or declines(name):
         name = "xla"
     if name != "xla" and _named.value is None and not _allowed(name, implementations[name], trial, call):
         name = "xla"

@@ -182,7 +182,7 @@ def random_tensors(table: checkpoint.Table, seed: int) -> dict[str, np.ndarray]:
                 continue
             norm = "norm" in path and x.ndim == 1
             value = 1 + 0.2 * x if norm else x / max(1, x.shape[-1]) ** 0.5
-            tensors[part.source.name] = value.astype(np.float32)
+            tensors |= part.source.write(value.astype(np.float32))
     return tensors
 
 

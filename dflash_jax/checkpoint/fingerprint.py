@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from dflash_jax.checkpoint import gguf
 from dflash_jax.checkpoint.reader import weight_files
 
 # Small files that decide prompts and answers, taken whole.
@@ -37,18 +36,11 @@ def fingerprint(directory: str | Path) -> str:
     for name in CONTENTS:
         if (directory / name).is_file():
             take(name.encode(), (directory / name).read_bytes())
-    for path in _weight_files(directory):
+    for path in weight_files(directory):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             take(path.name.encode(), size.to_bytes(8, "little"), *_samples(file, size))
     return digest.hexdigest()
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """Those that are loaded: what else lies there changes nothing."""
-    if (directory / gguf.INDEX).is_file():
-        return [gguf.Weights(directory).path]
-    return weight_files(directory)
 
 
 def _samples(file: BinaryIO, size: int) -> Iterator[bytes]:

@@ -3,14 +3,13 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -27,10 +26,9 @@ class Reader:
 
     def __init__(self, directory: Path, rename: Callable[[str], str] = lambda name: name):
         self.directory = directory
-        self._files = self._handles()
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._tensors: dict[str, tuple[Any, str, str]] = {}
-        for path, handle in self._files.items():
+        for path, handle in self._handles().items():
             for name in handle.keys():  # noqa: SIM118 (no dict)
                 if (known := rename(name)) in self._tensors:
                     raise ValueError(f"{directory} has {name!r:.200} twice, in {self._tensors[known][2]} and {path}")
@@ -61,15 +59,12 @@ class Reader:
         """
         handle, stored, path = self._tensors[name]
         with files.reading(self.directory / path):
-            values = self._values(handle, stored, self.directory / path, index)
+            part = handle.get_slice(stored)
+            narrow = part.get_dtype().startswith("F8")  # safetensors asks numpy for these types
+            values = self._mapped(self.directory / path, stored)[index] if narrow else part[index]
             if not _finite(values):
                 raise ValueError(f"{stored!r} holds infinite numbers or NaN; download it again")
         return values
-
-    def _values(self, handle: Any, stored: str, path: Path, index: tuple[slice, ...]) -> np.ndarray:
-        if handle.get_slice(stored).get_dtype().startswith("F8"):  # safetensors asks numpy for these types
-            return self._mapped(path, stored)[index]
-        return handle.get_slice(stored)[index]
 
     def _mapped(self, path: Path, name: str) -> np.ndarray:
         """A tensor of a safetensors file as it lies there."""
@@ -84,11 +79,13 @@ class Reader:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint. Which tensors one holds is read from the file, not from the index.
+    """The files of a checkpoint that are loaded. Which tensors one holds is read from the file, not from the index.
 
     Raises:
         ValueError: there are none, or the index is no such index.
     """
+    if (directory / gguf.INDEX).is_file():
+        return [gguf.Weights(directory).path]
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if not index.is_file():
         if not single.is_file():
@@ -157,8 +154,8 @@ def load(
     def read(path: str, leaf: Leaf) -> jax.Array:
         sharding, kind = place(path, leaf.shape), dtype if leaf.dtype is None else jnp.dtype(leaf.dtype)
         if sharding is None:
-            return jax.device_put(assemble(reader, leaf, (slice(None),) * len(leaf.shape), kind))
-        shard = partial(_shard, reader, leaf, kind)
+            return jax.device_put(assemble(reader, leaf, None, kind))
+        shard = lambda index: assemble(reader, leaf, index, kind)
         return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, sharding, shard))
 
     def weight(path: str, leaf: Leaf | QuantisedLeaf) -> jax.Array | Quantised:
@@ -175,37 +172,24 @@ def load(
 
 def nested(params: Mapping[str, Any], table: Table) -> dict[str, Any]:
     """Parameters by their paths as a nested dict, with `Quantised` where the table has two arrays for a weight."""
-    flat: dict[str, Any] = {}
-    for path, leaf in table.items():
-        if isinstance(leaf, QuantisedLeaf):
-            flat[path] = leaf.kind(params[f"{path}/values"], params[f"{path}/scale"])
-        else:
-            flat[path] = params[path]
-    return unflatten_dict(flat, sep="/")
+    made = lambda path, leaf: leaf.kind(params[f"{path}/values"], params[f"{path}/scale"])
+    each = lambda path, leaf: made(path, leaf) if isinstance(leaf, QuantisedLeaf) else params[path]
+    return unflatten_dict({path: each(path, leaf) for path, leaf in table.items()}, sep="/")
 
 
 def flat(params: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of a nested dict by their paths; the opposite of `nested`."""
-    out: dict[str, Any] = {}
-    for path, value in flatten_dict(params, sep="/").items():
-        if isinstance(value, Quantised):
-            out |= {f"{path}/values": value.values, f"{path}/scale": value.scale}
-        else:
-            out[path] = value
-    return out
+    found = jax.tree.leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
 
 
-def _shard(reader: Reader, leaf: Leaf, dtype: DTypeLike, index: tuple[slice, ...] | None) -> np.ndarray:
-    """`assemble` of what jax asks for; None is all of it."""
-    return assemble(reader, leaf, (slice(None),) * len(leaf.shape) if index is None else index, dtype)
-
-
-def assemble(reader: Reader, leaf: Leaf, index: tuple[slice, ...], dtype: DTypeLike) -> np.ndarray:
-    """`parameter[index]` from the tensors it is made of; nothing else of them is kept.
+def assemble(reader: Reader, leaf: Leaf, index: tuple[slice, ...] | None, dtype: DTypeLike) -> np.ndarray:
+    """`parameter[index]` from the tensors it is made of; nothing else of them is kept. None is all of it.
 
     Raises:
         ValueError: the index has a step.
     """
+    index = (slice(None),) * len(leaf.shape) if index is None else index
     if any(at.step not in (None, 1) for at in index):
         raise ValueError(f"a slice of a parameter must not have a step, got {index}")
     ranges = [range(*s.indices(size)) for s, size in zip(index, leaf.shape, strict=True)]

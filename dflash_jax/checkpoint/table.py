@@ -30,6 +30,7 @@ DTYPES: dict[str, Any] = {
 }
 FLOATS = ("F32", "F16", "BF16")
 
+Order = tuple[int, ...] | None  # axes of what is taken, in the parameter's order; None leaves them
 Take = int | slice | tuple[int, ...]  # along one axis: one place, a slice (with a step), or places in any order
 Read = Callable[[str, tuple[slice, ...]], np.ndarray]  # a box of a stored tensor
 
@@ -190,7 +191,7 @@ class Part:
     source: Source
     index: tuple[int | slice, ...]
     take: tuple[Take, ...] = ()
-    order: tuple[int, ...] | None = None
+    order: Order = None
 
     def places(self) -> list[int | range | np.ndarray]:
         """What is taken along each axis of the tensor: one place, or several."""
@@ -265,10 +266,6 @@ class QuantisedLeaf:
     scale: Leaf
     kind: type[Quantised] = Quantised
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
 
 Table = dict[str, Leaf | QuantisedLeaf]
 
@@ -297,41 +294,45 @@ class Section:
     rows: Sequence[int] | None = None
     copies: int = 1
 
-    @property
-    def size(self) -> int:
-        return self.source.shape[0] if self.rows is None else len(self.rows)
-
 
 def copied(name: str, *shape: int, dtype: str | None = None) -> Leaf:
     """A tensor taken as it is."""
     return Leaf(shape, (Part(Stored(name, shape), tuple(slice(0, size) for size in shape)),), dtype)
 
 
-def fused(sections: Sequence[Section], shards: int = 1, dtype: str | None = None) -> Leaf:
-    """Sections one after another along the first axis.
+def fused(
+    sections: Sequence[Section], shards: int = 1, dtype: str | None = None, *, axis: int = 0, order: Order = None
+) -> Leaf:
+    """Sections one after another along an axis, which is what their rows are.
 
     In `shards` parts: the first holds the first part of each section, and so on, so that a device that holds one part
     holds rows of every section.
 
+    Args:
+        axis: of the parameter.
+        order: of the tensors' axes.
+
     Raises:
         ValueError: a section cannot be split in so many parts.
     """
-    parts, start = [], 0
-    rest = sections[0].source.shape[1:]
+    parts, start, source = [], 0, sections[0].source.shape
+    shape = list(source) if order is None else [source[i] for i in order]
+    along = axis if order is None else order[axis]
     for shard in range(shards):
         for section in sections:
-            total = section.size * section.copies
-            if total % shards or shards % section.copies:
-                raise ValueError(f"{section.size} rows, {section.copies} times, cannot be split over {shards} shards")
+            rows = range(section.source.shape[along]) if section.rows is None else section.rows
+            if (total := len(rows) * section.copies) % shards or shards % section.copies:
+                raise ValueError(f"{len(rows)} rows, {section.copies} times, cannot be split over {shards} shards")
             count = total // shards
             first = shard // section.copies * count
-            rows: Take = slice(first, first + count)
-            if section.rows is not None:
-                rows = tuple(section.rows[first : first + count])
-            index = slice(start, start + count), *(slice(0, n) for n in rest)
-            parts.append(Part(section.source, index, (rows,)))
+            rows = rows[first : first + count]
+            take = slice(rows.start, rows.stop, rows.step) if isinstance(rows, range) else tuple(rows)
+            index = [slice(0, n) for n in shape]
+            index[axis] = slice(start, start + count)
+            parts.append(Part(section.source, tuple(index), (*[slice(None)] * along, take), order))
             start += count
-    return Leaf((start, *rest), tuple(parts), dtype)
+    shape[axis] = start
+    return Leaf(tuple(shape), tuple(parts), dtype)
 
 
 def stacked(leaves: Sequence[Leaf]) -> Leaf:

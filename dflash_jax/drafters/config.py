@@ -347,7 +347,8 @@ def _drafter_layers(raw: Raw, get: Lookup, depth: int) -> tuple[LayerConfig, ...
                 "(Hugging Face's Qwen3Config would drop it and run the layers unbounded)",
                 stacklevel=2,
             )
-    attention, inner = attention_config(whole_rotary(raw)), require(raw, "intermediate_size")
+    qk_norm, inner = require(raw, "rms_norm_eps", float), require(raw, "intermediate_size")
+    attention = attention_config(whole_rotary(raw), qk_norm=qk_norm)
 
     def layer(sliding: bool) -> LayerConfig:
         own = replace(attention, window=window if sliding else None, causal=sliding if causal is None else causal)

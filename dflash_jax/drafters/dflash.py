@@ -65,7 +65,7 @@ class Layer(nn.Module):
         self, x: Float[Array, "B T D"], at: Pass, entry: PyTree, injection: Injection
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, layer, D, eps = self.config, self.layer, self.config.hidden_size, self.config.rms_norm_eps
-        attention = Attention(D, layer.attention, self.layout, c.attention_bias, qk_norm=eps, name="self_attn")
+        attention = Attention(D, layer.attention, self.layout, name="self_attn")
         h, context = self.before("attention", RMSNorm(D, eps, name="input_layernorm")(x))
         fresh = injection.heads(matmul(h, injection.weight), c, self.layout, at.rope)
         h, _ = attention(h, at, entry, fresh)
@@ -326,10 +326,9 @@ class Family(Kind[Config, Hyper]):
         }
         if config.attention_bias:
             table["kv_bias"] = checkpoint.stacked([keys_and_values(i, "bias") for i in range(depth)])
-        bias = config.attention_bias
         for i, layer in enumerate(config.layers):
             names = f"layers_{i}", f"layers.{i}"
-            table |= decoder_layer(*names, D, layer, layout, bias=bias, qk_norm=True, fuse_qkv=False)
+            table |= decoder_layer(*names, D, layer, layout, fuse_qkv=False)
         return table | base.vocabulary_tensors(config)
 
 

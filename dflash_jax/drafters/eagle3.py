@@ -88,8 +88,7 @@ class Model(nn.Module):
         if c.fc_norm:
             self.fc_norms = [RMSNorm(c.target_hidden_size, eps) for _ in range(taps)]
         self.input_layernorm, self.hidden_norm = RMSNorm(D, eps), RMSNorm(D, eps)
-        norm = eps if c.qk_norm else None
-        self.self_attn = Attention(D, mixer, self.layout, c.attention_bias, qk_norm=norm)
+        self.self_attn = Attention(D, mixer, self.layout)
         self.kv_proj = Linear((2 * D, heads), c.attention_bias)
         if c.qk_norm:
             self.k_norm = RMSNorm(mixer.head_dim, eps)

@@ -87,7 +87,9 @@ def read(raw: Raw) -> Eagle3Config:
         raise ValueError("config.json: norm_before_fc and fc_norm exclude each other")
     types = (qwen3_layer_types if raw["model_type"] == "qwen3" else layer_types)(raw, 1)
     window = require(raw, "sliding_window") if types == ["sliding_attention"] else None
-    layer = LayerConfig(attention_config(whole_rotary(raw), window=window), require(raw, "intermediate_size"))
+    norm = require(raw, "rms_norm_eps", float) if raw["model_type"] == "qwen3" else None
+    attention = attention_config(whole_rotary(raw), window=window, qk_norm=norm)
+    layer = LayerConfig(attention, require(raw, "intermediate_size"))
     passes = require({"ttt_length": get("ttt_length", default=7)}, "ttt_length", most=2**10)
     fields = drafter_fields(raw, get, block_size=passes + 1, taps=_official_taps)
     taps, count = list(fields["target_layer_ids"]), get("num_aux_hidden_states")

@@ -65,29 +65,13 @@ class Attention(nn.Module):
         width: of what comes out.
         config: of this layer.
         layout: of its fused weights.
-        bias: whether the projections of queries, keys and values have one.
-        output_bias: whether the projection of the output has one; None is as `bias` says.
-        qk_norm: epsilon of the norms of queries and keys; None has none.
-        qk_norm_per_head: whether these are norms of every head, or of all heads together.
-        sinks: whether every query head has an attention sink: a logit without a key in its softmax.
         norm_class: of the norms of queries and keys: `norm_class(size, epsilon)`.
-        value_norm: epsilon of a norm of every value head, without a weight; None has none.
-        values_are_keys: whether values are what the keys are made of, before their norm and rotation.
-        gate: whether the output passes a sigmoid gate of the layer's input, whose projection is fused with the others.
     """
 
     width: int
     config: AttentionConfig
     layout: Layout = WHOLE
-    bias: bool = False
-    output_bias: bool | None = None
-    qk_norm: float | None = None
-    qk_norm_per_head: bool = True
-    sinks: bool = False
     norm_class: type[RMSNorm] = RMSNorm
-    value_norm: float | None = None
-    values_are_keys: bool = False
-    gate: bool = False
 
     @nn.compact
     def __call__(
@@ -103,29 +87,28 @@ class Attention(nn.Module):
         N, K, H = c.num_heads, c.kv_heads(self.layout), c.head_dim
 
         def norm(name: str, heads: int) -> Norm | None:
-            if self.qk_norm is None:
+            if c.qk_norm is None:
                 return None
-            size = H if self.qk_norm_per_head else heads * H
-            module = self.norm_class(size, self.qk_norm, name=name)
+            size = H if c.qk_norm_per_head else heads * H
+            module = self.norm_class(size, c.qk_norm, name=name)
             return lambda x: module(x.reshape(B, T, -1, size)).reshape(x.shape)
 
-        sizes = [N * H] * (2 if self.gate else 1)
+        sizes = [N * H] * (2 if c.gate else 1)
         if shared is None:
-            sizes += [K * H] * (1 if self.values_are_keys else 2)
-        outputs = Linear((D, sum(sizes)), self.bias, name="qkv_proj" if shared is None else "q_proj")(x)
+            sizes += [K * H] * (1 if c.values_are_keys else 2)
+        outputs = Linear((D, sum(sizes)), c.bias, name="qkv_proj" if shared is None else "q_proj")(x)
         q, *others = unfuse(outputs, sizes, self.layout.shards)
         fresh = shared
         if fresh is None:
-            k, v = others[-1 if self.values_are_keys else -2], others[-1]
-            value_norm = None if self.value_norm is None else partial(rms_norm, weight=None, eps=self.value_norm)
+            k, v = others[-1 if c.values_are_keys else -2], others[-1]
+            value_norm = None if c.value_norm is None else partial(rms_norm, weight=None, eps=c.value_norm)
             fresh = keys_and_values(k, v, H, ctx.rope, norm("k_norm", K), value_norm)
         q = split_heads(q, H, norm("q_norm", N), ctx.rope)
-        sinks = self.param("sinks", nn.initializers.zeros, (N,)) if self.sinks else None
+        sinks = self.param("sinks", nn.initializers.zeros, (N,)) if c.sinks else None
         out = attend_pass(q, fresh, ctx, entry, c, sinks).reshape(B, T, N * H)
-        if self.gate:
+        if c.gate:
             out = out * nn.sigmoid(others[0])
-        output_bias = self.bias if self.output_bias is None else self.output_bias
-        return Linear((N * H, self.width), output_bias, name="o_proj")(out), fresh
+        return Linear((N * H, self.width), c.bias and c.output_bias, name="o_proj")(out), fresh
 
 
 def split_heads(

@@ -35,42 +35,36 @@ class Layer(nn.Module):
     layer: LayerConfig
     layout: Layout
 
-    def attention(self) -> nn.Module:
-        """The layer's attention: grouped-query attention without norms of heads, unless the family says otherwise."""
-        return self.grouped_query()
-
-    def grouped_query(self, **options: Any) -> Attention:
-        """`Attention` with the name `self_attn`, biases as the config says, and these `options`."""
-        c, options = self.config, {"norm_class": self.norm_class, "name": "self_attn"} | options
-        return Attention(c.hidden_size, self.layer.attention, self.layout, c.attention_bias, **options)
+    def attention(self) -> Callable[..., tuple[Array, Any]]:
+        """The layer's attention: `Attention`, unless the family says otherwise."""
+        return Attention(self.config.hidden_size, self.layer.attention, self.layout, self.norm_class, name="self_attn")
 
     def mlp(self, ctx: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
         """The layer's MLP, or its experts."""
         D, layer = self.config.hidden_size, self.layer
         if layer.experts:
             return partial(Experts(D, layer.experts, self.layout, name="experts"), counts=ctx.counts)
-        return MLP(D, layer.intermediate_size, self.layout, self.config.mlp_bias, name="mlp")
+        return MLP(D, layer.intermediate_size, self.layout, layer.mlp_bias, name="mlp")
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Pass, entry: Entry, shared: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
         D, eps = self.config.hidden_size, self.config.rms_norm_eps
-        attention: Any = self.attention()
-        h, fresh = attention(self.norm_class(D, eps, name="input_layernorm")(x), ctx, entry, shared)
+        h, fresh = self.attention()(self.norm_class(D, eps, name="input_layernorm")(x), ctx, entry, shared)
         x = on_every_device(x + h)
         h = self.mlp(ctx)(self.norm_class(D, eps, name="post_attention_layernorm")(x))
         return on_every_device(x + h), fresh
 
 
 class Decoder(nn.Module):
-    """Embedding, decoder layers, final norm and head. A family derives its `Model` from it and names its layer.
+    """Embedding, decoder layers, final norm and head. A family with a layer of its own derives its `Model` from it.
 
     Attributes:
         layer: the family's layer; see `run_layers` for what it is called with.
     """
 
-    layer: ClassVar[type[Layer]]
+    layer: ClassVar[type[Layer]] = Layer
 
     config: TargetConfig
     layout: Layout

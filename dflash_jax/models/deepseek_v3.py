@@ -6,9 +6,7 @@ Reference: transformers `models/deepseek_v3/modeling_deepseek_v3.py`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
-import flax.linen as nn
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -27,7 +25,6 @@ from dflash_jax.config_json import (
 from dflash_jax.mesh import HEADS, WHOLE, Layout
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Pass
-from dflash_jax.models.experts import Experts
 from dflash_jax.models.latent_attention import LatentAttention, LatentAttentionConfig
 from dflash_jax.models.layers import MLP
 from dflash_jax.quantised import GROUP
@@ -71,24 +68,18 @@ class DeepseekV3Config(TargetConfig):
     Attributes:
         shared_inner: inner width of the expert that every token goes through.
         interleaved: whether the rotated dimensions that belong together are stored side by side.
-        int4: whether the routed experts are stored in INT4, and stay so.
         nested: whether the text model's tensors stand inside another model's.
         predicting: layers after the last that predict further tokens, which are not read.
     """
 
     shared_inner: int = 0
     interleaved: bool = True
-    int4: bool = False
     nested: bool = False
     predicting: int = 0
 
     def indivisible(self, layout: Layout) -> str | None:
-        """Why the model cannot be split so, or None."""
         if why := super().indivisible(layout):
             return why
-        inner = max((layer.experts.intermediate_size for layer in self.layers if layer.experts), default=0)
-        if self.int4 and inner % (GROUP * layout.inner):
-            return f"an inner width of {inner} in INT4 groups of {GROUP}"
         for what, size in (("a shared inner width", self.shared_inner), ("a hidden size", self.hidden_size)):
             if layout.shards > 1 and size % (layout.shards * self.block):
                 return f"{what} of {size}" + (f" in FP8 blocks of {self.block}" if self.fp8 else "")
@@ -119,9 +110,10 @@ def config(raw: Raw) -> DeepseekV3Config:
         scores="sigmoid",
         correction_bias=True,
         routed_scaling_factor=require(raw, "routed_scaling_factor", float),
+        stored="INT4" if (int4 := _has_int4(raw)) else None,
     )
-    depth, inner, dense = require(raw, "num_hidden_layers"), require(raw, "intermediate_size"), _dense_layers(raw)
-    int4 = _has_int4(raw)
+    depth, inner = require(raw, "num_hidden_layers"), require(raw, "intermediate_size")
+    dense = raw["first_k_dense_replace"]  # layers without experts, the first ones
     return DeepseekV3Config(
         **target_fields(raw),
         layers=tuple(LayerConfig(attention, inner, experts if i >= dense else None) for i in range(depth)),
@@ -129,7 +121,6 @@ def config(raw: Raw) -> DeepseekV3Config:
         **({} if int4 else fp8_fields(raw)),
         shared_inner=require(raw, "n_shared_experts") * experts.intermediate_size,
         interleaved=_flag(raw, "rope_interleave"),
-        int4=int4,
         nested=nested,
         predicting=raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0,
     )
@@ -145,6 +136,9 @@ def _check(raw: Raw) -> None:
     for name in ("n_group", "topk_group", "first_k_dense_replace"):
         if raw.get(name) is None:
             raise ValueError(f"config.json must give {name}: transformers' default is that of another model")
+    dense = raw["first_k_dense_replace"]
+    if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
+        raise ValueError(f"config.json: first_k_dense_replace must be a number of layers, got {dense!r:.80}")
 
 
 def _flag(raw: Raw, name: str) -> bool:
@@ -153,14 +147,6 @@ def _flag(raw: Raw, name: str) -> bool:
     if not isinstance(value, bool | None):
         raise ValueError(f"config.json: {name} must be true or false, got {value!r:.80}")
     return value is not False
-
-
-def _dense_layers(raw: Raw) -> int:
-    """How many layers have no experts, the first ones."""
-    count = raw["first_k_dense_replace"]
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ValueError(f"config.json: first_k_dense_replace must be a number of layers, got {count!r:.80}")
-    return count
 
 
 def _has_int4(raw: Raw) -> bool:
@@ -188,29 +174,25 @@ def _has_int4(raw: Raw) -> bool:
 class Layer(decoder.Layer):
     """A layer with latent attention; experts have one beside them that every token goes through."""
 
-    def attention(self) -> nn.Module:
+    def attention(self) -> LatentAttention:
         mixer = self.layer.mixer
         assert isinstance(mixer, LatentAttentionConfig)
         return LatentAttention(self.config.hidden_size, mixer, name="self_attn")
 
     def mlp(self, ctx: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-        c, D = self.config, self.config.hidden_size
+        c, mlp = self.config, super().mlp(ctx)
         assert isinstance(c, DeepseekV3Config)
         if self.layer.experts is None:
-            return super().mlp(ctx)
-        experts = partial(Experts(D, self.layer.experts, self.layout, name="experts"), counts=ctx.counts)
-        shared = MLP(D, c.shared_inner, self.layout, name="shared_experts")
-        return lambda h: experts(h) + shared(h)
+            return mlp
+        shared = MLP(c.hidden_size, c.shared_inner, self.layout, name="shared_experts")
+        return lambda h: mlp(h) + shared(h)
 
 
 class Model(decoder.Decoder):
-    """A `Decoder` of these layers."""
-
     layer = Layer
 
 
 def tensors(config: DeepseekV3Config, layout: Layout = WHOLE) -> Table:
-    """Checkpoint tensors of every parameter."""
     D, fp8 = config.hidden_size, config.in_fp8
 
     def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
@@ -220,8 +202,8 @@ def tensors(config: DeepseekV3Config, layout: Layout = WHOLE) -> Table:
         mlp = f"{prefix}.mlp"
         if layer.experts is None:
             return table | tables.swiglu(f"{path}/mlp", mlp, D, layer.intermediate_size, layout, fp8=fp8)
-        how = {"fp8": fp8, "int4": config.int4, "correction": "gate.e_score_correction_bias"}
-        table |= tables.experts(f"{path}/experts", mlp, D, layer.experts, layout, **how)
+        correction = "gate.e_score_correction_bias"
+        table |= tables.experts(f"{path}/experts", mlp, D, layer.experts, layout, correction=correction, fp8=fp8)
         shared = f"{path}/shared_experts", f"{mlp}.shared_experts"
         return table | tables.swiglu(*shared, D, config.shared_inner, layout, fp8=fp8)
 

@@ -17,7 +17,6 @@ from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, WHOLE, Layout, current_mesh, on_each_device, split_rows
 from dflash_jax.models.layers import ACTIVATIONS, parameter
 from dflash_jax.quantised import Quantised
-from dflash_jax.sharding import gathered
 
 Weight = Array | Quantised  # of all experts, [E, M, D]
 COMPARED = 512  # rows at most whose places are found by comparing all with all
@@ -45,14 +44,13 @@ class Experts(nn.Module):
             routed: what the router reads; None is `x`.
         """
         c, (E, D) = self.config, (self.config.num_experts, self.width)
-        inner, path = c.intermediate_size, "/".join(self.path)
+        inner = c.intermediate_size
 
         def bias(name: str, *shape: int) -> Array | None:
             return self.param(name, nn.initializers.zeros, shape) if c.bias else None
 
         router = self.param("router", nn.initializers.normal(0.02), (E, D))
         gate_up, down = parameter(self, "gate_up_proj", (E, 2 * inner, D)), parameter(self, "down_proj", (E, D, inner))
-        gate_up, down = gathered(gate_up, f"{path}/gate_up_proj"), gathered(down, f"{path}/down_proj")
         gate_up_bias, down_bias = bias("gate_up_bias", E, 2 * inner), bias("down_bias", E, D)
         correction = self.param("correction_bias", nn.initializers.zeros, (E,)) if c.correction_bias else None
         scale = self.param("per_expert_scale", nn.initializers.ones, (E,)) if c.per_expert_scale else None
@@ -87,37 +85,33 @@ class Experts(nn.Module):
 def routing(
     config: ExpertsConfig, params: Mapping[str, Array | None], x: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """`route` by the parameters of `Experts`."""
+    """Weights and experts of every token, in float32; of equal scores the first expert wins.
+
+    Args:
+        params: of `Experts`.
+    """
+
+    def wide(name: str) -> Float[Array, " E"] | None:
+        return None if (found := params.get(name)) is None else found.astype(jnp.float32)
+
     router = params["router"]
     assert router is not None
     logits = product("btd,ed->bte", x, router)
-    given = (params.get(name) for name in ("router_bias", "correction_bias", "per_expert_scale"))
-    return route(config, logits, *given)
-
-
-def route(
-    config: ExpertsConfig,
-    logits: Float[Array, "B T E"],
-    bias: Float[Array, " E"] | None = None,
-    correction: Float[Array, " E"] | None = None,
-    scale: Float[Array, " E"] | None = None,
-) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """Weights and experts of every token, in float32; of equal scores the first expert wins."""
-    if bias is not None:
-        logits = logits + bias.astype(jnp.float32)[None, None]
+    if (bias := wide("router_bias")) is not None:
+        logits = logits + bias[None, None]
     scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "softmax_topk": lambda x: x}
     found = scores[config.scores](logits)
-    if correction is None:
+    if (correction := wide("correction_bias")) is None:
         weights, chosen = jax.lax.top_k(found, config.num_experts_per_tok)
     else:
-        _, chosen = jax.lax.top_k(found + correction.astype(jnp.float32)[None, None], config.num_experts_per_tok)
+        _, chosen = jax.lax.top_k(found + correction[None, None], config.num_experts_per_tok)
         weights = jnp.take_along_axis(found, chosen, axis=-1)
     if config.scores == "softmax_topk":
         weights = jax.nn.softmax(weights, axis=-1)
     if config.norm_topk_prob:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), LEAST_SUM)
-    if scale is not None:
-        weights = weights * scale.astype(jnp.float32)[chosen]
+    if (scale := wide("per_expert_scale")) is not None:
+        weights = weights * scale[chosen]
     return weights * config.routed_scaling_factor, chosen
 
 

@@ -5,7 +5,7 @@ Reference: transformers `models/gemma4/modeling_gemma4.py`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -26,7 +26,7 @@ from dflash_jax.config_json import (
 )
 from dflash_jax.mesh import WHOLE, Layout, on_every_device
 from dflash_jax.models import decoder, tables
-from dflash_jax.models.attention import Attention, Pass
+from dflash_jax.models.attention import Pass
 from dflash_jax.models.experts import Experts
 from dflash_jax.models.layers import MLP, Float32RMSNorm, RMSNorm
 from dflash_jax.sharding import Rule
@@ -58,21 +58,14 @@ class Gemma4Config(TargetConfig):
     """A Gemma 4. Its layers with experts have an MLP beside them, of `intermediate_size`.
 
     Attributes:
-        attention_k_eq_v: whether global layers have no values of their own, but take what becomes their keys.
         final_logit_softcapping: logits become `cap * tanh(logit / cap)`; None leaves them.
         nested: whether the text model's tensors stand inside another model's.
     """
 
-    attention_k_eq_v: bool = False
     final_logit_softcapping: float | None = None
     nested: bool = False
 
-    def values_are_keys(self, mixer: AttentionConfig) -> bool:
-        """Whether a layer has no values of its own."""
-        return self.attention_k_eq_v and mixer.window is None
-
     def indivisible(self, layout: Layout) -> str | None:
-        """Why the model cannot be split so, or None."""
         inner = next((n for layer in self.layers if (n := layer.intermediate_size) % layout.shards), None)
         return f"an inner width of {inner}" if inner else super().indivisible(layout)
 
@@ -96,7 +89,6 @@ def config(raw: Raw) -> Gemma4Config:
         layers=tuple(LayerConfig(mixer, inner, experts) for mixer in _mixers(raw)),
         model_type=model_type,
         embedding_scale=require(raw, "hidden_size") ** 0.5,
-        attention_k_eq_v=bool(raw.get("attention_k_eq_v")),
         final_logit_softcapping=require(raw, "final_logit_softcapping", float) if capped else None,
         nested=nested,
     )
@@ -111,18 +103,18 @@ def _mixers(raw: Raw) -> list[AttentionConfig]:
     """The attention of every layer; the last one is always global, and so is every sixth by default."""
     depth, ropes = require(raw, "num_hidden_layers"), raw.get("rope_parameters")
     types = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(depth)]
-    if raw.get("layer_types") is not None:
-        types = layer_types(raw, depth)
-    types = [*types[:-1], "full_attention"]
+    types = [*layer_types(raw, depth, default=types)[:-1], "full_attention"]
     if not isinstance(ropes, Mapping) or not all(isinstance(ropes.get(kind), Mapping) for kind in types):
         raise ValueError(
             f"config.json: rope_parameters must have one object for each of layer_types, got {ropes!r:.80}"
         )
-    mixers = []
+    mixers, eps = [], require(raw, "rms_norm_eps", float)
     for kind, shape in zip(types, _shapes(raw, types), strict=True):
         window = require(raw, "sliding_window") if kind == "sliding_attention" else None
-        own = attention_config({**raw, **shape, "rope_parameters": ropes[kind]}, window=window)
-        mixers.append(replace(own, scale=1.0))
+        # Global layers may have no values of their own.
+        how = {"window": window, "values_are_keys": window is None and bool(raw.get("attention_k_eq_v"))}
+        own = {**raw, **shape, "rope_parameters": ropes[kind]}
+        mixers.append(attention_config(own, scale=1.0, qk_norm=eps, value_norm=eps, **how))
     return mixers
 
 
@@ -163,12 +155,6 @@ class Layer(decoder.Layer):
 
     norm_class = Float32RMSNorm
 
-    def attention(self) -> Attention:
-        c, eps = self.config, self.config.rms_norm_eps
-        assert isinstance(c, Gemma4Config)
-        shared = c.values_are_keys(self.layer.attention)
-        return self.grouped_query(qk_norm=eps, value_norm=eps, values_are_keys=shared)
-
     def normed(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """`x` through a new norm of this name."""
         return Float32RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, name=name)(on_every_device(x))
@@ -208,12 +194,10 @@ class Model(decoder.Decoder):
 
 
 def tensors(config: Gemma4Config, layout: Layout = WHOLE) -> Table:
-    """Checkpoint tensors of every parameter."""
     D = config.hidden_size
 
     def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
-        where, shared = (f"{path}/self_attn", f"{prefix}.self_attn"), config.values_are_keys(layer.attention)
-        table = tables.attention(*where, D, layer.attention, layout, qk_norm=True, values_are_keys=shared)
+        table = tables.attention(f"{path}/self_attn", f"{prefix}.self_attn", D, layer.attention, layout)
         table |= tables.norms(path, prefix, D, *_NORMS, *(_EXPERT_NORMS if layer.experts else ()))
         table |= tables.swiglu(f"{path}/mlp", f"{prefix}.mlp", D, layer.intermediate_size, layout)
         table[f"{path}/layer_scalar"] = copied(f"{prefix}.layer_scalar", 1)

@@ -3,9 +3,9 @@
 Reference: transformers `models/gpt_oss/modeling_gpt_oss.py`; MXFP4 in `integrations/mxfp4.py`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from dflash_jax.checkpoint import Leaf, Merged, Part, QuantisedLeaf, Stored, Table, copied
+from dflash_jax.checkpoint import Leaf, Merged, QuantisedLeaf, Section, Source, Stored, Table, copied, fused
 from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
     DECODER_FIELDS,
@@ -18,7 +18,6 @@ from dflash_jax.config_json import (
 )
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models import decoder, tables
-from dflash_jax.models.attention import Attention
 from dflash_jax.models.layers import Float32RMSNorm
 from dflash_jax.quantised import GROUP, MXFP4
 from dflash_jax.unsupported import quantisation
@@ -29,111 +28,75 @@ _FIELDS = """
 """.split()
 
 
-@dataclass(frozen=True)
-class GptOssConfig(TargetConfig):
-    """A gpt-oss.
-
-    Attributes:
-        mxfp4: whether the experts are stored in MXFP4, as published; else as they are multiplied.
-    """
-
-    mxfp4: bool = False
-
-    def indivisible(self, layout: Layout) -> str | None:
-        """Why the model cannot be split so, or None; groups of MXFP4 are not cut."""
-        inner = self.layers[0].inner
-        if self.mxfp4 and inner % (GROUP * layout.inner):
-            return f"an inner width of {inner} in MXFP4 groups of {GROUP}"
-        return super().indivisible(layout)
-
-
-def config(raw: Raw) -> GptOssConfig:
-    """Reads `config.json`; windows follow `layer_types`, by default every other layer has one."""
+def config(raw: Raw) -> TargetConfig:
+    """Reads `config.json`; windows follow `layer_types`, by default every other layer has one. Experts are stored in
+    MXFP4, as published, or as they are multiplied."""
     fixed = {"hidden_act": "silu", "swiglu_alpha": 1.702, "experts_per_token": raw.get("num_experts_per_tok")}
     check_fields(raw, [*DECODER_FIELDS, *_FIELDS], fixed)
     if raw.get("attention_bias") is False:
         raise ValueError("config.json: attention_bias = False is not supported for gpt_oss, expected True")
-    stored = mapping(raw, "quantization_config")
-    if stored and stored.get("quant_method") != "mxfp4":
-        raise ValueError(f"config.json: quantization_config asks for {quantisation(stored)}")
+    given = mapping(raw, "quantization_config")
+    if given and given.get("quant_method") != "mxfp4":
+        raise ValueError(f"config.json: quantization_config asks for {quantisation(given)}")
     depth, inner = require(raw, "num_hidden_layers"), require(raw, "intermediate_size")
     default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(depth)]
-    types = layer_types(raw, depth) if raw.get("layer_types") is not None else default
+    types = layer_types(raw, depth, default=default)
     window = require(raw, "sliding_window") if "sliding_attention" in types else None
     count, chosen = require(raw, "num_local_experts"), require(raw, "num_experts_per_tok")
     limit = 7.0 if raw.get("swiglu_limit") is None else require(raw, "swiglu_limit", float)
-    experts = ExpertsConfig(count, chosen, inner, scores="softmax_topk", bias=True, swiglu_limit=limit)
-    attention = attention_config(raw)
+    how = {"bias": True, "swiglu_limit": limit, "stored": "MXFP4" if given else None}
+    experts = ExpertsConfig(count, chosen, inner, scores="softmax_topk", **how)
+    attention = attention_config({**raw, "attention_bias": True}, sinks=True)
     mixers = (replace(attention, window=window if kind == "sliding_attention" else None) for kind in types)
-    return GptOssConfig(
+    return TargetConfig(
         **target_fields(raw),
         layers=tuple(LayerConfig(mixer, inner, experts) for mixer in mixers),
         model_type="gpt_oss",
-        attention_bias=True,
-        mxfp4=bool(stored),
     )
 
 
 class Layer(decoder.Layer):
-    """A layer whose query heads have attention sinks."""
+    """A layer whose norms are rounded last."""
 
     norm_class = Float32RMSNorm
 
-    def attention(self) -> Attention:
-        return self.grouped_query(sinks=True)
-
 
 class Model(decoder.Decoder):
-    """A `Decoder` of these layers."""
-
     layer = Layer
 
 
-def tensors(config: GptOssConfig, layout: Layout = WHOLE) -> Table:
-    """Checkpoint tensors of every parameter."""
-    D, parts = config.hidden_size, layout.inner
+def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
+    """Checkpoint tensors of every parameter. Rows of gate and up take turns."""
+
+    def turned(source: Source, axis: int = 1, dtype: str | None = None) -> Leaf:
+        rows = source.shape[axis]
+        sections = [Section(source, range(half, rows, 2)) for half in (0, 1)]
+        return fused(sections, layout.inner, dtype, axis=1, order=(0, 2, 1) if axis == 2 else None)
 
     def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
-        c = layer.experts
+        c, D = layer.experts, config.hidden_size
         assert c is not None
         E, inner = c.num_experts, c.intermediate_size
-        table = tables.decoder_layer(path, prefix, D, layer, layout, bias=True, qk_norm=False)
         mlp, ours = f"{prefix}.mlp", f"{path}/experts"
-        gate_up, down = (E, 2 * inner, D), (E, D, inner)
-        return table | {
-            f"{path}/self_attn/sinks": copied(f"{prefix}.self_attn.sinks", layer.attention.num_heads),
+        names = f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj"
+        table = tables.decoder_layer(path, prefix, D, layer, layout) | {
             f"{ours}/router": copied(f"{mlp}.router.weight", E, D),
             f"{ours}/router_bias": copied(f"{mlp}.router.bias", E),
-            f"{ours}/gate_up_bias": tables.alternating(
-                Stored(f"{mlp}.experts.gate_up_proj_bias", (E, 2 * inner)), (E, 2 * inner), parts
-            ),
-            f"{ours}/down_bias": copied(f"{mlp}.experts.down_proj_bias", E, D),
-            f"{ours}/gate_up_proj": _gate_up(f"{mlp}.experts.gate_up_proj", gate_up, parts, config.mxfp4),
-            f"{ours}/down_proj": _down(f"{mlp}.experts.down_proj", down, config.mxfp4),
+            f"{ours}/gate_up_bias": turned(Stored(f"{names[0]}_bias", (E, 2 * inner))),
+            f"{ours}/down_bias": copied(f"{names[1]}_bias", E, D),
         }
+        if c.stored is None:  # [experts, in, out]
+            down = Section(Stored(names[1], (E, inner, D)))
+            table[f"{ours}/gate_up_proj"] = turned(Stored(names[0], (E, D, 2 * inner)), axis=2)
+            table[f"{ours}/down_proj"] = fused([down], order=(0, 2, 1))
+            return table
+        gate_up = [turned(source, dtype="uint8") for source in _blocks(names[0], (E, 2 * inner, D))]
+        down = [fused([Section(source)], dtype="uint8") for source in _blocks(names[1], (E, D, inner))]
+        table[f"{ours}/gate_up_proj"] = QuantisedLeaf(*gate_up, kind=MXFP4)
+        table[f"{ours}/down_proj"] = QuantisedLeaf(*down, kind=MXFP4)
+        return table
 
     return tables.decoder(config, layer_table)
-
-
-def _gate_up(name: str, shape: tuple[int, int, int], parts: int, mxfp4: bool) -> Leaf | QuantisedLeaf:
-    E, both, D = shape
-    if not mxfp4:  # [experts, in, out]
-        return tables.alternating(Stored(name, (E, D, both)), shape, parts, axis=2)
-    values, scale = _blocks(name, shape)
-    return QuantisedLeaf(
-        tables.alternating(values, values.shape, parts, dtype="uint8"),
-        tables.alternating(scale, scale.shape, parts, dtype="uint8"),
-        MXFP4,
-    )
-
-
-def _down(name: str, shape: tuple[int, int, int], mxfp4: bool) -> Leaf | QuantisedLeaf:
-    everything = lambda sizes: tuple(slice(0, size) for size in sizes)
-    E, D, inner = shape
-    if not mxfp4:
-        return Leaf(shape, (Part(Stored(name, (E, inner, D)), everything(shape), (), (0, 2, 1)),))
-    values, scale = (Leaf(x.shape, (Part(x, everything(x.shape)),), "uint8") for x in _blocks(name, shape))
-    return QuantisedLeaf(values, scale, MXFP4)
 
 
 def _blocks(name: str, shape: tuple[int, int, int]) -> tuple[Merged, Stored]:

@@ -28,7 +28,6 @@ from dflash_jax.models.attention import Pass
 from dflash_jax.models.layers import Linear, RMSNorm, parameter
 from dflash_jax.models.rope import rotate
 from dflash_jax.quantised import Quantised
-from dflash_jax.sharding import gathered
 
 
 @dataclass(frozen=True)
@@ -90,15 +89,12 @@ class LatentAttentionConfig:
 
     @property
     def rotary(self) -> tuple[RopeConfig, int]:
-        """See `cache.Mixer`."""
         return self.rope, self.qk_rope_head_dim
 
     def entry(self, rows: int, slots: int, dtype: DTypeLike, layout: Layout, widest: int) -> Latent:
-        """An empty cache entry."""
         return Latent.empty(rows, slots, self.vector, dtype, widest)
 
     def indivisible(self, layout: Layout, block: int = 1) -> str | None:
-        """See `cache.Mixer`."""
         if self.num_heads % layout.shards:
             return f"{self.num_heads} heads"
         for size in (self.head_dim, self.up_dim, self.v_head_dim):
@@ -167,7 +163,6 @@ class LatentAttention(nn.Module):
         """The weight that makes keys and values of every head from latents."""
         c = self.config
         weight = parameter(self, "kv_b_proj", (c.num_heads * c.up_dim, c.kv_lora_rank))
-        weight = gathered(weight, "/".join((*self.path, "kv_b_proj")))
         if isinstance(weight, Quantised):
             weight = weight.astype(dtype)
         return weight.reshape(c.num_heads, c.up_dim, c.kv_lora_rank)

@@ -64,19 +64,22 @@ class Linear(nn.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... M"]:
         inputs, outputs = self.features
         weight = parameter(self, "weight", (outputs, inputs))
-        y = matmul(x, gathered(weight, "/".join((*self.path, "weight"))))
+        y = matmul(x, weight)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, (outputs,))[None, None]
         return y
 
 
 def parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> Float[Array, "..."] | Quantised:
-    """The parameter of this shape, which may be quantised where one is given."""
-    if module.has_variable("params", name) and isinstance(found := module.get_variable("params", name), Quantised):
-        if found.shape != shape:
-            raise ValueError(f"{'/'.join((*module.path, name))} must have shape {shape}, got {found.shape}")
-        return found
-    return module.param(name, nn.initializers.normal(0.02), shape)
+    """The parameter of this shape, which may be quantised where one is given, gathered for its use."""
+    path, found = "/".join((*module.path, name)), None
+    if module.has_variable("params", name):
+        found = module.get_variable("params", name)
+    if not isinstance(found, Quantised):
+        found = module.param(name, nn.initializers.normal(0.02), shape)
+    elif found.shape != shape:
+        raise ValueError(f"{path} must have shape {shape}, got {found.shape}")
+    return gathered(found, path)
 
 
 def unfuse(x: Float[Array, "B T M"], sizes: Sequence[int], shards: int) -> list[Float[Array, "B T _"]]:

@@ -63,12 +63,10 @@ class LinearAttentionConfig:
         return 2 * self.key_size + self.value_size
 
     def entry(self, rows: int, slots: int, dtype: DTypeLike, layout: Layout, widest: int) -> Entry:
-        """An empty cache entry."""
         heads, sizes = (self.num_key_heads, self.shared), (self.key_head_dim, self.value_head_dim)
         return allocate(rows, heads, sizes, self.conv_kernel_dim, self.channels, dtype)
 
     def indivisible(self, layout: Layout, block: int = 1) -> str | None:
-        """See `cache.Mixer`."""
         if self.num_key_heads % layout.shards:
             return f"{self.num_key_heads} key heads of linear attention"
         return None

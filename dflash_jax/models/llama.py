@@ -4,7 +4,6 @@ Reference: transformers `models/llama/modeling_llama.py` and `models/mistral/mod
 """
 
 from collections.abc import Mapping
-from functools import partial
 
 from dflash_jax.config import LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import DECODER_FIELDS, attention_config, check_fields, require, target_fields
@@ -25,13 +24,11 @@ def config(raw: Raw) -> TargetConfig:
     check_fields(raw, [*DECODER_FIELDS, known], {"hidden_act": "silu"} | fixed)
     window = None if raw.get("sliding_window") is None else require(raw, "sliding_window")
     attention = attention_config(completed(raw), window=window)
-    layer = LayerConfig(attention, require(raw, "intermediate_size"))
+    layer = LayerConfig(attention, require(raw, "intermediate_size"), mlp_bias=bool(raw.get("mlp_bias")))
     return TargetConfig(
         **target_fields(raw),
         layers=(layer,) * require(raw, "num_hidden_layers"),
         model_type="mistral" if mistral else "llama",
-        attention_bias=bool(raw.get("attention_bias")),
-        mlp_bias=bool(raw.get("mlp_bias")),
     )
 
 
@@ -53,11 +50,4 @@ def head_dim(raw: Raw) -> int:
     return width // heads
 
 
-class Model(decoder.Decoder):
-    """A `Decoder` of the usual layers."""
-
-    layer = decoder.Layer
-
-
-tensors = partial(tables.uniform, qk_norm=False)
-ignored = tables.ignored
+Model, tensors, ignored = decoder.Decoder, tables.uniform, tables.ignored

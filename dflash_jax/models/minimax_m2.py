@@ -3,12 +3,12 @@
 Reference: transformers `models/minimax_m2/modeling_minimax_m2.py`.
 """
 
-from dflash_jax.checkpoint import Section, Stored, Table, fused
+from dataclasses import replace
+from functools import partial
+
 from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import DECODER_FIELDS, check_fields, fp8_fields, partly_rotated, require, target_fields
-from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models import decoder, tables
-from dflash_jax.models.attention import Attention
 
 _FIELDS = """
     num_local_experts num_experts_per_tok rotary_dim router_aux_loss_coef router_jitter_noise quantization_config
@@ -34,7 +34,8 @@ def config(raw: Raw) -> TargetConfig:
     depth = require(raw, "num_hidden_layers")
     full = {"attn_type_list": [1] * depth}  # no layer has linear attention
     check_fields(raw, [*DECODER_FIELDS, *_FIELDS, "partial_rotary_factor"], {**_FIXED, **full})
-    attention = partly_rotated(raw)
+    norm = require(raw, "rms_norm_eps", float)
+    attention = replace(partly_rotated(raw), qk_norm=norm, qk_norm_per_head=False)
     sizes = (require(raw, name) for name in ("num_local_experts", "num_experts_per_tok", "intermediate_size"))
     experts = ExpertsConfig(*sizes, norm_topk_prob=True, scores="sigmoid", correction_bias=True)
     return TargetConfig(
@@ -45,34 +46,5 @@ def config(raw: Raw) -> TargetConfig:
     )
 
 
-class Layer(decoder.Layer):
-    """A layer with one norm of all query heads, and one of all key heads."""
-
-    def attention(self) -> Attention:
-        return self.grouped_query(qk_norm=self.config.rms_norm_eps, qk_norm_per_head=False)
-
-
-class Model(decoder.Decoder):
-    """A `Decoder` of these layers."""
-
-    layer = Layer
-
-
-def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
-    """Checkpoint tensors of every parameter."""
-
-    def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
-        D, fp8, mixer = config.hidden_size, config.in_fp8, layer.attention
-        assert layer.experts is not None
-        table = tables.decoder_layer(path, prefix, D, layer, layout, bias=False, qk_norm=False, fp8=fp8)
-        where, names = (f"{path}/experts", f"{prefix}.block_sparse_moe"), ("w1", "w3", "w2")
-        table |= tables.experts(*where, D, layer.experts, layout, names=names, fp8=fp8)
-        K, H = mixer.num_kv_heads, mixer.head_dim
-        keys = Section(Stored(f"{prefix}.self_attn.k_norm.weight", (K * H,)), copies=layout.copies(K))
-        table[f"{path}/self_attn/k_norm/weight"] = fused([keys], layout.shards)
-        return table | tables.norms(f"{path}/self_attn", f"{prefix}.self_attn", mixer.num_heads * H, "q_norm")
-
-    return tables.decoder(config, layer_table)
-
-
-ignored = tables.ignored
+Model, ignored = decoder.Decoder, tables.ignored
+tensors = partial(tables.uniform, moe="block_sparse_moe", names=("w1", "w3", "w2"))

@@ -4,7 +4,6 @@ Reference: transformers `models/qwen3/modeling_qwen3.py`.
 """
 
 from dataclasses import replace
-from functools import partial
 
 from dflash_jax.config import LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
@@ -18,7 +17,6 @@ from dflash_jax.config_json import (
     target_fields,
 )
 from dflash_jax.models import decoder, tables
-from dflash_jax.models.attention import Attention
 
 
 def config(raw: Raw) -> TargetConfig:
@@ -35,29 +33,15 @@ def config(raw: Raw) -> TargetConfig:
         require(raw, "sliding_window")
     if "sliding_attention" in types and window is None:
         raise ValueError("sliding_attention layers need use_sliding_window and sliding_window in config.json")
-    attention, inner = attention_config(raw), require(raw, "intermediate_size")
+    attention = attention_config(raw, qk_norm=require(raw, "rms_norm_eps", float))
+    inner = require(raw, "intermediate_size")
     windows = (window if kind == "sliding_attention" else None for kind in types)
     return TargetConfig(
         **target_fields(raw),
         layers=tuple(LayerConfig(replace(attention, window=each), inner) for each in windows),
         model_type="qwen3",
-        attention_bias=bool(raw.get("attention_bias")),
         **fp8_fields(raw),
     )
 
 
-class Layer(decoder.Layer):
-    """A layer with a norm of every query and key head."""
-
-    def attention(self) -> Attention:
-        return self.grouped_query(qk_norm=self.config.rms_norm_eps)
-
-
-class Model(decoder.Decoder):
-    """A `Decoder` of these layers."""
-
-    layer = Layer
-
-
-tensors = partial(tables.uniform, qk_norm=True)
-ignored = tables.ignored
+Model, tensors, ignored = decoder.Decoder, tables.uniform, tables.ignored

@@ -4,9 +4,10 @@ have linear attention.
 Reference: transformers `models/qwen3_next/modeling_qwen3_next.py`, `models/qwen3_5/modeling_qwen3_5.py`.
 """
 
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from dflash_jax.checkpoint import Leaf, Part, Section, Stored, Table, copied, fused
+from dflash_jax.checkpoint import Merged, Section, Source, Stored, Table, copied, fused
 from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
     DECODER_FIELDS,
@@ -29,7 +30,6 @@ from dflash_jax.config_json import (
 from dflash_jax.mesh import HEADS, WHOLE, Layout
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Pass
-from dflash_jax.models.experts import Experts
 from dflash_jax.models.layers import MLP, RMSNorm, project, rms_norm
 from dflash_jax.models.linear_attention import LinearAttention, LinearAttentionConfig
 from dflash_jax.sharding import Rule
@@ -88,7 +88,8 @@ def config(raw: Raw) -> Qwen3NextConfig:
     model_type = raw["model_type"]
     raw, nested = text_config(raw, _OUTSIDE)
     check_fields(raw, [*DECODER_FIELDS, *_FIELDS], _FIXED)
-    depth, attention = require(raw, "num_hidden_layers"), partly_rotated(raw, 0.25)
+    depth, norm = require(raw, "num_hidden_layers"), require(raw, "rms_norm_eps", float)
+    attention = replace(partly_rotated(raw, 0.25), qk_norm=norm, gate=True)
     sizes = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
     linear = LinearAttentionConfig(*(require(raw, f"linear_{name}") for name in sizes))
     if linear.num_value_heads % linear.num_key_heads:
@@ -98,9 +99,7 @@ def config(raw: Raw) -> Qwen3NextConfig:
         )
     every = require({"full_attention_interval": raw.get("full_attention_interval", 4)}, "full_attention_interval")
     kinds = "linear_attention", "full_attention"
-    types = [kinds[(i + 1) % every == 0] for i in range(depth)]
-    if raw.get("layer_types") is not None:
-        types = layer_types(raw, depth, kinds)
+    types = layer_types(raw, depth, kinds, [kinds[(i + 1) % every == 0] for i in range(depth)])
     experts = _experts(raw, model_type)
     step = require(raw, "decoder_sparse_step") if raw.get("decoder_sparse_step") is not None else 1
     plain = token_ids(raw.get("mlp_only_layers"))
@@ -145,37 +144,32 @@ class Layer(decoder.Layer):
 
     norm_class = Norm
 
-    def attention(self) -> nn.Module:
+    def attention(self) -> Callable[..., tuple[Array, Any]]:
         c, mixer = self.config, self.layer.mixer
         if isinstance(mixer, LinearAttentionConfig):
             return LinearAttention(c.hidden_size, mixer, c.rms_norm_eps, self.layout, name="linear_attn")
-        return self.grouped_query(qk_norm=c.rms_norm_eps, gate=True)
+        return super().attention()
 
     def mlp(self, ctx: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-        c, D = self.config, self.config.hidden_size
+        c, D, mlp = self.config, self.config.hidden_size, super().mlp(ctx)
         assert isinstance(c, Qwen3NextConfig)
         if self.layer.experts is None:
-            return super().mlp(ctx)
-        experts = Experts(D, self.layer.experts, self.layout, name="experts")
+            return mlp
         shared = MLP(D, c.shared_inner, self.layout, name="shared_expert")
         gate = self.param("shared_gate", nn.initializers.normal(0.02), (1, D))
 
         def both(h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
             passes = jax.nn.sigmoid(project(h, gate).astype(h.dtype))
-            return experts(h, counts=ctx.counts) + passes * shared(h)
+            return mlp(h) + passes * shared(h)
 
         return both
 
 
 class Model(decoder.Decoder):
-    """A `Decoder` of these layers."""
-
     layer = Layer
 
 
 def tensors(config: Qwen3NextConfig, layout: Layout = WHOLE) -> Table:
-    """Checkpoint tensors of every parameter."""
-
     def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
         D = config.hidden_size
         table = tables.norms(path, prefix, D, "input_layernorm", "post_attention_layernorm")
@@ -183,8 +177,7 @@ def tensors(config: Qwen3NextConfig, layout: Layout = WHOLE) -> Table:
             mixing = _linear_attention(f"{prefix}.linear_attn", D, layer.mixer, layout, grouped=config.grouped)
             table |= {f"{path}/linear_attn/{name}": leaf for name, leaf in mixing.items()}
         else:
-            where = f"{path}/self_attn", f"{prefix}.self_attn"
-            table |= tables.attention(*where, D, layer.attention, layout, qk_norm=True, gate=True)
+            table |= tables.attention(f"{path}/self_attn", f"{prefix}.self_attn", D, layer.attention, layout)
         mlp = f"{prefix}.mlp"
         if layer.experts is None:
             return table | tables.swiglu(f"{path}/mlp", mlp, D, layer.intermediate_size, layout)
@@ -205,34 +198,21 @@ def _linear_attention(prefix: str, width: int, c: LinearAttentionConfig, layout:
     Args:
         grouped: whether they are stored by key head, in two tensors.
     """
-    sizes = {"q": c.key_size, "k": c.key_size, "v": c.value_size, "z": c.value_size}
-    small = {"b": c.num_value_heads, "a": c.num_value_heads}
+    qkv, heads, channels = [c.key_size, c.key_size, c.value_size], c.num_value_heads, c.channels
     if grouped:
         sections = [
-            *_by_key_head(f"{prefix}.in_proj_qkvz.weight", width, c.num_key_heads, list(sizes.values())),
-            *_by_key_head(f"{prefix}.in_proj_ba.weight", width, c.num_key_heads, list(small.values())),
+            *_by_key_head(f"{prefix}.in_proj_qkvz.weight", width, c.num_key_heads, [*qkv, c.value_size]),
+            *_by_key_head(f"{prefix}.in_proj_ba.weight", width, c.num_key_heads, [heads, heads]),
         ]
     else:
-        qkv, start, sections = Stored(f"{prefix}.in_proj_qkv.weight", (c.channels, width)), 0, []
-        for size in (c.key_size, c.key_size, c.value_size):
-            sections.append(Section(qkv, range(start, start + size)))
-            start += size
-        for name, size in (("z", c.value_size), *small.items()):
-            sections.append(Section(Stored(f"{prefix}.in_proj_{name}.weight", (size, width))))
+        rest = ("z", c.value_size), ("b", heads), ("a", heads)
+        sections = _one_after_another(Stored(f"{prefix}.in_proj_qkv.weight", (channels, width)), qkv)
+        sections += [Section(Stored(f"{prefix}.in_proj_{name}.weight", (size, width))) for name, size in rest]
     # The convolution's channels are always all queries, all keys, all values.
-    taps, start, parts = Stored(f"{prefix}.conv1d.weight", (c.channels, 1, c.conv_kernel_dim)), 0, []
-    channels = [range(c.key_size), range(c.key_size, 2 * c.key_size), range(2 * c.key_size, c.channels)]
-    for shard in range(layout.shards):
-        for section in channels:
-            count = len(section) // layout.shards
-            rows = section[shard * count : (shard + 1) * count]
-            index = slice(start, start + count), slice(0, c.conv_kernel_dim)
-            parts.append(Part(taps, index, (slice(rows.start, rows.stop), 0)))
-            start += count
-    heads = c.num_value_heads
+    taps = Merged(f"{prefix}.conv1d.weight", (channels, c.conv_kernel_dim), c.conv_kernel_dim)
     return {
         "in_proj/weight": fused(sections, layout.shards),
-        "conv": Leaf((c.channels, c.conv_kernel_dim), tuple(parts)),
+        "conv": fused(_one_after_another(taps, qkv), layout.shards),
         "A_log": copied(f"{prefix}.A_log", heads, dtype="float32"),
         "dt_bias": copied(f"{prefix}.dt_bias", heads, dtype="float32"),
         "norm": copied(f"{prefix}.norm.weight", c.value_head_dim),
@@ -240,16 +220,21 @@ def _linear_attention(prefix: str, width: int, c: LinearAttentionConfig, layout:
     }
 
 
+def _one_after_another(source: Source, sizes: list[int]) -> list[Section]:
+    """Sections of these sizes."""
+    return [Section(source, rows) for rows in _stretches(sizes)]
+
+
 def _by_key_head(name: str, width: int, heads: int, sizes: list[int]) -> list[Section]:
     """Sections of a tensor that has the rows of every section for a key head, then for the next."""
-    each, source, start = sum(sizes) // heads, Stored(name, (sum(sizes), width)), 0
-    sections = []
-    for size in sizes:
-        count = size // heads
-        rows = [each * head + start + i for head in range(heads) for i in range(count)]
-        sections.append(Section(source, rows))
-        start += count
-    return sections
+    each, source = sum(sizes) // heads, Stored(name, (sum(sizes), width))
+    of_head = _stretches([size // heads for size in sizes])
+    return [Section(source, [each * head + row for head in range(heads) for row in rows]) for rows in of_head]
+
+
+def _stretches(sizes: list[int]) -> list[range]:
+    ends = itertools.accumulate(sizes)
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def ignored(config: Qwen3NextConfig) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from dflash_jax.checkpoint import (
     BlockScaled,
     Leaf,
     Packed,
-    Part,
     QuantisedLeaf,
     Section,
     Source,
@@ -24,6 +23,7 @@ from dflash_jax.quantised import BLOCK, FP8, GROUP, INT4
 
 Where = Callable[[str], bool]
 nowhere: Where = lambda name: False
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 
 
 def decoder(
@@ -51,19 +51,21 @@ def decoder(
     return table
 
 
-def uniform(config: TargetConfig, layout: Layout = WHOLE, *, qk_norm: bool, output_bias: bool | None = None) -> Table:
+def uniform(
+    config: TargetConfig, layout: Layout = WHOLE, *, moe: str = "mlp", names: tuple[str, str, str] = PROJECTIONS
+) -> Table:
     """A decoder whose layers are all as `decoder_layer` has them, with an MLP or with experts.
 
     Args:
-        qk_norm, output_bias: see `attention`.
+        moe: name of the experts' module.
+        names: see `experts`.
     """
+    D, fp8 = config.hidden_size, config.in_fp8
 
     def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
-        D, fp8, bias = config.hidden_size, config.in_fp8, config.attention_bias
-        how = {"bias": bias, "qk_norm": qk_norm, "output_bias": output_bias, "mlp_bias": config.mlp_bias}
-        table = decoder_layer(path, prefix, D, layer, layout, fp8=fp8, **how)
+        table = decoder_layer(path, prefix, D, layer, layout, fp8=fp8)
         if layer.experts:
-            table |= experts(f"{path}/experts", f"{prefix}.mlp", D, layer.experts, layout, fp8=fp8)
+            table |= experts(f"{path}/experts", f"{prefix}.{moe}", D, layer.experts, layout, fp8=fp8, names=names)
         return table
 
     return decoder(config, layer_table)
@@ -81,10 +83,6 @@ def decoder_layer(
     layer: LayerConfig,
     layout: Layout,
     *,
-    bias: bool,
-    qk_norm: bool,
-    output_bias: bool | None = None,
-    mlp_bias: bool = False,
     fuse_qkv: bool = True,
     fp8: Where = nowhere,
 ) -> Table:
@@ -93,16 +91,14 @@ def decoder_layer(
     Args:
         path, prefix: of the parameters, and of the checkpoint tensors.
         width: of the model.
-        bias, qk_norm, output_bias, fuse_qkv: see `attention`.
-        mlp_bias: whether the products of the MLP have one.
+        fuse_qkv: see `attention`.
         fp8: which modules, by name, have weights in FP8 with block scales, which then stay so.
     """
-    how = {"bias": bias, "output_bias": output_bias, "qk_norm": qk_norm, "fuse_qkv": fuse_qkv}
+    where, mlp = (f"{path}/self_attn", f"{prefix}.self_attn"), (f"{path}/mlp", f"{prefix}.mlp")
     table = norms(path, prefix, width, "input_layernorm", "post_attention_layernorm")
-    table |= attention(f"{path}/self_attn", f"{prefix}.self_attn", width, layer.attention, layout, fp8=fp8, **how)
+    table |= attention(*where, width, layer.attention, layout, fuse_qkv=fuse_qkv, fp8=fp8)
     if layer.experts is None:
-        inner = layer.intermediate_size
-        table |= swiglu(f"{path}/mlp", f"{prefix}.mlp", width, inner, layout, bias=mlp_bias, fp8=fp8)
+        table |= swiglu(*mlp, width, layer.intermediate_size, layout, bias=layer.mlp_bias, fp8=fp8)
     return table
 
 
@@ -118,44 +114,39 @@ def attention(
     config: AttentionConfig,
     layout: Layout,
     *,
-    bias: bool = False,
-    output_bias: bool | None = None,
-    qk_norm: bool = False,
-    values_are_keys: bool = False,
-    gate: bool = False,
     fuse_qkv: bool = True,
     fp8: Where = nowhere,
 ) -> Table:
-    """`models.attention.Attention` under Hugging Face's names.
+    """`models.attention.Attention` under Hugging Face's names. The rows of a query head and of its gate are stored one
+    after the other.
 
     Args:
-        path, prefix: of the parameters, and of the checkpoint tensors.
-        width: of the model.
-        bias, output_bias, values_are_keys, gate: see `Attention`. The rows of a query head and of its gate are stored
-            one after the other.
-        qk_norm: whether every query and key head has a norm.
         fuse_qkv: whether keys, values and their norm belong to the layer; else they live elsewhere.
-        fp8: see `decoder_layer`.
+        path, prefix, width, fp8: see `decoder_layer`.
     """
     N, K, H, copies = config.num_heads, config.num_kv_heads, config.head_dim, layout.copies(config.num_kv_heads)
     outputs = [Outputs(f"{prefix}.q_proj", N * H)]
-    if gate:
+    if config.gate:
         halves = [[2 * H * head + H * half + i for head in range(N) for i in range(H)] for half in (0, 1)]
         outputs = [Outputs(f"{prefix}.q_proj", 2 * N * H, 1, rows) for rows in halves]
     if fuse_qkv:
-        outputs += [Outputs(f"{prefix}.{x}_proj", K * H, copies) for x in ("k" if values_are_keys else "kv")]
+        outputs += [Outputs(f"{prefix}.{x}_proj", K * H, copies) for x in ("k" if config.values_are_keys else "kv")]
     projection = f"{path}/qkv_proj" if fuse_qkv else f"{path}/q_proj"
     table: Table = {
         f"{projection}/weight": linear(outputs, width, layout.shards, fp8=fp8),
         f"{path}/o_proj/weight": linear([Outputs(f"{prefix}.o_proj", width)], N * H, fp8=fp8),
     }
-    if qk_norm:
+    if config.qk_norm and config.qk_norm_per_head:
         table |= norms(path, prefix, H, *(("q_norm", "k_norm") if fuse_qkv else ("q_norm",)))
-    if bias:
-        biases = [Section(Stored(f"{x.name}.bias", (x.size,)), x.order, x.copies) for x in outputs]
-        table[f"{projection}/bias"] = fused(biases, layout.shards)
-    if bias if output_bias is None else output_bias:
-        table[f"{path}/o_proj/bias"] = copied(f"{prefix}.o_proj.bias", width)
+    elif config.qk_norm:
+        keys = Section(Stored(f"{prefix}.k_norm.weight", (K * H,)), copies=copies)
+        table |= norms(path, prefix, N * H, "q_norm") | {f"{path}/k_norm/weight": fused([keys], layout.shards)}
+    if config.bias:
+        table[f"{projection}/bias"] = biases(outputs, layout.shards)
+        if config.output_bias:
+            table[f"{path}/o_proj/bias"] = copied(f"{prefix}.o_proj.bias", width)
+    if config.sinks:
+        table[f"{path}/sinks"] = copied(f"{prefix}.sinks", N)
     return table
 
 
@@ -165,17 +156,16 @@ def swiglu(
     """An MLP of gate, up and down under Hugging Face's names.
 
     Args:
-        path, prefix: of the parameters, and of the checkpoint tensors.
-        bias, fp8: see `decoder_layer`.
+        bias: whether its products have one.
+        path, prefix, width, fp8: see `decoder_layer`.
     """
-    both = [(f"{prefix}.{name}_proj", inner, 1) for name in ("gate", "up")]
+    both = [Outputs(f"{prefix}.{name}_proj", inner) for name in ("gate", "up")]
     table: Table = {
         f"{path}/gate_up_proj/weight": linear(both, width, layout.shards, fp8=fp8),
-        f"{path}/down_proj/weight": linear([(f"{prefix}.down_proj", width, 1)], inner, fp8=fp8),
+        f"{path}/down_proj/weight": linear([Outputs(f"{prefix}.down_proj", width)], inner, fp8=fp8),
     }
     if bias:
-        biases = [Section(Stored(f"{name}.bias", (size,))) for name, size, _ in both]
-        table[f"{path}/gate_up_proj/bias"] = fused(biases, layout.shards)
+        table[f"{path}/gate_up_proj/bias"] = biases(both, layout.shards)
         table[f"{path}/down_proj/bias"] = copied(f"{prefix}.down_proj.bias", width)
     return table
 
@@ -196,9 +186,7 @@ class Outputs(NamedTuple):
     order: Sequence[int] | None = None
 
 
-def linear(
-    layers: Sequence[tuple[str, int, int] | Outputs], width: int, shards: int = 1, *, fp8: Where = nowhere
-) -> Leaf | QuantisedLeaf:
+def linear(layers: Sequence[Outputs], width: int, shards: int = 1, *, fp8: Where = nowhere) -> Leaf | QuantisedLeaf:
     """The weight of a product, whose outputs are those of several layers one after the other.
 
     Args:
@@ -207,11 +195,15 @@ def linear(
         fp8: which layers are stored in FP8 with block scales. They stay so if all of them are; else they are
             dequantised as they are read.
     """
-    every = [layer if isinstance(layer, Outputs) else Outputs(*layer) for layer in layers]
-    if not all(fp8(layer.name) for layer in every):
-        return fused(_plain(every, width, fp8), shards)
-    values, scale = _in_fp8(every, width, shards)
+    if not all(fp8(layer.name) for layer in layers):
+        return fused(_plain(layers, width, fp8), shards)
+    values, scale = _in_fp8(layers, width, shards)
     return QuantisedLeaf(fused(values, shards, "float8_e4m3fn"), fused(scale, shards, "float32"), FP8)
+
+
+def biases(layers: Sequence[Outputs], shards: int) -> Leaf:
+    """The biases of what has its weight from `linear`."""
+    return fused([Section(Stored(f"{x.name}.bias", (x.size,)), x.order, x.copies) for x in layers], shards)
 
 
 def _plain(layers: Sequence[Outputs], width: int, fp8: Where) -> list[Section]:
@@ -254,10 +246,9 @@ def experts(
     config: ExpertsConfig,
     layout: Layout,
     *,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    names: tuple[str, str, str] = PROJECTIONS,
     correction: str = "e_score_correction_bias",
     fp8: Where = nowhere,
-    int4: bool = False,
 ) -> Table:
     """Router and experts that are stored one by one.
 
@@ -266,9 +257,8 @@ def experts(
         names: of gate, up and down.
         correction: name of the bias to choose by.
         fp8: which modules, by name, have weights in FP8 with block scales. They stay so if all experts have.
-        int4: whether the experts are stored in INT4, and stay so.
     """
-    gate, up, down = names
+    (gate, up, down), int4 = names, config.stored == "INT4"
     inner, every = config.intermediate_size, [f"{prefix}.experts.{e}" for e in range(config.num_experts)]
 
     def weight(names: tuple[str, ...], outputs: int, inputs: int, shards: int) -> Leaf | QuantisedLeaf:
@@ -296,32 +286,10 @@ def stored_together(path: str, prefix: str, width: int, config: ExpertsConfig, l
     Args:
         path, prefix: of the parameters, and of the checkpoint tensors.
     """
-    E, inner, parts, pieces = config.num_experts, config.intermediate_size, layout.inner, []
-    source, count = Stored(f"{prefix}.gate_up_proj", (E, 2 * inner, width)), inner // layout.inner
-    for place in range(2 * parts):  # gate and up of the first part, then of the next
-        first = place % 2 * inner + place // 2 * count
-        index = slice(0, E), slice(place * count, (place + 1) * count), slice(0, width)
-        pieces.append(Part(source, index, (slice(None), slice(first, first + count))))
-    down = copied(f"{prefix}.down_proj", E, width, inner)
-    return {f"{path}/gate_up_proj": Leaf(source.shape, tuple(pieces)), f"{path}/down_proj": down}
-
-
-def alternating(source: Source, shape: tuple[int, ...], parts: int, axis: int = 1, dtype: str | None = None) -> Leaf:
-    """Gate and up of all experts, [E, 2I, ...], from a tensor in which their rows take turns, as in gpt-oss.
-
-    Args:
-        shape: of the parameter.
-        parts: see `fused`.
-        axis: of the tensor, along which they do; a last one becomes the second.
-    """
-    E, both, *rest = shape
-    count, pieces = both // 2 // parts, []
-    for place in range(2 * parts):
-        first = place % 2 + place // 2 * count * 2
-        rows = slice(first, first + 2 * count, 2)
-        take = [slice(None)] * len(shape)
-        take[axis] = rows
-        order = None if axis == 1 else (0, 2, 1)
-        index = slice(0, E), slice(place * count, (place + 1) * count), *(slice(0, size) for size in rest)
-        pieces.append(Part(source, index, tuple(take), order))
-    return Leaf(shape, tuple(pieces), dtype)
+    E, inner = config.num_experts, config.intermediate_size
+    both, down = Stored(f"{prefix}.gate_up_proj", (E, 2 * inner, width)), f"{prefix}.down_proj"
+    halves = [Section(both, range(first, first + inner)) for first in (0, inner)]
+    return {
+        f"{path}/gate_up_proj": fused(halves, layout.inner, axis=1),
+        f"{path}/down_proj": copied(down, E, width, inner),
+    }

@@ -2,4 +2,4 @@
 
 from .api import Visibility as Visibility
 from .api import attend as attend
-from .api import expand as expand
+from .reference import expand as expand

@@ -149,19 +149,6 @@ def attend(
     return run(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows)
 
 
-def expand(
-    latents: Float[Array, "B 1 S L"], up: Float[Array, "N U C"], head_dim: int
-) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S Hv"]]:
-    """Keys and values of every head from latents (arXiv 2405.04434, section 2.1).
-
-    Args:
-        latents: C normed entries, and the rotated ones that the keys of all heads share.
-        up: of each head, what makes the rest of its keys, then what makes its values.
-        head_dim: H of the keys.
-    """
-    return reference.expand(latents, up, head_dim)
-
-
 _Axes = tuple[str, ...] | None  # of a mesh, over which something is split
 
 

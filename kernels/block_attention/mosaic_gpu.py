@@ -61,13 +61,51 @@ def attend(
     sinks: Float[Array, " N"] | None,
     rows: Int[Array, " B"] | None,
 ) -> Float[Array, "B T N Hv"]:
-    """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block."""
+    """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block.
+
+    The kernel gives, for each stretch, unnormalised values, highest scores and sums of exponentials.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
     B, T, N, H = q.shape
-    K, G = k.shape[1], N // k.shape[1]
-    grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    K, S, F, Hv = *cache_k.shape[1:3], *v.shape[2:]
+    G, Q = N // K, N // K * T
+    grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, Q, H)
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
     bounds, mask = jnp.tile(bounds, (1, G)), jnp.tile(mask, (1, G, 1))
-    out, top, total = _stretches(grouped, k, v, cache_k, cache_v, lengths, bounds, mask, scale, softcap, rows)
+    tiles, own = -(-Q // ROWS), -(-F // CHUNK)
+    width = CHUNK if own > 1 else -(-F // TILE) * TILE  # of a chunk of the block
+    more, wider = tiles * ROWS - Q, own * width - F
+    q, low = jnp.pad(grouped, ((0, 0), (0, 0), (0, more), (0, 0))), jnp.pad(bounds, ((0, 0), (0, more)))
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wider), (0, 0))) for x in (k, v))
+    mask = jnp.pad(mask, ((0, 0), (0, more), (0, own * CHUNK - F))).astype(jnp.int32)
+    splits = max(1, min(-(-BLOCKS // (B * K * tiles)), S // CHUNK // LEAST))
+    depth = max(2, min(6, STAGE_BYTES // (CHUNK * (H + Hv) * q.dtype.itemsize), S // CHUNK))
+    first = jnp.where(lengths > S, 0, jnp.minimum(jnp.min(low[:, :Q], axis=1), lengths) // CHUNK)
+    chunks = jnp.maximum(0, -(-jnp.minimum(lengths, S) // CHUNK) - first)
+    scalars = jnp.stack([lengths, first, chunks, jnp.arange(B) if rows is None else rows], axis=1).astype(jnp.int32)
+
+    result = jax.ShapeDtypeStruct((B, K, splits, tiles * ROWS), jnp.float32)
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    scratch = {
+        "q_smem": plgpu.SMEM((ROWS, H), q.dtype, transforms=swizzled),
+        "k_smem": plgpu.SMEM((depth, CHUNK, H), q.dtype, transforms=swizzled),
+        "v_smem": plgpu.SMEM((depth, CHUNK, Hv), q.dtype, transforms=swizzled),
+        "low_smem": plgpu.SMEM((ROWS,), jnp.int32),
+        "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=depth),
+        "q_arrived": plgpu.Barrier(num_arrivals=2),
+    }
+    options = {"slots": S, "width": width, "own": own, "depth": depth, "splits": splits}
+    found = plgpu.kernel(
+        partial(_kernel, plgpu, **options, scale=scale, softcap=softcap),
+        out_type=(jax.ShapeDtypeStruct((*result.shape, Hv), jnp.float32), result, result),
+        scratch_types=scratch,
+        grid=(B, K, tiles, splits),
+        grid_names=("b", "k", "tile", "split"),
+        num_threads=1,
+        thread_name="warpgroup",
+    )(scalars, q, low, mask, k, v, cache_k, cache_v)
+    out, top, total = (x[:, :, :, :Q] for x in found)
     highest, sink = jnp.max(top, axis=2), None
     if sinks is not None:
         sink = jnp.repeat(sinks.astype(jnp.float32).reshape(K, G), T, axis=1)[None]
@@ -78,66 +116,6 @@ def attend(
         total = total + jnp.exp(sink - highest)
     out = (out / total[..., None]).astype(q.dtype)
     return out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
-
-
-def _stretches(
-    q: Float[Array, "B K Q H"],
-    k: Float[Array, "B K F H"],
-    v: Float[Array, "B K F Hv"],
-    cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S Hv"],
-    lengths: Int[Array, " B"],
-    low: Int[Array, "B Q"],
-    mask: Bool[Array, "#B Q F"],
-    scale: float,
-    softcap: float | None,
-    rows: Int[Array, " B"] | None,
-) -> tuple[Float[Array, "B K Z Q Hv"], Float[Array, "B K Z Q"], Float[Array, "B K Z Q"]]:
-    """Attention to Z stretches: unnormalised values, highest scores and sums of exponentials, float32."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    B, K, Q, H = q.shape
-    S, Hv = cache_k.shape[2], cache_v.shape[3]
-    tiles, F = -(-Q // ROWS), k.shape[2]
-    own = -(-F // CHUNK)
-    width = CHUNK if own > 1 else -(-F // TILE) * TILE  # of a chunk of the block
-    more, wider = tiles * ROWS - Q, own * width - F
-    q, low = jnp.pad(q, ((0, 0), (0, 0), (0, more), (0, 0))), jnp.pad(low, ((0, 0), (0, more)))
-    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wider), (0, 0))) for x in (k, v))
-    mask = jnp.pad(mask, ((0, 0), (0, more), (0, own * CHUNK - F))).astype(jnp.int32)
-    splits = max(1, min(-(-BLOCKS // (B * K * tiles)), S // CHUNK // LEAST))
-    depth = max(2, min(6, STAGE_BYTES // (CHUNK * (H + Hv) * q.dtype.itemsize), S // CHUNK))
-    first = jnp.where(lengths > S, 0, jnp.minimum(jnp.min(low[:, :Q], axis=1), lengths) // CHUNK)
-    chunks = jnp.maximum(0, -(-jnp.minimum(lengths, S) // CHUNK) - first)
-    scalars = jnp.stack([lengths, first, chunks, jnp.arange(B) if rows is None else rows], axis=1).astype(jnp.int32)
-
-    shape = jax.ShapeDtypeStruct
-    results = (
-        shape((B, K, splits, tiles * ROWS, Hv), jnp.float32),
-        shape((B, K, splits, tiles * ROWS), jnp.float32),
-        shape((B, K, splits, tiles * ROWS), jnp.float32),
-    )
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    scratch = {
-        "q_smem": plgpu.SMEM((ROWS, H), q.dtype, transforms=swizzled),
-        "k_smem": plgpu.SMEM((depth, CHUNK, H), q.dtype, transforms=swizzled),
-        "v_smem": plgpu.SMEM((depth, CHUNK, Hv), q.dtype, transforms=swizzled),
-        "low_smem": plgpu.SMEM((ROWS,), jnp.int32),
-        "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=depth),
-        "q_arrived": plgpu.Barrier(num_arrivals=2),
-    }
-    out, top, total = plgpu.kernel(
-        partial(
-            _kernel, plgpu, slots=S, width=width, own=own, depth=depth, splits=splits, scale=scale, softcap=softcap
-        ),
-        out_type=results,
-        scratch_types=scratch,
-        grid=(B, K, tiles, splits),
-        grid_names=("b", "k", "tile", "split"),
-        num_threads=1,
-        thread_name="warpgroup",
-    )(scalars, q, low, mask, k, v, cache_k, cache_v)
-    return tuple(x[:, :, :, :Q] for x in (out, top, total))
 
 
 def _kernel(

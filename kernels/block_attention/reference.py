@@ -21,16 +21,6 @@ _whole = jax.make_user_context(False)  # a part of every jit cache key
 MASKED = -1e30  # finite: infinities would turn into NaN where a query sees nothing of a chunk
 
 
-def declines(
-    q: Float[Array, "B T N H"],
-    v: Float[Array, "B K F Hv"],
-    cache_k: Float[Array, "R _ S _"],
-    cache_v: Float[Array, "R K S Hv"] | None,
-) -> str | None:
-    """Why these shapes are not served: never."""
-    return None
-
-
 def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K F H"],
@@ -127,7 +117,13 @@ def attend(
 def expand(
     latents: Float[Array, "B 1 S L"], up: Float[Array, "N U C"], head_dim: int
 ) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S Hv"]]:
-    """See `api.expand`."""
+    """Keys and values of every head from latents (arXiv 2405.04434, section 2.1).
+
+    Args:
+        latents: C normed entries, and the rotated ones that the keys of all heads share.
+        up: of each head, what makes the rest of its keys, then what makes its values.
+        head_dim: H of the keys.
+    """
     normed, rotated = jnp.split(latents[:, 0], [up.shape[2]], axis=-1)
     both = product("bsc,nuc->bnsu", normed, up).astype(latents.dtype)
     keys, values = jnp.split(both, [head_dim - rotated.shape[-1]], axis=-1)

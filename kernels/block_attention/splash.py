@@ -15,6 +15,9 @@ from ..products import precision
 
 LANES = 128
 TILES = (512, 256, 128)  # queries and keys of a grid step
+BLOCKS = """
+    block_q block_kv block_kv_compute block_q_dkv block_kv_dkv block_kv_dkv_compute block_q_dq block_kv_dq
+""".split()
 
 
 def declines(
@@ -55,16 +58,7 @@ def attend(
     mask = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
     kernel = splash.make_splash_mha(
         masks.MultiHeadMask([mask] * N),
-        block_sizes=splash.BlockSizes(
-            block_q=tile,
-            block_kv=tile,
-            block_kv_compute=tile,
-            block_q_dkv=tile,
-            block_kv_dkv=tile,
-            block_kv_dkv_compute=tile,
-            block_q_dq=tile,
-            block_kv_dq=tile,
-        ),
+        block_sizes=splash.BlockSizes(**dict.fromkeys(BLOCKS, tile)),  # pyright: ignore[reportArgumentType]
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=softcap,

@@ -4,13 +4,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def declines(
-    cache_k: Float[Array, "R K S H"], cache_v: Float[Array, "R K S Hv"] | None, k: Float[Array, "B K T H"]
-) -> str | None:
-    """Why these shapes are not served: never."""
-    return None
-
-
 def append(
     cache_k: Float[Array, "R K S H"],
     cache_v: Float[Array, "R K S Hv"] | None,

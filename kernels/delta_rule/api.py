@@ -51,7 +51,7 @@ def read_block(
     Raises:
         ValueError: the named implementation does not serve this case; the message says why.
     """
-    rows, tree = P(split_rows(q.shape[0])), visible is not None
+    (rows, heads, states), tree = _specs(q.shape[0]), visible is not None
     if visible is None:
         visible = jnp.tril(jnp.ones((1, q.shape[1], q.shape[1]), bool))
 
@@ -60,7 +60,6 @@ def read_block(
         chosen = choose(IMPLEMENTATIONS, k, v, implementation=implementation, trial=trial, call=read_block)
         return chosen.read_block(q, k, v, *rest)
 
-    heads, states = P(*rows, None, HEADS), P(*rows, HEADS)
     specs = (heads, heads, heads, heads, heads, states, rows if visible.shape[0] > 1 else P())
     return on_each_device(local, specs, (heads, heads))(q, k, v, g, beta, state, visible)
 
@@ -77,10 +76,8 @@ def advance(
     Args:
         k, u, g: keys, corrections and decays of a block, or of a path of its tree, as in `read_block`.
     """
-    rows = P(split_rows(k.shape[0]))
-    heads, states = P(*rows, None, HEADS), P(*rows, HEADS)
-    specs = (states, heads, heads, heads, rows)
-    return on_each_device(reference.advance, specs, states)(state, k, u, g, kept)
+    rows, heads, states = _specs(k.shape[0])
+    return on_each_device(reference.advance, (states, heads, heads, heads, rows), states)(state, k, u, g, kept)
 
 
 def read_prompt(
@@ -106,8 +103,13 @@ def read_prompt(
     B, T = q.shape[:2]
     documents = jnp.zeros((B, T), jnp.int32) if documents is None else documents
     before = jnp.zeros(B, jnp.int32) if before is None else before
-    rows = P(split_rows(B))
-    heads, states = P(*rows, None, HEADS), P(*rows, HEADS)
+    rows, heads, states = _specs(B)
     specs = (heads, heads, heads, heads, heads, states, rows, rows)
     run = on_each_device(reference.read_prompt, specs, (heads, states))
     return run(q, k, v, g, beta, state, documents, before)
+
+
+def _specs(rows: int) -> tuple[P, P, P]:
+    """How rows, heads of positions and states lie on the mesh."""
+    split = split_rows(rows)
+    return P(split), P(split, None, HEADS), P(split, HEADS)

@@ -70,18 +70,8 @@ def read_block(
     return back(out), back(u)
 
 
-def _kernel(
-    count: int,
-    q_ref: Ref,
-    k_ref: Ref,
-    v_ref: Ref,
-    g_ref: Ref,
-    beta_ref: Ref,
-    s_ref: Ref,
-    seen_ref: Ref,
-    out_ref: Ref,
-    u_ref: Ref,
-) -> None:
+def _kernel(count: int, *refs: Ref) -> None:
+    q_ref, k_ref, v_ref, g_ref, beta_ref, s_ref, seen_ref, out_ref, u_ref = refs
     exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     q, k, seen = q_ref[...], k_ref[...], seen_ref[...] > 0
     T = q.shape[0]

@@ -4,19 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..products import product
+
 CHUNK = 64  # positions whose corrections are solved for at once
 LEAF = 8  # of a triangular system that is solved row by row
 FORGOTTEN = -200.0  # the exponential of this, and of all that is less, is 0 in float32
-
-
-def declines(k: Float[Array, "B T K H"], v: Float[Array, "B T K G Hv"]) -> str | None:
-    """Why these shapes are not served: never."""
-    return None
-
-
-def product(pattern: str, a: Array, b: Array) -> Array:
-    """`jnp.einsum` of float32 as float32: errors of a state stay in it."""
-    return jnp.einsum(pattern, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def unit_lower_inverse(A: Float[Array, "*L T T"]) -> Float[Array, "*L T T"]:

@@ -1,6 +1,6 @@
 """GPU implementation, by Triton: a tile of rows reads the weights of its groups once, and dequantises in registers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -16,6 +16,7 @@ from .visits import tile_height, visits
 
 ROWS, OUTPUTS, INPUTS = 16, 64, 128  # of a tile: rows at least, outputs, and inputs at a time
 TYPES = (jnp.bfloat16, jnp.float16)
+Load = Callable[..., Array]
 
 
 def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> str | None:
@@ -70,71 +71,52 @@ def _visit(
     v, n = pl.program_id(0), pl.program_id(1)
     row, column = tiles[v] * height + jnp.arange(height), n * OUTPUTS + jnp.arange(OUTPUTS)
     inside, known = (row >= begins[v]) & (row < ends[v]), column < total[1]
+    inputs = operands[0].shape[1]
 
     @pl.when(ends[v] > 0)
     def _():
-        found = tile(operands, groups[v], row, inside, column, known)
+        group = groups[v]
+
+        def add(i: Array, total: Array) -> Array:
+            at = i * INPUTS + jnp.arange(INPUTS)
+            real = at < inputs
+            load = lambda place, mask: plgpu.load(place, mask=mask[:, None] & real[None, :], other=0)
+            rows = lambda x: load(x.at[row[:, None], at[None, :]], inside)
+            weights = lambda x, column, at: load(x.at[group, column[:, None], at[None, :]], known)
+            return tile(total, rows, weights, column, at, *operands)
+
+        start = jnp.zeros((height, OUTPUTS), jnp.float32)
+        found = jax.lax.fori_loop(0, pl.cdiv(inputs, INPUTS), add, start)
         at = out.at[row[:, None], column[None, :]]
         plgpu.store(at, found, mask=inside[:, None] & known[None, :])
 
 
-def _plain(operands: Sequence[Ref], group: Array, row: Array, inside: Array, column: Array, known: Array) -> Array:
-    x, weights = operands
-
-    def add(i: Array, total: Array) -> Array:
-        at, real = _inputs(i, x.shape[1])
-        return total + _dot(_rows(x, row, inside, at, real), _weights(weights, group, column, known, at, real))
-
-    return _over_inputs(add, row, x.shape[1])
+# What some inputs add to the sums of a tile, given functions that load rows, and weights at outputs and inputs.
 
 
-def _mxfp4(operands: Sequence[Ref], group: Array, row: Array, inside: Array, column: Array, known: Array) -> Array:
+def _plain(total: Array, rows: Load, weights: Load, column: Array, at: Array, x: Ref, values: Ref) -> Array:
+    return total + _dot(rows(x), weights(values, column, at))
+
+
+def _mxfp4(
+    total: Array, rows: Load, weights: Load, column: Array, at: Array, low: Ref, high: Ref, values: Ref, scale: Ref
+) -> Array:
     """The two numbers of a byte are multiplied apart, with every other input each."""
-    low, high, values, scale = operands
-
-    def add(i: Array, total: Array) -> Array:
-        at, real = _inputs(i, low.shape[1])
-        codes = _weights(values, group, column, known, at, real).astype(jnp.int32)
-        power = e8m0(_weights(scale, group, column, known, at // (GROUP // 2), real).astype(jnp.int32))
-        for x, half in ((low, codes & 15), (high, codes >> 4)):
-            total += _dot(_rows(x, row, inside, at, real), (e2m1(half) * power).astype(x.dtype))
-        return total
-
-    return _over_inputs(add, row, low.shape[1])
+    codes = weights(values, column, at).astype(jnp.int32)
+    power = e8m0(weights(scale, column, at // (GROUP // 2)).astype(jnp.int32))
+    for x, half in ((low, codes & 15), (high, codes >> 4)):
+        total += _dot(rows(x), (e2m1(half) * power).astype(x.dtype))
+    return total
 
 
-def _fp8(operands: Sequence[Ref], group: Array, row: Array, inside: Array, column: Array, known: Array) -> Array:
-    x, values, scale = operands
+def _fp8(total: Array, rows: Load, weights: Load, column: Array, at: Array, x: Ref, values: Ref, scale: Ref) -> Array:
     block = 1 if scale.shape[1] == values.shape[1] else BLOCK
-
-    def add(i: Array, total: Array) -> Array:
-        at, real = _inputs(i, x.shape[1])
-        codes = _weights(values, group, column, known, at, real).astype(jnp.int32)
-        factor = _weights(scale, group, column // block, known, at // BLOCK, real)
-        return total + _dot(_rows(x, row, inside, at, real), (e4m3(codes) * factor).astype(x.dtype))
-
-    return _over_inputs(add, row, x.shape[1])
+    codes = weights(values, column, at).astype(jnp.int32)
+    factor = weights(scale, column // block, at // BLOCK)
+    return total + _dot(rows(x), (e4m3(codes) * factor).astype(x.dtype))
 
 
 _TILES = {MXFP4: _mxfp4, FP8: _fp8}
-
-
-def _over_inputs(add: Callable, row: Array, inputs: int) -> Array:
-    return jax.lax.fori_loop(0, pl.cdiv(inputs, INPUTS), add, jnp.zeros((row.shape[0], OUTPUTS), jnp.float32))
-
-
-def _inputs(i: Array, inputs: int) -> tuple[Array, Array]:
-    at = i * INPUTS + jnp.arange(INPUTS)
-    return at, at < inputs
-
-
-def _rows(x: Ref, row: Array, inside: Array, at: Array, real: Array) -> Array:
-    return plgpu.load(x.at[row[:, None], at[None, :]], mask=inside[:, None] & real[None, :], other=0)
-
-
-def _weights(weights: Ref, group: Array, column: Array, known: Array, at: Array, real: Array) -> Array:
-    place = weights.at[group, column[:, None], at[None, :]]
-    return plgpu.load(place, mask=known[:, None] & real[None, :], other=0)
 
 
 def _dot(x: Array, weights: Array) -> Array:

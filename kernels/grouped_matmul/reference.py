@@ -14,11 +14,6 @@ from ..products import precision, product
 from .visits import tile_height
 
 
-def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> str | None:
-    """Why these shapes are not served: never."""
-    return None
-
-
 def grouped_matmul(
     x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, sizes: Int[Array, " E"]
 ) -> Float[Array, "M N"]:

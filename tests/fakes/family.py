@@ -176,9 +176,9 @@ def tensors(config, layout=WHOLE):
         names = f"layers_{i}", f"model.layers.{i}"
         if not isinstance(layer.mixer, RecurrentConfig):
             own = layer.mixer.shares is None
-            table |= decoder_layer(*names, D, layer, layout, bias=False, qk_norm=False, fuse_qkv=own)
+            table |= decoder_layer(*names, D, layer, layout, fuse_qkv=own)
             continue
-        plain = decoder_layer(*names, D, replace(layer, mixer=LARGE), layout, bias=False, qk_norm=False)
+        plain = decoder_layer(*names, D, replace(layer, mixer=LARGE), layout)
         table |= {path: leaf for path, leaf in plain.items() if "self_attn" not in path}
         mix, prefix = f"{names[0]}/mix", f"{names[1]}.mix"
         # The odd columns, then the even ones, of a matrix that is stored [in, out], in small numbers with block scales.

@@ -97,8 +97,8 @@ def test_the_published_config_in_every_form():
     shape = lambda mixer: (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.window, mixer.scale)
     assert shape(sliding) == (16, 8, 256, 1024, 1.0)
     assert shape(full) == (16, 2, 512, None, 1.0)
-    assert config.values_are_keys(full)
-    assert not config.values_are_keys(sliding)
+    assert full.values_are_keys
+    assert not sliding.values_are_keys
     assert config.embedding_scale == 2816**0.5
 
 
