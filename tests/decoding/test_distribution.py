@@ -100,10 +100,7 @@ def p_value(counts, p):
 @pytest.mark.lossless
 @pytest.mark.parametrize(
     "settings",
-    [
-        pytest.param(each, id=name, marks=[pytest.mark.slow] * (name != "tree"))
-        for name, each in SETTINGS.items()
-    ],
+    [pytest.param(each, id=name, marks=[pytest.mark.slow] * (name != "tree")) for name, each in SETTINGS.items()],
 )
 def test_three_tokens_come_as_often_as_the_target_has_them(pair, settings):
     target, drafter = pair
