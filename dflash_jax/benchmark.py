@@ -87,7 +87,8 @@ def _measured(options: MeasureOptions) -> int:
 
 def _module(options: MeasureOptions) -> ModuleType:
     """The module of a mode: `measure` makes figures of its options, `text` shows them, and `draw` plots them. It is
-    imported here, for it imports jax."""
+    imported here, for it imports jax. Measuring raises ValueError for unusable options and where nothing was decoded,
+    and OSError for files that cannot be read."""
     if isinstance(options, JobsOptions):
         from dflash_jax.benchmarks import jobs as mode
     elif isinstance(options, SweepOptions):

@@ -23,15 +23,13 @@ def read_metrics(run: str | Path) -> list[Metrics]:
 
 def plot(run: str | Path, output: str | Path) -> None:
     """Writes the plot: loss above, teacher-forced and decoded tau below."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     lines = read_metrics(run)
     steps = [line for line in lines if "loss" in line]
     decoded = [line for line in lines if "tau" in line]
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
     above.plot([line["step"] for line in steps], [line["loss"] for line in steps], linewidth=1)
     above.set_ylabel("loss")
     below.plot(
@@ -48,7 +46,6 @@ def plot(run: str | Path, output: str | Path) -> None:
     for axes in (above, below):
         axes.grid(alpha=0.3)
     figure.savefig(output, dpi=120, format="png")
-    pyplot.close(figure)
 
 
 def plot_ablations(results: Sequence[Metrics], output: str | Path) -> None:

@@ -10,7 +10,7 @@ import scipy
 from dflash_jax.benchmarks.arguments import Figures, JobsOptions
 from dflash_jax.benchmarks.official import Official
 from dflash_jax.benchmarks.pairs import Asked, ask
-from dflash_jax.benchmarks.turns import side_by_side
+from dflash_jax.benchmarks.turns import side_by_side, warm_up
 from dflash_jax.cli import BlockSize, EngineOptions
 from dflash_jax.infer.engine.chooser import Chooser, Draft, block_sizes
 from dflash_jax.infer.engine.engine import Engine
@@ -18,12 +18,7 @@ from dflash_jax.infer.engine.requests import Request
 
 
 def measure(options: JobsOptions) -> Figures:
-    """The figures of `benchmark jobs`.
-
-    Raises:
-        ValueError: an option is unusable.
-        OSError: a file cannot be read.
-    """
+    """The figures of `benchmark jobs`."""
     if options.official and options.generation.temperature > 0:
         raise ValueError("--official compares greedy decoding only")
     if options.rounds < 1:
@@ -68,11 +63,7 @@ def compare_jobs(
         Per engine the tokens per second over all rounds, their ratio to the first engine's in the same round
         (geometric mean), the lower end of its one-sided 95% confidence interval, and the steps at each block size.
     """
-    for engine in engines.values():
-        if not engine.choosers:
-            engine.warm_up()
-        engine.generate(requests[: engine.slots])
-        engine.stats.reset()
+    warm_up(engines, requests)
 
     def answer(r: Request) -> list[int]:
         assert official is not None
@@ -100,8 +91,7 @@ def compare_jobs(
             "lower_bound": float(np.exp(ratio.mean() - error)),
         }
         if engine := engines.get(name):
-            used = engine.steps_by_block_size
-            figures[name] |= {"tau": engine.stats.tau, "steps_by_block_size": used}
+            figures[name] |= {"tau": engine.stats.tau, "steps_by_block_size": engine.steps_by_block_size}
     return figures
 
 

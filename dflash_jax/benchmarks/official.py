@@ -78,42 +78,27 @@ class Opponent:
 
     def __init__(self, official: Official, block_size: int):
         self.official, self.block_size = official, block_size
-        self.tokens: list[list[int]] = []
-        self.lengths: list[int] = []
-        self.seconds = self.generate_seconds = 0.0
-        self.generate_tokens = 0
-        self.warm = False
+        self.drafted: list[tuple[list[int], list[int], float]] = []
+        self.plain: list[tuple[list[int], float]] = []
 
     def run(self, batch: Sequence[Request]) -> None:
         for request in batch:
             arguments = (request.prompt_token_ids, request.params.max_new_tokens, request.params.ends)
-            if not self.warm:
+            if not self.plain:  # the first call warms up
                 self.official.dflash(*arguments, self.block_size)
                 self.official.generate(*arguments)
-                self.warm = True
-            tokens, lengths, seconds = self.official.dflash(*arguments, self.block_size)
-            self.tokens.append(tokens)
-            self.lengths += lengths
-            self.seconds += seconds
-            tokens, seconds = self.official.generate(*arguments)
-            self.generate_tokens += len(tokens)
-            self.generate_seconds += seconds
+            self.drafted.append(self.official.dflash(*arguments, self.block_size))
+            self.plain.append(self.official.generate(*arguments))
         time.sleep(0.5)  # its worker threads spin for a while after the last product
 
     def figures(self, ours: list[Completion], speculative: Figures, plain: Figures) -> Figures:
-        def side(tokens: int, seconds: float, rival: Figures) -> Figures:
+        def side(answers: Sequence[tuple], rival: Figures) -> Figures:
+            tokens, seconds = sum(len(tokens) for tokens, *_ in answers), sum(seconds for *_, seconds in answers)
             rate = tokens / seconds
-            return {
-                "tokens_per_second": rate,
-                "tokens": tokens,
-                "decode_seconds": seconds,
-                "speedup_over": rival["tokens_per_second"] / rate,
-            }
+            ratio = rival["tokens_per_second"] / rate
+            return {"tokens_per_second": rate, "tokens": tokens, "decode_seconds": seconds, "speedup_over": ratio}
 
-        official = side(sum(map(len, self.tokens)), self.seconds, speculative)
-        official["tau"] = sum(self.lengths) / max(len(self.lengths), 1)
-        official["equal_outputs"] = sum(a.token_ids == b for a, b in zip(ours, self.tokens, strict=True))
-        return {
-            "official": official,
-            "transformers": side(self.generate_tokens, self.generate_seconds, plain),
-        }
+        lengths = [n for _, lengths, _ in self.drafted for n in lengths]
+        official = side(self.drafted, speculative) | {"tau": sum(lengths) / max(len(lengths), 1)}
+        official["equal_outputs"] = sum(a.token_ids == b for a, (b, *_) in zip(ours, self.drafted, strict=True))
+        return {"official": official, "transformers": side(self.plain, plain)}

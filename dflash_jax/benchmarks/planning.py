@@ -105,13 +105,11 @@ def _configs(target: str, drafter: str | None) -> Pair:
             parse(raw)  # what is wrong with it names the file
             return raw
 
-    if target in PAIRS:
-        first, published = PAIRS[target]
-        depth = models.target_config(first).num_hidden_layers
-        return first, read(drafter, "drafter", lambda raw: drafter_config(raw, depth)) if drafter else published
     if drafter is None:
-        raise ValueError(f"--drafter is needed, unless --target is one of {', '.join(PAIRS)}")
-    first = read(target, "target", models.target_config)
+        if target not in PAIRS:
+            raise ValueError(f"--drafter is needed, unless --target is one of {', '.join(PAIRS)}")
+        return PAIRS[target]
+    first = PAIRS[target][0] if target in PAIRS else read(target, "target", models.target_config)
     depth = models.target_config(first).num_hidden_layers
     return first, read(drafter, "drafter", lambda raw: drafter_config(raw, depth))
 
@@ -178,11 +176,11 @@ def part_bytes(
     Args:
         names: which parts; all of them if None.
     """
-    how = {"block": block_size or _parsed(raws)[1].block_size, "nodes": nodes}
+    how = {"block_size": block_size or _parsed(raws)[1].block_size, "nodes": nodes}
     parts = {
         "draft": partial(step_times.draft, **how),
         "verify": partial(step_times.verify, **how),
-        "verify of one token": lambda target, drafter, state: step_times.verify(target, None, state, block=0),
+        "verify of one token": lambda target, drafter, state: step_times.verify(target, None, state, block_size=0),
         "accept": partial(step_times.choose, **how),
         "commit": partial(step_times.commit, **how),
     }
