@@ -30,14 +30,11 @@ def plot(run: str | Path, output: str | Path) -> None:
     decoded = [line for line in lines if "tau" in line]
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    above.plot([line["step"] for line in steps], [line["loss"] for line in steps], linewidth=1)
+    numbers = [line["step"] for line in steps]
+    above.plot(numbers, [line["loss"] for line in steps], linewidth=1)
     above.set_ylabel("loss")
-    below.plot(
-        [line["step"] for line in steps],
-        [line.get("teacher_forced_tau") or math.nan for line in steps],
-        linewidth=1,
-        label="teacher-forced",
-    )
+    forced = [line.get("teacher_forced_tau") or math.nan for line in steps]
+    below.plot(numbers, forced, linewidth=1, label="teacher-forced")
     if decoded:
         below.plot([line["step"] for line in decoded], [line["tau"] for line in decoded], "o-", label="decoded")
     below.set_ylabel("tau")

@@ -28,9 +28,7 @@ class Official:
         self._target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self._drafter = DFlashDraftModel.from_pretrained(drafter, dtype=torch.float32).eval()
 
-    def dflash(
-        self, prompt: Sequence[int], max_new_tokens: int, stop: Sequence[int], block_size: int
-    ) -> tuple[list[int], list[int], float]:
+    def dflash(self, request: Request, block_size: int) -> tuple[list[int], list[int], float]:
         """Generated tokens, acceptance lengths and decode seconds (prefill excluded, as it reports them)."""
         import torch
         from dflash import model
@@ -39,23 +37,23 @@ class Official:
         out = model.dflash_generate(
             self._drafter,
             self._target,
-            torch.tensor([list(prompt)]),  # pyright: ignore[reportArgumentType] (torch has no narrower type for it)
-            max_new_tokens,
-            list(stop),
+            torch.tensor([list(request.prompt_token_ids)]),  # pyright: ignore[reportArgumentType] (torch has no narrower type for it)
+            request.params.max_new_tokens,
+            list(request.params.ends),
             block_size=block_size,
             return_stats=True,
         )
-        tokens = out.output_ids[0, len(prompt) :].tolist()
+        tokens = out.output_ids[0, len(request.prompt_token_ids) :].tolist()
         return tokens, list(out.acceptance_lengths), out.time_per_output_token * len(tokens)
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int, stop: Sequence[int]) -> tuple[list[int], float]:
+    def generate(self, request: Request) -> tuple[list[int], float]:
         """Tokens of transformers' `generate` after the first, and their seconds.
 
         It does not tell prefill and decoding apart, so the time of a one-token call is taken off.
         """
         import torch
 
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(request.prompt_token_ids)])
 
         def run(count: int) -> tuple[list[int], float]:
             begin = time.perf_counter()
@@ -64,12 +62,12 @@ class Official:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=count,
                 do_sample=False,
-                eos_token_id=list(stop) or None,
+                eos_token_id=list(request.params.ends) or None,
             )
-            return out[0, len(prompt) :].tolist(), time.perf_counter() - begin
+            return out[0, ids.shape[1] :].tolist(), time.perf_counter() - begin
 
         _, first = run(1)
-        tokens, seconds = run(max_new_tokens)
+        tokens, seconds = run(request.params.max_new_tokens)
         return tokens[1:], max(seconds - first, 1e-9)
 
 
@@ -83,12 +81,11 @@ class Opponent:
 
     def run(self, batch: Sequence[Request]) -> None:
         for request in batch:
-            arguments = (request.prompt_token_ids, request.params.max_new_tokens, request.params.ends)
-            if not self.plain:  # the first call warms up
-                self.official.dflash(*arguments, self.block_size)
-                self.official.generate(*arguments)
-            self.drafted.append(self.official.dflash(*arguments, self.block_size))
-            self.plain.append(self.official.generate(*arguments))
+            if not self.plain:  # the first calls warm up
+                self.official.dflash(request, self.block_size)
+                self.official.generate(request)
+            self.drafted.append(self.official.dflash(request, self.block_size))
+            self.plain.append(self.official.generate(request))
         time.sleep(0.5)  # its worker threads spin for a while after the last product
 
     def figures(self, ours: list[Completion], speculative: Figures, plain: Figures) -> Figures:

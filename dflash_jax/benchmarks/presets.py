@@ -9,6 +9,10 @@ from dflash_jax.drafters.published import TAPS
 MASK = 151669
 
 
+def _text(vocab_size: int, hidden: int, positions: int) -> Raw:
+    return {"vocab_size": vocab_size, "hidden_size": hidden, "max_position_embeddings": positions}
+
+
 def _layers(count: int, inner: int | None, heads: int, kv_heads: int, head_dim: int) -> Raw:
     """Fields of so many layers."""
     return {
@@ -43,14 +47,13 @@ def _yarn(factor: float, **more: float) -> Raw:
 
 def _qwen3(hidden: int, inner: int, depth: int, heads: int, taps: Sequence[int], *, tied: bool) -> tuple[Raw, Raw]:
     """`config.json` of a dense Qwen3 and of its drafter with five layers and blocks of 16."""
-    target = _layers(depth, inner, heads, 8, 128) | {
+    target = {
+        **_text(151936, hidden, 40960),
+        **_layers(depth, inner, heads, 8, 128),
         "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": hidden,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
-        "max_position_embeddings": 40960,
         "tie_word_embeddings": tied,
         "attention_bias": False,
         "eos_token_id": 151645,
@@ -93,26 +96,16 @@ def _coder() -> tuple[Raw, Raw]:
     """Qwen3-Coder-30B-A3B and its drafter with eight layers."""
     target, drafter = _qwen3(2048, 6144, 48, 32, TAPS["z-lab/Qwen3-Coder-30B-A3B-DFlash"], tied=False)
     shape = {"num_key_value_heads": 4, "rope_theta": 1e7, "max_position_embeddings": 262144}
-    experts = {
-        "model_type": "qwen3_moe",
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    experts = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    experts |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return {**target, **shape, **experts}, {**drafter, **shape, "num_hidden_layers": 8}
 
 
 def _gpt_oss(experts: int, depth: int, taps: Sequence[int], block: int) -> tuple[Raw, Raw]:
     """A gpt-oss with its experts in MXFP4, and its drafter with eight layers."""
-    shape = {
+    shape = _text(201088, 2880, 131072) | {
         "model_type": "gpt_oss",
-        "vocab_size": 201088,
-        "hidden_size": 2880,
         "attention_bias": True,
-        "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
         "rope_theta": 150000.0,
         "rope_scaling": _yarn(32.0, truncate=False),
@@ -151,25 +144,20 @@ def _hybrid(
         experts: how many, and how many a token goes through; `inner` is then of one.
         windows: the drafter's layers with a window, and its width; a last one has none.
     """
-    shape = {
-        "vocab_size": 248320,
-        "hidden_size": hidden,
+    shape = _text(248320, hidden, 262144) | {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 262144,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "rope_theta": 1e7,
     }
+    linear = {"linear_num_key_heads": 16, "linear_num_value_heads": heads[2], "linear_conv_kernel_dim": 4}
+    linear |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     target = {
         **shape,
+        **linear,
         **_layers(depth, inner if experts is None else None, heads[0], heads[1], 256),
         "model_type": "qwen3_5_text" if experts is None else "qwen3_5_moe_text",
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": heads[2],
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
         "partial_rotary_factor": 0.25,
         "eos_token_id": 248044,
     }
@@ -202,13 +190,9 @@ def _gemma4(
     draft_heads: int,
     experts: Raw | None = None,
 ) -> tuple[Raw, Raw]:
-    """A Gemma 4 and its drafter, whose last layer of five is not sliding.
-
-    Args:
-        heads: query heads, key-value heads of sliding layers, and of global ones.
-    """
-    common = {"vocab_size": 262144, "hidden_size": hidden, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144}
-    common |= {"final_logit_softcapping": 30.0}
+    """A Gemma 4 and its drafter, whose last layer of five is not sliding. Heads are query heads, key-value heads of
+    sliding layers, and of global ones."""
+    common = _text(262144, hidden, 262144) | {"rms_norm_eps": 1e-6, "final_logit_softcapping": 30.0}
     target = {
         **common,
         **_layers(depth, inner, heads[0], heads[1], 256),
@@ -232,35 +216,25 @@ def _gemma4(
 
 def _kimi() -> tuple[Raw, Raw]:
     """Kimi-K2.5 with its experts in INT4, and its drafter with six layers."""
-    shape = {
-        "vocab_size": 163840,
-        "hidden_size": 7168,
+    shape = _text(163840, 7168, 262144) | {
         "intermediate_size": 18432,
         "num_attention_heads": 64,
-        "max_position_embeddings": 262144,
         "tie_word_embeddings": False,
         "rms_norm_eps": 1e-5,
         "rope_theta": 50000.0,
         "rope_scaling": _yarn(64.0, mscale=1.0, mscale_all_dim=1.0),
     }
     numbers = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    text = shape | {
+    heads = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    heads |= {"num_key_value_heads": 64, "v_head_dim": 128}
+    experts = {"n_routed_experts": 384, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
+    experts |= {"routed_scaling_factor": 2.827, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    text = {
+        **shape,
+        **heads,
+        **experts,
         "model_type": "deepseek_v3",
         "num_hidden_layers": 61,
-        "num_key_value_heads": 64,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 384,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.827,
-        "n_group": 1,
-        "topk_group": 1,
         "eos_token_id": 163586,
         "quantization_config": {
             "quant_method": "compressed-tensors",

@@ -54,23 +54,22 @@ class StepTimes:
         temperature: float = 0.0,
         widths: Sequence[int] = (),
     ):
-        target, drafter = speculative.target, speculative.drafter
+        drafter = speculative.drafter
         if drafter is None:
             raise ValueError("the parts of a speculative step need a block size that proposes tokens")
         proposals, nodes = speculative.config.proposals, speculative.tree
         settings = {"block_size": speculative.block_size, "proposals": proposals, "nodes": nodes}
         where = length, loops, temperature
-        self._parts = {"autoregressive": _Looped(partial(fused, block_size=0), target, None, plain, *where)}
+        self._parts = {"autoregressive": _Looped(partial(fused, block_size=0), plain, *where)}
         steps = dict(zip(PARTS, (draft, verify, choose, commit), strict=True))
-        shape = speculative.slots, drafter.depth(speculative.block_size) + 1, target.config.vocab_size
-        noise = (jax.random.gumbel(jax.random.key(0), shape),)
+        width, vocab_size = drafter.depth(speculative.block_size) + 1, speculative.target.config.vocab_size
+        noise = (jax.random.gumbel(jax.random.key(0), (speculative.slots, width, vocab_size)),)
         given = {"draft": noise, IN_TURN: noise}
         for name, step in {"speculative": fused, IN_TURN: in_turn, **steps}.items():
-            step = partial(step, **settings)
-            self._parts[name] = _Looped(step, target, drafter, speculative, *where, given.get(name, ()))
+            self._parts[name] = _Looped(partial(step, **settings), speculative, *where, given.get(name, ()))
         for width in widths:
             narrow = partial(verify, **settings | {"block_size": width})
-            self._parts[f"verify {width}"] = _Looped(narrow, target, drafter, speculative, *where)
+            self._parts[f"verify {width}"] = _Looped(narrow, speculative, *where)
         self._times: dict[str, list[float]] = {name: [] for name in self._parts}
 
     def sample(self) -> None:
@@ -96,15 +95,14 @@ class _Looped:
     def __init__(
         self,
         step: Callable,
-        target: Target,
-        drafter: DraftModel | None,
         engine: Engine,
         length: int,
         loops: int,
         temperature: float,
         given: tuple[jax.Array, ...] = (),
     ):
-        length, rows = min(length, engine.max_length - engine.width), engine.slots
+        target, drafter, rows = engine.target, engine.drafter, engine.slots
+        length = min(length, engine.max_length - engine.width)
         options = engine.batch.compiler_options(Draft(engine.block_size, engine.tree), rows) if drafter else None
 
         def made() -> State:

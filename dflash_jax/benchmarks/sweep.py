@@ -3,7 +3,7 @@
 The same requests at several concurrencies, with and without speculation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,54 +12,31 @@ from dflash_jax.benchmarks.arguments import Figures, SweepOptions
 from dflash_jax.benchmarks.pairs import ask
 from dflash_jax.benchmarks.turns import side_by_side, warm_up
 from dflash_jax.cli import BlockSize, EngineOptions
-from dflash_jax.infer.engine.engine import Engine
-from dflash_jax.infer.engine.requests import Request
 
 PLAIN = "autoregressive"
 LEAST = 4  # requests per row, at least: the rows are full for most of the time
 
 
 def measure(options: SweepOptions) -> Figures:
-    """The figures of `benchmark sweep`. Nothing is kept of one prompt for another: who comes second would be faster."""
+    """The figures of `benchmark sweep`: of each engine at each concurrency, tokens per second, tokens per second and
+    user (one answer, after its first token), seconds to the first token (median and 99th percentile) and tau.
+
+    So many requests are in progress at any time: when one is answered, the next is sent. They are asked again where
+    they are too few. Nothing is kept of one prompt for another: who comes second would be faster.
+    """
     asked, generation = ask(options), options.generation
     engine_options = EngineOptions(seed=options.seed, prefix_chunks=0)
     size = asked.drafter.config.block_size if generation.block_size in (None, "auto") else generation.block_size
-
-    def engines(concurrency: int) -> dict[str, Engine]:
-        def engine(block_size: BlockSize) -> Engine:
-            changed = replace(generation, block_size=block_size, batch_size=concurrency)
-            return asked.engine(changed, engine_options, speculative=block_size != 1)
-
-        return {PLAIN: engine(1), f"block {size}": engine(size), "auto": engine("auto")}
-
-    return asked.settings | {"sweep": sweep(engines, asked.requests, options.concurrency)}
-
-
-def draw(figures: Figures, path: Path) -> None:
-    """Draws the figures; see `plots`."""
-    plots.plot_sweep(figures["sweep"], path)
-
-
-def sweep(
-    make_engines: Callable[[int], Mapping[str, Engine]], requests: Sequence[Request], concurrencies: Sequence[int]
-) -> list[Figures]:
-    """One line of figures per concurrency and engine. So many requests are in progress at any time: when one is
-    answered, the next is sent.
-
-    Args:
-        make_engines: engines with so many slots, by name. They take turns, so that the machine weighs on all alike.
-        requests: asked again where they are too few.
-
-    Returns:
-        Of each: tokens per second, tokens per second and user (one answer, after its first token), seconds to the
-        first token (median and 99th percentile) and tau.
-    """
+    sizes: dict[str, BlockSize] = {PLAIN: 1, f"block {size}": size, "auto": "auto"}
     rows = []
-    for concurrency in concurrencies:
-        engines = make_engines(concurrency)
-        asked = [*requests] * max(1, -(-LEAST * concurrency // len(requests)))
-        warm_up(engines, asked)
-        for name, turns in side_by_side(engines, asked, concurrency).items():
+    for concurrency in options.concurrency:
+        engines = {}
+        for name, size in sizes.items():
+            changed = replace(generation, block_size=size, batch_size=concurrency)
+            engines[name] = asked.engine(changed, engine_options, speculative=size != 1)
+        requests = [*asked.requests] * max(1, -(-LEAST * concurrency // len(asked.requests)))
+        warm_up(engines, requests)
+        for name, turns in side_by_side(engines, requests, concurrency).items():
             rows.append(
                 {
                     "concurrency": concurrency,
@@ -71,7 +48,7 @@ def sweep(
                     "tau": turns.tau,
                 }
             )
-    return rows
+    return asked.settings | {"sweep": rows}
 
 
 def at_fixed_interactivity(rows: Sequence[Figures], than: str) -> list[Figures]:
@@ -106,3 +83,8 @@ def text(figures: Figures) -> str:
         cells = "".join(number(line[name], 16, 1) for name in engines)
         lines.append(f"{line['tokens_per_second_and_user']:12.1f}  {cells}")
     return "\n".join(lines)
+
+
+def draw(figures: Figures, path: Path) -> None:
+    """Draws the figures; see `plots`."""
+    plots.plot_sweep(figures["sweep"], path)

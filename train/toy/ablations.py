@@ -109,10 +109,7 @@ ROWS = {
 
 def main(options: AblateOptions, stage: Stage) -> int:
     """The stage `ablate`: trains and evaluates the rows that are named; what `results.jsonl` holds is not done again.
-    Returns its exit status.
-
-    Args:
-        stage: see `pair.build`.
+    Returns its exit status. `stage` is as in `pair.build`.
 
     Raises:
         ValueError: an unknown row, or results of another budget in the directory.

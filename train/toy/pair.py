@@ -4,7 +4,6 @@ A directory holds every stage's result; the same command continues where it was 
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,7 +17,6 @@ from dflash_jax.data.problems import Problem, problems
 from dflash_jax.infer.interrupt import INTERRUPTED
 from dflash_jax.infer.progress import progress_bar
 from dflash_jax.infer.text import Text
-from dflash_jax.target import Target
 from dflash_jax.train.arguments import PairOptions
 from dflash_jax.train.config import StageError, make_config
 from dflash_jax.train.data import Example
@@ -163,9 +161,6 @@ def _make_target(directory: Path, out: Path, recipe: Recipe, progress: Progress)
     corpus = list(islice(problems(PRETRAIN_SEED), recipe.problems))
     texts = (f"{problem.question}\n{problem.working}" for problem in corpus[: recipe.tokenizer_problems])
     tokenizer = train_tokenizer(texts, recipe.shape["vocab_size"])
-    beside = out.with_name("target.writing")
-    shutil.rmtree(beside, ignore_errors=True)
-    tokenizer.save_pretrained(beside)
     raw = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -180,10 +175,14 @@ def _make_target(directory: Path, out: Path, recipe: Recipe, progress: Progress)
         **recipe.shape,
     }
     config = make_config(recipe.pretrain)
-    examples = conversations(corpus, Text(str(beside)), raw["eos_token_id"])
-    target = pretrain(directory / "pretrain", new_target(raw, config.seed), examples, config, progress)
-    save_target(beside, target, raw)
-    beside.rename(out)
+    with files.replacing(out) as beside:
+        tokenizer.save_pretrained(beside)
+        examples = conversations(corpus, Text(str(beside)), raw["eos_token_id"])
+        target = pretrain(directory / "pretrain", new_target(raw, config.seed), examples, config, progress)
+        # In bfloat16: every later stage reads these weights, so that it meets what is shipped.
+        params = jax.tree.map(lambda x: np.asarray(x.astype("bfloat16")), target.params)
+        table = models.family(target.config.model_type).tensors(target.config, target.layout)
+        checkpoint.save(beside, params, table, raw | {"dtype": "bfloat16"})
 
 
 def conversations(corpus: Sequence[Problem], text: Text, end: int) -> list[Example]:
@@ -195,13 +194,6 @@ def conversations(corpus: Sequence[Problem], text: Text, end: int) -> list[Examp
         tokens = np.asarray([*prompt, *answer], np.int32)
         examples.append(Example(tokens, np.arange(len(tokens)) >= len(prompt)))
     return examples
-
-
-def save_target(directory: Path, target: Target, raw: dict[str, Any]) -> None:
-    """Writes config and weights in bfloat16; every later stage reads those, so that it meets what is shipped."""
-    params = jax.tree.map(lambda x: np.asarray(x.astype("bfloat16")), target.params)
-    table = models.family(target.config.model_type).tensors(target.config, target.layout)
-    checkpoint.save(directory, params, table, raw | {"dtype": "bfloat16"})
 
 
 def main(options: PairOptions, stage: Stage) -> int:
