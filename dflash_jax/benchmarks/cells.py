@@ -13,11 +13,9 @@ import numpy as np
 
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.step_times import PARTS, StepTimes, samples_due
-from dflash_jax.benchmarks.turns import acceptance, warm_up
+from dflash_jax.benchmarks.turns import PLAIN, acceptance, warm_up
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion, Request
-
-PLAIN = "autoregressive"
 
 
 def compare_drafters(

@@ -100,16 +100,13 @@ def compare(
         raise ValueError("nothing was decoded: every answer ended with its first token; raise max_new_tokens")
     figures: Figures = {name: _side(engine, answers[name]) for name, engine in engines.items()}
     speculative, plain = figures["speculative"], figures["autoregressive"]
-    figures |= acceptance(answers["speculative"], engines["speculative"].width)
+    ours, theirs = answers["speculative"], answers["autoregressive"]
+    figures |= acceptance(ours, engines["speculative"].width)
     figures["speedup"] = speculative["tokens_per_second"] / plain["tokens_per_second"]
-    figures["equal_outputs"] = sum(
-        a.token_ids == b.token_ids for a, b in zip(answers["speculative"], answers["autoregressive"], strict=True)
-    )
-    for name in answers:
+    figures["equal_outputs"] = sum(a.token_ids == b.token_ids for a, b in zip(ours, theirs, strict=True))
+    for name, side in answers.items():
         if name not in ("speculative", "autoregressive"):
-            figures[name]["tau_ratio"], figures[name]["tau_ratio_at_least"] = tau_ratio(
-                answers["speculative"], answers[name]
-            )
+            figures[name]["tau_ratio"], figures[name]["tau_ratio_at_least"] = tau_ratio(ours, side)
     seconds = steps.seconds()
     figures["step_seconds"], figures["step_length"] = seconds, length
     figures["device_loop_share"] = {
@@ -118,12 +115,10 @@ def compare(
     }
     figures["fused_step_over_parts"] = steps.fused_over_parts()
     if experts:
-        asked = zip(requests, answers["speculative"], strict=True)
-        figures["experts_hit"] = experts_hit(
-            target, [(r.prompt_token_ids, done.token_ids) for r, done in asked], widths
-        )
+        texts = [(r.prompt_token_ids, done.token_ids) for r, done in zip(requests, ours, strict=True)]
+        figures["experts_hit"] = experts_hit(target, texts, widths)
     if opponent:
-        figures |= opponent.figures(answers["speculative"], speculative, plain)
+        figures |= opponent.figures(ours, speculative, plain)
     return figures, answers
 
 

@@ -13,11 +13,12 @@ from jax.sharding import AbstractMesh
 from dflash_jax import drafters as kinds
 from dflash_jax.benchmarks import plots
 from dflash_jax.benchmarks.arguments import DraftersOptions, Figures
-from dflash_jax.benchmarks.cells import PLAIN, compare_drafters
+from dflash_jax.benchmarks.cells import compare_drafters
 from dflash_jax.benchmarks.pairs import encoded, questions
 from dflash_jax.benchmarks.planning import traced
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.step_times import PARTS
+from dflash_jax.benchmarks.turns import PLAIN
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.cli import EngineOptions
 from dflash_jax.config import Raw

@@ -10,10 +10,9 @@ from pathlib import Path
 from dflash_jax.benchmarks import plots
 from dflash_jax.benchmarks.arguments import Figures, SweepOptions
 from dflash_jax.benchmarks.pairs import ask
-from dflash_jax.benchmarks.turns import side_by_side, warm_up
+from dflash_jax.benchmarks.turns import PLAIN, side_by_side, warm_up
 from dflash_jax.cli import BlockSize, EngineOptions
 
-PLAIN = "autoregressive"
 LEAST = 4  # requests per row, at least: the rows are full for most of the time
 
 

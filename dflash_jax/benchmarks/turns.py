@@ -11,6 +11,8 @@ from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion, Request
 from dflash_jax.infer.jobs.records import acceptance_summary
 
+PLAIN = "autoregressive"  # the engine without a drafter
+
 
 def warm_up(engines: Mapping[str, Engine], requests: Sequence[Request]) -> None:
     """Compiles what the engines need, and has each fill its rows once. Nothing of it counts."""
