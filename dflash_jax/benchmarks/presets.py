@@ -26,7 +26,8 @@ def _layers(count: int, inner: int | None, heads: int, kv_heads: int, head_dim: 
 
 def _drafter(fields: Raw, depth: int, taps: Sequence[int], mask: int = MASK, block: int = 16) -> Raw:
     """`config.json` of a drafter with these fields, for a target of this depth."""
-    return fields | {
+    return {
+        **fields,
         "architectures": ["DFlashDraftModel"],
         "num_target_layers": depth,
         "block_size": block,
@@ -58,7 +59,7 @@ def _qwen3(hidden: int, inner: int, depth: int, heads: int, taps: Sequence[int],
         "attention_bias": False,
         "eos_token_id": 151645,
     }
-    return target, _drafter(target | _layers(5, inner, 32, 8, 128), depth, taps)
+    return target, _drafter({**target, **_layers(5, inner, 32, 8, 128)}, depth, taps)
 
 
 def _qwen2() -> tuple[Raw, Raw]:
@@ -103,7 +104,8 @@ def _coder() -> tuple[Raw, Raw]:
 
 def _gpt_oss(experts: int, depth: int, taps: Sequence[int], block: int) -> tuple[Raw, Raw]:
     """A gpt-oss with its experts in MXFP4, and its drafter with eight layers."""
-    shape = _text(201088, 2880, 131072) | {
+    shape = {
+        **_text(201088, 2880, 131072),
         "model_type": "gpt_oss",
         "attention_bias": True,
         "tie_word_embeddings": False,
@@ -144,7 +146,8 @@ def _hybrid(
         experts: how many, and how many a token goes through; `inner` is then of one.
         windows: the drafter's layers with a window, and its width; a last one has none.
     """
-    shape = _text(248320, hidden, 262144) | {
+    shape = {
+        **_text(248320, hidden, 262144),
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
@@ -192,7 +195,7 @@ def _gemma4(
 ) -> tuple[Raw, Raw]:
     """A Gemma 4 and its drafter, whose last layer of five is not sliding. Heads are query heads, key-value heads of
     sliding layers, and of global ones."""
-    common = _text(262144, hidden, 262144) | {"rms_norm_eps": 1e-6, "final_logit_softcapping": 30.0}
+    common = {**_text(262144, hidden, 262144), "rms_norm_eps": 1e-6, "final_logit_softcapping": 30.0}
     target = {
         **common,
         **_layers(depth, inner, heads[0], heads[1], 256),
@@ -216,7 +219,8 @@ def _gemma4(
 
 def _kimi() -> tuple[Raw, Raw]:
     """Kimi-K2.5 with its experts in INT4, and its drafter with six layers."""
-    shape = _text(163840, 7168, 262144) | {
+    shape = {
+        **_text(163840, 7168, 262144),
         "intermediate_size": 18432,
         "num_attention_heads": 64,
         "tie_word_embeddings": False,
