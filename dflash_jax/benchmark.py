@@ -1,6 +1,5 @@
 """Autoregressive against speculative decoding in one run: `python -m dflash_jax.benchmark MODE ...`."""
 
-import importlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -88,9 +87,17 @@ def _measured(options: MeasureOptions) -> int:
 
 def _module(options: MeasureOptions) -> ModuleType:
     """The module of a mode: `measure` makes figures of its options, `text` shows them, and `draw` plots them. It is
-    imported here, for it imports jax."""
-    names = {JobsOptions: "jobs", SweepOptions: "sweep", DraftersOptions: "drafters"}
-    return importlib.import_module(f"dflash_jax.benchmarks.{names.get(type(options), 'compare')}")
+    imported here, for it imports jax. Measuring raises ValueError for unusable options and where nothing was decoded,
+    and OSError for files that cannot be read."""
+    if isinstance(options, JobsOptions):
+        from dflash_jax.benchmarks import jobs as mode
+    elif isinstance(options, SweepOptions):
+        from dflash_jax.benchmarks import sweep as mode
+    elif isinstance(options, DraftersOptions):
+        from dflash_jax.benchmarks import drafters as mode
+    else:
+        from dflash_jax.benchmarks import compare as mode
+    return mode
 
 
 if __name__ == "__main__":

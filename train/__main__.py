@@ -6,22 +6,12 @@ from functools import partial
 
 from dflash_jax.cli import log_to_stderr
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
-from dflash_jax.train.arguments import (
-    AblateOptions,
-    CacheFeaturesOptions,
-    EvaluateOptions,
-    ExportOptions,
-    FitOptions,
-    PairOptions,
-    PlotOptions,
-    RegenerateOptions,
-    parse_stage,
-)
+from dflash_jax.train import arguments
 from dflash_jax.train.config import NotFiniteError, StageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_stage(argv)
+    options = arguments.parse_stage(argv)
     log_to_stderr()
 
     def work() -> int:
@@ -31,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"stopped: {error}", file=sys.stderr)
             return 1
 
-    continues = not isinstance(options, EvaluateOptions | ExportOptions | PlotOptions)
+    at_once = arguments.EvaluateOptions | arguments.ExportOptions | arguments.PlotOptions
+    continues = not isinstance(options, at_once)
     return exit_status(
         work,
         interrupted=f"interrupted{'; the same command continues' if continues else ''}",
@@ -42,23 +33,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _stage(options: object) -> Callable[[], int]:
     """The main function of a stage. Its file is imported here, for it imports jax, and packages that may be missing."""
     match options:
-        case RegenerateOptions():
+        case arguments.RegenerateOptions():
             from dflash_jax.train.regenerate import main as run
-        case CacheFeaturesOptions():
+        case arguments.CacheFeaturesOptions():
             from dflash_jax.train.features import main as run
-        case FitOptions():
+        case arguments.FitOptions():
             from dflash_jax.train.fit import main as run
-        case EvaluateOptions():
+        case arguments.EvaluateOptions():
             from dflash_jax.train.evaluate import main as run
-        case ExportOptions():
+        case arguments.ExportOptions():
             from dflash_jax.train.export import main as run
-        case PlotOptions():
+        case arguments.PlotOptions():
             from dflash_jax.train.plot import main as run
-        case PairOptions():
+        case arguments.PairOptions():
             from dflash_jax.train.toy import pair
 
             return partial(pair.main, options, main)
-        case AblateOptions():
+        case arguments.AblateOptions():
             from dflash_jax.train.toy import ablations
 
             return partial(ablations.main, options, main)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
@@ -155,22 +156,18 @@ class TrainConfig:
             raise ValueError(f"a {self.drafter} drafter has other hyper-parameters than {self.hyper}")
         positive = "num_layers length anchors batch_size accumulate epochs learning_rate loss_chunk log_every keep "
         positive += "clip_norm evaluate_samples evaluate_max_new_tokens"
-        for name in positive.split():
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        not_negative = (
-            "row_anchors max_steps weight_decay gamma cross_entropy kl total_variation negative_log_acceptance "
-            "lk_hybrid feature_noise save_every evaluate_every evaluate_temperature seed draft_vocab_size"
-        )
-        for name in not_negative.split():
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie in 0..1, 1 excluded, got {getattr(self, name)}")
-        for name in ("warmup", "final_learning_rate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a share and must lie in 0..1, got {getattr(self, name)}")
+        not_negative = "row_anchors max_steps weight_decay gamma cross_entropy kl total_variation lk_hybrid seed "
+        not_negative += "negative_log_acceptance feature_noise save_every evaluate_every evaluate_temperature "
+        not_negative += "draft_vocab_size"
+        for names, fits, what in (
+            (positive, lambda x: x > 0, "must be positive"),
+            (not_negative, lambda x: x >= 0, "must not be negative"),
+            ("b1 b2", lambda x: 0 <= x < 1, "must lie in 0..1, 1 excluded"),
+            ("warmup final_learning_rate", lambda x: 0 <= x <= 1, "is a share and must lie in 0..1"),
+        ):
+            for name in names.split():
+                if not fits(getattr(self, name)):
+                    raise ValueError(f"{name} {what}, got {getattr(self, name)}")
         if self.block_size < 2:
             raise ValueError(f"block_size must be at least 2 (an anchor and a mask), got {self.block_size}")
         if self.batch_size % self.accumulate:
@@ -256,7 +253,7 @@ def read_settings(path: str | Path | None, overrides: dict[str, Any] | None = No
     return merged
 
 
-def make_config(given: dict[str, Any]) -> TrainConfig:
+def make_config(given: Mapping[str, Any]) -> TrainConfig:
     """Checked settings.
 
     Raises:
@@ -269,7 +266,7 @@ def make_config(given: dict[str, Any]) -> TrainConfig:
     return TrainConfig(hyper=hyper, **{name: value for name, value in checked.items() if name in of_run})
 
 
-def _checked(given: dict[str, Any]) -> dict[str, Any]:
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by name, each as the type of its field; raises ValueError."""
     known = setting_fields()
     if unknown := [name for name in given if name not in known]:

@@ -4,6 +4,7 @@ Shapes: B rows, S tokens of a row.
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,8 +155,8 @@ class Packing:
     def steps(self, epochs: float) -> int:
         """Optimiser steps of so many epochs, at least one."""
         whole, part = int(epochs), epochs - int(epochs)
-        for epoch in range(whole + bool(part)):
-            self._plan(epoch)
+        while len(self._epochs) < whole + bool(part):
+            self._plan_epoch()
         total = self._first[whole]
         if part:
             total += int(part * (self._first[whole + 1] - total))
@@ -167,36 +168,31 @@ class Packing:
 
     def contents(self, step: int) -> list[list[int]]:
         """Example numbers of each row of a step, counted from 0."""
-        epoch = 0
-        while True:
-            self._plan(epoch)
-            if step < self._first[epoch + 1]:
-                break
-            epoch += 1
+        while step >= self._first[-1]:
+            self._plan_epoch()
+        epoch = bisect_right(self._first, step) - 1
         at = (step - self._first[epoch]) * self.batch_size
         return self._epochs[epoch][at : at + self.batch_size]
 
-    def _plan(self, epoch: int) -> None:
-        while len(self._epochs) <= epoch:
-            number = len(self._epochs)
-            order = np.random.default_rng([self.seed, number]).permutation(len(self.examples))
-            rows: list[list[int]] = []
-            room: dict[int, int] = {}  # of the rows still open
-            for index in order.tolist():
-                size = int(self._sizes[index])
-                row = next((row for row, left in room.items() if left >= size), None)
-                if row is None:
-                    if len(room) == OPEN_ROWS:
-                        del room[min(room, key=lambda r: room[r])]
-                    row = len(rows)
-                    rows.append([])
-                    room[row] = self.length
-                rows[row].append(index)
-                room[row] -= size
-            while len(rows) < self.batch_size:  # a corpus smaller than a step is repeated
-                rows += rows[: self.batch_size - len(rows)]
-            self._epochs.append(rows)
-            self._first.append(self._first[-1] + len(rows) // self.batch_size)
+    def _plan_epoch(self) -> None:
+        order = np.random.default_rng([self.seed, len(self._epochs)]).permutation(len(self.examples))
+        rows: list[list[int]] = []
+        room: dict[int, int] = {}  # of the rows still open
+        for index in order.tolist():
+            size = int(self._sizes[index])
+            row = next((row for row, left in room.items() if left >= size), None)
+            if row is None:
+                if len(room) == OPEN_ROWS:
+                    del room[min(room, key=lambda r: room[r])]
+                row = len(rows)
+                rows.append([])
+                room[row] = self.length
+            rows[row].append(index)
+            room[row] -= size
+        while len(rows) < self.batch_size:  # a corpus smaller than a step is repeated
+            rows += rows[: self.batch_size - len(rows)]
+        self._epochs.append(rows)
+        self._first.append(self._first[-1] + len(rows) // self.batch_size)
 
     def rows(self, contents: Sequence[Sequence[int]]) -> Rows:
         """Rows holding the given examples."""

@@ -84,9 +84,8 @@ class FeatureCache:
 
     def rows(self, contents: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Features [B, S, FD] and hidden states [B, S, D] of packed rows, 0 where a row is not full."""
-        return tuple(  # type: ignore[return-value]
-            None if store is None else self._gather(store, contents, length) for store in (self._features, self._hidden)
-        )
+        hidden = None if self._hidden is None else self._gather(self._hidden, contents, length)
+        return self._gather(self._features, contents, length), hidden
 
     def _gather(self, store: np.ndarray, contents: Sequence[Sequence[int]], length: int) -> np.ndarray:
         out = np.zeros((len(contents), length, store.shape[1]), store.dtype)

@@ -23,23 +23,18 @@ def read_metrics(run: str | Path) -> list[Metrics]:
 
 def plot(run: str | Path, output: str | Path) -> None:
     """Writes the plot: loss above, teacher-forced and decoded tau below."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     lines = read_metrics(run)
     steps = [line for line in lines if "loss" in line]
     decoded = [line for line in lines if "tau" in line]
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
-    above.plot([line["step"] for line in steps], [line["loss"] for line in steps], linewidth=1)
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    numbers = [line["step"] for line in steps]
+    above.plot(numbers, [line["loss"] for line in steps], linewidth=1)
     above.set_ylabel("loss")
-    below.plot(
-        [line["step"] for line in steps],
-        [line.get("teacher_forced_tau") or math.nan for line in steps],
-        linewidth=1,
-        label="teacher-forced",
-    )
+    forced = [line.get("teacher_forced_tau") or math.nan for line in steps]
+    below.plot(numbers, forced, linewidth=1, label="teacher-forced")
     if decoded:
         below.plot([line["step"] for line in decoded], [line["tau"] for line in decoded], "o-", label="decoded")
     below.set_ylabel("tau")
@@ -48,7 +43,6 @@ def plot(run: str | Path, output: str | Path) -> None:
     for axes in (above, below):
         axes.grid(alpha=0.3)
     figure.savefig(output, dpi=120, format="png")
-    pyplot.close(figure)
 
 
 def plot_ablations(results: Sequence[Metrics], output: str | Path) -> None:

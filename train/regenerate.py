@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,6 @@ from dflash_jax.infer.jobs.lines import Line, read_lines
 from dflash_jax.infer.progress import engine_rates, progress_bar, warm_up
 from dflash_jax.loading import load
 from dflash_jax.train.arguments import RegenerateOptions
-
-
-def journal(
-    output: Path, settings: dict[str, Any], lines: Sequence[Line], stopping: Callable[[], object] = lambda: False
-) -> Journal:
-    """The output, continued if it is there; its keys are line indices. `stopping` is as in `Journal`.
-
-    Raises:
-        ValueError: the file was made with other settings or prompts, or is no output of `regenerate`.
-    """
-    known = {line.index for line in lines}
-
-    def key(record: dict[str, Any]) -> int:
-        if record["index"] not in known:
-            raise ValueError(f"index {record['index']!r:.60} is not in the input")
-        return record["index"]
-
-    return Journal(output, settings, key, remedy="Remove it, or choose another output", stopping=stopping)
 
 
 def answer_record(line: Line, turns: Sequence[Completion]) -> dict[str, Any]:
@@ -71,7 +54,15 @@ def main(options: RegenerateOptions) -> int:
     fixed = engine_options.fixed(generation, models.drafter)
     more = engine_options.seed, engine_options.max_length, fixed, models.overrides
     settings = job_settings(target.directory, target.dtype.name, text, defaults, lines, *more)
-    with stop_signals() as stopping, journal(output, settings, lines, lambda: stopping) as answers:
+    known = {line.index for line in lines}
+
+    def index(record: dict[str, Any]) -> int:
+        if record["index"] not in known:
+            raise ValueError(f"index {record['index']!r:.60} is not in the input")
+        return record["index"]
+
+    keep = partial(Journal, output, settings, index, remedy="Remove it, or choose another output")
+    with stop_signals() as stopping, keep(stopping=lambda: stopping) as answers:
         lines = [line for line in lines if line.index not in answers.done]
         if answers.done:
             print(f"{len(answers.done)} lines are done, {len(lines)} left", file=sys.stderr)
@@ -90,11 +81,8 @@ def main(options: RegenerateOptions) -> int:
 
 
 def _answer(engine: Engine, lines: Sequence[Line], answers: Journal, admit: Callable[[], bool]) -> tuple[int, int]:
-    """Writes the records of the lines; returns how many answers were cut, and how many lines failed.
-
-    Args:
-        admit: whether further lines are begun.
-    """
+    """Writes the records of the lines; returns how many answers were cut, and how many lines failed. `admit` says
+    whether further lines are begun."""
     warm_up(engine, admit)
     failed = cut = 0
     with (

@@ -20,7 +20,7 @@ from dflash_jax.drafters.loading import load_drafter
 from dflash_jax.files import reading
 from dflash_jax.infer.engine.compiler_options import block_compiler_options
 from dflash_jax.infer.interrupt import stop_signals
-from dflash_jax.mesh import ROWS, gather, spread
+from dflash_jax.mesh import ROWS, entered, gather, spread
 from dflash_jax.sharding import shardings
 from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
@@ -102,11 +102,11 @@ class Run:
         config, metrics = self.config, {}
         begin, at = time.perf_counter(), int(self.state.step)
         self._evaluate_if_due(at, progress)
-        with self._on_mesh():
+        with entered(self.mesh):
             batch = self.batch(at) if at < self.steps else None
         for step in range(at, self.steps):
             done = step + 1
-            with self._on_mesh():
+            with entered(self.mesh):
                 self.state, values = self._step(self.target, self.drafter, self.state, batch)
                 # The device computes the step; whoever asks for its figures, as `finite`, waits for it.
                 batch = self.batch(done) if done < self.steps else None
@@ -149,9 +149,6 @@ class Run:
         sharding = None if self.mesh is None else NamedSharding(self.mesh, P(ROWS))
         place = lambda x: jnp.asarray(x) if sharding is None else spread(x, sharding)
         return Batch(*(None if x is None else place(x) for x in (*rows, features, hidden)))  # type: ignore
-
-    def _on_mesh(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def save(self, name: str, drafter: Drafter, learnt: Metrics | None = None) -> None:
         """Writes a drafter into a directory of this name, with what was learnt of it in its `config.json`."""

@@ -5,66 +5,56 @@ with plain decoding's.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.step_times import PARTS, StepTimes, samples_due
+from dflash_jax.benchmarks.turns import PLAIN, acceptance, warm_up
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion, Request
-from dflash_jax.infer.jobs.records import acceptance_summary
-
-PLAIN = "autoregressive"
-MakeEngine = Callable[[str, float, Sequence[Request]], Engine]  # of a drafter or PLAIN, at a temperature
 
 
 def compare_drafters(
-    names: Sequence[str],
-    make_engine: MakeEngine,
-    tasks: Callable[[float], Mapping[str, Sequence[Request]]],
-    temperatures: Sequence[float],
-    rounds: int,
-) -> Figures:
-    """The `cells` of the table, and the `steps`: what a step of each drafter costs at each temperature.
+    engines: Mapping[str, Engine], tasks: Mapping[str, Sequence[Request]], temperature: float, rounds: int
+) -> tuple[list[Figures], list[Figures]]:
+    """Cells of the table at a temperature, and what a step of each drafter costs there.
 
     Times of a step depend on shapes and on the length of the rows, not on the text. So they are measured once for all
-    tasks of a temperature, at the mean length of their rows.
+    tasks, at the mean length of their rows.
 
     Args:
-        tasks: requests of each task at a temperature.
+        engines: of PLAIN and of the drafters.
+        tasks: requests of each.
         rounds: how often all of them are answered.
 
     Raises:
         ValueError: nothing was decoded.
     """
+    together = [request for requests in tasks.values() for request in requests]
+    warm_up(engines, together)
+    length = sum(len(r.prompt_token_ids) + r.params.max_new_tokens // 2 for r in together) // len(together)
+    drafting = {name: engine for name, engine in engines.items() if name != PLAIN}
+    parts = {name: StepTimes(engines[PLAIN], one, length, temperature=temperature) for name, one in drafting.items()}
     cells, steps = [], []
-    for temperature in temperatures:
-        asked = tasks(temperature)
-        together = [request for requests in asked.values() for request in requests]
-        engines = {name: make_engine(name, temperature, together) for name in (PLAIN, *names)}
-        for engine in engines.values():
-            engine.warm_up()
-            engine.generate(together[: engine.slots])
-        length = sum(len(r.prompt_token_ids) + r.params.max_new_tokens // 2 for r in together) // len(together)
-        parts = {name: StepTimes(engines[PLAIN], engines[name], length, temperature=temperature) for name in names}
-        for task, requests in asked.items():
-            answered = _answered(engines, requests, rounds, parts)
-            cells += [{"task": task, "temperature": temperature} | cell for cell in _cells(task, engines, answered)]
-        for name, times in parts.items():
-            seconds = times.seconds()
-            steps.append(
-                {
-                    "drafter": name,
-                    "temperature": temperature,
-                    "length": length,
-                    "ms": {part: 1e3 * seconds[part] for part in (*PARTS, "speculative", PLAIN)},
-                    "fused_step_over_parts": times.fused_over_parts(),
-                }
-            )
-    return {"cells": cells, "steps": steps}
+    for task, requests in tasks.items():
+        answered = _answered(engines, requests, rounds, parts)
+        cells += [{"task": task, "temperature": temperature} | cell for cell in _cells(task, engines, answered)]
+    for name, times in parts.items():
+        seconds = times.seconds()
+        steps.append(
+            {
+                "drafter": name,
+                "temperature": temperature,
+                "length": length,
+                "ms": {part: 1e3 * seconds[part] for part in (*PARTS, "speculative", PLAIN)},
+                "fused_step_over_parts": times.fused_over_parts(),
+            }
+        )
+    return cells, steps
 
 
 class Answered(NamedTuple):
@@ -102,11 +92,7 @@ def _answered(
 
 
 def _cells(task: str, engines: Mapping[str, Engine], answered: Mapping[str, Answered]) -> list[Figures]:
-    """Cells of one task.
-
-    Raises:
-        ValueError: nothing was decoded.
-    """
+    """Cells of one task; raises ValueError if nothing was decoded."""
     if not all(one.tokens.any() for one in answered.values()):
         raise ValueError(f"{task}: nothing was decoded; raise --max-new-tokens")
     rate = lambda one: float(one.tokens.sum() / one.seconds.sum())
@@ -114,9 +100,8 @@ def _cells(task: str, engines: Mapping[str, Engine], answered: Mapping[str, Answ
     for name, side in answered.items():
         if name == PLAIN:
             continue
-        answers = [answer for turn in side.answers for answer in turn]
-        lengths = Counter(n for answer in answers for n in answer.acceptance_lengths)
-        figures, speedup = acceptance_summary(lengths, engines[name].width), rate(side) / rate(plain)
+        figures = acceptance(chain.from_iterable(side.answers), engines[name].width)
+        speedup = rate(side) / rate(plain)
         equal = [
             all(turn[i].token_ids == plain.answers[0][i].token_ids for turn in side.answers)
             for i in range(len(side.answers[0]))
@@ -161,8 +146,13 @@ def relative_error(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> 
     return math.sqrt(sum(squares)) if squares else math.nan
 
 
+def tokens_and_steps(answers: Sequence[Sequence[Completion]]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that steps committed, and these steps, of each answer."""
+    of = lambda measure: np.array([[measure(x.acceptance_lengths) for x in turn] for turn in answers], float)
+    return of(sum), of(len)
+
+
 def tau_error(answers: Sequence[Sequence[Completion]]) -> float:
     """Standard error of the mean acceptance length over prompts, the columns, and over rounds."""
-    of = lambda measure: np.array([[measure(x.acceptance_lengths) for x in turn] for turn in answers], float)
-    tokens, steps = of(sum), of(len)
+    tokens, steps = tokens_and_steps(answers)
     return float(tokens.sum() / steps.sum()) * relative_error([tokens], [steps]) if steps.sum() else math.nan

@@ -1,34 +1,26 @@
 """A pair's engines take turns on the same prompts: `python -m dflash_jax.benchmark compare`."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import scipy
 
-from dflash_jax.benchmarks import tables
 from dflash_jax.benchmarks.arguments import CompareOptions, Figures
+from dflash_jax.benchmarks.cells import relative_error, tokens_and_steps
 from dflash_jax.benchmarks.experts import experts_hit
 from dflash_jax.benchmarks.official import Official, Opponent
 from dflash_jax.benchmarks.pairs import ask
 from dflash_jax.benchmarks.step_times import StepTimes, samples_due
+from dflash_jax.benchmarks.turns import acceptance, warm_up
 from dflash_jax.cli import EngineOptions, GenerationOptions
 from dflash_jax.infer.engine.chooser import Draft, block_sizes
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion, Request
-from dflash_jax.infer.jobs.records import acceptance_summary
-
-text = tables.table
 
 
 def measure(options: CompareOptions) -> Figures:
-    """The figures of `benchmark compare`; see `tables` for what they mean.
-
-    Raises:
-        ValueError: an option is unusable, or nothing was decoded.
-        OSError: a file cannot be read.
-    """
+    """The figures of `benchmark compare`; see `text` for what they mean."""
     generation, engine_options = options.generation, EngineOptions(seed=options.seed)
     if options.official and (generation.temperature > 0 or generation.batch_size != 1):
         raise ValueError("--official compares greedy decoding at batch size 1 only")
@@ -73,12 +65,10 @@ def _variants(generation: GenerationOptions) -> dict[str, GenerationOptions]:
 
 def by_category(categories: Sequence[str], answers: Sequence[Completion]) -> dict[str, Figures]:
     """Samples and mean acceptance length of each kind of task."""
-    found: dict[str, Figures] = {}
-    for category in sorted(set(categories)):
-        of_kind = [answer for answer, its in zip(answers, categories, strict=True) if its == category]
-        lengths = [n for answer in of_kind for n in answer.acceptance_lengths]
-        found[category] = {"samples": len(of_kind), "tau": sum(lengths) / len(lengths) if lengths else None}
-    return found
+    found: dict[str, list[Completion]] = {category: [] for category in sorted(set(categories))}
+    for category, answer in zip(categories, answers, strict=True):
+        found[category].append(answer)
+    return {name: {"samples": len(side), "tau": acceptance(side)["tau"]} for name, side in found.items()}
 
 
 def compare(
@@ -93,11 +83,7 @@ def compare(
     target, widths = engines["speculative"].target, block_sizes(engines["speculative"].block_size)
     experts = any(layer.experts for layer in target.config.layers)
     steps = StepTimes(engines["autoregressive"], engines["speculative"], length, widths=widths[1:-1] if experts else ())
-    for engine in engines.values():
-        if not engine.choosers:
-            engine.warm_up()
-        engine.generate(requests[: engine.slots])
-        engine.stats.reset()
+    warm_up(engines, requests)
     opponent = Opponent(official, engines["speculative"].block_size) if official else None
     answers: dict[str, list[Completion]] = {name: [] for name in engines}
     size = engines["speculative"].slots
@@ -114,17 +100,13 @@ def compare(
         raise ValueError("nothing was decoded: every answer ended with its first token; raise max_new_tokens")
     figures: Figures = {name: _side(engine, answers[name]) for name, engine in engines.items()}
     speculative, plain = figures["speculative"], figures["autoregressive"]
-    lengths = Counter(n for completion in answers["speculative"] for n in completion.acceptance_lengths)
-    figures |= acceptance_summary(lengths, engines["speculative"].width)
+    ours, theirs = answers["speculative"], answers["autoregressive"]
+    figures |= acceptance(ours, engines["speculative"].width)
     figures["speedup"] = speculative["tokens_per_second"] / plain["tokens_per_second"]
-    figures["equal_outputs"] = sum(
-        a.token_ids == b.token_ids for a, b in zip(answers["speculative"], answers["autoregressive"], strict=True)
-    )
-    for name in answers:
+    figures["equal_outputs"] = sum(a.token_ids == b.token_ids for a, b in zip(ours, theirs, strict=True))
+    for name, side in answers.items():
         if name not in ("speculative", "autoregressive"):
-            figures[name]["tau_ratio"], figures[name]["tau_ratio_at_least"] = tau_ratio(
-                answers["speculative"], answers[name]
-            )
+            figures[name]["tau_ratio"], figures[name]["tau_ratio_at_least"] = tau_ratio(ours, side)
     seconds = steps.seconds()
     figures["step_seconds"], figures["step_length"] = seconds, length
     figures["device_loop_share"] = {
@@ -133,40 +115,77 @@ def compare(
     }
     figures["fused_step_over_parts"] = steps.fused_over_parts()
     if experts:
-        texts = zip(
-            (r.prompt_token_ids for r in requests), (done.token_ids for done in answers["speculative"]), strict=True
-        )
-        figures["experts_hit"] = experts_hit(target, list(texts), widths)
+        texts = [(r.prompt_token_ids, done.token_ids) for r, done in zip(requests, ours, strict=True)]
+        figures["experts_hit"] = experts_hit(target, texts, widths)
     if opponent:
-        figures |= opponent.figures(answers["speculative"], speculative, plain)
+        figures |= opponent.figures(ours, speculative, plain)
     return figures, answers
 
 
 def tau_ratio(ours: Sequence[Completion], theirs: Sequence[Completion]) -> tuple[float, float]:
     """The ratio of two mean acceptance lengths over the same prompts, and its one-sided 95% lower bound; prompts are
     what is drawn by chance."""
-    shares = []
-    means = []
-    for answers in (ours, theirs):
-        steps = np.array([len(answer.acceptance_lengths) for answer in answers], float)
-        tokens = np.array([sum(answer.acceptance_lengths) for answer in answers], float)
-        means.append(tokens.sum() / steps.sum())
-        shares.append(tokens / tokens.sum() - steps / steps.sum())  # what each prompt adds to log tau
-    apart, ratio = shares[0] - shares[1], means[0] / means[1]
-    if len(ours) < 2:
-        return ratio, float("nan")
-    error = np.sqrt(np.sum(apart**2) * len(ours) / (len(ours) - 1))
-    return float(ratio), float(ratio * np.exp(-scipy.stats.norm.ppf(0.95) * error))
+    (tokens, steps), (their_tokens, their_steps) = tokens_and_steps([ours]), tokens_and_steps([theirs])
+    ratio = float(tokens.sum() / steps.sum() / (their_tokens.sum() / their_steps.sum()))
+    error = relative_error([tokens, their_steps], [steps, their_tokens])
+    return ratio, float(ratio * np.exp(-scipy.stats.norm.ppf(0.95) * error))
 
 
 def _side(engine: Engine, answers: list[Completion]) -> Figures:
     stats = engine.stats
-    lengths = [n for completion in answers for n in completion.acceptance_lengths]
     return {
         "tokens_per_second": stats.tokens_per_second,
         "tokens": stats.decode_tokens,
         "decode_seconds": stats.decode_seconds,
         "prefill_seconds": stats.prefill_seconds,
         "steps": stats.steps,
-        "tau": sum(lengths) / len(lengths) if lengths else None,
+        "tau": acceptance(answers)["tau"],
     }
+
+
+def text(figures: Figures) -> str:
+    """The figures as text."""
+    rows = [
+        ("", "tokens/s", "tokens", "decode s"),
+        *(
+            (name, f"{side['tokens_per_second']:.1f}", str(side["tokens"]), f"{side['decode_seconds']:.2f}")
+            for name, side in figures.items()
+            if isinstance(side, dict) and "tokens_per_second" in side
+        ),
+    ]
+    lines = ["  ".join([row[0].ljust(28), *(cell.rjust(10) for cell in row[1:])]) for row in rows]
+    seconds = figures["step_seconds"]
+    histogram = " ".join(f"{k}:{n}" for k, n in enumerate(figures["acceptance_histogram"]) if n)
+    lines += [
+        "",
+        f"speedup {figures['speedup']:.2f}   tau {figures['tau']:.3f}   block {figures['draft']}   "
+        f"equal outputs {figures['equal_outputs']}/{figures['samples']}",
+        f"acceptance lengths   {histogram}",
+        "acceptance per position   " + " ".join(f"{rate:.2f}" for rate in figures["acceptance_per_position"]),
+        f"step ms at length {figures['step_length']}   "
+        + "   ".join(f"{name} {1e3 * value:.2f}" for name, value in seconds.items()),
+        f"fused step / its parts {figures['fused_step_over_parts']:.3f}   steps x step time / decode time   "
+        + "   ".join(f"{name} {share:.3f}" for name, share in figures["device_loop_share"].items()),
+    ]
+    if "experts_hit" in figures:
+        hit = "   ".join(f"{width} tokens {count:.1f}" for width, count in figures["experts_hit"].items())
+        lines.append(f"experts hit per layer by a block of   {hit}")
+    if "acceptance_by_category" in figures:
+        lines.append("tau by category")
+        for category, found in figures["acceptance_by_category"].items():
+            tau = "-" if found["tau"] is None else f"{found['tau']:.3f}"
+            lines.append(f"  {category or '(none)':24}{tau:>8}   {found['samples']} samples")
+    if "correct" in figures:
+        correct = "   ".join(f"{name} {count}" for name, count in figures["correct"].items())
+        lines.append(f"correct answers of {figures['samples']}   {correct}")
+    for name, side in figures.items():
+        if isinstance(side, dict) and "tau_ratio" in side:
+            ratio = f"this run's is {side['tau_ratio']:.3f} of it (at least {side['tau_ratio_at_least']:.3f})"
+            lines.append(f"tau with {name.replace('_', ' ')} {side['tau']:.3f}   {ratio}")
+    if "official" in figures:
+        lines.append(
+            f"speculative / official {figures['official']['speedup_over']:.2f}   autoregressive / transformers "
+            f"{figures['transformers']['speedup_over']:.2f}   official tau {figures['official']['tau']:.3f}   "
+            f"equal to official {figures['official']['equal_outputs']}/{figures['samples']}"
+        )
+    return "\n".join(lines)

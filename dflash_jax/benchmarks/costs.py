@@ -39,9 +39,7 @@ def cost(function: Callable[..., Any], *arguments: Any) -> Cost:
     """The cost of `function(*arguments)`; arguments are pytrees of arrays or their shapes."""
     with using("xla"), whole_caches(), jax.disable_jit(False):
         closed = jax.make_jaxpr(function)(*arguments)
-    origins: list[int | None] = []
-    for i, argument in enumerate(arguments):
-        origins += [i] * len(jax.tree.leaves(argument))
+    origins: list[int | None] = [i for i, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
     count = _Count([0.0] * len(arguments))
     count.visit(closed.jaxpr, origins, 1)
     return Cost(count.flops, tuple(count.read))

@@ -5,6 +5,7 @@ All answer the same prompts, in turns in one process, and give the same answers.
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from jax.sharding import AbstractMesh
@@ -14,7 +15,10 @@ from dflash_jax.benchmarks import plots
 from dflash_jax.benchmarks.arguments import DraftersOptions, Figures
 from dflash_jax.benchmarks.cells import compare_drafters
 from dflash_jax.benchmarks.pairs import encoded, questions
+from dflash_jax.benchmarks.planning import traced
+from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.step_times import PARTS
+from dflash_jax.benchmarks.turns import PLAIN
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.cli import EngineOptions
 from dflash_jax.config import Raw
@@ -23,88 +27,69 @@ from dflash_jax.drafters.loading import load_drafter
 from dflash_jax.engines import engine_config, make_engine, needs_of
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Request
-from dflash_jax.loading import Loaded, load, pair_sources
+from dflash_jax.loading import load, pair_sources
 from dflash_jax.target import Target
 
 
 def measure(options: DraftersOptions) -> Figures:
-    """The figures of `benchmark drafters`.
-
-    Raises:
-        ValueError: an option is unusable, a drafter is of another target or cannot propose so many tokens, or nothing
-            was decoded.
-        OSError: a file cannot be read.
-    """
+    """The figures of `benchmark drafters`."""
     if options.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {options.rounds}")
     if options.generation.block_size == "auto":
         raise ValueError("drafters are compared at one size, not --block-size auto; give a number or leave it out")
-    source, _ = pair_sources(options.models)
-    loaded = load(replace(options.models, target=source), options.generation.at(0.0), speculative=False)
-    sources = {name: resolve(source, "drafter") for name, source in options.drafters}
-    loaded_drafters = {name: _drafter(options, loaded, source) for name, source in sources.items()}
+    models = options.models
+    source, _ = pair_sources(models)
+    loaded = load(replace(models, target=source), options.generation.at(0.0), speculative=False)
+    target, sources = loaded.target, {name: resolve(source, "drafter") for name, source in options.drafters}
+    assert not isinstance(target.mesh, AbstractMesh)  # there are devices to decode on
+    where = {"num_target_layers": target.config.num_hidden_layers, "target": target.directory, "mesh": target.mesh}
+    drafters: dict[str, Drafter | None] = {PLAIN: None}
+    for name, source in sources.items():
+        drafter = load_drafter(source, dtype=models.dtype, overrides=models.drafter_config, **where)
+        drafter.config.check_pair(target.config)
+        drafters[name] = drafter
     names = (options.tasks or options.questions).split(",")
     prompts = {name: encoded(loaded.text, questions(name, options.max_samples)[0]) for name in names}
-
-    def tasks(temperature: float) -> dict[str, list[Request]]:
+    cells, steps = [], []
+    for temperature in options.temperature:
         params = replace(loaded.defaults, temperature=temperature)
-        return {
+        tasks = {
             name: [Request(prompt, params, id=f"{name}-{i}") for i, prompt in enumerate(asked)]
             for name, asked in prompts.items()
         }
-
-    def engine(name: str, temperature: float, requests: Sequence[Request]) -> Engine:
-        return _engine(options, loaded.target, name, loaded_drafters.get(name), temperature, requests)
-
-    found = compare_drafters(list(sources), engine, tasks, options.temperature, options.rounds)
+        make = partial(_engine, options, target, temperature, [r for requests in tasks.values() for r in requests])
+        engines = {name: make(name, drafter) for name, drafter in drafters.items()}
+        found = compare_drafters(engines, tasks, temperature, options.rounds)
+        cells += found[0]
+        steps += found[1]
     gigabytes = {}
-    for cell in found["cells"][: len(sources)]:
+    for cell in cells[: len(sources)]:
         raw = read_json(sources[cell["drafter"]] / "config.json")
         gigabytes[cell["drafter"]] = bytes_per_step(raw, cell["block_size"], cell["nodes"])
-    settings = {
+    return {
         "tasks": {name: len(asked) for name, asked in prompts.items()},
         "rounds": options.rounds,
-        "dtype": loaded.target.dtype.name,
+        "dtype": target.dtype.name,
         "seed": options.seed,
         "max_new_tokens": options.generation.max_new_tokens,
         "batch_size": options.generation.batch_size,
         "chat_template_kwargs": loaded.text.template_arguments,
+        "cells": cells,
+        "steps": steps,
+        "qwen3_8b": gigabytes,
     }
-    return settings | found | {"qwen3_8b": gigabytes}
-
-
-def _drafter(options: DraftersOptions, loaded: Loaded, source: Path) -> Drafter:
-    """The drafter of a checkpoint, which must be one of the target."""
-    target, models = loaded.target, options.models
-    assert not isinstance(target.mesh, AbstractMesh)  # there are devices to decode on
-    drafter = load_drafter(
-        source,
-        dtype=models.dtype,
-        mesh=target.mesh,
-        num_target_layers=target.config.num_hidden_layers,
-        target=target.directory,
-        overrides=models.drafter_config,
-    )
-    drafter.config.check_pair(target.config)
-    return drafter
 
 
 def _engine(
     options: DraftersOptions,
     target: Target,
-    name: str,
-    drafter: Drafter | None,
     temperature: float,
     requests: Sequence[Request],
+    name: str,
+    drafter: Drafter | None,
 ) -> Engine:
-    """An engine for the requests, which proposes as many tokens as `--block-size` says, whatever the kind of drafter.
-
-    Args:
-        drafter: of this name; None decodes plainly.
-
-    Raises:
-        ValueError: it cannot propose so many.
-    """
+    """An engine for the requests, which proposes as many tokens as `--block-size` says, whatever the kind of drafter;
+    raises ValueError if that cannot. Without a drafter it decodes plainly."""
     engine_options = EngineOptions(seed=options.seed, prefix_chunks=0)
     needs = needs_of(target.config, requests, engine_options)
     config = engine_config(target, needs, options.generation.at(temperature), engine_options)
@@ -121,8 +106,26 @@ def _engine(
 
 def text(figures: Figures) -> str:
     """The figures as text: a Markdown table, and what a step would read of a Qwen3-8B."""
-    lines = [f"{name}: {one['step_gb']:.2f} GB a step" for name, one in figures["qwen3_8b"].items()]
-    return "\n".join([markdown(figures["cells"], figures["steps"]), "", "on a Qwen3-8B in bfloat16, batch 1", *lines])
+    head = ["drafter", "task", "T", "tau", "speedup", "tokens/s", "omega", *PARTS[:-1], "commit ms", "equal"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    times = {(step["drafter"], step["temperature"]): step["ms"] for step in figures["steps"]}
+    for cell in figures["cells"]:
+        ms = times[cell["drafter"], cell["temperature"]]
+        row = [
+            cell["drafter"],
+            cell["task"],
+            f"{cell['temperature']:g}",
+            f"{cell['tau']:.2f} ± {cell['tau_error']:.2f}",
+            f"{cell['speedup']:.2f} ± {cell['speedup_error']:.2f}",
+            f"{cell['tokens_per_second']:.0f} ± {cell['tokens_per_second_error']:.0f}",
+            f"{cell['omega']:.2f}",
+            *(f"{ms[part]:.2f}" for part in PARTS),
+            f"{cell['equal_outputs']}/{cell['samples']}",
+        ]
+        lines.append("| " + " | ".join(row) + " |")
+    lines += ["", "on a Qwen3-8B in bfloat16, batch 1"]
+    lines += [f"{name}: {one['step_gb']:.2f} GB a step" for name, one in figures["qwen3_8b"].items()]
+    return "\n".join(lines)
 
 
 def draw(figures: Figures, path: Path) -> None:
@@ -149,9 +152,6 @@ def bytes_per_step(raw: Raw, block_size: int, nodes: int = 0) -> dict[str, float
         block_size: that it drafts with.
         nodes: of its tree; 0 is a chain.
     """
-    from dflash_jax.benchmarks.planning import traced
-    from dflash_jax.benchmarks.presets import PAIRS
-
     raw = kinds.laid_out(raw)
     config = kinds.drafter_config(raw)
     target, common = PAIRS["qwen3-8b"]
@@ -168,25 +168,3 @@ def bytes_per_step(raw: Raw, block_size: int, nodes: int = 0) -> dict[str, float
         new["draft_vocab_size"] = 32000
     figures = traced((target, new), {"data": 1}, 1, 1024, None, nodes)
     return {"step_gb": figures["bytes_accessed"] / 1e9, "draft_gb": figures["draft_bytes"] / 1e9}
-
-
-def markdown(cells: Sequence[Figures], steps: Sequence[Figures]) -> str:
-    """The cells as a Markdown table."""
-    head = ["drafter", "task", "T", "tau", "speedup", "tokens/s", "omega", *PARTS[:-1], "commit ms", "equal"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    times = {(step["drafter"], step["temperature"]): step["ms"] for step in steps}
-    for cell in cells:
-        ms = times[cell["drafter"], cell["temperature"]]
-        row = [
-            cell["drafter"],
-            cell["task"],
-            f"{cell['temperature']:g}",
-            f"{cell['tau']:.2f} ± {cell['tau_error']:.2f}",
-            f"{cell['speedup']:.2f} ± {cell['speedup_error']:.2f}",
-            f"{cell['tokens_per_second']:.0f} ± {cell['tokens_per_second_error']:.0f}",
-            f"{cell['omega']:.2f}",
-            *(f"{ms[part]:.2f}" for part in PARTS),
-            f"{cell['equal_outputs']}/{cell['samples']}",
-        ]
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)

@@ -1,7 +1,6 @@
 """Whole jobs, prompts included, at every block size: `python -m dflash_jax.benchmark jobs`."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,19 +9,18 @@ import scipy
 from dflash_jax.benchmarks.arguments import Figures, JobsOptions
 from dflash_jax.benchmarks.official import Official
 from dflash_jax.benchmarks.pairs import Asked, ask
-from dflash_jax.benchmarks.turns import side_by_side
+from dflash_jax.benchmarks.turns import side_by_side, warm_up
 from dflash_jax.cli import BlockSize, EngineOptions
 from dflash_jax.infer.engine.chooser import Candidate, Chooser, Draft, block_sizes
 from dflash_jax.infer.engine.engine import Engine
-from dflash_jax.infer.engine.requests import Request
 
 
 def measure(options: JobsOptions) -> Figures:
-    """The figures of `benchmark jobs`.
+    """The figures of `benchmark jobs`: throughput of whole jobs, prompts included. In every round each engine answers
+    all requests once, side by side; the official implementation, one at a time and after the others.
 
-    Raises:
-        ValueError: an option is unusable.
-        OSError: a file cannot be read.
+    Of each: the tokens per second over all rounds, their ratio to the first engine's in the same round (geometric
+    mean), the lower end of its one-sided 95% confidence interval, and the steps at each block size.
     """
     if options.official and options.generation.temperature > 0:
         raise ValueError("--official compares greedy decoding only")
@@ -30,7 +28,32 @@ def measure(options: JobsOptions) -> Figures:
         raise ValueError(f"--rounds must be at least 1, got {options.rounds}")
     asked, rounds = ask(options), options.rounds
     official = Official(asked.loaded.target.directory, asked.source) if options.official else None
-    sides = compare_jobs(engines(asked, options), asked.requests, rounds, official, asked.drafter.config.block_size)
+    compared, block_size = engines(asked, options), asked.drafter.config.block_size
+    warm_up(compared, asked.requests)
+    if official:
+        official.dflash(asked.requests[0], block_size)
+    rates: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        turns = side_by_side(compared, asked.requests)
+        round_rates = {name: side.tokens_per_second for name, side in turns.items()}
+        if official:
+            begin = time.perf_counter()
+            tokens = sum(len(official.dflash(request, block_size)[0]) for request in asked.requests)
+            round_rates["official, one at a time"] = tokens / (time.perf_counter() - begin)
+        for name, rate in round_rates.items():
+            rates.setdefault(name, []).append(rate)
+    first = np.log(next(iter(rates.values())))
+    sides: dict[str, Figures] = {}
+    for name, measured in rates.items():
+        ratio = np.log(measured) - first
+        error = scipy.stats.t.ppf(0.95, rounds - 1) * scipy.stats.sem(ratio) if rounds > 1 else float("nan")
+        sides[name] = {
+            "tokens_per_second": float(np.mean(measured)),
+            "ratio": float(np.exp(ratio.mean())),
+            "lower_bound": float(np.exp(ratio.mean() - error)),
+        }
+        if engine := compared.get(name):
+            sides[name] |= {"tau": engine.stats.tau, "steps_by_block_size": engine.steps_by_block_size}
     return asked.settings | {"rounds": rounds, "engines": sides}
 
 
@@ -54,55 +77,6 @@ def engines(asked: Asked, options: JobsOptions) -> dict[str, Engine]:
         kept.warm_up()
         kept.choosers.update({rows: Chooser({Draft(1): Candidate(0, 1.0)}) for rows in kept.choosers})
     return found
-
-
-def compare_jobs(
-    engines: dict[str, Engine], requests: Sequence[Request], rounds: int, official: Official | None, block_size: int
-) -> dict[str, Figures]:
-    """Throughput of whole jobs, prompts included: in every round each engine answers all requests once, side by side.
-
-    Args:
-        official: answers them one at a time, with this block size, after the others.
-
-    Returns:
-        Per engine the tokens per second over all rounds, their ratio to the first engine's in the same round
-        (geometric mean), the lower end of its one-sided 95% confidence interval, and the steps at each block size.
-    """
-    for engine in engines.values():
-        if not engine.choosers:
-            engine.warm_up()
-        engine.generate(requests[: engine.slots])
-        engine.stats.reset()
-
-    def answer(r: Request) -> list[int]:
-        assert official is not None
-        return official.dflash(r.prompt_token_ids, r.params.max_new_tokens, r.params.ends, block_size)[0]
-
-    if official:
-        answer(requests[0])
-    rates: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        round_rates = {name: turns.tokens_per_second for name, turns in side_by_side(engines, requests).items()}
-        if official:
-            begin = time.perf_counter()
-            tokens = sum(map(len, map(answer, requests)))
-            round_rates["official, one at a time"] = tokens / (time.perf_counter() - begin)
-        for name, rate in round_rates.items():
-            rates.setdefault(name, []).append(rate)
-    first = np.log(next(iter(rates.values())))
-    figures: dict[str, Figures] = {}
-    for name, measured in rates.items():
-        ratio = np.log(measured) - first
-        error = scipy.stats.t.ppf(0.95, rounds - 1) * scipy.stats.sem(ratio) if rounds > 1 else float("nan")
-        figures[name] = {
-            "tokens_per_second": float(np.mean(measured)),
-            "ratio": float(np.exp(ratio.mean())),
-            "lower_bound": float(np.exp(ratio.mean() - error)),
-        }
-        if engine := engines.get(name):
-            used = engine.steps_by_block_size
-            figures[name] |= {"tau": engine.stats.tau, "steps_by_block_size": used}
-    return figures
 
 
 def text(figures: Figures) -> str:

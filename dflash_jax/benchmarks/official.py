@@ -28,9 +28,7 @@ class Official:
         self._target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self._drafter = DFlashDraftModel.from_pretrained(drafter, dtype=torch.float32).eval()
 
-    def dflash(
-        self, prompt: Sequence[int], max_new_tokens: int, stop: Sequence[int], block_size: int
-    ) -> tuple[list[int], list[int], float]:
+    def dflash(self, request: Request, block_size: int) -> tuple[list[int], list[int], float]:
         """Generated tokens, acceptance lengths and decode seconds (prefill excluded, as it reports them)."""
         import torch
         from dflash import model
@@ -39,23 +37,23 @@ class Official:
         out = model.dflash_generate(
             self._drafter,
             self._target,
-            torch.tensor([list(prompt)]),  # pyright: ignore[reportArgumentType] (torch has no narrower type for it)
-            max_new_tokens,
-            list(stop),
+            torch.tensor([list(request.prompt_token_ids)]),  # pyright: ignore[reportArgumentType] (torch has no narrower type for it)
+            request.params.max_new_tokens,
+            list(request.params.ends),
             block_size=block_size,
             return_stats=True,
         )
-        tokens = out.output_ids[0, len(prompt) :].tolist()
+        tokens = out.output_ids[0, len(request.prompt_token_ids) :].tolist()
         return tokens, list(out.acceptance_lengths), out.time_per_output_token * len(tokens)
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int, stop: Sequence[int]) -> tuple[list[int], float]:
+    def generate(self, request: Request) -> tuple[list[int], float]:
         """Tokens of transformers' `generate` after the first, and their seconds.
 
         It does not tell prefill and decoding apart, so the time of a one-token call is taken off.
         """
         import torch
 
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(request.prompt_token_ids)])
 
         def run(count: int) -> tuple[list[int], float]:
             begin = time.perf_counter()
@@ -64,12 +62,12 @@ class Official:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=count,
                 do_sample=False,
-                eos_token_id=list(stop) or None,
+                eos_token_id=list(request.params.ends) or None,
             )
-            return out[0, len(prompt) :].tolist(), time.perf_counter() - begin
+            return out[0, ids.shape[1] :].tolist(), time.perf_counter() - begin
 
         _, first = run(1)
-        tokens, seconds = run(max_new_tokens)
+        tokens, seconds = run(request.params.max_new_tokens)
         return tokens[1:], max(seconds - first, 1e-9)
 
 
@@ -78,42 +76,26 @@ class Opponent:
 
     def __init__(self, official: Official, block_size: int):
         self.official, self.block_size = official, block_size
-        self.tokens: list[list[int]] = []
-        self.lengths: list[int] = []
-        self.seconds = self.generate_seconds = 0.0
-        self.generate_tokens = 0
-        self.warm = False
+        self.drafted: list[tuple[list[int], list[int], float]] = []
+        self.plain: list[tuple[list[int], float]] = []
 
     def run(self, batch: Sequence[Request]) -> None:
         for request in batch:
-            arguments = (request.prompt_token_ids, request.params.max_new_tokens, request.params.ends)
-            if not self.warm:
-                self.official.dflash(*arguments, self.block_size)
-                self.official.generate(*arguments)
-                self.warm = True
-            tokens, lengths, seconds = self.official.dflash(*arguments, self.block_size)
-            self.tokens.append(tokens)
-            self.lengths += lengths
-            self.seconds += seconds
-            tokens, seconds = self.official.generate(*arguments)
-            self.generate_tokens += len(tokens)
-            self.generate_seconds += seconds
+            if not self.plain:  # the first calls warm up
+                self.official.dflash(request, self.block_size)
+                self.official.generate(request)
+            self.drafted.append(self.official.dflash(request, self.block_size))
+            self.plain.append(self.official.generate(request))
         time.sleep(0.5)  # its worker threads spin for a while after the last product
 
     def figures(self, ours: list[Completion], speculative: Figures, plain: Figures) -> Figures:
-        def side(tokens: int, seconds: float, rival: Figures) -> Figures:
+        def side(answers: Sequence[tuple], rival: Figures) -> Figures:
+            tokens, seconds = sum(len(tokens) for tokens, *_ in answers), sum(seconds for *_, seconds in answers)
             rate = tokens / seconds
-            return {
-                "tokens_per_second": rate,
-                "tokens": tokens,
-                "decode_seconds": seconds,
-                "speedup_over": rival["tokens_per_second"] / rate,
-            }
+            ratio = rival["tokens_per_second"] / rate
+            return {"tokens_per_second": rate, "tokens": tokens, "decode_seconds": seconds, "speedup_over": ratio}
 
-        official = side(sum(map(len, self.tokens)), self.seconds, speculative)
-        official["tau"] = sum(self.lengths) / max(len(self.lengths), 1)
-        official["equal_outputs"] = sum(a.token_ids == b for a, b in zip(ours, self.tokens, strict=True))
-        return {
-            "official": official,
-            "transformers": side(self.generate_tokens, self.generate_seconds, plain),
-        }
+        lengths = [n for _, lengths, _ in self.drafted for n in lengths]
+        official = side(self.drafted, speculative) | {"tau": sum(lengths) / max(len(lengths), 1)}
+        official["equal_outputs"] = sum(a.token_ids == b for a, (b, *_) in zip(ours, self.drafted, strict=True))
+        return {"official": official, "transformers": side(self.plain, plain)}

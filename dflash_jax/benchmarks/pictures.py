@@ -7,6 +7,7 @@ and `sweep.svg` from `sweep.json`. With `--prompt TEXT`, the bundled pair first 
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -104,13 +105,7 @@ def answer_picture(answer: Figures) -> str:
 
 def _pieces(text: str) -> list[str]:
     """Words, each with the blanks before it, and line ends, of which it is made."""
-    found = [""]
-    for character in text:
-        begins = character == "\n" or (character == " " and found[-1].strip(" "))
-        if begins or found[-1] == "\n":
-            found.append("")
-        found[-1] += character
-    return [piece for piece in found if piece]
+    return re.findall(r"\n| *[^ \n]+| +", text)
 
 
 def plot_speeds(figures: Sequence[Figures], path: Path) -> None:

@@ -17,23 +17,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.stages import Compiled
 
 from dflash_jax import models, sharding
-from dflash_jax.benchmarks import step_times
+from dflash_jax.benchmarks import step_times, topologies
 from dflash_jax.benchmarks.arguments import Figures, PlanOptions
 from dflash_jax.benchmarks.compiled import collectives, memory_bytes
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.random_weights import random_pair
-from dflash_jax.benchmarks.topologies import (
-    CHIPS,
-    GIB,
-    GPUS,
-    Chip,
-    compiling_for,
-    dtype_for,
-    has_compiler,
-    parse_topology,
-    topology,
-)
 from dflash_jax.cache import size_in_bytes
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.config import Raw, TargetConfig
@@ -55,11 +44,12 @@ Pair = tuple[Raw, Raw]
 
 def plan(options: PlanOptions) -> Figures:
     """The figures of `table`; raises ValueError for what cannot be planned."""
-    chip, count = parse_topology(options.topology)
+    name, count = topologies.parse_topology(options.topology)
+    chip, tau = topologies.CHIPS[name], None if options.training else options.tau
     target, drafter = _configs(options.target, options.drafter)
     raws = overridden(target, options.target_config), overridden(drafter, options.drafter_config)
-    compiling = has_compiler(options.topology)
-    devices = topology(options.topology) if compiling else list(range(count))
+    compiling = topologies.has_compiler(options.topology)
+    devices = topologies.topology(options.topology) if compiling else list(range(count))
     if options.mesh != "auto":
         sizes = parse_mesh(options.mesh, devices)
     elif options.training:
@@ -72,29 +62,29 @@ def plan(options: PlanOptions) -> Figures:
             f"--batch-size {options.batch_size} must be a multiple of the {parts} parts the mesh splits rows in"
         )
     figures: Figures = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
-    figures |= {"batch": options.batch_size, "max_length": options.max_length, "chip_bytes": CHIPS[chip].memory}
+    figures |= {"batch": options.batch_size, "max_length": options.max_length, "chip_bytes": chip.memory}
     shape = options.batch_size, options.max_length, options.block_size, options.tree
     if options.training and options.parts:
         raise ValueError("--parts are those of a decoding step; leave --training out")
-    for name in [name for name in ("training", "parts") if getattr(options, name) and not compiling]:
-        raise ValueError(f"--{name} is planned by a compiler; install .[cuda-compiler], or name a TPU topology")
+    for flag in [flag for flag in ("training", "parts") if getattr(options, flag) and not compiling]:
+        raise ValueError(f"--{flag} is planned by a compiler; install .[cuda-compiler], or name a TPU topology")
     if not compiling:
         figures |= traced(raws, sizes, *shape)
     else:
         mesh = make_mesh(sizes, devices)
-        with compiling_for(options.topology):
+        with topologies.compiling_for(options.topology):
             if options.training:
                 compiled = compile_training(raws, mesh, options.batch_size, options.max_length, options.row_anchors)
             else:
-                compiled = compile_step(raws, mesh, *shape, dtype=dtype_for(chip))
+                compiled = compile_step(raws, mesh, *shape, dtype=topologies.dtype_for(name))
             figures |= measured(compiled)
             if options.parts:
-                parts = part_bytes(raws, mesh, *shape, dtype=dtype_for(chip))
+                parts = part_bytes(raws, mesh, *shape, dtype=topologies.dtype_for(name))
                 figures["part_bytes"] = {"step": figures["memory_bytes"]} | parts
         if not options.training:
             figures |= {"parts": traced(raws, sizes, *shape)}
-    figures["fits"] = figures["peak_bytes"] < CHIPS[chip].memory
-    return figures | least_time(CHIPS[chip], figures, None if options.training else options.tau, options.batch_size)
+    figures["fits"] = figures["peak_bytes"] < chip.memory
+    return figures | least_time(chip, figures, tau, options.batch_size)
 
 
 def _configs(target: str, drafter: str | None) -> Pair:
@@ -105,13 +95,11 @@ def _configs(target: str, drafter: str | None) -> Pair:
             parse(raw)  # what is wrong with it names the file
             return raw
 
-    if target in PAIRS:
-        first, published = PAIRS[target]
-        depth = models.target_config(first).num_hidden_layers
-        return first, read(drafter, "drafter", lambda raw: drafter_config(raw, depth)) if drafter else published
     if drafter is None:
-        raise ValueError(f"--drafter is needed, unless --target is one of {', '.join(PAIRS)}")
-    first = read(target, "target", models.target_config)
+        if target not in PAIRS:
+            raise ValueError(f"--drafter is needed, unless --target is one of {', '.join(PAIRS)}")
+        return PAIRS[target]
+    first = PAIRS[target][0] if target in PAIRS else read(target, "target", models.target_config)
     depth = models.target_config(first).num_hidden_layers
     return first, read(drafter, "drafter", lambda raw: drafter_config(raw, depth))
 
@@ -173,16 +161,14 @@ def part_bytes(
     """Bytes that each part of a step moves to and from a device's memory, each compiled alone; see `memory_bytes`.
 
     A program for a GPU does not say what it updates in place, so a cache counts whole there: compare a tree's parts
-    with a chain's, not parts with the step. None stands for a program that cannot be written down.
-
-    Args:
-        names: which parts; all of them if None.
+    with a chain's, not parts with the step. None stands for a program that cannot be written down. All parts are
+    compiled, unless `names` says which.
     """
-    how = {"block": block_size or _parsed(raws)[1].block_size, "nodes": nodes}
+    how = {"block_size": block_size or _parsed(raws)[1].block_size, "nodes": nodes}
     parts = {
         "draft": partial(step_times.draft, **how),
         "verify": partial(step_times.verify, **how),
-        "verify of one token": lambda target, drafter, state: step_times.verify(target, None, state, block=0),
+        "verify of one token": lambda target, drafter, state: step_times.verify(target, None, state, block_size=0),
         "accept": partial(step_times.choose, **how),
         "commit": partial(step_times.commit, **how),
     }
@@ -276,16 +262,13 @@ def traced(
     caches = _bytes_on_device(held, sharding.state_shardings(held, mesh))
     pair, (heads, rows) = shapes(raws, None, batch, length), (parts_of(mesh, HEADS), parts_of(mesh, ROWS))
 
-    def step(target: Target, drafter: Drafter, state: State, size: int, nodes: int = 0) -> tuple[State, Committed]:
-        return speculative_step(step_functions(target, drafter, size, nodes=nodes), state)
-
-    def plain(target: Target, state: State) -> tuple[State, Committed]:
-        return speculative_step(step_functions(target, None, 0), state)
-
     block_size = block_size or pair[1].config.block_size
-    whole = cost(partial(step, size=block_size, nodes=nodes), *pair)
-    wider = cost(partial(step, size=block_size, nodes=2 * nodes), *pair) if nodes else whole
-    kept, alone = cost(partial(step, size=0), *pair), cost(plain, pair[0], pair[2].replace(draft=None))
+    step = partial(step_times.fused, block_size=block_size)
+    whole = cost(partial(step, nodes=nodes), *pair)
+    wider = cost(partial(step, nodes=2 * nodes), *pair) if nodes else whole
+    kept = cost(partial(step, block_size=0), *pair)
+    plain = lambda target, state: step(target, None, state, block_size=0)
+    alone = cost(plain, pair[0], pair[2].replace(draft=None))
     moved = (whole.bytes_read[0] + whole.bytes_read[1]) / heads + whole.bytes_read[2] / (heads * rows)
     width = 1 + (nodes or pair[1].depth(block_size))
     block = jax.ShapeDtypeStruct((batch, width, pair[0].config.hidden_size), jnp.bfloat16)
@@ -313,7 +296,7 @@ def _bytes_on_device(tree: Any, shardings: Any) -> int:
     return size_in_bytes([part(x, s) for x, s in pairs if keyless(x)])
 
 
-def least_time(chip: Chip, figures: Figures, tau: float | None, batch: int) -> Figures:
+def least_time(chip: topologies.Chip, figures: Figures, tau: float | None, batch: int) -> Figures:
     """What memory, arithmetic and links allow, one after the other for the links."""
     moved = sum(c["bytes"] * c["count"] for c in figures["collectives"] or [])
     source = figures.get("parts", figures)  # a compiler counts a kernel's reads of the whole cache, or none
@@ -329,7 +312,7 @@ def least_time(chip: Chip, figures: Figures, tau: float | None, batch: int) -> F
 
 def table(figures: Figures) -> str:
     """The figures as text."""
-    size = lambda n: f"{n / GIB:.2f} GiB" if n > GIB / 100 else f"{n / 2**20:.2f} MiB"
+    size = lambda n: f"{n / topologies.GIB:.2f} GiB" if n > topologies.GIB / 100 else f"{n / 2**20:.2f} MiB"
     axes = ", ".join(f"{name} {n}" for name, n in figures["mesh"].items() if n > 1) or "one device"
     source = "as compiled" if "argument_bytes" in figures else "as traced (for more: .[cuda-compiler])"
     lines = [f"{figures['topology']}   {figures['devices']} devices   {axes}", "", f"per device, {source}"]
@@ -350,7 +333,7 @@ def table(figures: Figures) -> str:
     for name, moved in figures.get("part_bytes", {}).items():
         share = f", {moved / one:.2f} times one token's" if moved and one else ""
         lines.append(f"  {'moved by ' + name:32} {size(moved) if moved else 'not known':>12}{share}")
-    if one and parse_topology(figures["topology"])[0] in GPUS:
+    if one and topologies.parse_topology(figures["topology"])[0] in topologies.GPUS:
         lines.append("  (a program for a GPU does not say what it updates in place: caches count whole)")
     lines.append("")
     none = "   none" if figures["collectives"] is not None else "   not known without a compiler that writes them down"

@@ -1,5 +1,6 @@
 """Published pairs by their configurations alone, to plan and measure without a download."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from dflash_jax.config import Raw
@@ -8,34 +9,57 @@ from dflash_jax.drafters.published import TAPS
 MASK = 151669
 
 
-def _qwen3(hidden: int, inner: int, depth: int, heads: int, taps: tuple[int, ...], *, tied: bool) -> tuple[Raw, Raw]:
+def _text(vocab_size: int, hidden: int, positions: int) -> Raw:
+    return {"vocab_size": vocab_size, "hidden_size": hidden, "max_position_embeddings": positions}
+
+
+def _layers(count: int, inner: int | None, heads: int, kv_heads: int, head_dim: int) -> Raw:
+    """Fields of so many layers."""
+    return {
+        "num_hidden_layers": count,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def _drafter(fields: Raw, depth: int, taps: Sequence[int], mask: int = MASK, block: int = 16) -> Raw:
+    """`config.json` of a drafter with these fields, for a target of this depth."""
+    return {
+        **fields,
+        "architectures": ["DFlashDraftModel"],
+        "num_target_layers": depth,
+        "block_size": block,
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": list(taps)},
+    }
+
+
+def _windows(count: int, width: int | None, others: int = 1) -> Raw:
+    """Fields of layers of which so many have a window, and the last ones none."""
+    kinds = ["sliding_attention"] * count + ["full_attention"] * others
+    return {"layer_types": kinds, "sliding_window": width, "use_sliding_window": bool(count)}
+
+
+def _yarn(factor: float, **more: float) -> Raw:
+    shape = {"rope_type": "yarn", "factor": factor, "beta_fast": 32.0, "beta_slow": 1.0}
+    return shape | {"original_max_position_embeddings": 4096, **more}
+
+
+def _qwen3(hidden: int, inner: int, depth: int, heads: int, taps: Sequence[int], *, tied: bool) -> tuple[Raw, Raw]:
     """`config.json` of a dense Qwen3 and of its drafter with five layers and blocks of 16."""
     target = {
+        **_text(151936, hidden, 40960),
+        **_layers(depth, inner, heads, 8, 128),
         "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": depth,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
-        "max_position_embeddings": 40960,
         "tie_word_embeddings": tied,
         "attention_bias": False,
         "eos_token_id": 151645,
     }
-    drafter = target | {
-        "architectures": ["DFlashDraftModel"],
-        "num_attention_heads": 32,
-        "num_hidden_layers": 5,
-        "num_target_layers": depth,
-        "block_size": 16,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(taps)},
-    }
-    return target, drafter
+    return target, _drafter({**target, **_layers(5, inner, 32, 8, 128)}, depth, taps)
 
 
 def _qwen2() -> tuple[Raw, Raw]:
@@ -48,73 +72,49 @@ def _qwen2() -> tuple[Raw, Raw]:
 
 def _llama() -> tuple[Raw, Raw]:
     """Llama-3.1-8B and its drafter with blocks of 10."""
-    target, drafter = _qwen3(4096, 14336, 32, 32, TAPS["z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"], tied=False)
+    taps = TAPS["z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"]
+    target, drafter = _qwen3(4096, 14336, 32, 32, taps, tied=False)
     shape = {"vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 131072, "eos_token_id": 128009}
     ends = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     scaling = {"rope_type": "llama3", "factor": 8.0, **ends}
     own = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_scaling": scaling}
-    draft: Raw = {"intermediate_size": 12288, "block_size": 10}
-    draft["dflash_config"] = {**drafter["dflash_config"], "mask_token_id": 128002}  # which reserved token is assumed
-    return {**target, **shape, **own}, {**drafter, **shape, **draft}
+    fields = {**drafter, **shape, "intermediate_size": 12288}
+    return {**target, **shape, **own}, _drafter(fields, 32, taps, 128002, block=10)  # which reserved token is assumed
 
 
 def _minimax() -> tuple[Raw, Raw]:
     """MiniMax-M2.5 in FP8, and its drafter, of which the kinds of layers and the mask are known; sizes are assumed."""
-    target, drafter = _qwen3(3072, 1536, 62, 48, (1, 16, 30, 45, 59), tied=False)
+    taps = (1, 16, 30, 45, 59)
+    target, drafter = _qwen3(3072, 1536, 62, 48, taps, tied=False)
     shape = {"vocab_size": 200064, "rope_theta": 5000000.0, "max_position_embeddings": 196608, "eos_token_id": 200020}
     experts = {"model_type": "minimax_m2", "num_local_experts": 256, "num_experts_per_tok": 8, "rotary_dim": 64}
     quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    draft: Raw = {
-        "intermediate_size": 9216,
-        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
-        "use_sliding_window": True,
-        "sliding_window": 2048,
-        "dflash_config": {**drafter["dflash_config"], "mask_token_id": 200054},
-    }
-    return {**target, **shape, **experts, **quantised}, {**drafter, **shape, **draft}
+    fields = {**drafter, **shape, **_windows(4, 2048), "intermediate_size": 9216}
+    return {**target, **shape, **experts, **quantised}, _drafter(fields, 62, taps, 200054)
 
 
 def _coder() -> tuple[Raw, Raw]:
     """Qwen3-Coder-30B-A3B and its drafter with eight layers."""
     target, drafter = _qwen3(2048, 6144, 48, 32, TAPS["z-lab/Qwen3-Coder-30B-A3B-DFlash"], tied=False)
     shape = {"num_key_value_heads": 4, "rope_theta": 1e7, "max_position_embeddings": 262144}
-    experts = {
-        "model_type": "qwen3_moe",
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    experts = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    experts |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return {**target, **shape, **experts}, {**drafter, **shape, "num_hidden_layers": 8}
 
 
-def _gpt_oss(experts: int, depth: int, taps: tuple[int, ...], block: int) -> tuple[Raw, Raw]:
+def _gpt_oss(experts: int, depth: int, taps: Sequence[int], block: int) -> tuple[Raw, Raw]:
     """A gpt-oss with its experts in MXFP4, and its drafter with eight layers."""
     shape = {
+        **_text(201088, 2880, 131072),
         "model_type": "gpt_oss",
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
         "attention_bias": True,
-        "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
         "rope_theta": 150000.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
+        "rope_scaling": _yarn(32.0, truncate=False),
     }
-    target = shape | {
-        "intermediate_size": 2880,
-        "num_hidden_layers": depth,
+    target = {
+        **shape,
+        **_layers(depth, 2880, 64, 8, 64),
         "num_local_experts": experts,
         "num_experts_per_tok": 4,
         "sliding_window": 128,
@@ -123,16 +123,8 @@ def _gpt_oss(experts: int, depth: int, taps: tuple[int, ...], block: int) -> tup
         "eos_token_id": 200002,
         "quantization_config": {"quant_method": "mxfp4"},
     }
-    drafter = shape | {
-        "architectures": ["DFlashDraftModel"],
-        "intermediate_size": 7680,
-        "num_hidden_layers": 8,
-        "rms_norm_eps": 1e-6,
-        "num_target_layers": depth,
-        "block_size": block,
-        "dflash_config": {"mask_token_id": 200000, "target_layer_ids": list(taps)},
-    }
-    return target, drafter
+    fields = {**shape, **_layers(8, 7680, 64, 8, 64), "rms_norm_eps": 1e-6}
+    return target, _drafter(fields, depth, taps, 200000, block)
 
 
 def _hybrid(
@@ -140,7 +132,7 @@ def _hybrid(
     inner: int,
     depth: int,
     heads: tuple[int, int, int],
-    taps: tuple[int, ...],
+    taps: Sequence[int],
     *,
     experts: tuple[int, int] | None = None,
     windows: tuple[int, int] = (5, 4096),
@@ -155,65 +147,41 @@ def _hybrid(
         windows: the drafter's layers with a window, and its width; a last one has none.
     """
     shape = {
-        "vocab_size": 248320,
-        "hidden_size": hidden,
+        **_text(248320, hidden, 262144),
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 262144,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "rope_theta": 1e7,
     }
-    target = shape | {
+    linear = {"linear_num_key_heads": 16, "linear_num_value_heads": heads[2], "linear_conv_kernel_dim": 4}
+    linear |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    target = {
+        **shape,
+        **linear,
+        **_layers(depth, inner if experts is None else None, heads[0], heads[1], 256),
         "model_type": "qwen3_5_text" if experts is None else "qwen3_5_moe_text",
-        "intermediate_size": inner if experts is None else None,
-        "num_hidden_layers": depth,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": heads[2],
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
         "partial_rotary_factor": 0.25,
         "eos_token_id": 248044,
     }
     if experts is not None:
         target |= {"num_experts": experts[0], "num_experts_per_tok": experts[1]}
         target |= {"moe_intermediate_size": inner, "shared_expert_intermediate_size": inner}
-    sliding, window = windows
-    drafter = shape | {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "intermediate_size": draft_inner or inner,
-        "num_hidden_layers": sliding + 1,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "layer_types": ["sliding_attention"] * sliding + ["full_attention"],
-        "sliding_window": window if sliding else None,
-        "use_sliding_window": bool(sliding),
-        "num_target_layers": depth,
-        "block_size": 16,
-        "dflash_config": {"mask_token_id": 248077, "target_layer_ids": list(taps)},
+    fields = {**shape, **_layers(windows[0] + 1, draft_inner or inner, 32, 8, 128), **_windows(*windows)}
+    fields |= {"model_type": "qwen3"} | {
+        name: changes[name] for name in ("vocab_size", "rope_theta") if name in changes
     }
-    return target | changes, drafter | {name: changes[name] for name in ("vocab_size", "rope_theta") if name in changes}
+    return target | changes, _drafter(fields, depth, taps, 248077)
 
 
 def _coder_next() -> tuple[Raw, Raw]:
     """Qwen3-Coder-Next and its drafter with eight layers and no windows."""
     own = {"vocab_size": 151936, "rope_theta": 5e6, "norm_topk_prob": True, "model_type": "qwen3_next"}
+    own |= {"eos_token_id": 151645}
     taps = (3, 11, 23, 35, 43)
-    target, drafter = _hybrid(2048, 512, 48, (16, 2, 32), taps, experts=(512, 10), windows=(0, 0), **own)
-    changes = {
-        "intermediate_size": 6144,
-        "num_hidden_layers": 8,
-        "num_key_value_heads": 4,
-        "layer_types": ["full_attention"] * 8,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(taps)},
-    }
-    return {**target, "eos_token_id": 151645}, {**drafter, **changes}
+    target, drafter = _hybrid(2048, 512, 48, (16, 2, 32), taps, experts=(512, 10), **own)
+    fields = {**drafter, **_layers(8, 6144, 32, 4, 128), **_windows(0, None, 8)}
+    return target, _drafter(fields, 48, taps)
 
 
 def _gemma4(
@@ -221,26 +189,18 @@ def _gemma4(
     depth: int,
     heads: tuple[int, int, int],
     inner: int,
-    taps: tuple[int, ...],
+    taps: Sequence[int],
     draft_heads: int,
     experts: Raw | None = None,
 ) -> tuple[Raw, Raw]:
-    """A Gemma 4 and its drafter, whose last layer of five is not sliding.
-
-    Args:
-        heads: query heads, key-value heads of sliding layers, and of global ones.
-    """
-    common = {"vocab_size": 262144, "hidden_size": hidden, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144}
-    common |= {"final_logit_softcapping": 30.0}
-    num_heads, num_kv_heads, num_global_kv_heads = heads
-    target = common | {
+    """A Gemma 4 and its drafter, whose last layer of five is not sliding. Heads are query heads, key-value heads of
+    sliding layers, and of global ones."""
+    common = {**_text(262144, hidden, 262144), "rms_norm_eps": 1e-6, "final_logit_softcapping": 30.0}
+    target = {
+        **common,
+        **_layers(depth, inner, heads[0], heads[1], 256),
         "model_type": "gemma4_text",
-        "intermediate_size": inner,
-        "num_hidden_layers": depth,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "num_global_key_value_heads": num_global_kv_heads,
-        "head_dim": 256,
+        "num_global_key_value_heads": heads[2],
         "global_head_dim": 512,
         "attention_k_eq_v": True,
         "sliding_window": 1024,
@@ -253,64 +213,32 @@ def _gemma4(
         "eos_token_id": [1, 106],
         **(experts or {}),
     }
-    drafter = common | {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": 5,
-        "num_attention_heads": draft_heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
-        "sliding_window": 2048,
-        "use_sliding_window": True,
-        "rope_theta": 1e6,
-        "num_target_layers": depth,
-        "block_size": 16,
-        "dflash_config": {"mask_token_id": 4, "target_layer_ids": list(taps)},
-    }
-    return target, drafter
+    fields = {**common, **_layers(5, 2 * hidden, draft_heads, 8, 128), **_windows(4, 2048)}
+    return target, _drafter(fields | {"model_type": "qwen3", "rope_theta": 1e6}, depth, taps, 4)
 
 
 def _kimi() -> tuple[Raw, Raw]:
     """Kimi-K2.5 with its experts in INT4, and its drafter with six layers."""
     shape = {
-        "vocab_size": 163840,
-        "hidden_size": 7168,
+        **_text(163840, 7168, 262144),
         "intermediate_size": 18432,
         "num_attention_heads": 64,
-        "max_position_embeddings": 262144,
         "tie_word_embeddings": False,
         "rms_norm_eps": 1e-5,
         "rope_theta": 50000.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 64.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
+        "rope_scaling": _yarn(64.0, mscale=1.0, mscale_all_dim=1.0),
     }
     numbers = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    text = shape | {
+    heads = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    heads |= {"num_key_value_heads": 64, "v_head_dim": 128}
+    experts = {"n_routed_experts": 384, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
+    experts |= {"routed_scaling_factor": 2.827, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    text = {
+        **shape,
+        **heads,
+        **experts,
         "model_type": "deepseek_v3",
         "num_hidden_layers": 61,
-        "num_key_value_heads": 64,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 384,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.827,
-        "n_group": 1,
-        "topk_group": 1,
         "eos_token_id": 163586,
         "quantization_config": {
             "quant_method": "compressed-tensors",
@@ -318,16 +246,8 @@ def _kimi() -> tuple[Raw, Raw]:
             "config_groups": {"group_0": {"weights": numbers}},
         },
     }
-    drafter = shape | {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "num_hidden_layers": 6,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_target_layers": 61,
-        "block_size": 8,
-        "dflash_config": {"mask_token_id": 163838, "target_layer_ids": [1, 12, 24, 35, 47, 58]},
-    }
+    fields = {**shape, **_layers(6, 18432, 64, 8, 128), "model_type": "qwen3"}
+    drafter = _drafter(fields, 61, (1, 12, 24, 35, 47, 58), 163838, block=8)
     return {"model_type": "kimi_k25", "text_config": text}, drafter
 
 

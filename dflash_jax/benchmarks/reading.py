@@ -27,9 +27,6 @@ from dflash_jax.kernels.delta_rule import advance, read_block, read_prompt
 from dflash_jax.models.linear_attention import LinearAttentionConfig
 from dflash_jax.target import Target, load_target
 
-PROG = "python -m dflash_jax.benchmarks.reading"
-DESCRIPTION = "A prompt in chunks against the same prompt one token at a time."
-
 
 @dataclass(frozen=True)
 class ReadingOptions:
@@ -57,7 +54,8 @@ class ReadingOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options: ReadingOptions = parse(ReadingOptions, argv, prog=PROG, description=DESCRIPTION)
+    description = "A prompt in chunks against the same prompt one token at a time."
+    options = parse(ReadingOptions, argv, prog="python -m dflash_jax.benchmarks.reading", description=description)
     return exit_status(lambda: _shown(options))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.decoding.choice import Proposals
 from dflash_jax.decoding.proposal import Accepted, Block, Proposal, accept, make_block
 from dflash_jax.decoding.state import DraftModel, State, init_state
 from dflash_jax.decoding.step import StepFunctions, speculative_step, step_functions
@@ -55,23 +54,22 @@ class StepTimes:
         temperature: float = 0.0,
         widths: Sequence[int] = (),
     ):
-        target, drafter = speculative.target, speculative.drafter
+        drafter = speculative.drafter
         if drafter is None:
             raise ValueError("the parts of a speculative step need a block size that proposes tokens")
-        settings = {"block": speculative.block_size, "proposals": speculative.config.proposals}
-        settings["nodes"] = speculative.tree
+        proposals, nodes = speculative.config.proposals, speculative.tree
+        settings = {"block_size": speculative.block_size, "proposals": proposals, "nodes": nodes}
         where = length, loops, temperature
-        self._parts = {"autoregressive": _Looped(partial(fused, block=0), target, None, plain, *where)}
+        self._parts = {"autoregressive": _Looped(partial(fused, block_size=0), plain, *where)}
         steps = dict(zip(PARTS, (draft, verify, choose, commit), strict=True))
-        shape = speculative.slots, drafter.depth(speculative.block_size) + 1, target.config.vocab_size
-        noise = (jax.random.gumbel(jax.random.key(0), shape),)
+        width, vocab_size = drafter.depth(speculative.block_size) + 1, speculative.target.config.vocab_size
+        noise = (jax.random.gumbel(jax.random.key(0), (speculative.slots, width, vocab_size)),)
         given = {"draft": noise, IN_TURN: noise}
         for name, step in {"speculative": fused, IN_TURN: in_turn, **steps}.items():
-            step = partial(step, **settings)
-            self._parts[name] = _Looped(step, target, drafter, speculative, *where, given.get(name, ()))
+            self._parts[name] = _Looped(partial(step, **settings), speculative, *where, given.get(name, ()))
         for width in widths:
-            narrow = partial(verify, **settings | {"block": width})
-            self._parts[f"verify {width}"] = _Looped(narrow, target, drafter, speculative, *where)
+            narrow = partial(verify, **settings | {"block_size": width})
+            self._parts[f"verify {width}"] = _Looped(narrow, speculative, *where)
         self._times: dict[str, list[float]] = {name: [] for name in self._parts}
 
     def sample(self) -> None:
@@ -97,15 +95,14 @@ class _Looped:
     def __init__(
         self,
         step: Callable,
-        target: Target,
-        drafter: DraftModel | None,
         engine: Engine,
         length: int,
         loops: int,
         temperature: float,
         given: tuple[jax.Array, ...] = (),
     ):
-        length, rows = min(length, engine.max_length - engine.width), engine.slots
+        target, drafter, rows = engine.target, engine.drafter, engine.slots
+        length = min(length, engine.max_length - engine.width)
         options = engine.batch.compiler_options(Draft(engine.block_size, engine.tree), rows) if drafter else None
 
         def made() -> State:
@@ -141,8 +138,8 @@ class _Looped:
 
 
 def fused(target: Target, drafter: DraftModel | None, state: State, **how: Any) -> State:
-    """A whole step; with a block of 0 an autoregressive one. `how`: block, proposals, nodes."""
-    return speculative_step(_round(target, drafter, **how), state)[0]
+    """A whole step; with a block of 0 an autoregressive one. `how`: the arguments of `step_functions`."""
+    return speculative_step(step_functions(target, drafter, **how), state)[0]
 
 
 def in_turn(target: Target, drafter: DraftModel, state: State, noise: jax.Array, **how: Any) -> State:
@@ -152,18 +149,12 @@ def in_turn(target: Target, drafter: DraftModel, state: State, noise: jax.Array,
     return state
 
 
-def _round(
-    target: Target, drafter: DraftModel | None, block: int, proposals: Proposals = "calibrated", nodes: int = 0
-) -> StepFunctions:
-    return step_functions(target, drafter, block, proposals, nodes)
-
-
 def draft(target: Target, drafter: DraftModel, state: State, noise: jax.Array | None = None, **how: Any) -> State:
     """What a step does before it verifies, but for the noise, which `choose` makes.
 
     Without `noise`, numbers that need not be read from memory take its place: to count the bytes of the draft alone.
     """
-    parts = _round(target, drafter, **how)
+    parts = step_functions(target, drafter, **how)
     if noise is None:  # not zeros: the compiler would leave out the sum
         shape = jax.eval_shape(parts.choose, state).noise.shape
         noise = jnp.broadcast_to((state.anchor % 7).astype(jnp.float32)[:, None, None], shape)
@@ -173,14 +164,14 @@ def draft(target: Target, drafter: DraftModel, state: State, noise: jax.Array | 
 
 def verify(target: Target, drafter: DraftModel | None, state: State, **how: Any) -> State:
     """The target's pass over a block, with the choice of tokens of largest logit."""
-    parts = _round(target, drafter, **how)
+    parts = step_functions(target, drafter, **how)
     logits, _ = parts.verify(state, _some_block(target, parts, state))
     return state.replace(anchor=jnp.max(jnp.argmax(logits, axis=-1), axis=1).astype(jnp.int32))
 
 
 def choose(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
     """The noise of a step, the target's choice of tokens by it, and how many of a block's are accepted."""
-    parts = _round(target, drafter, **how)
+    parts = step_functions(target, drafter, **how)
     block = _some_block(target, parts, state)
     like, _ = jax.eval_shape(parts.verify, state, block)
     logits = jnp.broadcast_to((state.anchor[0] % 7).astype(like.dtype), like.shape)
@@ -191,7 +182,7 @@ def choose(target: Target, drafter: DraftModel, state: State, **how: Any) -> Sta
 
 def commit(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
     """What a step does with the tokens that are accepted: between one and all, by row."""
-    parts = _round(target, drafter, **how)
+    parts = step_functions(target, drafter, **how)
     filled = _some_block(target, parts, state)
     # What a verify pass returns, as numbers that change with every iteration.
     _, like = jax.eval_shape(parts.verify, state, filled)

@@ -3,75 +3,39 @@
 The same requests at several concurrencies, with and without speculation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from dflash_jax.benchmarks import plots
 from dflash_jax.benchmarks.arguments import Figures, SweepOptions
 from dflash_jax.benchmarks.pairs import ask
-from dflash_jax.benchmarks.turns import side_by_side
+from dflash_jax.benchmarks.turns import PLAIN, side_by_side, warm_up
 from dflash_jax.cli import BlockSize, EngineOptions
-from dflash_jax.infer.engine.engine import Engine
-from dflash_jax.infer.engine.requests import Request
 
 LEAST = 4  # requests per row, at least: the rows are full for most of the time
 
 
 def measure(options: SweepOptions) -> Figures:
-    """The figures of `benchmark sweep`. Nothing is kept of one prompt for another: who comes second would be faster.
+    """The figures of `benchmark sweep`: of each engine at each concurrency, tokens per second, tokens per second and
+    user (one answer, after its first token), seconds to the first token (median and 99th percentile) and tau.
 
-    Raises:
-        ValueError: an option is unusable.
-        OSError: a file cannot be read.
+    So many requests are in progress at any time: when one is answered, the next is sent. They are asked again where
+    they are too few. Nothing is kept of one prompt for another: who comes second would be faster.
     """
     asked, generation = ask(options), options.generation
     engine_options = EngineOptions(seed=options.seed, prefix_chunks=0)
     size = asked.drafter.config.block_size if generation.block_size in (None, "auto") else generation.block_size
-
-    def engines(concurrency: int) -> dict[str, Engine]:
-        def engine(block_size: BlockSize) -> Engine:
-            changed = replace(generation, block_size=block_size, batch_size=concurrency)
-            return asked.engine(changed, engine_options, speculative=block_size != 1)
-
-        return {"autoregressive": engine(1), f"block {size}": engine(size), "auto": engine("auto")}
-
-    return asked.settings | {"sweep": sweep(engines, asked.requests, options.concurrency)}
-
-
-def text(figures: Figures) -> str:
-    """The figures as text."""
-    return sweep_table(figures["sweep"], "autoregressive")
-
-
-def draw(figures: Figures, path: Path) -> None:
-    """Draws the figures; see `plots`."""
-    plots.plot_sweep(figures["sweep"], path)
-
-
-def sweep(
-    make_engines: Callable[[int], Mapping[str, Engine]], requests: Sequence[Request], concurrencies: Sequence[int]
-) -> list[Figures]:
-    """One line of figures per concurrency and engine. So many requests are in progress at any time: when one is
-    answered, the next is sent.
-
-    Args:
-        make_engines: engines with so many slots, by name. They take turns, so that the machine weighs on all alike.
-        requests: asked again where they are too few.
-
-    Returns:
-        Of each: tokens per second, tokens per second and user (one answer, after its first token), seconds to the
-        first token (median and 99th percentile) and tau.
-    """
+    sizes: dict[str, BlockSize] = {PLAIN: 1, f"block {size}": size, "auto": "auto"}
     rows = []
-    for concurrency in concurrencies:
-        engines = make_engines(concurrency)
-        for engine in engines.values():
-            if not engine.choosers:
-                engine.warm_up()
-            engine.generate([requests[i % len(requests)] for i in range(concurrency)])
-        again = -(-LEAST * concurrency // len(requests))
-        for name, turns in side_by_side(engines, [*requests] * max(1, again), concurrency).items():
+    for concurrency in options.concurrency:
+        engines = {}
+        for name, size in sizes.items():
+            changed = replace(generation, block_size=size, batch_size=concurrency)
+            engines[name] = asked.engine(changed, engine_options, speculative=size != 1)
+        requests = [*asked.requests] * max(1, -(-LEAST * concurrency // len(asked.requests)))
+        warm_up(engines, requests)
+        for name, turns in side_by_side(engines, requests, concurrency).items():
             rows.append(
                 {
                     "concurrency": concurrency,
@@ -83,7 +47,7 @@ def sweep(
                     "tau": turns.tau,
                 }
             )
-    return rows
+    return asked.settings | {"sweep": rows}
 
 
 def at_fixed_interactivity(rows: Sequence[Figures], than: str) -> list[Figures]:
@@ -100,21 +64,26 @@ def at_fixed_interactivity(rows: Sequence[Figures], than: str) -> list[Figures]:
     return found
 
 
-def sweep_table(rows: Sequence[Figures], than: str) -> str:
+def text(figures: Figures) -> str:
     """The figures as text."""
     lines = [f"{'concurrency':>12}  {'':16}{'tokens/s':>10}{'per user':>10}{'first p50':>11}{'p99, ms':>9}{'tau':>7}"]
     number = lambda value, width, places: f"{value:{width}.{places}f}" if value is not None else f"{'-':>{width}}"
-    for row in rows:
+    for row in figures["sweep"]:
         lines.append(
             f"{row['concurrency']:12}  {row['engine']:16}{row['tokens_per_second']:10.1f}"
             + number(row["tokens_per_second_and_user"], 10, 1)
             + f"{1e3 * row['first_token_p50']:11.1f}{1e3 * row['first_token_p99']:9.1f}"
             + number(row["tau"], 7, 2)
         )
-    fixed = at_fixed_interactivity(rows, than)
+    fixed = at_fixed_interactivity(figures["sweep"], PLAIN)
     engines = [name for name in (fixed[0] if fixed else {}) if name != "tokens_per_second_and_user"]
     lines += ["", "most tokens/s at no fewer tokens/s and user", f"{'':>12}  " + "".join(f"{e:>16}" for e in engines)]
     for line in fixed:
         cells = "".join(number(line[name], 16, 1) for name in engines)
         lines.append(f"{line['tokens_per_second_and_user']:12.1f}  {cells}")
     return "\n".join(lines)
+
+
+def draw(figures: Figures, path: Path) -> None:
+    """Draws the figures; see `plots`."""
+    plots.plot_sweep(figures["sweep"], path)

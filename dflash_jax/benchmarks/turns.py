@@ -1,13 +1,31 @@
 """Engines that answer the same requests side by side, each on a clock of its own."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion, Request
+from dflash_jax.infer.jobs.records import acceptance_summary
+
+PLAIN = "autoregressive"  # the engine without a drafter
+
+
+def warm_up(engines: Mapping[str, Engine], requests: Sequence[Request]) -> None:
+    """Compiles what the engines need, and has each fill its rows once. Nothing of it counts."""
+    for engine in engines.values():
+        if not engine.choosers:
+            engine.warm_up()
+        engine.generate(requests[: engine.slots])
+        engine.stats.reset()
+
+
+def acceptance(answers: Iterable[Completion], width: int = 0) -> Figures:
+    """What `acceptance_summary` says of all these answers."""
+    return acceptance_summary(Counter(n for answer in answers for n in answer.acceptance_lengths), width)
 
 
 class Turns:
@@ -76,8 +94,7 @@ class Turns:
     @property
     def tau(self) -> float | None:
         """Mean acceptance length; None without a step."""
-        lengths = [n for answer in self.answers.values() for n in answer.acceptance_lengths]
-        return sum(lengths) / len(lengths) if lengths else None
+        return acceptance(self.answers.values())["tau"]
 
 
 def side_by_side(

@@ -3,7 +3,7 @@
 import io
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -32,6 +32,20 @@ class Published(NamedTuple):
     split: str
     field: str
     template: str = "{}"
+
+    def sample(self, row: Mapping[str, Any]) -> Sample:
+        """A row as it is asked; raises ValueError if it has no question."""
+        turns = row.get("turns")
+        if turns is None and isinstance(row.get("messages"), list):
+            turns = [message["content"] for message in row["messages"] if message["role"] == "user"]
+        if turns is None:
+            turns = next((row[name] for name in (self.field, "question", "problem", "prompt") if name in row), [])
+        turns = [turns] if isinstance(turns, str) else list(turns)
+        if not turns or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError("no question found")
+        if any(_PLACEHOLDER in turn for turn in turns):
+            raise ValueError("the text is still to be fetched: prepare the file with NVIDIA's script")
+        return Sample([self.template.format(turn) for turn in turns], str(row.get("category") or ""))
 
 
 SOURCES = {
@@ -93,14 +107,12 @@ def load_dataset(name: str, max_samples: int | None = None) -> list[Sample]:
 def _local(path: Path) -> list[Sample]:
     if not path.is_file():
         raise ValueError(f"dataset file {path} does not exist")
-    ask = _asker(SOURCES.get(path.stem, Published((), "", "prompt")))
-    rows = []
+    source, rows = SOURCES.get(path.stem, Published((), "", "prompt")), []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            rows.append(ask(row))
+            rows.append(source.sample(json.loads(line)))
         except Exception as error:  # values of any other type
             expected = '{"turns": [...]}, {"messages": [...]} or {"question" | "problem" | "prompt": str}'
             raise ValueError(one_line(f"{path}, line {number}: a row must be {expected}; {error!r:.100}")) from error
@@ -118,22 +130,4 @@ def _from_hub(source: Published) -> list[Sample]:
         raise ValueError(
             f"{source.path[0]} could not be loaded from the hub ({type(error).__name__}); pass a local .jsonl file"
         ) from error
-    ask = _asker(source)
-    return [ask(row) for row in cast(Iterable[Mapping[str, Any]], data)]
-
-
-def _asker(source: Published) -> Callable[[Mapping[str, Any]], Sample]:
-    def ask(row: Mapping[str, Any]) -> Sample:
-        turns = row.get("turns")
-        if turns is None and isinstance(row.get("messages"), list):
-            turns = [message["content"] for message in row["messages"] if message["role"] == "user"]
-        if turns is None:
-            turns = next((row[name] for name in (source.field, "question", "problem", "prompt") if name in row), [])
-        turns = [turns] if isinstance(turns, str) else list(turns)
-        if not turns or not all(isinstance(turn, str) for turn in turns):
-            raise ValueError("no question found")
-        if any(_PLACEHOLDER in turn for turn in turns):
-            raise ValueError("the text is still to be fetched: prepare the file with NVIDIA's script")
-        return Sample([source.template.format(turn) for turn in turns], str(row.get("category") or ""))
-
-    return ask
+    return [source.sample(row) for row in cast(Iterable[Mapping[str, Any]], data)]

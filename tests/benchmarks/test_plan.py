@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from dflash_jax import plan
-from dflash_jax.benchmarks import planning, presets
+from dflash_jax.benchmarks import planning, presets, topologies
 from dflash_jax.benchmarks.compiled import collectives, memory_bytes
 from dflash_jax.benchmarks.topologies import compiling_for
 from dflash_jax.mesh import make_mesh, parse_mesh
@@ -41,7 +41,7 @@ def test_collectives_are_read_from_a_program():
 
 @pytest.mark.slow
 def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(planning, "has_compiler", lambda name: False)
+    monkeypatch.setattr(topologies, "has_compiler", lambda name: False)
     arguments = ["--target", "qwen3-8b", "--topology", "h100:4", "--max-length", "1024", "--batch-size", "1"]
     assert plan.main([*arguments, "--json", str(tmp_path / "f.json")]) == 0
     figures = json.loads((tmp_path / "f.json").read_text())
@@ -71,7 +71,7 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_what_cannot_be_planned(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(planning, "has_compiler", lambda name: False)
+    monkeypatch.setattr(topologies, "has_compiler", lambda name: False)
     assert plan.main(arguments) == 2
     assert message in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import pytest
 from dflash_jax import Engine, benchmark
 from dflash_jax.benchmarks import turns
 from dflash_jax.benchmarks.plots import plot_sweep
-from dflash_jax.benchmarks.sweep import at_fixed_interactivity, sweep_table
+from dflash_jax.benchmarks.sweep import at_fixed_interactivity, text
 from dflash_jax.benchmarks.turns import Turns, side_by_side
 from dflash_jax.infer.engine.requests import Completion
 from tests.tiny import ask
@@ -86,14 +86,14 @@ def rows(**engines):
 
 
 def test_the_most_at_no_less_interactivity(tmp_path):
-    found = rows(plain=[(10, 10), (8, 32), (None, 5)], block=[(30, 30), (9, 36), (2, 40)])
+    found = rows(autoregressive=[(10, 10), (8, 32), (None, 5)], block=[(30, 30), (9, 36), (2, 40)])
     user = "tokens_per_second_and_user"
-    assert at_fixed_interactivity(found, "plain") == [
-        {user: 10, "plain": 10, "block": 30},
-        {user: 8, "plain": 32, "block": 36},
+    assert at_fixed_interactivity(found, "autoregressive") == [
+        {user: 10, "autoregressive": 10, "block": 30},
+        {user: 8, "autoregressive": 32, "block": 36},
     ]
-    assert at_fixed_interactivity(found, "block")[0] == {user: 30, "plain": None, "block": 30}
-    assert "36.0" in sweep_table(found, "plain")
+    assert at_fixed_interactivity(found, "block")[0] == {user: 30, "autoregressive": None, "block": 30}
+    assert "36.0" in text({"sweep": found})
     plot_sweep(found, tmp_path / "a.svg")
     assert "<svg" in (tmp_path / "a.svg").read_text()
 

@@ -11,6 +11,8 @@ pytest.importorskip("dflash.model")
 
 from dflash_jax import bundled_pair, load_drafter, load_target, replay, spec_generate  # noqa: E402
 from dflash_jax.data.problems import problems  # noqa: E402
+from dflash_jax.infer.engine.params import SamplingParams  # noqa: E402
+from dflash_jax.infer.engine.requests import Request  # noqa: E402
 from dflash_jax.infer.text import Text  # noqa: E402
 
 SHARED = Path(__file__).parents[3] / "shared"
@@ -27,7 +29,8 @@ def compare(target_directory, drafter_directory, questions):
     theirs = official.Official(str(target_directory), str(drafter_directory))
     compared = 0
     for row, prompt in enumerate(prompts):
-        tokens, lengths, _ = theirs.dflash(prompt, BUDGET, target.config.eos_token_ids, 16)
+        params = SamplingParams(BUDGET, eos_token_ids=target.config.eos_token_ids)
+        tokens, lengths, _ = theirs.dflash(Request(prompt, params), 16)
         if tokens != ours.tokens[row]:  # only a near-tie may explain it
             checked = replay(target, prompt, ours.tokens[row], request_id=str(row))
             assert checked.worst_gap < 1e-4

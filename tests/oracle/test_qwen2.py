@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from dflash_jax import load_target, models, plan  # noqa: E402
-from dflash_jax.benchmarks import planning  # noqa: E402
+from dflash_jax.benchmarks import topologies  # noqa: E402
 from dflash_jax.benchmarks.presets import PAIRS  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.oracle import families  # noqa: E402
@@ -101,7 +101,7 @@ def test_configs_that_are_refused_by_name(changes, message):
 
 @pytest.mark.slow
 def test_a_plan_of_its_published_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "has_compiler", lambda name: False)
+    monkeypatch.setattr(topologies, "has_compiler", lambda name: False)
     arguments = ["--target", "qwen2.5-7b", "--topology", "h100:2", "--max-length", "1024", "--batch-size", "1"]
     assert plan.main([*arguments, "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())

@@ -6,7 +6,7 @@ Results are JSON lines, one per evaluation; the same command continues what was 
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -35,7 +35,7 @@ from dflash_jax.train.drafters import choose_mask_token, new_drafter
 from dflash_jax.train.evaluate import evaluate
 from dflash_jax.train.opening import open_run
 from dflash_jax.train.plot import plot_ablations
-from dflash_jax.train.toy.pair import PROMPT_SEED, Recipe, conversations, prepare_drafter, regenerate_half
+from dflash_jax.train.toy.pair import PROMPT_SEED, Recipe, Stage, conversations, prepare_drafter, regenerate_half
 
 EVALUATION_SEED = 3  # of the held-out problems
 
@@ -107,48 +107,29 @@ ROWS = {
 }
 
 
-def ablate(
-    directory: str | Path,
-    pair: str | Path | None,
-    names: Sequence[str],
-    *,
-    steps: int,
-    samples: int,
-    stage: Callable[[list[str]], int],
-    report: Callable[[dict[str, Any]], None],
-) -> None:
-    """Trains and evaluates the named rows for `steps` steps each; what `results.jsonl` holds is not done again.
-
-    Args:
-        directory: of runs and results.
-        pair: directory that `train pair` made; None takes the bundled target, and has it answer the prompts first.
-        stage: runs a stage of the command line (see `pair.build`).
-        samples: held-out problems to decode, greedily.
-        report: called with each new result.
+def main(options: AblateOptions, stage: Stage) -> int:
+    """The stage `ablate`: trains and evaluates the rows that are named; what `results.jsonl` holds is not done again.
+    Returns its exit status. `stage` is as in `pair.build`.
 
     Raises:
         ValueError: an unknown row, or results of another budget in the directory.
     """
+    loading.enable_compilation_cache()
+    names = [name.strip() for name in options.rows.split(";")] if options.rows else list(ROWS)
     if unknown := [name for name in names if name not in ROWS]:
         raise ValueError(f"unknown rows: {'; '.join(unknown)}; known are: {'; '.join(ROWS)}")
-    directory = Path(directory)
+    directory, steps, samples = Path(options.output), options.steps, options.samples
     directory.mkdir(parents=True, exist_ok=True)
     results = directory / "results.jsonl"
     done = {(line["row"], line["decoded_block"]) for line in read_results(results, steps, samples)}
-    made = directory if pair is None else Path(pair)
-    source = bundled_pair()[0] if pair is None else made / "pair" / "target"
-    if pair is None:
+    if options.pair is None:
+        made, source = directory, bundled_pair()[0]
         prepare_drafter(made, source, Recipe(), stage)
+    else:
+        made = Path(options.pair)
+        source = made / "pair" / "target"
     target = load_target(source)
-    text = Text(target.directory)
-    asked = islice(problems(EVALUATION_SEED, held_out=True), samples)
-    ends = target.config.eos_token_ids
-    requests = [
-        Request(
-            text.encode_chat([{"role": "user", "content": p.question}]), SamplingParams(stop_token_ids=ends), id=str(i)
-        )
-        for i, p in enumerate(asked)
-    ]
+    requests = _requests(target, samples)
     for name in names:
         row = ROWS[name]
         settings = read_json(made / "drafter.json") | {"num_layers": 1} | row.settings
@@ -156,26 +137,38 @@ def ablate(
         blocks = [block for block in row.blocks or (config.block_size,) if (name, block) not in done]
         if not blocks:
             continue
-        place = directory / name.replace(" ", "-")
-        drafter = _train(place, target, config, row, _data(row, made, target, config), made, stage)
+        drafter = _train(directory / name.replace(" ", "-"), target, config, row, made, stage)
         for block in blocks:
             figures = evaluate(target, drafter, requests, params=SamplingParams(160), block_size=block, baseline=True)
             taus = [tau for tau in figures["tau_per_prompt"] if tau]
+            tau, mean, deviation = figures["tau"], statistics.fmean(taus), statistics.stdev(taus)
             result = {
                 "row": name,
                 "decoded_block": block,
                 "steps": steps,
                 "samples": samples,
-                "tau": figures["tau"],
-                "tau_mean_of_prompts": statistics.fmean(taus),
-                "tau_deviation_over_prompts": statistics.stdev(taus),
-                "tau_standard_error": statistics.stdev(taus) / math.sqrt(len(taus)),
+                "tau": tau,
+                "tau_mean_of_prompts": mean,
+                "tau_deviation_over_prompts": deviation,
+                "tau_standard_error": deviation / math.sqrt(len(taus)),
                 "speedup": figures["speedup"],
                 "settings": row.settings,
             }
             with results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result) + "\n")
-            report(result)
+            shown = f"tau {tau:.3f}   per prompt {mean:.3f} +- {deviation:.3f}"
+            print(f"{name:22} decoded at {block:2}   {shown}", flush=True)
+    if options.plot:
+        plot_ablations(list(read_results(results, steps, samples)), options.plot)
+    return 0
+
+
+def _requests(target: Target, samples: int) -> list[Request]:
+    """Held-out problems to decode, greedily."""
+    text, params = Text(target.directory), SamplingParams(stop_token_ids=target.config.eos_token_ids)
+    asked = islice(problems(EVALUATION_SEED, held_out=True), samples)
+    chats = ([{"role": "user", "content": problem.question}] for problem in asked)
+    return [Request(text.encode_chat(chat), params, id=str(i)) for i, chat in enumerate(chats)]
 
 
 def read_results(path: Path, steps: int, samples: int) -> Iterator[dict[str, Any]]:
@@ -200,56 +193,26 @@ def _data(row: Ablation, made: Path, target: Target, config: TrainConfig) -> lis
 
 
 def _train(
-    directory: Path,
-    target: Target,
-    config: TrainConfig,
-    row: Ablation,
-    data: list[Example],
-    made: Path,
-    stage: Callable[[list[str]], int],
+    directory: Path, target: Target, config: TrainConfig, row: Ablation, made: Path, stage: Stage
 ) -> base.Drafter:
     drafter, raw = new_drafter(target, config, choose_mask_token(target, None))
     if row.kind is not None:
         drafter = row.kind(drafter.params, drafter.config)
+
+    def fit(place: Path, drafter: base.Drafter, data: list[Example], config: TrainConfig) -> base.Drafter:
+        run = open_run(place, target, drafter, raw, data, config)
+        if run.steps != config.max_steps:
+            raise ValueError(
+                f"the answers suffice for {run.steps} of {config.max_steps} steps; make more or lower --steps"
+            )
+        run.fit()
+        return run.trained()
+
+    data = _data(row, made, target, config)
     if row.continued is None:
-        return _fit(directory, target, drafter, raw, data, config)
+        return fit(directory, drafter, data, config)
     half = replace(config, max_steps=config.max_steps // 2)
-    drafter = _fit(directory, target, drafter, raw, data, half)
+    drafter = fit(directory, drafter, data, half)
     decoded = regenerate_half(directory, Path(target.directory), made / "prompts.jsonl", directory / "last", stage)
     data = read_examples(decoded, config.length, target.config.vocab_size).examples
-    return _fit(directory / "second", target, drafter, raw, data, replace(half, **row.continued))
-
-
-def _fit(
-    directory: Path,
-    target: Target,
-    drafter: base.Drafter,
-    raw: dict[str, Any],
-    data: list[Example],
-    config: TrainConfig,
-) -> base.Drafter:
-    run = open_run(directory, target, drafter, raw, data, config)
-    if run.steps != config.max_steps:
-        raise ValueError(f"the answers suffice for {run.steps} of {config.max_steps} steps; make more or lower --steps")
-    run.fit()
-    return run.trained()
-
-
-def main(options: AblateOptions, stage: Callable[[list[str]], int]) -> int:
-    """The stage `ablate`; returns its exit status. `stage` runs another stage (see `pair.build`)."""
-    loading.enable_compilation_cache()
-    names = [name.strip() for name in options.rows.split(";")] if options.rows else list(ROWS)
-
-    def report(result: dict[str, Any]) -> None:
-        print(
-            f"{result['row']:22} decoded at {result['decoded_block']:2}   tau {result['tau']:.3f}   "
-            f"per prompt {result['tau_mean_of_prompts']:.3f} +- {result['tau_deviation_over_prompts']:.3f}",
-            flush=True,
-        )
-
-    budget = {"steps": options.steps, "samples": options.samples}
-    ablate(options.output, options.pair, names, **budget, stage=stage, report=report)
-    if options.plot:
-        results = read_results(Path(options.output) / "results.jsonl", **budget)
-        plot_ablations(list(results), options.plot)
-    return 0
+    return fit(directory / "second", drafter, data, replace(half, **row.continued))

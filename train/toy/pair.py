@@ -4,12 +4,10 @@ A directory holds every stage's result; the same command continues where it was 
 """
 
 import json
-import shutil
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +17,6 @@ from dflash_jax.data.problems import Problem, problems
 from dflash_jax.infer.interrupt import INTERRUPTED
 from dflash_jax.infer.progress import progress_bar
 from dflash_jax.infer.text import Text
-from dflash_jax.target import Target
 from dflash_jax.train.arguments import PairOptions
 from dflash_jax.train.config import StageError, make_config
 from dflash_jax.train.data import Example
@@ -29,10 +26,11 @@ from dflash_jax.train.toy.tokenizer import END, PAD, train_tokenizer
 # Seeds of the generator. The held-out split shares no question with the others, whatever the seed.
 PRETRAIN_SEED, PROMPT_SEED, SHARPNESS_SEED = 0, 1, 4
 MOST_TOKENS = 160  # of an answer; the longest right one has about 110
+Stage = Callable[[list[str]], int]  # runs a stage of the command line, and returns its exit status
+Progress = Callable[[int, int, float], None]  # is told step, steps and loss
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """Sizes and settings; the defaults make the bundled pair.
 
     Attributes:
@@ -48,63 +46,52 @@ class Recipe:
 
     problems: int = 44000
     tokenizer_problems: int = 8000
-    shape: dict[str, Any] = field(
-        default_factory=lambda: {
-            "vocab_size": 768,
-            "hidden_size": 192,
-            "intermediate_size": 512,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-        }
-    )
-    pretrain: dict[str, Any] = field(
-        default_factory=lambda: {
-            "length": 256,
-            "batch_size": 8,
-            "max_steps": 2000,
-            "optimizer": "muon",
-            "learning_rate": 5e-3,
-            "schedule": "wsd",
-            "warmup": 0.02,
-            "weight_decay": 0.1,
-            "save_every": 100,
-        }
-    )
+    shape: Mapping[str, Any] = {
+        "vocab_size": 768,
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    }
+    pretrain: Mapping[str, Any] = {
+        "length": 256,
+        "batch_size": 8,
+        "max_steps": 2000,
+        "optimizer": "muon",
+        "learning_rate": 5e-3,
+        "schedule": "wsd",
+        "warmup": 0.02,
+        "weight_decay": 0.1,
+        "save_every": 100,
+    }
     prompts: int = 6000
-    drafter: dict[str, Any] = field(
-        default_factory=lambda: {
-            "num_layers": 2,
-            "target_layer_ids": [1, 3, 5, 8, 10],
-            "length": 256,
-            "anchors": 24,
-            "row_anchors": 64,
-            "batch_size": 16,
-            "optimizer": "muon",
-            "learning_rate": 3e-3,
-            "warmup": 0.05,
-            "epochs": 4.0,
-            "loss_chunk": 1024,
-            "remat": False,
-            "save_every": 200,
-        }
-    )
+    drafter: Mapping[str, Any] = {
+        "num_layers": 2,
+        "target_layer_ids": [1, 3, 5, 8, 10],
+        "length": 256,
+        "anchors": 24,
+        "row_anchors": 64,
+        "batch_size": 16,
+        "optimizer": "muon",
+        "learning_rate": 3e-3,
+        "warmup": 0.05,
+        "epochs": 4.0,
+        "loss_chunk": 1024,
+        "remat": False,
+        "save_every": 200,
+    }
     held_out: int = 200
     sharpness: int = 400
 
 
-def build(
-    directory: str | Path,
-    recipe: Recipe,
-    stage: Callable[[list[str]], int],
-    progress: Callable[[int, int, float], None],
-) -> Path:
+def build(directory: str | Path, recipe: Recipe, stage: Stage, progress: Progress) -> Path:
     """Makes the pair in `directory`, and returns where it lies: `pair/target` and `pair/drafter`.
 
     Args:
-        stage: runs a stage of the command line, `python -m dflash_jax.train`, and returns its exit status.
-        progress: called with step, steps and loss while the target trains.
+        stage: runs a stage of the command line, `python -m dflash_jax.train`.
+        progress: of the target's training.
 
     Raises:
         ValueError: the directory was made by another recipe.
@@ -113,7 +100,7 @@ def build(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    path, fields = directory / "recipe.json", json.loads(json.dumps(asdict(recipe)))
+    path, fields = directory / "recipe.json", json.loads(json.dumps(recipe._asdict()))
     if path.exists() and checkpoint.read_json(path) != fields:
         raise ValueError(f"{directory} was made by another recipe; choose another directory")
     files.write_json(path, fields)
@@ -139,9 +126,7 @@ def _write_prompts(path: Path, asked: Iterable[Problem], count: int) -> Path:
     return path
 
 
-def prepare_drafter(
-    directory: Path, target: Path, recipe: Recipe, stage: Callable[[list[str]], int]
-) -> tuple[Path, Path]:
+def prepare_drafter(directory: Path, target: Path, recipe: Recipe, stage: Stage) -> tuple[Path, Path]:
     """Writes what a drafter of the target is trained with: its answers, and settings. Arguments as of `build`."""
     prompts = _write_prompts(directory / "prompts.jsonl", problems(PROMPT_SEED), recipe.prompts)
     answers = directory / "answers.jsonl"
@@ -151,9 +136,7 @@ def prepare_drafter(
     return answers, directory / "drafter.json"
 
 
-def regenerate_half(
-    directory: Path, target: Path, prompts: Path, drafter: Path, stage: Callable[[list[str]], int]
-) -> Path:
+def regenerate_half(directory: Path, target: Path, prompts: Path, drafter: Path, stage: Stage) -> Path:
     """Has the target answer half of these prompts with a drafter; the answers say where its steps began."""
     lines = prompts.read_text(encoding="utf-8").splitlines(keepends=True)
     files.write_text(directory / "half.jsonl", "".join(lines[: len(lines) // 2]))
@@ -163,7 +146,7 @@ def regenerate_half(
     return answers
 
 
-def _run(stage: Callable[[list[str]], int], name: str, **options: Any) -> None:
+def _run(stage: Stage, name: str, **options: Any) -> None:
     arguments = [name]
     for option, value in options.items():
         arguments += ["--" + option.replace("_", "-"), *([] if value is True else [str(value)])]
@@ -174,13 +157,10 @@ def _run(stage: Callable[[list[str]], int], name: str, **options: Any) -> None:
         raise StageError(f"stage {name} failed; the same command continues from there")
 
 
-def _make_target(directory: Path, out: Path, recipe: Recipe, progress: Callable[[int, int, float], None]) -> None:
+def _make_target(directory: Path, out: Path, recipe: Recipe, progress: Progress) -> None:
     corpus = list(islice(problems(PRETRAIN_SEED), recipe.problems))
     texts = (f"{problem.question}\n{problem.working}" for problem in corpus[: recipe.tokenizer_problems])
     tokenizer = train_tokenizer(texts, recipe.shape["vocab_size"])
-    beside = out.with_name("target.writing")
-    shutil.rmtree(beside, ignore_errors=True)
-    tokenizer.save_pretrained(beside)
     raw = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -195,10 +175,14 @@ def _make_target(directory: Path, out: Path, recipe: Recipe, progress: Callable[
         **recipe.shape,
     }
     config = make_config(recipe.pretrain)
-    examples = conversations(corpus, Text(str(beside)), raw["eos_token_id"])
-    target = pretrain(directory / "pretrain", new_target(raw, config.seed), examples, config, progress)
-    save_target(beside, target, raw)
-    beside.rename(out)
+    with files.replacing(out) as beside:
+        tokenizer.save_pretrained(beside)
+        examples = conversations(corpus, Text(str(beside)), raw["eos_token_id"])
+        target = pretrain(directory / "pretrain", new_target(raw, config.seed), examples, config, progress)
+        # In bfloat16: every later stage reads these weights, so that it meets what is shipped.
+        params = jax.tree.map(lambda x: np.asarray(x.astype("bfloat16")), target.params)
+        table = models.family(target.config.model_type).tensors(target.config, target.layout)
+        checkpoint.save(beside, params, table, raw | {"dtype": "bfloat16"})
 
 
 def conversations(corpus: Sequence[Problem], text: Text, end: int) -> list[Example]:
@@ -212,14 +196,7 @@ def conversations(corpus: Sequence[Problem], text: Text, end: int) -> list[Examp
     return examples
 
 
-def save_target(directory: Path, target: Target, raw: dict[str, Any]) -> None:
-    """Writes config and weights in bfloat16; every later stage reads those, so that it meets what is shipped."""
-    params = jax.tree.map(lambda x: np.asarray(x.astype("bfloat16")), target.params)
-    table = models.family(target.config.model_type).tensors(target.config, target.layout)
-    checkpoint.save(directory, params, table, raw | {"dtype": "bfloat16"})
-
-
-def main(options: PairOptions, stage: Callable[[list[str]], int]) -> int:
+def main(options: PairOptions, stage: Stage) -> int:
     """The stage `pair`; returns its exit status. `stage` is as in `build`."""
     recipe = Recipe()
     with progress_bar(recipe.pretrain["max_steps"], "step") as bar:

@@ -3,6 +3,7 @@
 Only the bundled pair needs this; a drafter for a published target begins at `regenerate`.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -87,8 +88,7 @@ def pretrain(
     packing = Packing(examples, config.length, config.batch_size, config.seed)
     steps = config.max_steps or packing.steps(config.epochs)
     state = TrainState(jnp.int32(0), target.params, make_optimizer(config, steps).init(target.params))
-    checkpoints = Checkpoints(directory, config.keep)
-    try:
+    with contextlib.closing(Checkpoints(directory, config.keep)) as checkpoints:
         if checkpoints.steps:
             state = checkpoints.restore(state)
         else:
@@ -104,6 +104,4 @@ def pretrain(
                 progress(done, steps, float(loss))
             if done == steps or (config.save_every and done % config.save_every == 0):
                 checkpoints.save(state)
-    finally:
-        checkpoints.close()
     return target.replace(params=state.params)
