@@ -61,6 +61,10 @@ class Inert(NamedTuple):
 
 
 _ANGELSLIM = "AngelSlim 0.5.0, speculative/train: "
+_QWEN35_FIELDS = """
+    linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
+    full_attention_interval attn_output_gate mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings
+""".split()
 _COPIED = (
     "copied from a Qwen3.5 target's config by trainers (NeMo Automodel#3605, DeepSpec#71); the layers are Qwen3's, "
     "which do not read it, and other layers would have tensors of other names or shapes"
@@ -93,16 +97,7 @@ INERT: dict[str, Inert] = {
     "num_nextn_predict_layers": Inert(
         "SGLang 0.5.23, models/dspark.py: inherited from the target, whose layers for multi-token prediction it counts"
     ),
-    "linear_conv_kernel_dim": Inert(_COPIED),
-    "linear_key_head_dim": Inert(_COPIED),
-    "linear_num_key_heads": Inert(_COPIED),
-    "linear_num_value_heads": Inert(_COPIED),
-    "linear_value_head_dim": Inert(_COPIED),
-    "full_attention_interval": Inert(_COPIED),
-    "attn_output_gate": Inert(_COPIED),
-    "mamba_ssm_dtype": Inert(_COPIED),
-    "mtp_num_hidden_layers": Inert(_COPIED),
-    "mtp_use_dedicated_embeddings": Inert(_COPIED),
+    **dict.fromkeys(_QWEN35_FIELDS, Inert(_COPIED)),
 }
 
 
