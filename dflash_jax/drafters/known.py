@@ -10,11 +10,8 @@ from dflash_jax.config import Raw
 
 # Fields that ask for something no kind here has, if they are on.
 REFUSED_FIELDS = {
-    "pure_draft_prefix_len": "a Domino head",
-    "gru_hidden_dim": "a Domino head",
-    "emb_dim": "a Domino head",
-    "attention_sink_bias": "MiMo's sinks",
-    "add_swa_attention_sink_bias": "MiMo's sinks",
+    **dict.fromkeys(("pure_draft_prefix_len", "gru_hidden_dim", "emb_dim"), "a Domino head"),
+    **dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias"), "MiMo's sinks"),
     "attention_value_scale": "MiMo's scaled values",
     "has_embed_tokens": "Nemotron's own embedding",
     "has_lm_head": "Nemotron's own head",
