@@ -194,11 +194,7 @@ class Drafter(base.Drafter):
         return self._apply("forward", x, at, cache, remat)
 
     def context(
-        self,
-        features: Float[Array, "B J FD"],
-        positions: Int[Array, "B J"],
-        *,
-        starts: Int[Array, "B J"] | None = None,
+        self, features: Float[Array, "B J FD"], positions: Int[Array, "B J"], *, starts: Int[Array, "B J"] | None = None
     ) -> tuple[Fresh, ...]:
         """Keys and values of target features, for `cache.commit` into the draft cache.
 
@@ -306,7 +302,7 @@ class Family(Kind[Config, Hyper]):
 
     def tensors(self, config: Config, layout: Layout = WHOLE) -> checkpoint.Table:
         """Method, section 7.3."""
-        D, mixer = config.hidden_size, config.layers[0].attention
+        D, bias, mixer = config.hidden_size, config.attention_bias, config.layers[0].attention
         features = len(config.target_layer_ids) * config.target_hidden_size
         layers = [f"layers.{i}" for i in range(config.num_hidden_layers)]
         of_layers = [partial(base.keys_and_values, f"{layer}.self_attn", mixer, layout) for layer in layers]
@@ -318,11 +314,11 @@ class Family(Kind[Config, Hyper]):
             "hidden_norm/weight": checkpoint.copied("hidden_norm.weight", D),
             "norm/weight": checkpoint.copied("norm.weight", D),
         }
-        if config.attention_bias:
+        if bias:
             table["kv_bias"] = checkpoint.stacked([keys_and_values("bias") for keys_and_values in of_layers])
-        how = {"bias": config.attention_bias, "qk_norm": True, "fuse_qkv": False}
         for name, layer in zip(layers, config.layers, strict=True):
-            table |= decoder_layer(name.replace(".", "_"), name, D, layer, layout, **how)
+            path = name.replace(".", "_")
+            table |= decoder_layer(path, name, D, layer, layout, bias=bias, qk_norm=True, fuse_qkv=False)
         return table | base.vocabulary_tensors(config)
 
 

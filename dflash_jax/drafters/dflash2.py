@@ -205,8 +205,8 @@ class DFlash2(dflash.Family[DFlash2Config, DFlash2Settings]):
     def config(self, raw: Raw) -> DFlash2Config:
         """Raises ValueError, too, if one of the four fields is missing, or groups do not divide the width."""
         fields, get = dflash_fields(raw, self.fields, projectors=("dflash", "dflash2")), Lookup(raw)
-        sizes = {name: size(get, name, most=2**16) for name in self.fields}
-        c = DFlash2Config(**fields, **sizes)
+        fields |= {name: size(get, name, most=2**16) for name in self.fields}
+        c = DFlash2Config(**fields)
         if c.hidden_size % c.conv_group_size:
             raise ValueError(f"conv_group_size must divide hidden_size {c.hidden_size}, got {c.conv_group_size}")
         if (most := c.draft_vocab_size) < c.selector_top_k:

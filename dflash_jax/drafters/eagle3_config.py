@@ -76,15 +76,13 @@ def read(raw: Raw) -> Eagle3Config:
     fixed = {"hidden_act": "silu", "mlp_bias": False, "pretraining_tp": 1, "num_hidden_layers": 1, "bias": False}
     read = [*DECODER_FIELDS, *WINDOW_FIELDS, *_FIELDS, *known.INERT, "partial_rotary_factor"]
     check_fields(raw, read, fixed | {"use_aux_hidden_state": True, "draft_num_hidden_layers": 1})
-    if raw.get("model_type") not in ("llama", "qwen3"):
-        raise ValueError(
-            f"the layer of an EAGLE-3 drafter must be that of llama or qwen3, got {raw.get('model_type')!r}"
-        )
+    if (model := raw.get("model_type")) not in ("llama", "qwen3"):
+        raise ValueError(f"the layer of an EAGLE-3 drafter must be that of llama or qwen3, got {model!r}")
     flags: dict[str, Any] = {name: bool(flag(get, name)) for name in ("norm_before_residual", "norm_before_fc")}
     flags |= {"fc_norm": bool(flag(get, "fc_norm", "use_aux_norm")), "norm_output": bool(flag(get, "norm_output"))}
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise ValueError("config.json: norm_before_fc and fc_norm exclude each other")
-    types = (qwen3_layer_types if raw["model_type"] == "qwen3" else layer_types)(raw, 1)
+    types = (qwen3_layer_types if model == "qwen3" else layer_types)(raw, 1)
     window = require(raw, "sliding_window") if types == ["sliding_attention"] else None
     layer = LayerConfig(attention_config(whole_rotary(raw), window=window), require(raw, "intermediate_size"))
     passes = size(get, "ttt_length", default=7, most=2**10)
@@ -92,7 +90,7 @@ def read(raw: Raw) -> Eagle3Config:
     taps, count = list(fields["target_layer_ids"]), get("num_aux_hidden_states")
     if count is not None and count != len(taps):
         raise ValueError(f"config.json: num_aux_hidden_states is {count!r:.40}, but layers {taps} are tapped")
-    return Eagle3Config(**fields, layers=(layer,), qk_norm=raw["model_type"] == "qwen3", **flags)
+    return Eagle3Config(**fields, layers=(layer,), qk_norm=model == "qwen3", **flags)
 
 
 def official_taps(num_target_layers: int | None) -> tuple[int, int, int]:

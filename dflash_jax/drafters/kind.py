@@ -77,7 +77,7 @@ class Kind(Generic[Config, Hyper]):
 
     def canonical_name(self, name: str) -> str:
         """The name that a tensor of a published variant has in `tensors`."""
-        for alias, ours in (base.ALIASES | self.aliases).items():
+        for alias, ours in {**base.ALIASES, **self.aliases}.items():
             if name.startswith(alias):
                 name = ours + name.removeprefix(alias)
         return name
