@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.decoding.calibration import Lessons
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.selection import Picks, pick, rank
+from dflash_jax.decoding.selection import pick, rank
 from dflash_jax.decoding.tree import Level, best_nodes, joined, next_level, pruned
 
 Carry = TypeVar("Carry")
@@ -25,7 +25,7 @@ def propose(choice: Choice, logits: Float[Array, "B T V"]) -> Proposal:
     """The chain of the best tokens of the depths 0..T-1, or the tree of the likeliest paths."""
     logits, depth = choice.allowed(logits), logits.shape[1]
     if not choice.nodes:
-        return pick(choice, logits).chain
+        return pick(choice, logits)
     ranked, lessons = rank(choice, logits, slice(depth))
     best = best_nodes(ranked, choice.nodes)
     return Proposal(best.tokens, best.parents, min(depth, choice.nodes), best.scores, lessons)
@@ -87,13 +87,13 @@ def grow(
     frontier = Frontier(anchor[:, None], none, jnp.zeros((*none.shape, 0), jnp.int32))
     if choice.nodes:
         return _tree(choice, frontier, min(depth, choice.nodes), expand, carried, width or choice.nodes)
-    picks = list[Picks]()
+    picks = list[Proposal]()
     for d in range(depth):
         options, carried = expand(d, frontier, carried)
         picks.append(pick(choice, _allowed(choice, options, frontier), d, options.candidates))
         lineage = jnp.concatenate([frontier.lineage, none[:, :, None]], axis=2)
         frontier = Frontier(picks[-1].tokens, none, lineage, joined(picks).tokens)
-    return joined(picks).chain
+    return joined(picks)
 
 
 def _allowed(choice: Choice, options: Options, frontier: Frontier) -> Float[Array, "B W N"]:

@@ -8,7 +8,6 @@ sharpness.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,27 +20,10 @@ from dflash_jax.decoding.sampling import first_argmax, if_any, scaled_scores, se
 from dflash_jax.decoding.tree import Ranked
 
 
-class Picks(NamedTuple):
-    """Proposed tokens.
-
-    Attributes:
-        tokens: of these depths.
-        trials: what each sharpness would have picked; None where none is learnt.
-    """
-
-    tokens: Int[Array, "B T"]
-    trials: Int[Array, "B T C"] | None
-
-    @property
-    def chain(self) -> Proposal:
-        """Proposed one after the other."""
-        return Proposal(self.tokens, lessons=None if self.trials is None else Lessons(self.trials))
-
-
 def pick(
     choice: Choice, scores: Float[Array, "B T N"], depth: int = 0, candidates: Int[Array, "B T N"] | None = None
-) -> Picks:
-    """The token of each of the depths `depth..depth+T-1`, and what calibrates it.
+) -> Proposal:
+    """The chain of a token for each of the depths `depth..depth+T-1`, and what there is to learn of it.
 
     Args:
         candidates: which tokens the scores are of, for one depth; None is all.
@@ -50,10 +32,10 @@ def pick(
     noise, ids = _options(choice, depths, candidates)
     if choice.plain or choice.sharpness is None:
         places = first_argmax(scores) if choice.plain else select(scores, noise, choice.sampling)
-        return Picks(ids(places[..., None])[..., 0], None)
+        return Proposal(ids(places[..., None])[..., 0])
     trials = ids(_trials(choice, scores, noise))
     best = choice.sharpness[depths][None, :, None]
-    return Picks(jnp.take_along_axis(trials, best, axis=2)[..., 0], trials)
+    return Proposal(jnp.take_along_axis(trials, best, axis=2)[..., 0], lessons=Lessons(trials))
 
 
 def rank(

@@ -149,9 +149,7 @@ def drafter_fields(
         taps: tapped layers of a target of some depth, where the config names none; it may raise ValueError.
     """
     fields = decoder_fields(raw)
-    num_target_layers = get("num_target_layers")
-    if num_target_layers is not None:
-        size(get, "num_target_layers")
+    num_target_layers = None if get("num_target_layers") is None else size(get, "num_target_layers")
     draft = size(get, "draft_vocab_size", default=fields["vocab_size"])
     if draft > fields["vocab_size"]:
         raise ValueError(f"draft_vocab_size must be at most vocab_size {fields['vocab_size']}, got {draft}")
