@@ -133,8 +133,8 @@ class Drafter(dflash.Drafter):
         In a tree, the head corrects a slot's `TREE_CANDIDATES` best tokens alone (`selection.likeliest`): logits of the
         whole vocabulary for every node would cost more than they bring.
         """
-        hidden, choice = self.denoise(target, state, query), self.restricted(choice)
-        begun, hidden = self.begun(query.anchor, hidden)
+        begun, hidden = self.begun(query.anchor, self.denoise(target, state, query))
+        choice = self.restricted(choice)
         logits, candidates = self.unembed(target, hidden), None
         if not self.config.markov_rank:
             return propose(choice, logits)
