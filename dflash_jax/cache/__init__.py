@@ -16,29 +16,18 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax.cache.attention import KV as KV
 from dflash_jax.cache.attention import Fresh as Fresh
+from dflash_jax.cache.attention import Path, Rows
 from dflash_jax.cache.split import Capacity as Capacity
 from dflash_jax.cache.split import Group as Group
 from dflash_jax.cache.split import Split, groups_of
 from dflash_jax.mesh import WHOLE, Layout
 
 
-class Entry(Protocol):
-    """What one layer has committed, for every row; a pytree. See `attention.KV`."""
+class Carried(Protocol):
+    """What a model carries from step to step, for every row: a pytree, such as a `Cache`."""
 
     def begin(self, row: Int[Array, ""]) -> Self:
-        """The entry with this row empty, ready for a new sequence."""
-        ...
-
-    def commit(
-        self,
-        fresh: PyTree,
-        lengths: Int[Array, " B"],
-        kept: Int[Array, " B"],
-        *,
-        path: Int[Array, "B J"] | None,
-        rows: Int[Array, " B"] | None,
-    ) -> Self:
-        """The entry with the first `kept` positions of a block after `lengths`; see `commit`."""
+        """The same with this row empty, ready for a new sequence."""
         ...
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> PyTree:
@@ -48,12 +37,20 @@ class Entry(Protocol):
         ...
 
     def restore(self, snapshot: PyTree, row: Int[Array, ""], end: Int[Array, ""]) -> Self:
-        """The entry with a snapshot, of this entry or of one with another number of slots, whose last position is
+        """The same with a snapshot, of this one or of one with another number of slots, whose last position is
         `end - 1`."""
         ...
 
     def partition(self) -> Self:
         """The mesh axes of every array: a `PartitionSpec` in the place of each."""
+        ...
+
+
+class Entry(Carried, Protocol):
+    """What one layer has committed; see `attention.KV`."""
+
+    def commit(self, fresh: PyTree, lengths: Rows, kept: Rows, *, path: Path | None, rows: Rows | None) -> Self:
+        """The entry with the first `kept` positions of a block after `lengths`; see `commit`."""
         ...
 
 
@@ -76,7 +73,7 @@ class Mixer(Protocol):
 
 
 class Cache(struct.PyTreeNode):
-    """The committed state of one model.
+    """The committed state of one model. Its methods are those of its entries (see `Carried`).
 
     Attributes:
         entries: one for each layer that has its own.
@@ -87,20 +84,17 @@ class Cache(struct.PyTreeNode):
     of_layer: tuple[int, ...] = struct.field(pytree_node=False)
 
     def begin(self, row: Int[Array, ""]) -> "Cache":
-        """See `Entry.begin`."""
         return self.replace(entries=tuple(entry.begin(row) for entry in self.entries))
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> tuple[PyTree, ...]:
-        """See `Entry.snapshot`."""
         return tuple(entry.snapshot(row, start, count) for entry in self.entries)
 
     def restore(self, snapshot: tuple[PyTree, ...], row: Int[Array, ""], end: Int[Array, ""]) -> "Cache":
-        """See `Entry.restore`; an entry whose snapshot is None stays as it is."""
+        """An entry whose snapshot is None stays as it is."""
         pairs = zip(self.entries, snapshot, strict=True)
         return self.replace(entries=tuple(e if one is None else e.restore(one, row, end) for e, one in pairs))
 
     def partition(self) -> "Cache":
-        """See `Entry.partition`."""
         return self.replace(entries=tuple(entry.partition() for entry in self.entries))
 
 
@@ -121,11 +115,9 @@ def init_cache(
     entries: list[Entry] = []
     of_layer: list[int] = []
     for mixer in mixers:
-        if mixer.shares is not None:
-            of_layer.append(of_layer[mixer.shares])
-            continue
-        of_layer.append(len(entries))
-        entries.append(_entry(lambda rows, slots, m=mixer: m.entry(rows, slots, dtype, layout, widest), groups))
+        of_layer.append(len(entries) if mixer.shares is None else of_layer[mixer.shares])
+        if mixer.shares is None:
+            entries.append(_entry(lambda rows, slots, m=mixer: m.entry(rows, slots, dtype, layout, widest), groups))
     return Cache(tuple(entries), tuple(of_layer))
 
 
@@ -140,7 +132,7 @@ def _entry(make: Callable[[int, int], Entry], groups: Sequence[Group]) -> Entry:
     return Split(tuple(make(*group) for group in groups), tuple(group.rows for group in groups))
 
 
-def once_read(kept: Int[Array, " B"], hidden: Float[Array, "B T D"]) -> Int[Array, " B"]:
+def once_read(kept: Rows, hidden: Float[Array, "B T D"]) -> Rows:
     """`kept`, as a value that is not known before the pass that returned `hidden` is complete.
 
     How many positions are committed often follows from that pass. Where it does not, as for a prompt, nothing keeps
@@ -153,11 +145,11 @@ def once_read(kept: Int[Array, " B"], hidden: Float[Array, "B T D"]) -> Int[Arra
 def commit(
     cache: Cache,
     fresh: Sequence[PyTree],
-    lengths: Int[Array, " B"],
-    kept: Int[Array, " B"],
+    lengths: Rows,
+    kept: Rows,
     *,
-    path: Int[Array, "B J"] | None = None,
-    rows: Int[Array, " B"] | None = None,
+    path: Path | None = None,
+    rows: Rows | None = None,
 ) -> Cache:
     """Appends the first `kept` positions of a block, in the order of `path`, to each row.
 

@@ -3,7 +3,7 @@
 Shapes: R cache rows, B block rows, K key-value heads, S slots, H head dim, T block positions, C snapshot positions.
 """
 
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.anchored_attention import attend_anchored
-from dflash_jax.kernels.block_attention import Visibility, attend
+from dflash_jax.kernels.block_attention import attend
 from dflash_jax.kernels.cache_update import append, room
 from dflash_jax.mesh import HEADS, ROWS, from_owner, local_rows, on_each_device, split_cache, split_evenly
 
+Rows = Int[Array, " B"]  # something of every row of a block: its length, or the cache row that it is
+Path = Int[Array, "B J"]  # block positions in the order in which they are committed
 PIECE = 128  # positions of a long snapshot that are written at once, however narrow the blocks of its writer
 
 
@@ -51,15 +53,7 @@ class KV(struct.PyTreeNode):
 
     @classmethod
     def allocate(
-        cls,
-        rows: int,
-        heads: int,
-        slots: int,
-        size: int,
-        dtype: DTypeLike,
-        *,
-        window: int | None = None,
-        widest: int = 1,
+        cls, rows: int, heads: int, slots: int, size: int, dtype: DTypeLike, *, window: int | None, widest: int
     ) -> "KV":
         """An empty entry; with a window, a ring that holds it. Slots are rounded up to what the writer can update in
         place for blocks of up to `widest` positions."""
@@ -71,30 +65,14 @@ class KV(struct.PyTreeNode):
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring)
 
     def attend(
-        self,
-        q: Float[Array, "B T N H"],
-        positions: Int[Array, "B T"],
-        fresh: Fresh,
-        lengths: Int[Array, " B"],
-        *,
-        visible: Literal["causal", "full"] | Visibility,
-        rows: Int[Array, " B"] | None,
-        starts: Int[Array, "B T"] | None,
-        **settings: Any,
+        self, q: Float[Array, "B T N H"], positions: Int[Array, "B T"], fresh: Fresh, lengths: Rows, **settings: Any
     ) -> Float[Array, "B T N Hv"]:
         """Attention of a block to the committed positions and to its own; see `kernels.block_attention.attend`."""
         assert fresh.v is not None
-        where: dict[str, Any] = {"visible": visible, "rows": rows, "starts": starts}
-        return attend(q, positions, fresh.k, fresh.v, self, lengths, **where, **settings)
+        return attend(q, positions, fresh.k, fresh.v, self, lengths, **settings)
 
     def attend_anchored(
-        self,
-        q: Float[Array, "B T N H"],
-        fresh: Fresh,
-        anchors: Int[Array, " B"],
-        starts: Int[Array, " B"],
-        per_row: int,
-        **settings: Any,
+        self, q: Float[Array, "B T N H"], fresh: Fresh, anchors: Rows, starts: Rows, per_row: int, **settings: Any
     ) -> Float[Array, "B T N Hv"]:
         """The same for `per_row` blocks to each row, differentiable; see `kernels.anchored_attention`."""
         assert self.v is not None
@@ -108,15 +86,9 @@ class KV(struct.PyTreeNode):
         return self
 
     def commit(
-        self,
-        fresh: Fresh,
-        lengths: Int[Array, " B"],
-        kept: Int[Array, " B"],
-        *,
-        path: Int[Array, "B J"] | None = None,
-        rows: Int[Array, " B"] | None = None,
+        self, fresh: Fresh, lengths: Rows, kept: Rows, *, path: Path | None = None, rows: Rows | None = None
     ) -> Self:
-        """See `Entry.commit`; what does not fit is dropped."""
+        """What does not fit is dropped."""
         if path is not None:
             fresh = jax.tree.map(lambda x: jnp.take_along_axis(x, path[:, None, :, None], axis=2), fresh)
         k, v = append(self.k, self.v, fresh.k, fresh.v, lengths, kept, rows, ring=self.ring)
@@ -138,7 +110,7 @@ class KV(struct.PyTreeNode):
         return run(Fresh(self.k, self.v), row, start)
 
     def restore(self, snapshot: Fresh, row: Int[Array, ""], end: Int[Array, ""]) -> Self:
-        """See `Entry.restore`; what lies before position 0 is left out. A long snapshot is written piece by piece."""
+        """What lies before position 0 is left out. A long snapshot is written piece by piece."""
         size = snapshot.k.shape[2]
         width = size if size <= 2 * PIECE else PIECE
 

@@ -4,15 +4,15 @@ values. Its first entries are the latent, the others a rotated part that the key
 Shapes: R cache rows, S slots, L entries of a vector, C of them in the latent; otherwise as in `attention`.
 """
 
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.cache.attention import KV, Fresh
-from dflash_jax.kernels.block_attention import Visibility, attend, expand
+from dflash_jax.cache.attention import KV, Fresh, Rows
+from dflash_jax.kernels.block_attention import attend, expand
 from dflash_jax.kernels.cache_update import room
 from dflash_jax.mesh import split_cache
 
@@ -30,26 +30,22 @@ class Latent(KV):
         q: Float[Array, "B T N H"],
         positions: Int[Array, "B T"],
         fresh: Fresh,
-        lengths: Int[Array, " B"],
+        lengths: Rows,
         *,
-        visible: Literal["causal", "full"] | Visibility,
-        rows: Int[Array, " B"] | None,
-        starts: Int[Array, "B T"] | None,
         up: Float[Array, "N U C"] | None = None,
         expanded: bool = False,
         **settings: Any,
     ) -> Float[Array, "B T N Hv"]:
-        """Attention of a block to the committed positions and to its own; see `kernels.block_attention.attend`.
+        """See `KV.attend`.
 
         Args:
             up: what makes keys and values of every head from latents.
             expanded: whether it does. Else the queries are of whole vectors, and what comes out is of latents.
         """
         assert up is not None
-        where: dict[str, Any] = {"visible": visible, "rows": rows, "starts": starts}
         if expanded:
-            return attend(q, positions, *expand(fresh.k, up, q.shape[-1]), self, lengths, up=up, **where, **settings)
-        return attend(q, positions, fresh.k, fresh.k[..., : up.shape[2]], self, lengths, **where, **settings)
+            return attend(q, positions, *expand(fresh.k, up, q.shape[-1]), self, lengths, up=up, **settings)
+        return attend(q, positions, fresh.k, fresh.k[..., : up.shape[2]], self, lengths, **settings)
 
     def partition(self) -> Self:
         """Rows are split, over the axes of heads, too, where these divide them."""

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.cache.attention import Path, Rows
 from dflash_jax.kernels.delta_rule import advance
 from dflash_jax.mesh import HEADS, ROWS
 
@@ -35,7 +36,12 @@ class Corrections(struct.PyTreeNode):
 
 
 class State(struct.PyTreeNode):
-    """The state of some rows: a snapshot, or what a prompt leaves behind. See `Recurrent`."""
+    """The state of some rows: a snapshot, or what a prompt leaves behind.
+
+    Attributes:
+        s: of every head.
+        inputs: of the convolution, at the last positions.
+    """
 
     s: Float[Array, "B K G H Hv"]
     inputs: Float[Array, "B W C"]
@@ -46,35 +52,20 @@ class State(struct.PyTreeNode):
         return State(P(None, HEADS), P(None, None, HEADS))  # type: ignore[arg-type]
 
 
-class Recurrent(struct.PyTreeNode):
-    """The committed state of one layer; an `Entry`.
+class Recurrent(State):
+    """The committed state of all rows; an `Entry`."""
 
-    Attributes:
-        s: of every head.
-        inputs: of the convolution, at the last positions.
-    """
-
-    s: Float[Array, "R K G H Hv"]
-    inputs: Float[Array, "R W C"]
-
-    def of(self, rows: Int[Array, " B"] | None) -> State:
+    def of(self, rows: Rows | None) -> State:
         """The state of some rows; None is all."""
         return State(*(x if rows is None else x[rows] for x in (self.s, self.inputs)))
 
     def begin(self, row: Int[Array, ""]) -> "Recurrent":
-        """See `Entry.begin`."""
         return self.replace(s=self.s.at[row].set(0), inputs=self.inputs.at[row].set(0))
 
     def commit(
-        self,
-        fresh: Corrections | State,
-        lengths: Int[Array, " B"],
-        kept: Int[Array, " B"],
-        *,
-        path: Int[Array, "B J"] | None = None,
-        rows: Int[Array, " B"] | None = None,
+        self, fresh: Corrections | State, lengths: Rows, kept: Rows, *, path: Path | None, rows: Rows | None
     ) -> "Recurrent":
-        """See `Entry.commit`. Of a `State` all positions are kept, or none."""
+        """Of a `State` all positions are kept, or none."""
         old = self.of(rows)
         if isinstance(fresh, State):
             some = lambda new, old: jnp.where((kept > 0).reshape(-1, *[1] * (new.ndim - 1)), new, old)
@@ -90,12 +81,11 @@ class Recurrent(struct.PyTreeNode):
         return self.replace(s=put(self.s, after.s), inputs=put(self.inputs, after.inputs))
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> State:
-        """See `Entry.snapshot`: the state itself, however many positions it is of."""
+        """The state itself, however many positions it is of."""
         one = lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1)
         return State(one(self.s), one(self.inputs))
 
     def restore(self, snapshot: State, row: Int[Array, ""], end: Int[Array, ""]) -> "Recurrent":
-        """See `Entry.restore`."""
         put = lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, row, 0)
         return self.replace(s=put(self.s, snapshot.s), inputs=put(self.inputs, snapshot.inputs))
 
@@ -118,9 +108,7 @@ def allocate(
     return Recurrent(state, jnp.zeros((rows, taps - 1, channels), dtype))
 
 
-def last_inputs(
-    old: Float[Array, "B W C"], new: Float[Array, "B T C"], kept: Int[Array, " B"]
-) -> Float[Array, "B W C"]:
+def last_inputs(old: Float[Array, "B W C"], new: Float[Array, "B T C"], kept: Rows) -> Float[Array, "B W C"]:
     """The last inputs after the first `kept` new ones."""
     both = jnp.concatenate([old, new.astype(old.dtype)], axis=1)
     at = kept[:, None] + jnp.arange(old.shape[1])[None]

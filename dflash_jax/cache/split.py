@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from dflash_jax.cache.attention import Path, Rows
 from dflash_jax.mesh import row_parts
 
 
@@ -96,10 +97,10 @@ class Split(struct.PyTreeNode):
         q: Float[Array, "B T N H"],
         positions: Int[Array, "B T"],
         fresh: PyTree,
-        lengths: Int[Array, " B"],
+        lengths: Rows,
         *,
         visible: Any,
-        rows: Int[Array, " B"] | None,
+        rows: Rows | None,
         starts: Int[Array, "B T"] | None,
         key_positions: Int[Array, "B F"] | None = None,
         **settings: Any,
@@ -132,16 +133,7 @@ class Split(struct.PyTreeNode):
 
         return self.replace(entries=tuple(begun(entry, group) for group, entry in enumerate(self.entries)))
 
-    def commit(
-        self,
-        fresh: PyTree,
-        lengths: Int[Array, " B"],
-        kept: Int[Array, " B"],
-        *,
-        path: Int[Array, "B J"] | None = None,
-        rows: Int[Array, " B"] | None = None,
-    ) -> "Split":
-        """See `Entry.commit`."""
+    def commit(self, fresh: PyTree, lengths: Rows, kept: Rows, *, path: Path | None, rows: Rows | None) -> "Split":
         new = []
         for group, entry in enumerate(self.entries):
             own = self._selected(rows, group)
@@ -150,7 +142,7 @@ class Split(struct.PyTreeNode):
         return self.replace(entries=tuple(new))
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> PyTree:
-        """See `Entry.snapshot`; of no more positions than the shortest row holds."""
+        """Of no more positions than the shortest row holds."""
         found = None
         for group, entry in enumerate(self.entries):
             inside, at = self._place(row, group)
@@ -159,7 +151,6 @@ class Split(struct.PyTreeNode):
         return found
 
     def restore(self, snapshot: PyTree, row: Int[Array, ""], end: Int[Array, ""]) -> "Split":
-        """See `Entry.restore`."""
         new = []
         for group, entry in enumerate(self.entries):
             inside, at = self._place(row, group)
@@ -168,7 +159,6 @@ class Split(struct.PyTreeNode):
         return self.replace(entries=tuple(new))
 
     def partition(self) -> "Split":
-        """As each group says."""
         return self.replace(entries=tuple(entry.partition() for entry in self.entries))
 
     def _within(self, group: int) -> tuple[int, int, int, int]:

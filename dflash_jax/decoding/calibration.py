@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -49,23 +50,16 @@ class Lessons(struct.PyTreeNode):
 
     def along(self, path: Int[Array, "B J"] | None, depth: int) -> "tuple[Lessons, Bool[Array, 'B D'] | None]":
         """Those of the first `depth` positions of a path, by depth, and which of these have a place; None is all."""
+        every = self.replace(places=None)
         if self.places is None or path is None:
-            return self.replace(
-                trials=_first(self.trials, depth),
-                tokens=_first(self.tokens, depth),
-                likelihood=_first(self.likelihood, depth),
-            ), None
+            return jax.tree.map(lambda x: x[:, :depth], every), None
         places = jnp.take_along_axis(self.places, path[:, :depth], axis=1)
-        pick = lambda x: x if x is None else _along(x, jnp.maximum(places, 0))
-        return Lessons(pick(self.trials), pick(self.tokens), pick(self.likelihood)), places >= 0
 
+        def pick(x: Array) -> Array:
+            at = jnp.maximum(places, 0).reshape(*places.shape, *[1] * (x.ndim - 2))
+            return jnp.take_along_axis(x, at, axis=1)
 
-def _first(x: Array | None, depth: int) -> Array | None:
-    return x if x is None else x[:, :depth]
-
-
-def _along(x: Array, places: Int[Array, "B D"]) -> Array:
-    return jnp.take_along_axis(x, places.reshape(*places.shape, *[1] * (x.ndim - 2)), axis=1)
+        return jax.tree.map(pick, every), places >= 0
 
 
 class Calibration(struct.PyTreeNode):
@@ -157,9 +151,7 @@ def init_calibration(depth: int, start: Sequence[float] = ()) -> Calibration:
             the nearest candidate is taken. Without it, all begin with the first candidate.
     """
     hits = np.zeros((depth, len(SHARPNESS)), np.float32)
-    for d in range(depth):
-        if start:
-            c = start[min(d, len(start) - 1)]
-            distances = [abs(1 / c - 1 / each) for each in SHARPNESS]
-            hits[d, distances.index(min(distances))] = PRIOR
+    for d in range(depth if start else 0):
+        distances = [abs(1 / start[min(d, len(start) - 1)] - 1 / each) for each in SHARPNESS]
+        hits[d, distances.index(min(distances))] = PRIOR
     return Calibration(jnp.asarray(hits), jnp.zeros((depth, len(GREEDY))))

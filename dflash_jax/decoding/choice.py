@@ -13,9 +13,9 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decoding.calibration import Calibration
-from dflash_jax.decoding.penalties import History, Penalties, penalise
+from dflash_jax.decoding.penalties import History, Penalties
 from dflash_jax.decoding.proposal import Block
-from dflash_jax.decoding.sampling import Sampling, first_argmax, gumbel_noise, perturbed_scores, select
+from dflash_jax.decoding.sampling import Sampling, first_argmax, gumbel_noise, if_any, perturbed_scores, select
 
 Proposals = Literal["calibrated", "coupled", "argmax", "independent"]
 
@@ -139,9 +139,53 @@ class Choice(struct.PyTreeNode):
         *,
         depth: Int[Array, "#B #T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """See `penalties.penalise`."""
-        where = {"vocabulary": self.vocabulary, "vocab_size": self.vocab_size, "stops": self.stops, "depth": depth}
-        return penalise(logits, self.penalties, self.history, self.known, before, seen, **where)
+        """The logits of each row under its penalties, without its stop tokens while it has fewer than `min_tokens`;
+        costs next to nothing where no row asks for either.
+
+        Args:
+            before: tokens that are not in the history yet; without them, all positions see the history alone.
+            seen: which of them stand before a position (the ancestors of a tree's node); None is a chain, where
+                position i sees the first i.
+            depth: how many tokens stand between the history and each position; None is as many as it has seen.
+        """
+        penalties, history, known = self.penalties, self.history, self.known
+        rows, positions, size = logits.shape
+        row, ids = jnp.arange(rows)[:, None], jnp.arange(size) if self.vocabulary is None else self.vocabulary
+        if depth is None:
+            depth = jnp.arange(positions)[None] if seen is None else jnp.sum(seen, axis=2, dtype=jnp.int32)
+        least = penalties.min_tokens[:, None]
+        early = jnp.broadcast_to((known - history.prompt)[:, None] + depth < least, (rows, positions)) & (least > 0)
+
+        def applied() -> Float[Array, "B T V"]:
+            places = jnp.arange(history.tokens.shape[1])[None]
+            every = jnp.zeros((rows, self.vocab_size or size))
+
+            def count(which: Bool[Array, "B S"]) -> Float[Array, "B V"]:
+                found = every.at[row, history.tokens].add(which.astype(jnp.float32))
+                return found if self.vocabulary is None else found[:, self.vocabulary]
+
+            read = count(places < jnp.minimum(known, history.prompt)[:, None])[:, None]
+            written = count((places >= history.prompt[:, None]) & (places < known[:, None]))[:, None]
+            if before is not None:
+                # One comparison after the other, which the compiler fuses: nothing of this size is ever in memory.
+                index = jnp.arange(before.shape[1] + 1)
+                shown = ((index[None, :-1] < index[:, None])[None] if seen is None else seen)[..., None]
+                proposed = before[:, None, :, None] == ids[None, None, None]
+                written = written + jnp.sum(shown & proposed, axis=2, dtype=jnp.float32)
+            setting = lambda x: x[:, None, None]
+            divisor = jnp.where((read > 0) | (written > 0), setting(penalties.repetition), 1.0)
+            repeated = jnp.where(logits > 0, logits / divisor, logits * divisor)
+            present = jnp.where(written > 0, setting(penalties.presence), 0.0)
+            penalised = repeated - setting(penalties.frequency) * written - present
+            if self.stops is None:
+                return penalised
+            ends = jnp.any(ids[None, :, None] == self.stops[:, None], axis=2)
+            return jnp.where(early[:, :, None] & ends[:, None], -jnp.inf, penalised)
+
+        some = (penalties.repetition != 1) | (penalties.presence != 0) | (penalties.frequency != 0)
+        if self.stops is not None:
+            some |= jnp.any(early, axis=1)
+        return if_any(some, applied, lambda: logits)
 
     def for_drafting(self, proposals: Proposals, calibration: Calibration) -> "Choice":
         """The same for a drafter.

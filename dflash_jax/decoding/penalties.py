@@ -2,14 +2,12 @@
 
 They depend on nothing but the request's own tokens before a position, so they keep speculation exact: within a block,
 the proposals before a position are its history if they are accepted, and else the position is not kept.
-Shapes: B rows, S positions, T verify width, P = T - 1 proposals, V vocabulary, C prompt chunk.
+`choice.Choice` applies them. Shapes: B rows, S positions, T tokens, C prompt chunk.
 """
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
-
-from dflash_jax.decoding.sampling import if_any
+from jaxtyping import Array, Float, Int
 
 
 class Penalties(struct.PyTreeNode):
@@ -83,67 +81,3 @@ def remember_prompts(
         history.tokens.at[rows[:, None], places].set(tokens, mode="drop"),
         history.prompt.at[read].set(start + counts, mode="drop"),
     )
-
-
-def penalise(
-    logits: Float[Array, "B T V"],
-    penalties: Penalties,
-    history: History,
-    known: Int[Array, " B"],
-    proposals: Int[Array, "B P"] | None = None,
-    seen: Bool[Array, "#B T P"] | None = None,
-    *,
-    vocabulary: Int[Array, " V"] | None = None,
-    vocab_size: int | None = None,
-    stops: Int[Array, "B Q"] | None = None,
-    depth: Int[Array, "#B #T"] | None = None,
-) -> Float[Array, "B T V"]:
-    """The logits of each row under its penalties, without its stop tokens while it has fewer than `min_tokens`; costs
-    next to nothing where no row asks for either.
-
-    Args:
-        known: tokens of the history that count.
-        proposals: tokens that are not in the history yet; without them, all positions see the history alone.
-        seen: which proposals stand before a position (the ancestors of a tree's node); None is a chain, where position
-            i sees the first i.
-        vocabulary, vocab_size: the id of each of the logits, and how many ids there are; None is 0, 1, 2, ...
-        stops: stop tokens of each row, padded with -1; None holds none back.
-        depth: how many tokens stand between the history and each position; None is as many as it has seen.
-    """
-    rows, positions, size = logits.shape
-    row, ids = jnp.arange(rows)[:, None], jnp.arange(size) if vocabulary is None else vocabulary
-    if depth is None:
-        depth = jnp.arange(positions)[None] if seen is None else jnp.sum(seen, axis=2, dtype=jnp.int32)
-    least = penalties.min_tokens[:, None]
-    early = jnp.broadcast_to((known - history.prompt)[:, None] + depth < least, (rows, positions)) & (least > 0)
-
-    def applied() -> Float[Array, "B T V"]:
-        places = jnp.arange(history.tokens.shape[1])[None]
-        every = jnp.zeros((rows, vocab_size or size))
-
-        def count(which: Bool[Array, "B S"]) -> Float[Array, "B V"]:
-            found = every.at[row, history.tokens].add(which.astype(jnp.float32))
-            return found if vocabulary is None else found[:, vocabulary]
-
-        read = count(places < jnp.minimum(known, history.prompt)[:, None])[:, None]
-        written = count((places >= history.prompt[:, None]) & (places < known[:, None]))[:, None]
-        if proposals is not None:
-            # One comparison after the other, which the compiler fuses: nothing of this size is ever in memory.
-            index = jnp.arange(proposals.shape[1] + 1)
-            before = ((index[None, :-1] < index[:, None])[None] if seen is None else seen)[..., None]
-            proposed = proposals[:, None, :, None] == ids[None, None, None]
-            written = written + jnp.sum(before & proposed, axis=2, dtype=jnp.float32)
-        setting = lambda x: x[:, None, None]
-        divisor = jnp.where((read > 0) | (written > 0), setting(penalties.repetition), 1.0)
-        repeated = jnp.where(logits > 0, logits / divisor, logits * divisor)
-        present = jnp.where(written > 0, setting(penalties.presence), 0.0)
-        penalised = repeated - setting(penalties.frequency) * written - present
-        if stops is None:
-            return penalised
-        ends = jnp.any(ids[None, :, None] == stops[:, None], axis=2)
-        return jnp.where(early[:, :, None] & ends[:, None], -jnp.inf, penalised)
-
-    some = (penalties.repetition != 1) | (penalties.presence != 0) | (penalties.frequency != 0)
-    if stops is not None:
-        some |= jnp.any(early, axis=1)
-    return if_any(some, applied, lambda: logits)

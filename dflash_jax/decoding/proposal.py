@@ -103,10 +103,7 @@ def make_tree(proposal: Proposal) -> Tree:
 
 
 def accept(
-    chosen: Int[Array, "B T"],
-    block: Block,
-    remaining: Int[Array, " B"],
-    stop_tokens: Int[Array, "B Q"],
+    chosen: Int[Array, "B T"], block: Block, remaining: Int[Array, " B"], stop_tokens: Int[Array, "B Q"]
 ) -> tuple[Accepted, Int[Array, " B"]]:
     """What each row commits, and how many tokens it may commit afterwards.
 

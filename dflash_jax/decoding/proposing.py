@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.decoding.calibration import Lessons
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.selection import Picks, pick, rank
-from dflash_jax.decoding.tree import Level, best_nodes, next_level, pruned
+from dflash_jax.decoding.selection import pick, rank
+from dflash_jax.decoding.tree import Level, best_nodes, joined, next_level, pruned
 
 Carry = TypeVar("Carry")
 
@@ -25,7 +25,7 @@ def propose(choice: Choice, logits: Float[Array, "B T V"]) -> Proposal:
     """The chain of the best tokens of the depths 0..T-1, or the tree of the likeliest paths."""
     logits, depth = choice.allowed(logits), logits.shape[1]
     if not choice.nodes:
-        return pick(choice, logits).chain
+        return pick(choice, logits)
     ranked, lessons = rank(choice, logits, slice(depth))
     best = best_nodes(ranked, choice.nodes)
     return Proposal(best.tokens, best.parents, min(depth, choice.nodes), best.scores, lessons)
@@ -87,13 +87,13 @@ def grow(
     frontier = Frontier(anchor[:, None], none, jnp.zeros((*none.shape, 0), jnp.int32))
     if choice.nodes:
         return _tree(choice, frontier, min(depth, choice.nodes), expand, carried, width or choice.nodes)
-    picks = list[Picks]()
+    picks = list[Proposal]()
     for d in range(depth):
         options, carried = expand(d, frontier, carried)
         picks.append(pick(choice, _allowed(choice, options, frontier), d, options.candidates))
         lineage = jnp.concatenate([frontier.lineage, none[:, :, None]], axis=2)
-        frontier = Frontier(picks[-1].tokens, none, lineage, Picks.joined(picks).tokens)
-    return Picks.joined(picks).chain
+        frontier = Frontier(picks[-1].tokens, none, lineage, joined(picks).tokens)
+    return joined(picks)
 
 
 def _allowed(choice: Choice, options: Options, frontier: Frontier) -> Float[Array, "B W N"]:
@@ -124,12 +124,11 @@ def _tree(
         seen = jnp.repeat(jnp.eye(W, dtype=bool), d + 1, axis=1)[None]
         frontier = Frontier(tokens, parents, lineage, paths.reshape(paths.shape[0], -1), seen)
     best = pruned(levels, choice.nodes)
-    return Proposal(best.tokens, best.parents, depth, best.scores, _joined(lessons, levels, best.chosen))
+    return Proposal(best.tokens, best.parents, depth, best.scores, _placed(lessons, levels, best.chosen))
 
 
-def _joined(lessons: list[Lessons], levels: list[Level], chosen: Int[Array, "B P"]) -> Lessons:
+def _placed(lessons: list[Lessons], levels: list[Level], chosen: Int[Array, "B P"]) -> Lessons:
     """The lessons of all depths, and the place that each node has among them."""
-    join = lambda arrays: None if arrays[0] is None else jnp.concatenate(arrays, axis=1)
     places, begin = [], 1
     for level, following in zip(levels, [*lessons[1:], None], strict=True):
         index = jnp.arange(level.scores.shape[1], dtype=jnp.int32)
@@ -137,9 +136,4 @@ def _joined(lessons: list[Lessons], levels: list[Level], chosen: Int[Array, "B P
         places.append(jnp.where(index < count, begin + index, -1))
         begin += count
     of_nodes = jnp.concatenate(places)[chosen]
-    return Lessons(
-        join([one.trials for one in lessons]),
-        join([one.tokens for one in lessons]),
-        join([one.likelihood for one in lessons]),
-        jnp.pad(of_nodes, ((0, 0), (1, 0))),  # the anchor's is the first
-    )
+    return joined(lessons).replace(places=jnp.pad(of_nodes, ((0, 0), (1, 0))))  # the anchor's is the first

@@ -7,8 +7,7 @@ sharpness.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,47 +20,22 @@ from dflash_jax.decoding.sampling import first_argmax, if_any, scaled_scores, se
 from dflash_jax.decoding.tree import Ranked
 
 
-class Picks(NamedTuple):
-    """Proposed tokens.
-
-    Attributes:
-        tokens: of these depths.
-        trials: what each sharpness would have picked; None where none is learnt.
-    """
-
-    tokens: Int[Array, "B T"]
-    trials: Int[Array, "B T C"] | None
-
-    @staticmethod
-    def joined(depths: "Sequence[Picks]") -> "Picks":
-        """Those of depths that follow one another."""
-        tokens = jnp.concatenate([picks.tokens for picks in depths], axis=1)
-        trials = [picks.trials for picks in depths if picks.trials is not None]
-        return Picks(tokens, jnp.concatenate(trials, axis=1) if trials else None)
-
-    @property
-    def chain(self) -> Proposal:
-        """Proposed one after the other."""
-        return Proposal(self.tokens, lessons=None if self.trials is None else Lessons(self.trials))
-
-
 def pick(
     choice: Choice, scores: Float[Array, "B T N"], depth: int = 0, candidates: Int[Array, "B T N"] | None = None
-) -> Picks:
-    """The token of each of the depths `depth..depth+T-1`, and what calibrates it.
+) -> Proposal:
+    """The chain of a token for each of the depths `depth..depth+T-1`, and what there is to learn of it.
 
     Args:
         candidates: which tokens the scores are of, for one depth; None is all.
     """
     depths = slice(depth, depth + scores.shape[1])
-    noise, ids = _noise(choice, depths, candidates), _ids(choice, candidates)
-    if choice.plain:
-        return Picks(ids(first_argmax(scores)[..., None])[..., 0], None)
-    if choice.sharpness is None:
-        return Picks(ids(select(scores, noise, choice.sampling)[..., None])[..., 0], None)
+    noise, ids = _options(choice, depths, candidates)
+    if choice.plain or choice.sharpness is None:
+        places = first_argmax(scores) if choice.plain else select(scores, noise, choice.sampling)
+        return Proposal(ids(places[..., None])[..., 0])
     trials = ids(_trials(choice, scores, noise))
     best = choice.sharpness[depths][None, :, None]
-    return Picks(jnp.take_along_axis(trials, best, axis=2)[..., 0], trials)
+    return Proposal(jnp.take_along_axis(trials, best, axis=2)[..., 0], lessons=Lessons(trials))
 
 
 def rank(
@@ -76,17 +50,14 @@ def rank(
         depths: T of them, or one, if the scores are of T nodes of that depth.
         candidates: which tokens the scores are of; None is all.
     """
-    noise, ids = _noise(choice, depths, candidates), _ids(choice, candidates)
+    noise, ids = _options(choice, depths, candidates)
     c0 = jnp.ones((1, 1, 1)) if choice.greedy is None else choice.greedy[depths][None, :, None]
 
     def sampled() -> tuple[Array, Array]:
         keys, with_noise = _keys(choice, scores, noise, depths)
         return keys, jnp.where(with_noise, 1.0, c0)
 
-    def greedy() -> tuple[Array, Array]:
-        scale = jnp.broadcast_to(c0, jnp.broadcast_shapes((scores.shape[0], 1, 1), c0.shape))
-        return scores, scale
-
+    greedy = lambda: (scores, jnp.broadcast_to(c0, jnp.broadcast_shapes((scores.shape[0], 1, 1), c0.shape)))
     keys, scale = greedy() if choice.plain else if_any(choice.sampling.temperature > 0, sampled, greedy)
     best, places = top_k(keys, min(choice.nodes, keys.shape[-1]))
     likely = scale * best - jax.nn.logsumexp(scale * keys, axis=-1, keepdims=True)
@@ -113,29 +84,23 @@ def likeliest(
     With the noise that draft and target share, an unlikely token that the noise favors is among them.
     """
 
-    def sampled() -> Int[Array, "B T K"]:
-        depths = slice(scores.shape[1])
-        return top_k(_keys(choice, scores, choice.noise[:, depths], depths)[0], count)[1]
-
+    depths = slice(scores.shape[1])
+    sampled = lambda: top_k(_keys(choice, scores, choice.noise[:, depths], depths)[0], count)[1]
     greedy = lambda: top_k(scores, count)[1]
     places = greedy() if choice.plain else if_any(choice.sampling.temperature > 0, sampled, greedy)
     return jnp.take_along_axis(scores, places, axis=2), places
 
 
-def _noise(choice: Choice, depths: slice, candidates: Int[Array, "B T N"] | None) -> Float[Array, "B _ N"]:
-    """The noise of these depths, or that of candidates at one depth."""
+def _options(
+    choice: Choice, depths: slice, candidates: Int[Array, "B T N"] | None
+) -> tuple[Float[Array, "B _ N"], Callable[[Array], Array]]:
+    """The noise of these depths, or of candidates at one depth, and what gives the target's ids of places [B, T, K]."""
     noise = choice.noise[:, depths]
     if candidates is None:
-        return noise
+        return noise, choice.ids
     of_all = jnp.take_along_axis(noise, candidates.reshape(candidates.shape[0], 1, -1), axis=2)
-    return of_all.reshape(candidates.shape)
-
-
-def _ids(choice: Choice, candidates: Int[Array, "B T N"] | None) -> Callable[[Array], Array]:
-    """A function that gives the target's ids of places [B, T, K] among the options."""
-    if candidates is None:
-        return choice.ids
-    return lambda places: choice.ids(jnp.take_along_axis(candidates, places, axis=2))
+    ids = lambda places: choice.ids(jnp.take_along_axis(candidates, places, axis=2))
+    return of_all.reshape(candidates.shape), ids
 
 
 def _trials(choice: Choice, scores: Float[Array, "B T N"], noise: Float[Array, "#B #T N"]) -> Int[Array, "B T C"]:
@@ -146,9 +111,7 @@ def _trials(choice: Choice, scores: Float[Array, "B T N"], noise: Float[Array, "
         trials = [first_argmax(scaled if math.isinf(c) else c * scaled + noise) for c in SHARPNESS]
         return jnp.stack(trials, axis=-1)
 
-    def greedy() -> Int[Array, "B T C"]:
-        return jnp.repeat(first_argmax(scores)[..., None], len(SHARPNESS), axis=-1)
-
+    greedy = lambda: jnp.repeat(first_argmax(scores)[..., None], len(SHARPNESS), axis=-1)
     return if_any(choice.sampling.temperature > 0, sampled, greedy)
 
 

@@ -3,14 +3,14 @@
 Shapes: B rows, T block positions, J committed positions, Q stop tokens, V vocabulary, FD tapped features side by side.
 """
 
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dflash_jax.cache import Cache, Capacity
+from dflash_jax.cache import Cache, Capacity, Carried
 from dflash_jax.cache.split import groups_of
 from dflash_jax.config import TargetConfig
 from dflash_jax.decoding.calibration import Calibration, init_calibration
@@ -19,15 +19,6 @@ from dflash_jax.decoding.penalties import History, Penalties, empty_history, no_
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.sampling import Sampling, greedy_rows
 from dflash_jax.kernels.block_attention import Visibility
-
-
-class Carried(Protocol):
-    """What a model carries from step to step, for every row: a pytree, such as a `Cache`."""
-
-    def begin(self, row: Int[Array, ""]) -> Self: ...
-    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> PyTree: ...
-    def restore(self, snapshot: PyTree, row: Int[Array, ""], end: Int[Array, ""]) -> Self: ...
-    def partition(self) -> PyTree: ...
 
 
 class TargetModel(Protocol):

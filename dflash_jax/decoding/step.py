@@ -4,6 +4,7 @@ Shapes: B rows, T block positions, J committed positions of a step, V vocabulary
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -156,14 +157,13 @@ def sizes_within(nodes: int) -> tuple[int, ...]:
 def make_choose(target: TargetModel, depth: int) -> Callable[[State], Choice]:
     """A function State -> `Choice`: settings, and noise [B, depth + 1, V] of `depth` nodes and the token after them."""
 
-    def choice(state: State) -> Choice:
+    def choose(state: State) -> Choice:
         positions = state.lengths[:, None] + 1 + jnp.arange(depth + 1)[None]
         noise = gumbel_noise(state.sampling, positions, target.config.vocab_size)
-        known = state.lengths + 1
-        settings = state.sampling, state.penalties, state.history
-        return Choice(*settings, known, noise, target.decodable, stops=state.stop_tokens)
+        settings = state.sampling, state.penalties, state.history, state.lengths + 1
+        return Choice(*settings, noise, target.decodable, stops=state.stop_tokens)
 
-    return choice
+    return choose
 
 
 def make_propose(
@@ -185,40 +185,33 @@ def nothing(state: State, choice: Choice) -> Proposal:
     return Proposal(jnp.zeros((state.anchor.shape[0], 0), jnp.int32))
 
 
-def make_verify(
-    target: TargetModel, drafter: DraftModel | None
-) -> Callable[[State, Block], tuple[Float[Array, "B T V"], Verified]]:
+def verify(
+    target: TargetModel, drafter: DraftModel | None, state: State, block: Block
+) -> tuple[Float[Array, "B T V"], Verified]:
     """Scores a block with one pass of the target, in which a position sees its ancestors."""
-    taps = drafter.taps if drafter else ()
-
-    def verify(state: State, block: Block) -> tuple[Float[Array, "B T V"], Verified]:
-        visible = None if block.tree is None else block.tree.ancestors
-        where = block.positions(state.lengths), visible, state.target_cache, state.lengths
-        counts = jnp.where(state.remaining > 0, block.tokens.shape[1], 0)
-        hidden, features, fresh = target.forward(block.tokens, *where, taps=taps, rows=state.rows, counts=counts)
-        return target.unembed(hidden), Verified(block, features, fresh)
-
-    return verify
+    visible = None if block.tree is None else block.tree.ancestors
+    where = block.positions(state.lengths), visible, state.target_cache, state.lengths
+    counts, taps = jnp.where(state.remaining > 0, block.tokens.shape[1], 0), drafter.taps if drafter else ()
+    hidden, features, fresh = target.forward(block.tokens, *where, taps=taps, rows=state.rows, counts=counts)
+    return target.unembed(hidden), Verified(block, features, fresh)
 
 
-def make_commit(target: TargetModel, drafter: DraftModel | None) -> Callable[[State, Verified, Accepted], State]:
+def commit(
+    target: TargetModel, drafter: DraftModel | None, state: State, verified: Verified, accepted: Accepted
+) -> State:
     """Commits what was accepted to the target's cache, and its features to the drafter's state."""
-
-    def commit(state: State, verified: Verified, accepted: Accepted) -> State:
-        _, path, count = accepted
-        written = cache.commit(state.target_cache, verified.fresh, state.lengths, count, path=path, rows=state.rows)
-        state = state.replace(target_cache=written)
-        if drafter is None:
-            return state
-        tokens, features = verified.block.tokens, verified.features
-        if path is not None:
-            tokens = jnp.take_along_axis(tokens, path, axis=1)
-            features = jnp.take_along_axis(features, path[:, :, None], axis=1)
-        positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
-        seen = Seen(tokens, features, positions, state.lengths, count, state.rows)
-        return state.replace(draft=drafter.commit(target, state.draft, seen))
-
-    return commit
+    _, path, count = accepted
+    written = cache.commit(state.target_cache, verified.fresh, state.lengths, count, path=path, rows=state.rows)
+    state = state.replace(target_cache=written)
+    if drafter is None:
+        return state
+    tokens, features = verified.block.tokens, verified.features
+    if path is not None:
+        tokens = jnp.take_along_axis(tokens, path, axis=1)
+        features = jnp.take_along_axis(features, path[:, :, None], axis=1)
+    positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
+    seen = Seen(tokens, features, positions, state.lengths, count, state.rows)
+    return state.replace(draft=drafter.commit(target, state.draft, seen))
 
 
 def step_functions(
@@ -242,7 +235,7 @@ def step_functions(
         depth = drafter.depth(block_size)
         propose = make_propose(target, drafter, block_size, proposals, nodes)
     return StepFunctions(
-        make_choose(target, depth), propose, make_verify(target, drafter), make_commit(target, drafter)
+        make_choose(target, depth), propose, partial(verify, target, drafter), partial(commit, target, drafter)
     )
 
 

@@ -8,13 +8,14 @@ Shapes: B rows, D depths, R ranks of a place, W nodes that are expanded together
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
+Depths = TypeVar("Depths", bound=PyTree)
 MOST_STATIC = 32  # nodes up to which all candidates of independent depths are listed beforehand
 
 
@@ -148,15 +149,18 @@ def next_level(ranked: Ranked, before: Level | None, nodes: int) -> Level:
     return Level(best, jnp.take_along_axis(ranked.tokens.reshape(B, W * R), at, axis=1), (at // R).astype(jnp.int32))
 
 
+def joined(depths: Sequence[Depths]) -> Depths:
+    """Arrays [B, D, ...] of depths that follow one another, as those of all of them."""
+    return jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *depths)
+
+
 def pruned(levels: Sequence[Level], nodes: int) -> Nodes:
     """The best of the candidates of all depths. They are all the best there are, since scores fall along a path."""
-    sizes = [level.scores.shape[1] for level in levels]
-    begins = np.cumsum([0, *sizes])
+    begins = np.cumsum([0, *(level.scores.shape[1] for level in levels)])
     parents = [level.parents + begin for level, begin in zip(levels[1:], begins, strict=False)]
     parents = [jnp.full_like(levels[0].parents, -1), *parents]
-    join = lambda arrays: jnp.concatenate(list(arrays), axis=1)
-    scores, tokens = (join(getattr(level, name) for level in levels) for name in ("scores", "tokens"))
-    return _best(scores, tokens, join(parents), nodes)
+    every = joined([level._replace(parents=each) for level, each in zip(levels, parents, strict=True)])
+    return _best(*every, nodes)
 
 
 def _best(scores: Float[Array, "B C"], tokens: Int[Array, "B C"], parents: Int[Array, "B C"], nodes: int) -> Nodes:

@@ -4,7 +4,7 @@ Shapes: B rows, T tokens, J committed positions, P predictions, D width, V vocab
 side by side.
 """
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax import checkpoint, sharding
+from dflash_jax.config import AttentionConfig
 from dflash_jax.decoding.state import Drafting, TargetModel
 from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
@@ -22,6 +23,8 @@ from dflash_jax.sharding import Rule
 # Tensors that published checkpoints carry and nobody reads: the target's own, and what follows from `d2t`.
 UNREAD = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 RULES = (Rule(r"d2t", 1, P()),)
+# Beginnings of the names of tensors in published variants, and what z-lab's have there.
+ALIASES = {"model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "midlayer.": "layers.0."}
 
 
 class Blocks(NamedTuple):
@@ -139,17 +142,13 @@ class Drafter(Drafting, struct.PyTreeNode):
             return self.model(self.config, self.layout).apply({"params": params}, *args, method=method)
 
 
-def canonical_name(name: str) -> str:
-    """Tensor names of published variants, as z-lab's."""
-    name = name.removeprefix("model.")
-    for alias, ours in (
-        ("encoder.fc.", "fc."),
-        ("encoder.output_norm_enc.", "hidden_norm."),
-        ("midlayer.", "layers.0."),
-    ):
-        if name.startswith(alias):
-            return ours + name.removeprefix(alias)
-    return name
+def keys_and_values(
+    prefix: str, mixer: AttentionConfig, layout: Layout, kind: Literal["weight", "bias"], *rest: int
+) -> checkpoint.Leaf:
+    """The projections of keys and values of the layer of this prefix, as one."""
+    size, copies = mixer.num_kv_heads * mixer.head_dim, layout.copies(mixer.num_kv_heads)
+    both = [checkpoint.Stored(f"{prefix}.{name}_proj.{kind}", (size, *rest)) for name in "kv"]
+    return checkpoint.fused([checkpoint.Section(each, copies=copies) for each in both], layout.shards)
 
 
 def vocabulary_tensors(config: DrafterConfig) -> checkpoint.Table:

@@ -22,7 +22,7 @@ from dflash_jax.config_json import (
     token_ids,
 )
 from dflash_jax.drafters import known
-from dflash_jax.drafters.fields import Lookup, flag, number, whole_rotary
+from dflash_jax.drafters.fields import Lookup, flag, number, size, whole_rotary
 from dflash_jax.vocabulary import token_id
 
 
@@ -71,23 +71,18 @@ class DrafterConfig(DecoderConfig):
 
     def check_pair(self, target: TargetConfig) -> None:
         """Raises ValueError if this drafter was not made for `target`."""
+        depth, last = target.num_hidden_layers, max(self.target_layer_ids)
         pairs = [
             ("hidden size", self.target_hidden_size, target.hidden_size),
             ("vocabulary size", self.vocab_size, target.vocab_size),
-            (
-                "number of target layers",
-                self.num_target_layers or target.num_hidden_layers,
-                target.num_hidden_layers,
-            ),
+            ("number of target layers", self.num_target_layers or depth, depth),
         ]
         wrong = [f"{name} {ours} (target: {theirs})" for name, ours, theirs in pairs if ours != theirs]
         if not (self.own_embedding and self.own_head) and self.hidden_size != target.hidden_size:
             wrong.append(f"draft hidden size {self.hidden_size} (target embedding: {target.hidden_size})")
         wrong += self.wrong_with(target)
-        if max(self.target_layer_ids) > target.num_hidden_layers - 2:
-            wrong.append(
-                f"a target layer {max(self.target_layer_ids)} (target: last usable {target.num_hidden_layers - 2})"
-            )
+        if last > depth - 2:
+            wrong.append(f"a target layer {last} (target: last usable {depth - 2})")
         if wrong:
             raise ValueError(
                 f"this drafter was made for another target: it expects {'; '.join(wrong)}. "
@@ -154,20 +149,16 @@ def drafter_fields(
         taps: tapped layers of a target of some depth, where the config names none; it may raise ValueError.
     """
     fields = decoder_fields(raw)
-    num_target_layers = get("num_target_layers")
-    if num_target_layers is not None:
-        require({"num_target_layers": num_target_layers}, "num_target_layers")
-    draft = get("draft_vocab_size", default=fields["vocab_size"])
-    if require({"draft_vocab_size": draft}, "draft_vocab_size") > fields["vocab_size"]:
+    num_target_layers = None if get("num_target_layers") is None else size(get, "num_target_layers")
+    draft = size(get, "draft_vocab_size", default=fields["vocab_size"])
+    if draft > fields["vocab_size"]:
         raise ValueError(f"draft_vocab_size must be at most vocab_size {fields['vocab_size']}, got {draft}")
     return fields | {
         "attention_bias": bool(raw.get("attention_bias")),
-        "block_size": require({"block_size": get("block_size", default=block_size)}, "block_size"),
+        "block_size": size(get, "block_size", default=block_size),
         "target_layer_ids": _taps(get, num_target_layers, taps),
         "num_target_layers": num_target_layers,
-        "target_hidden_size": require(
-            {"target_hidden_size": get("target_hidden_size", default=fields["hidden_size"])}, "target_hidden_size"
-        ),
+        "target_hidden_size": size(get, "target_hidden_size", default=fields["hidden_size"]),
         "draft_vocab_size": draft,
         "proposal_sharpness": _sharpness(get),
     }

@@ -161,7 +161,7 @@ class Drafter(base.Drafter):
 
     def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
         """Tokens for the positions after the anchor, every one chosen from its own slot of one pass."""
-        return propose(self.restricted(choice), self.unembed(target, self.denoise(target, state, query)))
+        return propose(self.restricted(choice), self.logits(target, state, query))
 
     @property
     def first_slot(self) -> int:
@@ -194,11 +194,7 @@ class Drafter(base.Drafter):
         return self._apply("forward", x, at, cache, remat)
 
     def context(
-        self,
-        features: Float[Array, "B J FD"],
-        positions: Int[Array, "B J"],
-        *,
-        starts: Int[Array, "B J"] | None = None,
+        self, features: Float[Array, "B J FD"], positions: Int[Array, "B J"], *, starts: Int[Array, "B J"] | None = None
     ) -> tuple[Fresh, ...]:
         """Keys and values of target features, for `cache.commit` into the draft cache.
 
@@ -264,7 +260,6 @@ class Drafter(base.Drafter):
         return self._apply("forward", x, at, cache, remat)[0][:, self.first_slot :]
 
     def unembed(self, target: TargetModel, hidden: Float[Array, "B P D"]) -> Float[Array, "B P V"]:
-        """Float32 logits of hidden states."""
         c = self.config
         logits = super().unembed(target, hidden) * c.output_multiplier
         if c.final_logit_softcapping:
@@ -307,28 +302,22 @@ class Family(Kind[Config, Hyper]):
 
     def tensors(self, config: Config, layout: Layout = WHOLE) -> checkpoint.Table:
         """Method, section 7.3."""
-        D, depth, mixer = config.hidden_size, config.num_hidden_layers, config.layers[0].attention
-        H, keys, copies = mixer.head_dim, mixer.num_kv_heads * mixer.head_dim, layout.copies(mixer.num_kv_heads)
+        D, mixer = config.hidden_size, config.layers[0].attention
         features = len(config.target_layer_ids) * config.target_hidden_size
-
-        def keys_and_values(layer: int, kind: str, *rest: int) -> checkpoint.Leaf:
-            names = [f"layers.{layer}.self_attn.{name}_proj.{kind}" for name in "kv"]
-            each = [checkpoint.Section(checkpoint.Stored(name, (keys, *rest)), copies=copies) for name in names]
-            return checkpoint.fused(each, layout.shards)
-
-        norms = [checkpoint.copied(f"layers.{i}.self_attn.k_norm.weight", H) for i in range(depth)]
+        layers = [f"layers.{i}" for i in range(config.num_hidden_layers)]
+        of_layers = [partial(base.keys_and_values, f"{layer}.self_attn", mixer, layout) for layer in layers]
+        norms = [checkpoint.copied(f"{layer}.self_attn.k_norm.weight", mixer.head_dim) for layer in layers]
         table: checkpoint.Table = {
-            "kv_proj": checkpoint.stacked([keys_and_values(i, "weight", D) for i in range(depth)]),
+            "kv_proj": checkpoint.stacked([keys_and_values("weight", D) for keys_and_values in of_layers]),
             "k_norm": checkpoint.stacked(norms),
             "fc/weight": checkpoint.copied("fc.weight", D, features),
             "hidden_norm/weight": checkpoint.copied("hidden_norm.weight", D),
             "norm/weight": checkpoint.copied("norm.weight", D),
         }
         if config.attention_bias:
-            table["kv_bias"] = checkpoint.stacked([keys_and_values(i, "bias") for i in range(depth)])
-        for i, layer in enumerate(config.layers):
-            names = f"layers_{i}", f"layers.{i}"
-            table |= decoder_layer(*names, D, layer, layout, fuse_qkv=False)
+            table["kv_bias"] = checkpoint.stacked([keys_and_values("bias") for keys_and_values in of_layers])
+        for name, layer in zip(layers, config.layers, strict=True):
+            table |= decoder_layer(name.replace(".", "_"), name, D, layer, layout, fuse_qkv=False)
         return table | base.vocabulary_tensors(config)
 
 

@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from dflash_jax import checkpoint
 from dflash_jax.cache import Cache
 from dflash_jax.config import Raw
-from dflash_jax.config_json import require
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.proposing import Frontier, Options, grow
@@ -28,7 +27,7 @@ from dflash_jax.decoding.selection import likeliest
 from dflash_jax.decoding.state import Query, TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, dflash_fields
-from dflash_jax.drafters.fields import Lookup
+from dflash_jax.drafters.fields import Lookup, size
 from dflash_jax.drafters.kind import Settings
 from dflash_jax.mesh import WHOLE, Layout, entered
 from dflash_jax.models.layers import Linear, matmul
@@ -110,14 +109,8 @@ class Drafter(dflash.Drafter):
     outside_model: ClassVar[tuple[str, ...]] = (*base.Drafter.outside_model, "candidate_selector")
 
     def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
-        """One pass, then slot after slot one of its best tokens."""
-        return self.chosen(target, query.anchor, self.denoise(target, state, query), choice)
-
-    def chosen(
-        self, target: TargetModel, anchor: Int[Array, " B"], hidden: Float[Array, "B P D"], choice: Choice
-    ) -> Proposal:
-        """A token for every slot, or a tree of them, given the one chosen for the slot before."""
-        choice = self.restricted(choice)
+        """One pass, then slot after slot one of its best tokens, or several, given those of the slot before."""
+        hidden, choice = self.denoise(target, state, query), self.restricted(choice)
         logits = choice.allowed(self.unembed(target, hidden))
         unary, candidates = likeliest(choice, logits, self.config.selector_top_k)
         gates, ids = self.gates(hidden), choice.ids(candidates)
@@ -127,7 +120,7 @@ class Drafter(dflash.Drafter):
             among = jnp.broadcast_to(candidates[:, slot, None], pairs.shape)
             return Options(unary[:, slot, None] + pairs, among), None
 
-        return grow(choice, anchor, hidden.shape[1], expand, None)
+        return grow(choice, query.anchor, hidden.shape[1], expand, None)
 
     def teacher_forced(
         self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
@@ -202,6 +195,7 @@ class DFlash2(dflash.Family[DFlash2Config, DFlash2Settings]):
     fields = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     drafter, settings = Drafter, DFlash2Settings
     speculators = "dflash2", "DFlash2DraftModel"
+    zeros = ("base_kernel", "kernel_projection/weight", "successor_codebook")
     rules = (
         Rule(r"\w+_conv/base_kernel", 3, P()),
         Rule(r"(kernel_projection|hidden_projection)/weight", 2, P()),
@@ -209,20 +203,15 @@ class DFlash2(dflash.Family[DFlash2Config, DFlash2Settings]):
     )
 
     def config(self, raw: Raw) -> DFlash2Config:
-        """Reads `config.json`.
-
-        Raises:
-            ValueError: as for DFlash, or one of the four fields is missing, or groups do not divide the width.
-        """
+        """Raises ValueError, too, if one of the four fields is missing, or groups do not divide the width."""
         fields, get = dflash_fields(raw, self.fields, projectors=("dflash", "dflash2")), Lookup(raw)
-        sizes = {name: require({name: get(name)}, name, most=2**16) for name in self.fields}
-        if fields["hidden_size"] % sizes["conv_group_size"]:
-            width, group = fields["hidden_size"], sizes["conv_group_size"]
-            raise ValueError(f"conv_group_size must divide hidden_size {width}, got {group}")
-        if sizes["selector_top_k"] > fields["draft_vocab_size"]:
-            most, top = fields["draft_vocab_size"], sizes["selector_top_k"]
-            raise ValueError(f"selector_top_k must be at most the vocabulary's {most}, got {top}")
-        return DFlash2Config(**fields, **sizes)
+        fields |= {name: size(get, name, most=2**16) for name in self.fields}
+        c = DFlash2Config(**fields)
+        if c.hidden_size % c.conv_group_size:
+            raise ValueError(f"conv_group_size must divide hidden_size {c.hidden_size}, got {c.conv_group_size}")
+        if (most := c.draft_vocab_size) < c.selector_top_k:
+            raise ValueError(f"selector_top_k must be at most the vocabulary's {most}, got {c.selector_top_k}")
+        return c
 
     def from_speculators(self, fields: Raw) -> Raw:
         return {"sliding_window_non_causal": True, **super().from_speculators(fields)}
@@ -232,13 +221,11 @@ class DFlash2(dflash.Family[DFlash2Config, DFlash2Settings]):
         return {**raw, "dflash_config": {**raw["dflash_config"], "conv_kernel_size": 2, **asdict(settings)}}
 
     def initial(self, path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-        """It begins as DFlash: convolutions hand on what they get, and the selector adds nothing."""
-        if path.endswith("base_kernel"):
-            kernel = np.zeros(shape, np.float32)
-            kernel[:, 0] = 1
-            return kernel
-        unused = path.endswith(("kernel_projection/weight", "successor_codebook"))
-        return np.zeros(shape, np.float32) if unused else None
+        """Convolutions hand on what they get."""
+        value = super().initial(path, shape)
+        if value is not None and path.endswith("base_kernel"):
+            value[:, 0] = 1
+        return value
 
     def canonical_name(self, name: str) -> str:
         name = super().canonical_name(name)

@@ -11,7 +11,6 @@ from typing import ClassVar, Literal, Self, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
@@ -19,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from dflash_jax import checkpoint, sharding
 from dflash_jax.cache import Cache
 from dflash_jax.config import Raw
-from dflash_jax.config_json import mapping, require
+from dflash_jax.config_json import mapping
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.proposing import Frontier, Options, grow, propose
@@ -27,7 +26,7 @@ from dflash_jax.decoding.selection import likeliest
 from dflash_jax.decoding.state import Query, TargetModel
 from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, dflash_fields
-from dflash_jax.drafters.fields import Lookup, flag
+from dflash_jax.drafters.fields import Lookup, flag, size
 from dflash_jax.drafters.kind import Settings
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, WHOLE, Layout, entered
@@ -35,29 +34,15 @@ from dflash_jax.models.layers import project
 from dflash_jax.sharding import Rule
 
 # Names that SGLang 0.5.23 reads at the top as well (speculative/dspark_components/dspark_config.py).
-_PREFIXED = {
-    "dspark_block_size": "block_size",
-    "dspark_markov_rank": "markov_rank",
-    "dspark_markov_head_type": "markov_head_type",
-    "dspark_noise_token_id": "mask_token_id",
-    "dspark_target_layer_ids": "target_layer_ids",
-}
+_PREFIXED = {f"dspark_{name}": name for name in ("block_size", "markov_rank", "markov_head_type", "target_layer_ids")}
+_PREFIXED["dspark_noise_token_id"] = "mask_token_id"
 # Where ModelOpt (export/plugins/hf_spec_export.py) and early versions of SpecForge have the tensors of the heads.
-_ALIASES = {
-    "logit_head.": "",
-    "markov_w1.": "markov_head.markov_w1.",
-    "markov_w2.": "markov_head.markov_w2.",
-    "gate_proj.": "markov_head.gate_proj.",
-    "joint_proj.": "markov_head.joint_proj.",
-    "confidence_proj.": "confidence_head.proj.",
-}
-_FIELDS = (
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "use_confidence_head",  # ModelOpt's name of it
-    "confidence_head_with_markov",
-)
+_ALIASES = {"logit_head.": ""}
+_ALIASES |= {f"{name}.": f"markov_head.{name}." for name in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")}
+_ALIASES["confidence_proj."] = "confidence_head.proj."
+_FIELDS = """
+    markov_rank markov_head_type enable_confidence_head use_confidence_head confidence_head_with_markov
+""".split()
 # Every release that has DSpark, 0.7.0 to 0.9.0, writes the field, true unless it was set otherwise. Between #677
 # (2026-06-29) and #760 (2026-07-13) the sources had DSpark without it, and only masks predicted; such files do not say
 # of which day they are, and others have lost the field. Readers differ, too: SGLang, vLLM and the library itself take
@@ -92,12 +77,8 @@ class DSparkConfig(DFlashConfig):
     confidence_head_with_markov: bool = False
 
     def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> Self:
-        """See `DrafterConfig.with_tensors`. A tensor tells whether there is a confidence head, and what it sees: the
-        writers' flags and their defaults differ.
-
-        Raises:
-            ValueError: as there.
-        """
+        """A tensor tells whether there is a confidence head, and what it sees: the writers' flags and their defaults
+        differ."""
         config, shape = super().with_tensors(shapes), shapes.get("confidence_head.proj.weight")
         if shape is None:
             return config
@@ -127,12 +108,9 @@ class Drafter(dflash.Drafter):
     config: DSparkConfig = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     outside_model: ClassVar[tuple[str, ...]] = (*base.Drafter.outside_model, "markov_head", "confidence_head")
 
-    def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
-        """One pass, then slot after slot a token. An "rnn" head also reads the slot of an anchor that predicts none."""
-        return self.chosen(target, query.anchor, self.denoise(target, state, query), choice)
-
     @property
     def first_slot(self) -> int:
+        """An "rnn" head also reads the slot of an anchor that predicts none."""
         return 0 if self._recurrent else super().first_slot
 
     @property
@@ -149,15 +127,14 @@ class Drafter(dflash.Drafter):
             hidden = hidden[:, 1:]
         return carried, hidden
 
-    def chosen(
-        self, target: TargetModel, anchor: Int[Array, " B"], hidden: Float[Array, "B S D"], choice: Choice
-    ) -> Proposal:
-        """A token for every slot, or a tree of them, given the one chosen for the slot before.
+    def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:
+        """One pass, then slot after slot a token, or nodes of a tree, given the one chosen for the slot before.
 
         In a tree, the head corrects a slot's `TREE_CANDIDATES` best tokens alone (`selection.likeliest`): logits of the
         whole vocabulary for every node would cost more than they bring.
         """
-        (begun, hidden), choice = self.begun(anchor, hidden), self.restricted(choice)
+        begun, hidden = self.begun(query.anchor, self.denoise(target, state, query))
+        choice = self.restricted(choice)
         logits, candidates = self.unembed(target, hidden), None
         if not self.config.markov_rank:
             return propose(choice, logits)
@@ -177,7 +154,7 @@ class Drafter(dflash.Drafter):
             scores = logits[:, slot, None] + self.bias_of(latent, candidates[:, slot])
             return Options(scores, jnp.broadcast_to(candidates[:, slot, None], scores.shape)), carried
 
-        return grow(choice, anchor, hidden.shape[1], expand, begun[:, None])
+        return grow(choice, query.anchor, hidden.shape[1], expand, begun[:, None])
 
     def teacher_forced(
         self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False
@@ -257,6 +234,7 @@ class DSpark(dflash.Family[DSparkConfig, DSparkSettings]):
     # LingDSparkModel is an alias of Qwen3DSparkModel in DeepSpec and SGLang 0.5.23 (models/dspark.py).
     classes = r"(Qwen3|Ling)?DSpark(DraftModel|Model|ForCausalLM|Speculator)"
     fields = (*_FIELDS, "dspark_config", *_PREFIXED)
+    aliases, zeros = _ALIASES, ("markov_w2",)
     drafter, settings = Drafter, DSparkSettings
     speculators = "dspark", "DSparkDraftModel"
     rules = (
@@ -270,12 +248,7 @@ class DSpark(dflash.Family[DSparkConfig, DSparkSettings]):
         return super().matches(raw) or Lookup(raw)("projector_type") == "dspark"
 
     def config(self, raw: Raw) -> DSparkConfig:
-        """Reads `config.json`.
-
-        Raises:
-            ValueError: as for DFlash, an unknown head, or a config of `speculators` that does not say which slots
-                predict.
-        """
+        """Raises ValueError, too, for a config of `speculators` that does not say which slots predict."""
         raw = _gathered(raw)
         if raw.get("speculators_version") and Lookup(raw)("sample_from_anchor") is None:
             raise ValueError(WHICH_SLOTS)
@@ -283,20 +256,15 @@ class DSpark(dflash.Family[DSparkConfig, DSparkSettings]):
         fields, get = dflash_fields(raw, _FIELDS, projectors=("dspark",), anchor_predicts=True), Lookup(raw)
         rank, kind = get("markov_rank", default=0), get("markov_head_type", default="vanilla")
         if rank:
-            require({"markov_rank": rank}, "markov_rank", most=2**16)
+            size(get, "markov_rank", most=2**16)
         if kind not in get_args(Head):
             raise ValueError(f"markov_head_type must be one of {', '.join(get_args(Head))}, got {kind!r:.80}")
-        confident = bool(flag(get, "enable_confidence_head", "use_confidence_head"))
+        confident = bool(flag(get, "enable_confidence_head", "use_confidence_head"))  # the second is ModelOpt's name
         informed = bool(flag(get, "confidence_head_with_markov")) and confident
         if informed and not rank:
             raise ValueError("confidence_head_with_markov needs a markov_rank above 0")
-        return DSparkConfig(
-            **fields,
-            markov_rank=rank or 0,
-            markov_head_type=kind,
-            enable_confidence_head=confident,
-            confidence_head_with_markov=informed,
-        )
+        head = {"markov_rank": rank or 0, "markov_head_type": kind, "enable_confidence_head": confident}
+        return DSparkConfig(**fields, **head, confidence_head_with_markov=informed)
 
     def from_speculators(self, fields: Raw) -> Raw:
         """Raises ValueError where it is not known which slots predict."""
@@ -307,17 +275,6 @@ class DSpark(dflash.Family[DSparkConfig, DSparkSettings]):
     def new_config(self, common: Raw, settings: DSparkSettings, taps: Sequence[int] | None = None) -> Raw:
         """Its anchor predicts, too, unless `common` says otherwise."""
         return {"sample_from_anchor": True, **super().new_config(common, settings, taps), **asdict(settings)}
-
-    def initial(self, path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-        """It begins as DFlash: its head adds nothing."""
-        return np.zeros(shape, np.float32) if path.endswith("markov_w2") else None
-
-    def canonical_name(self, name: str) -> str:
-        name = super().canonical_name(name)
-        for alias, ours in _ALIASES.items():
-            if name.startswith(alias):
-                name = ours + name.removeprefix(alias)
-        return name
 
     def tensors(self, config: DSparkConfig, layout: Layout = WHOLE) -> checkpoint.Table:
         table, R, D = super().tensors(config, layout), config.markov_rank, config.hidden_size

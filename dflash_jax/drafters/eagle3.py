@@ -32,6 +32,7 @@ from dflash_jax.drafters.kind import Kind, Settings
 from dflash_jax.mesh import ROWS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, keys_and_values
 from dflash_jax.models.layers import MLP, Linear, RMSNorm, unfuse
+from dflash_jax.models.tables import swiglu
 
 TREE_WIDTH = 10  # nodes of a depth that a tree goes on from (reference `eagle/model/cnets.py`, `top_k`)
 
@@ -176,7 +177,6 @@ class Drafter(base.Drafter):
     model: ClassVar[type[nn.Module]] = Model
 
     def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> EagleState:
-        """An empty state; see `init_cache`."""
         cache = init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
         return EagleState(cache, jnp.zeros((rows, self.config.hidden_size), self.dtype))
 
@@ -233,12 +233,8 @@ class Drafter(base.Drafter):
         behind = jnp.roll(blocks.text, -1, axis=1)  # of the last position: no block reads it
         positions = jnp.broadcast_to(jnp.arange(features.shape[1])[None], blocks.text_starts.shape)
         known, no_context = self._apply("fuse", features.astype(self.dtype)), jnp.zeros(B, jnp.int32)
-        pairs = self._apply(
-            "pairs",
-            known,
-            self.embed(target, behind),
-            Pass(positions, None, no_context, None, starts=blocks.text_starts),
-        )
+        at = Pass(positions, None, no_context, None, starts=blocks.text_starts)
+        pairs = self._apply("pairs", known, self.embed(target, behind), at)
         entry, before = KV(pairs.k, pairs.v), jnp.maximum(blocks.anchors - 1, 0)
         flat, lengths = (lambda x: x.reshape(B * A, *x.shape[2:])), before.reshape(-1)
         state = flat(jnp.take_along_axis(known, before[:, :, None], axis=1))[:, None]
@@ -276,13 +272,10 @@ class Eagle3(Kind[Eagle3Config, Settings]):
     classes = r"\w*[Ee]agle3\w*"
     drafter = Drafter
     speculators = "eagle3", "Eagle3"
+    aliases = eagle3_config.ALIASES
 
     def config(self, raw: Raw) -> Eagle3Config:
-        """Reads `config.json`; see `eagle3_config.read`."""
         return eagle3_config.read(raw)
-
-    def canonical_name(self, name: str) -> str:
-        return eagle3_config.canonical_name(name)
 
     def new_config(self, common: Raw, settings: Settings, taps: Sequence[int] | None = None) -> Raw:
         """As DeepSpec writes it."""
@@ -295,31 +288,22 @@ class Eagle3(Kind[Eagle3Config, Settings]):
     def tensors(self, config: Eagle3Config, layout: Layout = WHOLE) -> checkpoint.Table:
         """Drafting, section 3.1."""
         c, layer, (D, copied) = config, config.layers[0], (config.hidden_size, checkpoint.copied)
-        mixer, taps = layer.attention, len(c.target_layer_ids)
-        queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-        copies = layout.copies(mixer.num_kv_heads)
-        attention, mlp = "layers.0.self_attn", "layers.0.mlp"
-
-        def joined(names: list[str], size: int, kind: str, *rest: int, copies: int = 1) -> checkpoint.Leaf:
-            stored = [checkpoint.Stored(f"{name}.{kind}", (size, *rest)) for name in names]
-            return checkpoint.fused([checkpoint.Section(each, copies=copies) for each in stored], layout.shards)
-
-        kv, gate_up = [f"{attention}.{n}_proj" for n in "kv"], [f"{mlp}.{n}_proj" for n in ("gate", "up")]
+        mixer, taps, attention = layer.attention, len(c.target_layer_ids), "layers.0.self_attn"
+        queries, kv = mixer.num_heads * mixer.head_dim, partial(base.keys_and_values, attention, mixer, layout)
         table: checkpoint.Table = {
             "fc/weight": copied("fc.weight", D, taps * c.target_hidden_size),
             "norm/weight": copied("norm.weight", D),
-            "self_attn/q_proj/weight": joined([f"{attention}.q_proj"], queries, "weight", 2 * D),
+            "self_attn/q_proj/weight": copied(f"{attention}.q_proj.weight", queries, 2 * D),
             "self_attn/o_proj/weight": copied(f"{attention}.o_proj.weight", D, queries),
-            "kv_proj/weight": joined(kv, keys, "weight", 2 * D, copies=copies),
-            "mlp/gate_up_proj/weight": joined(gate_up, layer.intermediate_size, "weight", D),
-            "mlp/down_proj/weight": copied(f"{mlp}.down_proj.weight", D, layer.intermediate_size),
+            "kv_proj/weight": kv("weight", 2 * D),
+            **swiglu("mlp", "layers.0.mlp", D, layer.intermediate_size, layout),
         }
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             table[f"{name}/weight"] = copied(f"layers.0.{name}.weight", D)
         if c.attention_bias:
-            table["self_attn/q_proj/bias"] = joined([f"{attention}.q_proj"], queries, "bias")
+            table["self_attn/q_proj/bias"] = copied(f"{attention}.q_proj.bias", queries)
             table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", D)
-            table["kv_proj/bias"] = joined(kv, keys, "bias", copies=copies)
+            table["kv_proj/bias"] = kv("bias")
         if c.qk_norm:
             table["self_attn/q_norm/weight"] = copied(f"{attention}.q_norm.weight", mixer.head_dim)
             table["k_norm/weight"] = copied(f"{attention}.k_norm.weight", mixer.head_dim)

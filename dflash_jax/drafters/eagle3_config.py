@@ -13,13 +13,13 @@ from dflash_jax.config_json import (
     qwen3_layer_types,
     require,
 )
-from dflash_jax.drafters import base, known
+from dflash_jax.drafters import known
 from dflash_jax.drafters.config import DrafterConfig, drafter_fields
-from dflash_jax.drafters.fields import Lookup, flag, whole_rotary
+from dflash_jax.drafters.fields import Lookup, flag, size, whole_rotary
 from dflash_jax.models.llama import completed
 
 # SGLang 0.5.23 (models/llama_eagle3.py) knows the norms of tapped features by these names, too.
-_ALIASES = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
+ALIASES = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 _FIELDS = """
     block_size proposal_sharpness target_layer_ids num_target_layers target_hidden_size draft_vocab_size eagle_config
     aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids aux_hidden_states_layer_ids use_aux_hidden_state
@@ -76,46 +76,33 @@ def read(raw: Raw) -> Eagle3Config:
     fixed = {"hidden_act": "silu", "mlp_bias": False, "pretraining_tp": 1, "num_hidden_layers": 1, "bias": False}
     read = [*DECODER_FIELDS, *WINDOW_FIELDS, *_FIELDS, *known.INERT, "partial_rotary_factor"]
     check_fields(raw, read, fixed | {"use_aux_hidden_state": True, "draft_num_hidden_layers": 1})
-    if raw.get("model_type") not in ("llama", "qwen3"):
-        raise ValueError(
-            f"the layer of an EAGLE-3 drafter must be that of llama or qwen3, got {raw.get('model_type')!r}"
-        )
-    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    flags: dict[str, Any] = {name: bool(flag(get, name)) for name in names}
-    flags["fc_norm"] = bool(flag(get, "fc_norm", "use_aux_norm"))
+    if (model := raw.get("model_type")) not in ("llama", "qwen3"):
+        raise ValueError(f"the layer of an EAGLE-3 drafter must be that of llama or qwen3, got {model!r}")
+    flags: dict[str, Any] = {name: bool(flag(get, name)) for name in ("norm_before_residual", "norm_before_fc")}
+    flags |= {"fc_norm": bool(flag(get, "fc_norm", "use_aux_norm")), "norm_output": bool(flag(get, "norm_output"))}
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise ValueError("config.json: norm_before_fc and fc_norm exclude each other")
-    types = (qwen3_layer_types if raw["model_type"] == "qwen3" else layer_types)(raw, 1)
+    types = (qwen3_layer_types if model == "qwen3" else layer_types)(raw, 1)
     window = require(raw, "sliding_window") if types == ["sliding_attention"] else None
-    norm = require(raw, "rms_norm_eps", float) if raw["model_type"] == "qwen3" else None
+    norm = require(raw, "rms_norm_eps", float) if model == "qwen3" else None
     attention = attention_config(whole_rotary(raw), window=window, qk_norm=norm)
     layer = LayerConfig(attention, require(raw, "intermediate_size"))
-    passes = require({"ttt_length": get("ttt_length", default=7)}, "ttt_length", most=2**10)
-    fields = drafter_fields(raw, get, block_size=passes + 1, taps=_official_taps)
+    passes = size(get, "ttt_length", default=7, most=2**10)
+    fields = drafter_fields(raw, get, block_size=passes + 1, taps=official_taps)
     taps, count = list(fields["target_layer_ids"]), get("num_aux_hidden_states")
     if count is not None and count != len(taps):
         raise ValueError(f"config.json: num_aux_hidden_states is {count!r:.40}, but layers {taps} are tapped")
-    return Eagle3Config(**fields, layers=(layer,), qk_norm=raw["model_type"] == "qwen3", **flags)
+    return Eagle3Config(**fields, layers=(layer,), qk_norm=model == "qwen3", **flags)
 
 
-def _official_taps(num_target_layers: int | None) -> tuple[int, ...]:
-    """The tapped layers where a config names none. Unlike DFlash's, this rule defines the format: the trainers of
-    SafeAILab, SpecForge and AngelSlim follow it, and vLLM and SGLang; other layers are written down.
+def official_taps(num_target_layers: int | None) -> tuple[int, int, int]:
+    """The layers that are tapped where a config names none: those below the 3rd, the middle one and the last three.
+    Unlike DFlash's, this rule defines the format: the trainers of SafeAILab, SpecForge and AngelSlim follow it, and
+    vLLM and SGLang; other layers are written down.
 
     Raises:
         ValueError: the depth of the target is not known.
     """
     if num_target_layers is None:
         raise ValueError("config.json must give target_layer_ids or num_target_layers, found neither")
-    return official_taps(num_target_layers)
-
-
-def canonical_name(name: str) -> str:
-    """Tensor names of published variants, as SafeAILab's."""
-    name = base.canonical_name(name)
-    return next((ours + name.removeprefix(alias) for alias, ours in _ALIASES.items() if name.startswith(alias)), name)
-
-
-def official_taps(num_target_layers: int) -> tuple[int, int, int]:
-    """The layers whose outputs an official drafter taps: below the 3rd, the middle one and the last three."""
     return 1, num_target_layers // 2 - 1, num_target_layers - 4

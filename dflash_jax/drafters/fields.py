@@ -1,12 +1,10 @@
 """Tools that read the fields of a drafter's `config.json`, wherever they stand in it."""
 
 import json
-import re
-from collections.abc import Sequence
 from typing import Any
 
 from dflash_jax.config import Raw
-from dflash_jax.config_json import mapping
+from dflash_jax.config_json import mapping, require
 
 # Fields of a wrapper around a text model: parts that are no drafter's, and names that differ inside and outside.
 _OTHER_PARTS = "vision_config", "audio_config", "vit_config"
@@ -47,18 +45,17 @@ def classes_of(raw: Raw) -> list[str]:
     return names
 
 
-def is_of(raw: Raw, classes: str, fields: Sequence[str] = ()) -> bool:
-    """Whether a config names a class of this pattern, or has one of these fields of a kind's own."""
-    get = Lookup(raw)
-    return any(re.fullmatch(classes, name) for name in classes_of(raw)) or any(get(name) for name in fields)
-
-
 def flag(get: Lookup, *names: str) -> bool | None:
     """Whether it is on; None where it is not given."""
     value = get(*names)
     if not isinstance(value, bool | None):
         raise ValueError(f"{names[0]} must be true or false, got {value!r:.80}")
     return value
+
+
+def size(get: Lookup, name: str, *, default: int | None = None, most: int | None = None) -> int:
+    """A positive whole number; see `config_json.require`."""
+    return require({name: get(name, default=default)}, name, most=most)
 
 
 def number(get: Lookup, *names: str, default: float) -> float:

@@ -1,6 +1,7 @@
 """What a kind of drafter is: everything of its own, in one object that is registered (see `drafters.register`)."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -10,7 +11,7 @@ from dflash_jax import checkpoint
 from dflash_jax.config import Raw
 from dflash_jax.drafters import base
 from dflash_jax.drafters.config import DrafterConfig
-from dflash_jax.drafters.fields import is_of
+from dflash_jax.drafters.fields import Lookup, classes_of
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.sharding import Rule
 
@@ -44,8 +45,10 @@ class Kind(Generic[Config, Hyper]):
         name: of the kind, as `train fit --drafter` has it.
         classes: pattern of the names that published configs have in `architectures`.
         fields: fields of a `config.json` that no other kind has.
+        aliases: beginnings of the names of tensors in published variants, and what stands there in `tensors`.
         drafter: the class of its drafters.
         settings: the class of its hyper-parameters.
+        zeros: ends of the paths of new parameters that are zero, such as those with which it begins as DFlash.
         rules: how its parameters are split over a mesh, where no other rule says it.
         speculators: its `speculators_model_type`, and the class name that stands for it; None if that library has none.
     """
@@ -53,14 +56,16 @@ class Kind(Generic[Config, Hyper]):
     name: ClassVar[str]
     classes: ClassVar[str]
     fields: ClassVar[tuple[str, ...]] = ()
+    aliases: ClassVar[Mapping[str, str]] = {}
     drafter: ClassVar[type[base.Drafter]]
     settings: ClassVar[type[Settings]] = Settings
+    zeros: ClassVar[tuple[str, ...]] = ()
     rules: ClassVar[tuple[Rule, ...]] = ()
     speculators: ClassVar[tuple[str, str] | None] = None
 
     def matches(self, raw: Raw) -> bool:
-        """Whether a `config.json` is that of such a drafter."""
-        return is_of(raw, self.classes, self.fields)
+        """Whether a `config.json` names a class of this kind, or has one of its fields."""
+        return any(re.fullmatch(self.classes, name) for name in classes_of(raw)) or any(map(Lookup(raw), self.fields))
 
     def config(self, raw: Raw) -> Config:
         """Reads `config.json`; raises ValueError for what is unknown or unsupported."""
@@ -72,7 +77,10 @@ class Kind(Generic[Config, Hyper]):
 
     def canonical_name(self, name: str) -> str:
         """The name that a tensor of a published variant has in `tensors`."""
-        return base.canonical_name(name)
+        for alias, ours in {**base.ALIASES, **self.aliases}.items():
+            if name.startswith(alias):
+                name = ours + name.removeprefix(alias)
+        return name
 
     def from_speculators(self, fields: Raw) -> Raw:
         """Fields of a `config.json` by the `speculators` library, with what it leaves out."""
@@ -95,4 +103,4 @@ class Kind(Generic[Config, Hyper]):
 
     def initial(self, path: str, shape: tuple[int, ...]) -> np.ndarray | None:
         """A new parameter; None if it is drawn as all others are."""
-        return None
+        return np.zeros(shape, np.float32) if path.endswith(self.zeros) else None

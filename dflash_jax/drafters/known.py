@@ -10,11 +10,8 @@ from dflash_jax.config import Raw
 
 # Fields that ask for something no kind here has, if they are on.
 REFUSED_FIELDS = {
-    "pure_draft_prefix_len": "a Domino head",
-    "gru_hidden_dim": "a Domino head",
-    "emb_dim": "a Domino head",
-    "attention_sink_bias": "MiMo's sinks",
-    "add_swa_attention_sink_bias": "MiMo's sinks",
+    **dict.fromkeys(("pure_draft_prefix_len", "gru_hidden_dim", "emb_dim"), "a Domino head"),
+    **dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias"), "MiMo's sinks"),
     "attention_value_scale": "MiMo's scaled values",
     "has_embed_tokens": "Nemotron's own embedding",
     "has_lm_head": "Nemotron's own head",
@@ -61,6 +58,10 @@ class Inert(NamedTuple):
 
 
 _ANGELSLIM = "AngelSlim 0.5.0, speculative/train: "
+_QWEN35_FIELDS = """
+    linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
+    full_attention_interval attn_output_gate mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings
+""".split()
 _COPIED = (
     "copied from a Qwen3.5 target's config by trainers (NeMo Automodel#3605, DeepSpec#71); the layers are Qwen3's, "
     "which do not read it, and other layers would have tensors of other names or shapes"
@@ -93,16 +94,7 @@ INERT: dict[str, Inert] = {
     "num_nextn_predict_layers": Inert(
         "SGLang 0.5.23, models/dspark.py: inherited from the target, whose layers for multi-token prediction it counts"
     ),
-    "linear_conv_kernel_dim": Inert(_COPIED),
-    "linear_key_head_dim": Inert(_COPIED),
-    "linear_num_key_heads": Inert(_COPIED),
-    "linear_num_value_heads": Inert(_COPIED),
-    "linear_value_head_dim": Inert(_COPIED),
-    "full_attention_interval": Inert(_COPIED),
-    "attn_output_gate": Inert(_COPIED),
-    "mamba_ssm_dtype": Inert(_COPIED),
-    "mtp_num_hidden_layers": Inert(_COPIED),
-    "mtp_use_dedicated_embeddings": Inert(_COPIED),
+    **dict.fromkeys(_QWEN35_FIELDS, Inert(_COPIED)),
 }
 
 

@@ -1,7 +1,6 @@
 """Configurations that the `speculators` library writes: the layers' own one lies inside."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from dflash_jax.config import Raw
 from dflash_jax.drafters import known
@@ -24,10 +23,8 @@ def flattened(raw: Raw, kinds: Iterable[Kind]) -> Raw:
     kind, layers = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
     if kind is None and layers is None:
         return raw
-    named: dict[str, tuple[Kind, str]] = {}
-    for known_kind in kinds:
-        if known_kind.speculators:
-            named.setdefault(known_kind.speculators[0], (known_kind, known_kind.speculators[1]))
+    # Of several kinds of one name, the first.
+    named = {one.speculators[0]: (one, one.speculators[1]) for one in reversed([*kinds]) if one.speculators}
     if not isinstance(kind, str) or kind not in named:
         why = known.needs(kind) if isinstance(kind, str) else ""
         raise ValueError(f"speculators_model_type must be one of {sorted(named)}, got {kind!r:.80}{why}")
@@ -36,10 +33,7 @@ def flattened(raw: Raw, kinds: Iterable[Kind]) -> Raw:
     outer = {name: value for name, value in raw.items() if name not in _ONLY_OUTSIDE}
     ours, name = named[kind]
     outer = {"draft_vocab_size": 32000, **ours.from_speculators(outer)}
-    return {**_defaults(layers), **layers, **outer, "architectures": [name]}
-
-
-def _defaults(layers: Raw) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**{"model_type": "qwen3", **layers}).to_dict()
+    defaults = AutoConfig.for_model(**{"model_type": "qwen3", **layers}).to_dict()
+    return {**defaults, **layers, **outer, "architectures": [name]}

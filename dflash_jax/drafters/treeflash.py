@@ -14,7 +14,6 @@ from typing import ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
@@ -50,11 +49,6 @@ class TreeFlashConfig(DFlashConfig):
 
     corrected: bool = True
 
-    @property
-    def inner(self) -> int:
-        """Inner width of the correction."""
-        return self.layers[0].intermediate_size
-
 
 class Correction(nn.Module):
     """What is added to the state of a slot, given the token before it."""
@@ -77,7 +71,7 @@ class Model(dflash.Model):
         super().setup()
         assert isinstance(self.config, TreeFlashConfig)
         if self.config.corrected:
-            self.ar_approximation = Correction(self.config.hidden_size, self.config.inner)
+            self.ar_approximation = Correction(self.config.hidden_size, self.config.layers[0].inner)
 
     def final(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
         """The states, and their final norm after them."""
@@ -124,10 +118,8 @@ class Drafter(dflash.Drafter):
             same = before[:, slot, None] == frontier.tokens[:, :, None]
             place = jnp.argmax(same, axis=2)[:, :, None]
             found = jnp.take_along_axis(scores[:, slot], place, axis=1)
-            known = jnp.any(same, axis=2, keepdims=True)
-            return Options(
-                jnp.where(known, found, -jnp.inf), jnp.take_along_axis(candidates[:, slot], place, axis=1)
-            ), None
+            found = jnp.where(jnp.any(same, axis=2, keepdims=True), found, -jnp.inf)
+            return Options(found, jnp.take_along_axis(candidates[:, slot], place, axis=1)), None
 
         return grow(choice, anchor, slots, expand, None)
 
@@ -159,6 +151,7 @@ class TreeFlash(dflash.Family[TreeFlashConfig, Settings]):
     classes = r"TreeFlash(DraftModel|Model|ForCausalLM)"
     fields = ("treeflash_config",)
     drafter = Drafter
+    zeros = ("ar_approximation/d/weight",)
     rules = (
         Rule(r"ar_approximation/ug/weight", 2, P()),
         Rule(r"ar_approximation/ug/bias", 1, P()),
@@ -166,11 +159,7 @@ class TreeFlash(dflash.Family[TreeFlashConfig, Settings]):
     )
 
     def config(self, raw: Raw) -> TreeFlashConfig:
-        """Reads `config.json`.
-
-        Raises:
-            ValueError: as for DFlash, or another correction than "swiglu".
-        """
+        """Raises ValueError, too, for another correction than "swiglu"."""
         kind = mapping(raw, "treeflash_config").get("ar_approximation")
         if kind not in ("swiglu", None):
             raise ValueError(f"treeflash_config: ar_approximation must be 'swiglu' or null, got {kind!r:.80}")
@@ -180,12 +169,8 @@ class TreeFlash(dflash.Family[TreeFlashConfig, Settings]):
         raw = super().new_config(common, settings, taps)
         return {**raw, "treeflash_config": {"candidate_tokens": 64, "ar_approximation": "swiglu"}}
 
-    def initial(self, path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-        """It begins as DFlash: the correction adds nothing."""
-        return np.zeros(shape, np.float32) if path.endswith("ar_approximation/d/weight") else None
-
     def tensors(self, config: TreeFlashConfig, layout: Layout = WHOLE) -> checkpoint.Table:
-        table, D, inner = super().tensors(config, layout), config.hidden_size, config.inner
+        table, D, inner = super().tensors(config, layout), config.hidden_size, config.layers[0].inner
         if config.corrected:
             name = "ar_approximation"
             table[f"{name}/norm/weight"] = checkpoint.copied(f"{name}.norm.weight", D)

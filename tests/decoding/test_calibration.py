@@ -25,10 +25,10 @@ def test_every_sharpness_is_tried():
             noise = 0 if math.isinf(c) else choice.noise[:, d] / c  # c x + g and x + g / c have the same best
             expected = jnp.argmax(logits[:, d] / 0.7 + noise, axis=1)
             np.testing.assert_array_equal(ours.tokens[:, d], expected)
-            np.testing.assert_array_equal(ours.trials[:, d, best], expected)
+            np.testing.assert_array_equal(ours.lessons.trials[:, d, best], expected)
     coupled = choice.tokens(logits)
-    np.testing.assert_array_equal(ours.trials[..., 0], coupled)
-    assert np.mean(ours.trials[..., -1] != coupled) > 0.1  # the control: the noise matters
+    np.testing.assert_array_equal(ours.lessons.trials[..., 0], coupled)
+    assert np.mean(ours.lessons.trials[..., -1] != coupled) > 0.1  # the control: the noise matters
 
 
 @pytest.mark.parametrize("c", SHARPNESS)
@@ -58,8 +58,8 @@ def test_greedy_rows_propose_the_best_token_beside_sampled_ones():
     noise = jnp.where(temperature[:, None, None] > 0, choice.noise, 0)
     choice = choice.replace(sampling=choice.sampling.replace(temperature=temperature), noise=noise)
     logits = jax.random.normal(jax.random.key(1), (2, DEPTH, V))
-    picks = pick(choice.replace(sharpness=jnp.zeros(DEPTH, jnp.int32)), logits)
-    np.testing.assert_array_equal(picks.trials[0], np.argmax(logits[0], axis=1)[:, None].repeat(len(SHARPNESS), 1))
+    trials = pick(choice.replace(sharpness=jnp.zeros(DEPTH, jnp.int32)), logits).lessons.trials
+    np.testing.assert_array_equal(trials[0], np.argmax(logits[0], axis=1)[:, None].repeat(len(SHARPNESS), 1))
 
 
 def test_counters_fade_and_find_the_better_one():
