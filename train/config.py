@@ -55,7 +55,7 @@ class TrainConfig:
     Attributes:
         drafter: kind of a new drafter (docs/drafters.md). With --init-from, a drafter may become one of a kind that
             builds on its own.
-        hyper: hyper-parameters that only the kind has; by default, the kind's own.
+        kind_settings: hyper-parameters that only the kind has; by default, the kind's own.
         block_size: positions of a step, the anchor included; slots of a draft pass, where there is one pass.
         num_layers: depth of a new drafter; 1 up to the target's.
         target_layer_ids: tapped layers; empty takes the reference rule for the depths.
@@ -105,7 +105,7 @@ class TrainConfig:
     """
 
     drafter: str = "dflash"
-    hyper: "Settings" = field(default_factory=lambda: _no_settings())
+    kind_settings: "Settings" = field(default_factory=lambda: _no_settings())
     block_size: int = 16
     num_layers: int = 5
     target_layer_ids: tuple[int, ...] = ()
@@ -150,10 +150,10 @@ class TrainConfig:
 
     def __post_init__(self):
         settings = _kind(self.drafter).settings
-        if self.hyper == _no_settings():
-            object.__setattr__(self, "hyper", settings())
-        if type(self.hyper) is not settings:
-            raise ValueError(f"a {self.drafter} drafter has other hyper-parameters than {self.hyper}")
+        if self.kind_settings == _no_settings():
+            object.__setattr__(self, "kind_settings", settings())
+        if type(self.kind_settings) is not settings:
+            raise ValueError(f"a {self.drafter} drafter has other hyper-parameters than {self.kind_settings}")
         positive = "num_layers length anchors batch_size accumulate epochs learning_rate loss_chunk log_every keep "
         positive += "clip_norm evaluate_samples evaluate_max_new_tokens"
         not_negative = "row_anchors max_steps weight_decay gamma cross_entropy kl total_variation lk_hybrid seed "
@@ -177,8 +177,10 @@ class TrainConfig:
 
     def named(self) -> dict[str, Any]:
         """All settings by their names, those of the kind among them."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "hyper"}
-        return own | dataclasses.asdict(self.hyper)
+        own = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "kind_settings"
+        }
+        return own | dataclasses.asdict(self.kind_settings)
 
     @property
     def losses(self) -> Coefficients:
@@ -212,7 +214,7 @@ def _kind(name: str) -> "AnyKind":
 
 def setting_fields(kinds: bool = True) -> dict[str, dataclasses.Field[Any]]:
     """The fields of all settings by their names: of a run, and, with `kinds`, of every kind of drafter."""
-    found = {field.name: field for field in dataclasses.fields(TrainConfig) if field.name != "hyper"}
+    found = {field.name: field for field in dataclasses.fields(TrainConfig) if field.name != "kind_settings"}
     if kinds:
         from dflash_jax.drafters import KINDS
 
@@ -262,8 +264,10 @@ def make_config(given: Mapping[str, Any]) -> TrainConfig:
     checked, of_run = _checked(given), {field.name for field in dataclasses.fields(TrainConfig)}
     settings = _kind(checked.get("drafter", TrainConfig.drafter)).settings
     of_kind = {field.name for field in dataclasses.fields(settings)}
-    hyper = settings(**{name: value for name, value in checked.items() if name in of_kind})
-    return TrainConfig(hyper=hyper, **{name: value for name, value in checked.items() if name in of_run})
+    kind_settings = settings(**{name: value for name, value in checked.items() if name in of_kind})
+    return TrainConfig(
+        kind_settings=kind_settings, **{name: value for name, value in checked.items() if name in of_run}
+    )
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def new_drafter(
         common["draft_vocab_size"] = len(vocabulary)
         ids = np.asarray(vocabulary, np.int32)
         given = {"d2t": ids - np.arange(len(ids), dtype=np.int32), "lm_head": _head_rows(target, ids)}
-    return _made(target, config, dict(kind.new_config(common, config.hyper, config.target_layer_ids)), given)
+    return _made(target, config, dict(kind.new_config(common, config.kind_settings, config.target_layer_ids)), given)
 
 
 def _head_rows(target: Target, ids: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ def converted(
     found = kind_of(raw)
     if found == config.drafter:
         return started, raw
-    converted_raw = kind_named(config.drafter).config_from(started.config, raw, config.hyper)
+    converted_raw = kind_named(config.drafter).config_from(started.config, raw, config.kind_settings)
     if converted_raw is None:
         raise ValueError(f"--init-from: a {found} drafter cannot become a {config.drafter} one")
     return _made(target, config, dict(converted_raw), flat(started.params))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from dflash_jax import loading
 from dflash_jax.checkpoint import resolve
-from dflash_jax.drafters import kind_named, kind_of, laid_out
+from dflash_jax.drafters import kind_of, laid_out
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import with_mask_token
 from dflash_jax.drafters.loading import load_drafter, read_drafter_config
@@ -42,17 +42,20 @@ def prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
         ValueError: an option or a setting is unusable, or there is nothing to train on.
         OSError: a file cannot be read.
     """
-    given = read_settings(options.config, overrides)
-    make_config(given)  # complain before anything is loaded
+    given = read_settings(options.config, overrides)  # complains before anything is loaded
     if options.distributed is not None:
         join(options.distributed)
     use_kernels(options.kernels)
     loading.enable_compilation_cache()
-    kind_named(given.get("drafter", "dflash"))
     started, raw = None, {}
     if options.init_from:
         started, raw, given = _started(options, given)
     config = make_config(given)
+    if others := ", ".join(name for name in given if name not in config.named()):
+        print(
+            f"note: a {config.drafter} drafter does not have the settings {others}, which change nothing",
+            file=sys.stderr,
+        )
     mesh = choose_mesh(options.mesh, training=True)
     target = load_target(options.target, dtype=config.dtype, mesh=mesh, overrides=options.target_config)
     data = read_examples(options.data, config.length, target.config.vocab_size)

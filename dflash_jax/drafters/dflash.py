@@ -26,7 +26,7 @@ from dflash_jax.decoding.state import Query, Seen, TargetModel
 from dflash_jax.drafters import base
 from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, default_target_layer_ids, dflash_fields
 from dflash_jax.drafters.fields import classes_of
-from dflash_jax.drafters.kind import Hyper, Kind, Settings
+from dflash_jax.drafters.kind import Kind, KindSettings, Settings
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, keys_and_values
@@ -267,7 +267,7 @@ class Drafter(base.Drafter):
         return logits
 
 
-class Family(Kind[Config, Hyper]):
+class DFlashKind(Kind[Config, KindSettings]):
     """What DFlash and the kinds that build on it have in common.
 
     Attributes:
@@ -285,7 +285,7 @@ class Family(Kind[Config, Hyper]):
     def from_speculators(self, fields: Raw) -> Raw:
         return {"block_size": 8, **fields}
 
-    def new_config(self, common: Raw, settings: Hyper, taps: Sequence[int] | None = None) -> Raw:
+    def new_config(self, common: Raw, settings: KindSettings, taps: Sequence[int] | None = None) -> Raw:
         nested = dict(common["dflash_config"])
         if not taps and "target_layer_ids" not in nested:
             depths = common["num_target_layers"], common["num_hidden_layers"]
@@ -293,7 +293,7 @@ class Family(Kind[Config, Hyper]):
         nested |= {"target_layer_ids": list(taps)} if taps else {}
         return {**common, "dflash_config": nested, "architectures": [self.architecture]}
 
-    def config_from(self, config: DrafterConfig, raw: Raw, settings: Hyper) -> Raw | None:
+    def config_from(self, config: DrafterConfig, raw: Raw, settings: KindSettings) -> Raw | None:
         """A kind of this family can begin as a DFlash drafter: at first it proposes the same."""
         if type(config) is not DFlashConfig:
             return None
@@ -321,7 +321,7 @@ class Family(Kind[Config, Hyper]):
         return table | base.vocabulary_tensors(config)
 
 
-class DFlash(Family[DFlashConfig, Settings]):
+class DFlash(DFlashKind[DFlashConfig, Settings]):
     """DFlash (v1). It takes every config that names no class."""
 
     name, architecture = "dflash", "DFlashDraftModel"

@@ -186,7 +186,7 @@ class DFlash2Settings(Settings):
         self.check_positive()
 
 
-class DFlash2(dflash.Family[DFlash2Config, DFlash2Settings]):
+class DFlash2(dflash.DFlashKind[DFlash2Config, DFlash2Settings]):
     """DFlash 2."""
 
     name, architecture = "dflash2", "DFlash2DraftModel"

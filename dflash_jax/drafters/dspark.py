@@ -227,7 +227,7 @@ class DSparkSettings(Settings):
         self.check_positive()
 
 
-class DSpark(dflash.Family[DSparkConfig, DSparkSettings]):
+class DSpark(dflash.DFlashKind[DSparkConfig, DSparkSettings]):
     """DSpark."""
 
     name, architecture = "dspark", "DSparkDraftModel"

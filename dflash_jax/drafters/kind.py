@@ -32,10 +32,10 @@ class Settings:
 
 
 Config = TypeVar("Config", bound=DrafterConfig)
-Hyper = TypeVar("Hyper", bound=Settings)
+KindSettings = TypeVar("KindSettings", bound=Settings)
 
 
-class Kind(Generic[Config, Hyper]):
+class Kind(Generic[Config, KindSettings]):
     """A kind of drafter.
 
     A kind must have `name`, `classes`, `drafter`, `config` and `tensors`, and to be trained `new_config`; the rest
@@ -86,7 +86,7 @@ class Kind(Generic[Config, Hyper]):
         """Fields of a `config.json` by the `speculators` library, with what it leaves out."""
         return fields
 
-    def new_config(self, common: Raw, settings: Hyper, taps: Sequence[int] | None = None) -> Raw:
+    def new_config(self, common: Raw, settings: KindSettings, taps: Sequence[int] | None = None) -> Raw:
         """The `config.json` of a new drafter.
 
         Args:
@@ -96,7 +96,7 @@ class Kind(Generic[Config, Hyper]):
         """
         raise NotImplementedError
 
-    def config_from(self, config: DrafterConfig, raw: Raw, settings: Hyper) -> Raw | None:
+    def config_from(self, config: DrafterConfig, raw: Raw, settings: KindSettings) -> Raw | None:
         """The `config.json` of a drafter of this kind that begins as one of another kind, with this `config` and
         `config.json`; None if it cannot."""
         return None

@@ -144,7 +144,7 @@ class Drafter(dflash.Drafter):
         return self._apply("corrected", both.reshape(B, A * slots, E), embedded).reshape(B, A, slots, -1)
 
 
-class TreeFlash(dflash.Family[TreeFlashConfig, Settings]):
+class TreeFlash(dflash.DFlashKind[TreeFlashConfig, Settings]):
     """TreeFlash."""
 
     name, architecture = "treeflash", "TreeFlashDraftModel"

@@ -58,7 +58,7 @@ class SlottedSettings(Settings):
         self.check_positive()
 
 
-class Slotted(dflash.Family[SlottedConfig, SlottedSettings]):
+class Slotted(dflash.DFlashKind[SlottedConfig, SlottedSettings]):
     name, architecture, classes, fields = "slotted", "SlottedDraftModel", r"SlottedDraftModel", ("slot_gain",)
     drafter, settings = Drafter, SlottedSettings
     rules = (Rule(r"slots", 2, P()),)
@@ -89,7 +89,7 @@ def registered():
 
 def test_its_settings_are_those_of_a_run(registered):
     config = make_config({"drafter": "slotted", "slot_gain": 3})
-    assert config.hyper == SlottedSettings(3.0)
+    assert config.kind_settings == SlottedSettings(3.0)
     assert config.named()["slot_gain"] == 3.0
     assert "slot_gain" not in TrainConfig().named()
     with pytest.raises(ValueError, match="slot_gain must be positive, got -1"):
@@ -97,7 +97,7 @@ def test_its_settings_are_those_of_a_run(registered):
     with pytest.raises(ValueError, match="slot_gain must be float, got 'much'"):
         make_config({"drafter": "slotted", "slot_gain": "much"})
     with pytest.raises(ValueError, match="other hyper-parameters"):
-        TrainConfig(drafter="dflash", hyper=SlottedSettings())
+        TrainConfig(drafter="dflash", kind_settings=SlottedSettings())
 
 
 def test_it_has_a_name_of_its_own(registered):
