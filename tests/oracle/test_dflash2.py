@@ -11,19 +11,22 @@ pytest.importorskip("dflash.model")
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from dflash_jax import load_drafter, load_target, spec_generate  # noqa: E402
+from dflash_jax.decoding.state import Query  # noqa: E402
 from tests.oracle.families import MASK, prompts  # noqa: E402
 from tests.oracle.test_parity import DFLASH2, make_drafter, make_target  # noqa: E402
 from tests.tiny import choice_of  # noqa: E402
 
 
-def test_the_selector_picks_what_the_official_one_does(tmp_path):
+def test_the_selector_picks_what_the_official_one_does(tmp_path, monkeypatch):
     their_target, theirs = make_target(tmp_path / "target"), make_drafter(tmp_path / "drafter", dflash_config=DFLASH2)
     target, ours = load_target(tmp_path / "target"), load_drafter(tmp_path / "drafter")
     rng = np.random.default_rng(0)
     hidden = rng.standard_normal((40, 7, 32)).astype(np.float32)
     anchor = rng.integers(0, MASK, 40)
     choice = choice_of(40, 7, target.config.vocab_size)
-    got = jax.jit(ours.chosen)(target, jnp.asarray(anchor), jnp.asarray(hidden), choice).tokens
+    monkeypatch.setattr(type(ours), "denoise", lambda *_: jnp.asarray(hidden))
+    query = Query(jnp.asarray(anchor), jnp.ones(40, jnp.int32), block_size=8)
+    got = jax.jit(lambda query, choice: ours.propose(target, [], query, choice).tokens)(query, choice)
     with torch.inference_mode():
         logits = their_target.lm_head(torch.tensor(hidden))
         expected = theirs.propose(torch.tensor(hidden), torch.tensor(anchor), their_target.lm_head, 0.0)[0]
