@@ -55,6 +55,7 @@ def test_a_drafter_alone_is_refused(tmp_path, capsys):
     assert "needs its --target" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_readme_runs():
     """Its Python, and its picture."""
     root = Path(__file__).parent.parent

@@ -218,7 +218,7 @@ def test_a_slice_that_cannot_be_honoured_raises(directory):
     [
         pytest.param({"slots": 2, "prefill_chunk": 4}, marks=pytest.mark.slow),
         pytest.param({"slots": 2, "prefill_chunk": 4, "prefix_chunks": 8}, marks=pytest.mark.slow),
-        {"slots": 3, "prefill_chunk": 4, "short_length": 16, "forked": True},
+        pytest.param({"slots": 3, "prefill_chunk": 4, "short_length": 16, "forked": True}, marks=pytest.mark.slow),
         pytest.param({"slots": 2, "prefix_chunks": 8, "block_size": "auto", "forked": True}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -280,7 +280,7 @@ def rollout(target, drafter, parts, state, steps):
 
 @pytest.mark.lossless
 @pytest.mark.parametrize(
-    "which", ["target", *(pytest.param(each, marks=pytest.mark.slow) for each in ("toy", "latent", "gemma4"))]
+    "which", [pytest.param(each, marks=pytest.mark.slow) for each in ("target", "toy", "latent", "gemma4")]
 )
 @pytest.mark.parametrize(
     "how", ["warm", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("hot", "greedy"))]

@@ -59,7 +59,8 @@ def test_a_chain_goes_by_the_best_tokens_of_the_plain_slots(pair):
     np.testing.assert_array_equal(chain.tokens, expected)
 
 
-@pytest.mark.parametrize("nodes", [pytest.param(5, marks=pytest.mark.slow), 20])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [5, 20])
 def test_a_tree_is_that_of_a_heap(pair, nodes, monkeypatch):
     monkeypatch.setattr(treeflash, "TOP", 3)  # so that there are nodes without children
     target, drafter = pair

@@ -26,7 +26,9 @@ def test_the_selector_picks_what_the_official_one_does(tmp_path, monkeypatch):
     choice = choice_of(40, 7, target.config.vocab_size)
     monkeypatch.setattr(type(ours), "denoise", lambda *_: jnp.asarray(hidden))
     query = Query(jnp.asarray(anchor), jnp.ones(40, jnp.int32), block_size=8)
-    got = jax.jit(lambda query, choice: ours.propose(target, ours.init_state(40, 8), query, choice).tokens)(query, choice)
+    got = jax.jit(lambda query, choice: ours.propose(target, ours.init_state(40, 8), query, choice).tokens)(
+        query, choice
+    )
     with torch.inference_mode():
         logits = their_target.lm_head(torch.tensor(hidden))
         expected = theirs.propose(torch.tensor(hidden), torch.tensor(anchor), their_target.lm_head, 0.0)[0]

@@ -172,7 +172,7 @@ def test_every_kind_learns_and_is_saved(kind, vocabulary, target, batch, tmp_pat
     [pytest.param(None, id="whole", marks=pytest.mark.exhaustive), pytest.param(list(range(1, 62, 2)), id="reduced")],
 )
 @pytest.mark.parametrize(
-    "kind", ["dflash2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dspark", "treeflash"))]
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash2", "dspark", "treeflash")]
 )
 def test_a_dflash_drafter_becomes_another_kind(kind, vocabulary, target, tmp_path):
     _, started, raw = made(target, "dflash", vocabulary)

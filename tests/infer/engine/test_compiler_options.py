@@ -48,6 +48,7 @@ def test_real_products_are_timed():
     assert compiler_options.fastest_options(512, 768, 4) in (None, compiler_options.block_compiler_options())
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_them(target, drafter, monkeypatch):
     answers = []
     for options in (OPTIONS, None):

@@ -61,7 +61,8 @@ def test_neighbours_arrival_prefixes_and_lengths_change_no_bit(of, request):
         assert answers(pair, [i]).items() <= first.items()
 
 
-@pytest.mark.parametrize("tree", [0, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [0, 9])
 def test_replay_explains_every_difference_by_rounding(pair, tree):
     """In bfloat16 wide and narrow steps may choose otherwise, but only where scores are almost the same."""
     asked = requests()

@@ -118,6 +118,7 @@ def hybrid(tmp_path_factory):
     return target, load_drafter(tiny.write_drafter(directory / "drafter", tiny.drafter_config()))
 
 
+@pytest.mark.slow
 @pytest.mark.lossless
 def test_prompts_of_a_recurrent_target_that_begin_alike(hybrid, monkeypatch):
     monkeypatch.setattr(prefixes, "STATE_EVERY", 16)
