@@ -1,9 +1,10 @@
-"""What the text of a compiled program says: its collectives, and what it moves to and from a TPU's memory."""
+"""What the text of a compiled program says: its collectives, what it moves in a TPU's memory, what a GPU starts."""
 
 import math
 import re
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 from dflash_jax.benchmarks.arguments import Figures
 
@@ -20,6 +21,8 @@ _UNMOVED = """
     copy-done slice-done async-update async-done
 """.split()
 _CALLS = "call", "conditional", "while"
+_THUNK = re.compile(r"( *)\d+: k(\w+) ")  # what a program for a GPU does, one after the other: a kernel, or a group
+_GROUPS = "CommandBuffer", "Conditional", "While", "Sequential"
 
 
 def collectives(text: str) -> list[Figures]:
@@ -92,3 +95,29 @@ def memory_bytes(text: str, counted: Callable[[str, int], bool] = lambda kind, s
 
 def _bytes(kind: str, dims: str) -> int:
     return math.prod(map(int, filter(None, dims.split(",")))) * _BITS.get(kind, 32) // 8
+
+
+def launches(dump: Path) -> Figures | None:
+    """What a GPU starts for a program that XLA has written to a folder (`xla_dump_to`); None if there is none.
+
+    `kernels` are kernels and copies, those of a loop's body once; `conditional_kernels` are those under conditions.
+    `graphs` are CUDA graphs, and `host_decisions` conditions and loops between them, for which the host waits.
+    """
+    found = sorted(dump.glob("*.thunk_sequence_after_thunk_passes.txt"))
+    if not found:
+        return None
+    counts = dict.fromkeys(("kernels", "conditional_kernels", "graphs", "host_decisions"), 0)
+    conditions: list[int] = []  # how far those are indented that what follows is under
+    for line in found[0].read_text().splitlines():
+        if not (thunk := _THUNK.match(line)):
+            continue
+        depth, kind = len(thunk[1]), thunk[2]
+        while conditions and depth <= conditions[-1]:
+            conditions.pop()
+        if kind not in _GROUPS:
+            counts["conditional_kernels" if conditions else "kernels"] += 1
+        elif depth == 0:
+            counts["graphs" if kind == "CommandBuffer" else "host_decisions"] += 1
+        if kind == "Conditional":
+            conditions.append(depth)
+    return counts

@@ -6,6 +6,7 @@ what is published of the chip; they say what a step cannot beat.
 """
 
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from jax.stages import Compiled
 from dflash_jax import models, sharding
 from dflash_jax.benchmarks import step_times, topologies
 from dflash_jax.benchmarks.arguments import Figures, PlanOptions
-from dflash_jax.benchmarks.compiled import collectives, memory_bytes
+from dflash_jax.benchmarks.compiled import collectives, launches, memory_bytes
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.random_weights import random_pair
@@ -76,7 +77,9 @@ def plan(options: PlanOptions) -> Figures:
             if options.training:
                 compiled = compile_training(raws, mesh, options.batch_size, options.max_length, options.row_anchors)
             else:
-                compiled = compile_step(raws, mesh, *shape, dtype=topologies.dtype_for(name))
+                with tempfile.TemporaryDirectory() as dump:
+                    compiled = compile_step(raws, mesh, *shape, dtype=topologies.dtype_for(name), dump=dump)
+                    figures |= launches(Path(dump)) or {}
             figures |= measured(compiled)
             if options.parts:
                 parts = part_bytes(raws, mesh, *shape, dtype=topologies.dtype_for(name))
@@ -136,15 +139,20 @@ def compile_step(
     nodes: int = 0,
     *,
     dtype: str = "bfloat16",
+    dump: str | None = None,
 ) -> Compiled:
-    """The speculative step as compiled for the mesh's devices, its state donated; nothing is allocated."""
+    """The speculative step as compiled for the mesh's devices, its state donated; nothing is allocated.
+
+    Args:
+        dump: a folder for what XLA writes of a program for GPUs, for `launches`.
+    """
 
     def step(target: Target, drafter: Drafter, state: State) -> tuple[State, Committed]:
         parts = step_functions(target, drafter, block_size or drafter.config.block_size, nodes=nodes)
         state, committed = speculative_step(parts, state)
         return sharding.pin(state), committed
 
-    return _compiled(step, raws, mesh, batch, max_length, dtype)
+    return _compiled(step, raws, mesh, batch, max_length, dtype, dump)
 
 
 def part_bytes(
@@ -181,13 +189,16 @@ def part_bytes(
     return found
 
 
-def _compiled(step: Callable, raws: Pair, mesh: Mesh, batch: int, max_length: int, dtype: str) -> Compiled:
+def _compiled(
+    step: Callable, raws: Pair, mesh: Mesh, batch: int, max_length: int, dtype: str, dump: str | None = None
+) -> Compiled:
     target, drafter, state = shapes(raws, mesh, batch, max_length, dtype)
     target, drafter = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter))
     state = _placed(state, sharding.state_shardings(state, mesh))
     with jax.set_mesh(mesh):
         lowered = jax.jit(step, donate_argnums=2).lower(target, drafter, state)
-        return lowered.compile(compiler_options=BLOCK_OPTIONS.get(platform()))
+        described = {"xla_dump_to": dump} if dump and platform() == "gpu" else {}
+        return lowered.compile(compiler_options=BLOCK_OPTIONS.get(platform(), {}) | described)
 
 
 def compile_training(raws: Pair, mesh: Mesh, rows: int, length: int, anchors: int) -> Compiled:
@@ -326,6 +337,10 @@ def table(figures: Figures) -> str:
     if "flops" in counted:
         accessed = size(counted["bytes_accessed"])
         lines.append(f"  {'operations a step':20} {counted['flops'] / 1e9:.1f} GFLOP, {accessed} read")
+    if "kernels" in shown:
+        where = f"in {shown['graphs']} CUDA graphs, with {shown['host_decisions']} decisions of the host"
+        more = f"{shown['conditional_kernels']} under conditions"
+        lines.append(f"  {'kernels a step':20} {shown['kernels']} {where}; {more}")
     if "draft_upkeep" in shown:
         share = 100 * shown["draft_upkeep"]
         lines.append(f"  {'upkeep of the draft':20} {share:.1f}% more bytes read by a step that does not speculate")

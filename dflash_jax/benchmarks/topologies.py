@@ -67,7 +67,7 @@ GPUS = {
     "h200": Gpu(9.0, 132, 128, 227 << 10, 50 << 20, 1.98),
     "b200": Gpu(10.0, 148, 128, 227 << 10, 126 << 20, 1.97),
 }
-# Fields of XLA's GpuTargetConfigProto.
+# Fields of XLA's GpuTargetConfigProto. Without versions, it leaves kernels of others and conditions out of CUDA graphs.
 _TARGET = """
 platform_name: "CUDA"
 device_description_str: "NVIDIA {name}"
@@ -91,6 +91,9 @@ gpu_device_info {{
   clock_rate_ghz: {gpu.clock}
   memory_bandwidth: {chip.bandwidth:.0f}
   device_memory_size: {chip.memory:.0f}
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
 }}
 """
 

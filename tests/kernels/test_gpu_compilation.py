@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.benchmarks import planning, topologies
+from dflash_jax.benchmarks.compiled import launches
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.topologies import compiling_for, dtype_for
 from dflash_jax.kernels.block_attention.reference import slots_at_once
@@ -50,6 +51,24 @@ def test_nothing_of_the_vocabularys_size_changes_places():
     found = planning.collectives(program.as_text())
     assert {c["kind"] for c in found} <= {"all-reduce", "all-to-all"}
     assert max(c["bytes"] for c in found) <= 1.01 * 2 * (4 * 2560 * 4 * 16)  # two sums of hidden states at once
+
+
+@pytest.mark.parametrize(("name", "most"), [("qwen3-8b", 121), ("gpt-oss-20b", 165)])
+def test_what_a_step_starts(name, most, tmp_path):
+    """Few kernels, and no loop in a layer: the host decides for the two conditions on sampling alone."""
+    target, drafter = PAIRS[name]
+    taps = {"dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0, 1]}}
+    pair = cut(target, 3), cut(drafter | taps, 1) | {"num_target_layers": 3}
+    step(pair, "h100", "data=1", 1, 1024, dump=str(tmp_path))
+    found = launches(tmp_path)
+    assert found["kernels"] <= most
+    assert (found["graphs"], found["host_decisions"]) == (3, 2)
+
+
+def cut(raw, layers):
+    """The configuration of a model's first layers."""
+    first = {name: value[:layers] for name, value in raw.items() if name == "layer_types"}
+    return raw | first | {"num_hidden_layers": layers}
 
 
 @pytest.mark.slow
