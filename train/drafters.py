@@ -93,11 +93,11 @@ def _made(
     for path, leaf in leaves(table):
         if path in given:
             value = given[path]
-        elif "norm" in path:
-            value = np.ones(leaf.shape, np.float32)
-        elif "bias" in path:
-            value = np.zeros(leaf.shape, np.float32)
-        elif (value := kind.initial(path, leaf.shape)) is None:
+        elif (value := kind.initial(path, leaf.shape, parsed)) is not None:
+            pass
+        elif "norm" in path or "bias" in path:
+            value = np.full(leaf.shape, "norm" in path, np.float32)
+        else:
             value = rng.standard_normal(leaf.shape, np.float32) * np.float32(INIT_STD)
         params[path] = jnp.asarray(value)
     return kind.drafter(nested(params, table), parsed), raw

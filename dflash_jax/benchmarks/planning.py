@@ -315,7 +315,7 @@ def least_time(chip: topologies.Chip, figures: Figures, tau: float | None, batch
         return {"collective_bytes": moved}
     seconds = max(source["bytes_accessed"] / chip.bandwidth, source["flops"] / chip.flops) + 2 * moved / chip.link
     out: Figures = {"collective_bytes": moved, "least_step_seconds": seconds}
-    if source["nodes"]:
+    if source.get("nodes"):  # of a decoding step
         spare = source["bytes_accessed"] / chip.bandwidth * chip.flops - source["flops"]
         out["free_nodes"] = max(0, source["nodes"] + math.floor(spare / source["node_flops"]))
     return out | ({"tau": tau, "most_tokens_per_second": tau * batch / seconds} if tau else {})

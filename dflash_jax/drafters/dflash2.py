@@ -220,9 +220,9 @@ class DFlash2(dflash.DFlashKind[DFlash2Config, DFlash2Settings]):
         raw = super().new_config(common, settings, taps)
         return {**raw, "dflash_config": {**raw["dflash_config"], "conv_kernel_size": 2, **asdict(settings)}}
 
-    def initial(self, path: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    def initial(self, path: str, shape: tuple[int, ...], config: DFlash2Config) -> np.ndarray | None:
         """Convolutions hand on what they get."""
-        value = super().initial(path, shape)
+        value = super().initial(path, shape, config)
         if value is not None and path.endswith("base_kernel"):
             value[:, 0] = 1
         return value

@@ -101,6 +101,6 @@ class Kind(Generic[Config, KindSettings]):
         `config.json`; None if it cannot."""
         return None
 
-    def initial(self, path: str, shape: tuple[int, ...]) -> np.ndarray | None:
-        """A new parameter; None if it is drawn as all others are."""
+    def initial(self, path: str, shape: tuple[int, ...], config: Config) -> np.ndarray | None:
+        """A new parameter; None if it is made as all others are (one in norms, zero in biases, else drawn)."""
         return np.zeros(shape, np.float32) if path.endswith(self.zeros) else None

@@ -187,3 +187,9 @@ def test_what_choosing_and_walking_a_tree_moves(chips, nodes, share):
         part_bytes = partial(planning.part_bytes, cut, make_mesh(sizes, devices), 1, 8192, 16, dtype="bfloat16")
         tree, chain = (part_bytes(n, names=("draft", "accept")) for n in (nodes, 0))
     assert 0 < sum(tree.values()) - sum(chain.values()) < share * whole
+
+
+def test_a_training_step_has_a_least_time_and_no_tree():
+    figures = {"flops": 2e12, "bytes_accessed": 1e9, "collectives": None}
+    found = planning.least_time(topologies.CHIPS["v5e"], figures, None, 8)
+    assert found == {"collective_bytes": 0, "least_step_seconds": 2e12 / 197e12}

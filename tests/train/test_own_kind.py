@@ -69,7 +69,7 @@ class Slotted(dflash.DFlashKind[SlottedConfig, SlottedSettings]):
     def new_config(self, common, settings, taps=None):
         return {**super().new_config(common, settings, taps), **asdict(settings)}
 
-    def initial(self, path, shape):
+    def initial(self, path, shape, config):
         return np.zeros(shape, np.float32) if path.endswith("slots") else None
 
     def tensors(self, config, layout=WHOLE):
