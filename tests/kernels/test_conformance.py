@@ -367,18 +367,21 @@ def packed_rows(shape):
     return call, (q, k, v, jnp.asarray(starts), sinks), expected
 
 
+def specifications(rows, T, N, K, H):
+    """Of queries, positions, keys and values of a block, its cache and lengths."""
+    spec = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype)
+    block, keys, ints = spec(rows, K, T, H), spec(rows, K, 4096, H), spec(rows, dtype=jnp.int32)
+    return spec(rows, T, N, H), spec(rows, T, dtype=jnp.int32), block, block, KV(keys, keys), ints
+
+
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.H <= 256])
 def test_lowers_for_cuda(name, monkeypatch):
     """As far as this goes without a GPU: layouts are inferred and the kernel is handed to the CUDA plugin."""
     monkeypatch.undo()
-    T, N, K, H = SHAPES[name][:4]
-    spec = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype)
-    cache, ints = KV(spec(2, K, 4096, H), spec(2, K, 4096, H)), spec(2, dtype=jnp.int32)
-    block = spec(2, T, N, H), spec(2, T, dtype=jnp.int32), spec(2, K, T, H), spec(2, K, T, H)
     call = lambda *arguments: attend(
         *arguments, visible="causal", softcap=SHAPES[name].softcap, window=SHAPES[name].window, implementation="gpu"
     )
-    lowered = jax.jit(call).trace(*block, cache, ints).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(call).trace(*specifications(2, *SHAPES[name][:4])).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
@@ -386,16 +389,13 @@ def test_layers_alike_are_lowered_once(monkeypatch):
     monkeypatch.undo()
     kernel, traced = mosaic_gpu._kernel, []
     monkeypatch.setattr(mosaic_gpu, "_kernel", lambda *refs, **sizes: (traced.append(1), kernel(*refs, **sizes))[1])
-    T, N, K, H = SHAPES["qwen3-8b verify"][:4]
-    spec = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype)
-    cache, ints = KV(spec(3, K, 4096, H), spec(3, K, 4096, H)), spec(3, dtype=jnp.int32)
 
-    def layers(x, positions, k, v, cache, lengths):
+    def layers(x, *block):
         for _ in range(3):
-            x = attend(x, positions, k, v, cache, lengths, visible="causal", implementation="gpu")
+            x = attend(x, *block, visible="causal", implementation="gpu")
         return x
 
-    block = spec(3, T, N, H), spec(3, T, dtype=jnp.int32), spec(3, K, T, H), spec(3, K, T, H)
-    lowered = jax.jit(layers).trace(*block, cache, ints).lower(lowering_platforms=("cuda",)).as_text()
+    block = specifications(3, *SHAPES["qwen3-8b verify"][:4])
+    lowered = jax.jit(layers).trace(*block).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("@mosaic_gpu_v2") == 3
     assert len(traced) == 1
