@@ -45,8 +45,6 @@ def load(
     if generation.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {generation.max_new_tokens}")
     source, draft_source = pair_sources(models)
-    if speculative and not draft_source:
-        raise ValueError("--drafter is needed to speculate; without one, say --no-speculation")
     generation.sampling().check()
     use_kernels(models.kernels)
     enable_compilation_cache()
@@ -55,6 +53,8 @@ def load(
     from dflash_jax.target import load_target
 
     config = target_config(source, models.target_config)
+    if speculative and not draft_source:
+        raise ValueError("--drafter is needed to speculate; without one, say --no-speculation")
     mesh, drafter = choose_mesh(models.mesh, models_on_mesh(models, config, speculative=speculative)), None
     if speculative and draft_source:  # the smaller one first: what is wrong with it is said at once
         drafter = load_drafter(

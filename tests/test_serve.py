@@ -257,6 +257,8 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         "--prefix-chunks must be": [*models, *job, "--prefix-chunks", "-1"],
         "matches no file": [*models, "--input", str(tmp_path / "*.gone"), "--output", output],
         "dtype must be": [*models, *job, "--dtype", "int8"],
+        "target must be a checkpoint directory": ["--target", "/no/where", "--prompt", "a"],
+        "--drafter is needed to speculate": ["--target", target, "--prompt", "a"],
         "drafter must be a checkpoint directory": ["--target", target, "--drafter", "/no/where", *job],
     }
     for message, arguments in cases.items():
