@@ -106,7 +106,7 @@ def launches(dump: Path) -> Figures | None:
     found = sorted(dump.glob("*.thunk_sequence_after_thunk_passes.txt"))
     if not found:
         return None
-    counts = dict.fromkeys(("kernels", "conditional_kernels", "graphs", "host_decisions"), 0)
+    counts: Figures = dict.fromkeys(("kernels", "conditional_kernels", "graphs", "host_decisions"), 0)
     conditions: list[int] = []  # how far those are indented that what follows is under
     for line in found[0].read_text().splitlines():
         if not (thunk := _THUNK.match(line)):
