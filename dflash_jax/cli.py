@@ -279,6 +279,8 @@ class EngineOptions:
     deterministic: bool = False
     """the bits of an answer are the same in every run: nothing is chosen by measured times or by the other prompts.
     --block-size auto is the checkpoint's own, and --max-length is 2048 (4096 with --http) unless it is given"""
+    gpu_graphs: Annotated[Literal["auto", "on", "off"], arg(metavar="auto|on|off")] = "auto"
+    """whether all steps of a device call run as one CUDA graph; auto checks at its first use that they can"""
 
     def fixed(self, generation: GenerationOptions, drafter: str | None) -> dict[str, Any] | None:
         """What the last bits of an answer follow from besides its request, if they are to be the same in every run.

@@ -120,6 +120,7 @@ def engine_config(
         long_slots=lengths.long_slots if lengths else 1,
         plain=plain,
         deterministic=options.deterministic,
+        gpu_graphs=options.gpu_graphs,
     )
 
 

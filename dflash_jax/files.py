@@ -133,6 +133,11 @@ def followed(path: Path) -> Path:
     return found
 
 
+def cache_directory() -> Path:
+    """Where this package keeps what it can make again: `$XDG_CACHE_HOME/dflash_jax`, or `~/.cache/dflash_jax`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_jax"
+
+
 def check_writable(path: Path) -> None:
     """Raises OSError if a file cannot be made or replaced there. Nothing that exists is opened or changed for that; a
     disk that is full now passes."""

@@ -182,7 +182,7 @@ def enable_compilation_cache() -> None:
     """Keeps compiled programs between runs, unless the user has chosen a place or none."""
     import jax
 
-    from dflash_jax.checkpoint import cache_directory
+    from dflash_jax.files import cache_directory
 
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))

@@ -2,7 +2,8 @@
 
 A kernel that was never run on some chip may fail to compile there, or compute something else. So the first time a shape
 is met, the kernel and the XLA implementation run a small case of it. A kernel that fails is replaced, with a warning.
-A device whose memory is full says nothing about the kernel: it is replaced this time, and asked again the next.
+What was found is kept on disk (`verdicts`), for the next process. A device whose memory is full says nothing about the
+kernel: it is replaced this time, and asked again the next.
 """
 
 import re
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+
+from . import verdicts
 
 TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 0.02}  # of the largest value
 # What XLA says of a kernel that asks for more of a core's own memory than there is, however empty the device is.
@@ -67,7 +70,7 @@ def trouble(name: str, kernel: ModuleType, trial: AnyTrial, call: Call) -> str |
             return _known[key]
         # In a thread of its own there is no program being traced, and no mesh.
         with ThreadPoolExecutor(1) as apart:
-            found = apart.submit(_agreed, partial(_compared, name, trial, call)).result()
+            found = apart.submit(_agreed, partial(_looked_up, name, kernel, trial, call)).result()
         if found.lasting:
             _known[key] = found.trouble
         if found.trouble and jax.process_index() == 0:
@@ -89,6 +92,19 @@ def _agreed(compared: Callable[[], Finding]) -> Finding:
         said = np.asarray([found.trouble is not None, found.lasting], np.int32)
         fails, lasting = map(bool, multihost_utils.broadcast_one_to_all(said))
         found = Finding((found.trouble or "the first process found it to fail") if fails else None, lasting)
+    return found
+
+
+def _looked_up(name: str, kernel: ModuleType, trial: AnyTrial, call: Call) -> Finding:
+    """The verdict on disk; where there is none, what a trial finds, which then is there."""
+    verdict = verdicts.Verdict(f"{kernel.__name__} {trial}", kernel)
+    there, trouble = verdict.known()
+    if there:
+        return Finding(trouble)
+    with verdict.checking():
+        found = _compared(name, trial, call)
+    if found.lasting:
+        verdict.keep(found.trouble)
     return found
 
 

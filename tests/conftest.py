@@ -39,6 +39,7 @@ install_import_hook("dflash_jax", "tests.checks.checked")
 
 import tests.checks  # noqa: F401
 from dflash_jax import load_drafter, load_target, loading
+from dflash_jax.kernels import verdicts
 from tests import tiny
 
 
@@ -86,9 +87,11 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_persistent_cache():
-    """Commands run in a test, or in a fixture of many, leave no compiled programs in the user's cache."""
+    """Commands run in a test, or in a fixture of many, leave no compiled programs and no verdicts in the user's
+    cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "enable_compilation_cache", lambda: None)
+        patch.setattr(verdicts, "directory", lambda: None)
         yield
 
 

@@ -60,16 +60,16 @@ class StepTimes:
         proposals, nodes = speculative.config.proposals, speculative.tree
         settings = {"block_size": speculative.block_size, "proposals": proposals, "nodes": nodes}
         where = length, loops, temperature
-        self._parts = {"autoregressive": _Looped(partial(fused, block_size=0), plain, *where)}
+        self._parts = {"autoregressive": Looped(partial(fused, block_size=0), plain, *where)}
         steps = dict(zip(PARTS, (draft, verify, choose, commit), strict=True))
         width, vocab_size = drafter.depth(speculative.block_size) + 1, speculative.target.config.vocab_size
         noise = (jax.random.gumbel(jax.random.key(0), (speculative.slots, width, vocab_size)),)
         given = {"draft": noise, IN_TURN: noise}
         for name, step in {"speculative": fused, IN_TURN: in_turn, **steps}.items():
-            self._parts[name] = _Looped(partial(step, **settings), speculative, *where, given.get(name, ()))
+            self._parts[name] = Looped(partial(step, **settings), speculative, *where, given.get(name, ()))
         for width in widths:
             narrow = partial(verify, **settings | {"block_size": width})
-            self._parts[f"verify {width}"] = _Looped(narrow, speculative, *where)
+            self._parts[f"verify {width}"] = Looped(narrow, speculative, *where)
         self._times: dict[str, list[float]] = {name: [] for name in self._parts}
 
     def sample(self) -> None:
@@ -88,7 +88,7 @@ class StepTimes:
         return ratios[len(ratios) // 2]
 
 
-class _Looped:
+class Looped:
     """One part, compiled into a loop whose state starts at `length` committed positions; `given` are arguments of the
     part that another part makes."""
 
@@ -103,7 +103,7 @@ class _Looped:
     ):
         target, drafter, rows = engine.target, engine.drafter, engine.slots
         length = min(length, engine.max_length - engine.width)
-        options = engine.batch.compiler_options(Draft(engine.block_size, engine.tree), rows) if drafter else None
+        options = engine.batch.compiler_options(Draft(engine.block_size, engine.tree), rows)
 
         def made() -> State:
             state = init_state(target, drafter, rows, engine.max_length, STOP_WIDTH)
@@ -131,6 +131,7 @@ class _Looped:
         self.seconds()
 
     def seconds(self) -> float:
+        """Of one step."""
         begin = time.perf_counter()
         with entered(self._mesh):
             self._state = jax.block_until_ready(self._program(*self._arguments, self._state, *self._given))

@@ -98,6 +98,15 @@ gpu_device_info {{
 """
 
 
+# What a device calls itself, and its name here.
+KINDS = {"v5 lite": "v5e", "v6 lite": "v6e", "v7": "tpu7x"} | {name: name for name in CHIPS}
+
+
+def bandwidth(kind: str) -> float | None:
+    """The published memory bandwidth of a device by what it calls itself, bytes a second, or None."""
+    return next((CHIPS[chip].bandwidth for name, chip in KINDS.items() if name in kind.lower()), None)
+
+
 def dtype_for(chip: str) -> str:
     """The dtype of weights and caches there."""
     return "float16" if chip in GPUS and GPUS[chip].capability < 8 else "bfloat16"

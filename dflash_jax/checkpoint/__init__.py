@@ -1,6 +1,5 @@
 """Safetensors on disk <-> parameters in device memory, by a declarative table."""
 
-from .gguf import cache_directory as cache_directory
 from .hub import read_json as read_json
 from .hub import resolve as resolve
 from .reader import Reader as Reader

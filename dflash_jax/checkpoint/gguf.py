@@ -4,7 +4,6 @@ Reference: the GGUF specification (ggml `docs/gguf.md`), and transformers' `mode
 """
 
 import hashlib
-import os
 import tempfile
 from collections.abc import Mapping
 from importlib import import_module
@@ -42,11 +41,6 @@ _KNOWN = frozenset(
 )
 
 
-def cache_directory() -> Path:
-    """Where this package keeps what it can make again: `$XDG_CACHE_HOME/dflash_jax`, or `~/.cache/dflash_jax`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_jax"
-
-
 def unpack(path: Path) -> Path:
     """A checkpoint directory for a GGUF file of the llama family, made at the first call and kept in the cache.
 
@@ -58,7 +52,7 @@ def unpack(path: Path) -> Path:
     """
     path, stat = path.resolve(), path.stat()
     identity = f"{FORMAT} {path} {stat.st_size} {stat.st_mtime_ns}"
-    directory = cache_directory() / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:32]
+    directory = files.cache_directory() / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:32]
     if (directory / INDEX).is_file():
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -28,13 +28,16 @@ GAIN = 0.95  # of the time, at most, for which the options are left out
 def block_compiler_options() -> Options | None:
     """The options of this platform; None where there are none, or this XLA does not know them."""
     options = BLOCK_OPTIONS.get(jax.default_backend())
-    if options is None:
-        return None
+    return None if options is None or unknown(options) else options
+
+
+def unknown(options: Options) -> bool:
+    """Whether this XLA does not know one of them."""
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
-        return None
-    return options
+        return True
+    return False
 
 
 @cache

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dflash_jax.decoding.choice import Proposals
+from dflash_jax.infer.engine.graphs import Policy as Graphs
 from dflash_jax.infer.engine.params import check_seed
 
 MOST_NODES = 1024  # of a tree
@@ -38,6 +39,8 @@ class EngineConfig:
             from its request, target, drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`,
             `prefill_chunk`, the dtype, the mesh and the kind of device alone. On CPU they do not follow from
             `max_length` either. "auto" is then the checkpoint's block size, and no tree.
+        gpu_graphs: whether all steps of a device call run as one CUDA graph: "on", "off", or "auto", which is on where
+            one device decodes, its driver is of CUDA 12.4 or later, and a small program at the first use is right.
 
     Raises:
         ValueError: a setting out of range, or two that exclude each other.
@@ -57,6 +60,7 @@ class EngineConfig:
     long_slots: int = 1
     plain: bool = False
     deterministic: bool = False
+    gpu_graphs: Graphs = "auto"
 
     def __post_init__(self):
         least = {"slots": 1, "max_length": 1, "prefill_chunk": 1, "steps_per_visit": 1, "prefix_chunks": 0}
@@ -86,3 +90,5 @@ class EngineConfig:
             raise ValueError("plain and deterministic exclude each other: one plain request changes the steps of all")
         if self.proposals not in get_args(Proposals):
             raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {self.proposals!r}")
+        if self.gpu_graphs not in get_args(Graphs):
+            raise ValueError(f"gpu_graphs must be one of {', '.join(get_args(Graphs))}; got {self.gpu_graphs!r}")

@@ -15,6 +15,7 @@ from dflash_jax.decoding.state import RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options, fastest_options
+from dflash_jax.infer.engine.graphs import graph_options
 from dflash_jax.infer.engine.compiling import compile_all
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
@@ -268,9 +269,11 @@ class Slots:
         return decode_call(self._target, self._drafter, self.state, *how)
 
     def compiler_options(self, draft: Draft, rows: int) -> Options | None:
-        """The compiler's options for the program with this draft; None for single tokens."""
-        if self._drafter is None or draft.block_size == 0:
-            return None
-        config, block = self._target.config, self._block(draft)
-        inner = max(layer.intermediate_size for layer in config.layers)
-        return fastest_options(config.hidden_size, inner, rows * block, clock=not self._fixed)
+        """The compiler's options for the program with this draft, if there are any."""
+        mesh = self._target.mesh
+        options = dict(graph_options(self._config.gpu_graphs, 1 if mesh is None else mesh.size))
+        if self._drafter is not None and draft.block_size:
+            config, block = self._target.config, self._block(draft)
+            inner = max(layer.intermediate_size for layer in config.layers)
+            options |= fastest_options(config.hidden_size, inner, rows * block, clock=not self._fixed) or {}
+        return options or None

@@ -1,0 +1,124 @@
+"""What the checks at first use have found, kept on disk, so that one machine makes each check once.
+
+A verdict is a small file in `checks` of the package's cache directory. Its name follows from everything that a finding
+rests on: the device, its driver, jax, the compiler's flags, the sources of what is checked, and the case. Where the
+directory cannot be written, verdicts are kept for the process alone.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import jaxlib
+
+from dflash_jax import files
+
+FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"  # of the compiler, in the environment
+
+
+def directory() -> Path | None:
+    """Where verdicts lie; None keeps none."""
+    return files.cache_directory() / "checks"
+
+
+class Verdict:
+    """The file of one check.
+
+    Args:
+        sources: modules whose folders hold the code that is checked.
+        case: what is checked, in words that differ from those of every other check.
+    """
+
+    def __init__(self, case: str, *sources: ModuleType):
+        device = jax.local_devices()[0]
+        flags = [os.environ.get(name, "") for name in FLAGS]
+        versions = [jax.__version__, jaxlib.__version__, device.client.platform_version]
+        rests_on = [device.device_kind, *versions, *flags, *map(_digest, sources), case]
+        self._case, root = case, directory()
+        name = hashlib.sha256("\0".join(rests_on).encode()).hexdigest()[:32]
+        self._path = None if root is None else root / f"{name}.json"
+
+    def known(self) -> tuple[bool, str | None]:
+        """Whether there is a verdict, and what trouble it names, if any.
+
+        A check that another process began and did not live to end is trouble, too. One that is going on is no verdict.
+        """
+        try:
+            found = json.loads(self._path.read_text()) if self._path else None
+        except (OSError, ValueError):
+            return False, None
+        if not isinstance(found, dict):
+            return False, None
+        if (process := found.get("begun")) is not None:
+            if _alive(process):
+                return False, None
+            return True, f"a process ended while it was checked; remove {self._path} to have it checked again"
+        trouble = found.get("trouble")
+        return True, trouble if trouble is None else str(trouble)
+
+    @contextlib.contextmanager
+    def checking(self):
+        """Within, a mark says that the check goes on; what ends the process leaves it."""
+        self._write({"begun": _this_process()})
+        try:
+            yield
+        finally:  # an exception, such as an interrupt, is no verdict
+            if self._path is not None:
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
+
+    def keep(self, trouble: str | None) -> None:
+        """Writes what was found."""
+        self._write({"trouble": trouble})
+
+    def _write(self, finding: files.Json) -> None:
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError):  # full, or only to be read
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(finding | {"case": self._case, "at": time.strftime("%Y-%m-%d %H:%M:%S")}, indent=2)
+            files.replace(self._path, text.encode())
+            self._path.chmod(0o644)
+
+
+@cache
+def _digest(module: ModuleType) -> str:
+    """Of the sources in a module's folder; of its name, if it has none."""
+    if not (file := getattr(module, "__file__", None)):
+        return module.__name__
+    sources = sorted(Path(file).parent.glob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+def _this_process() -> list[int | str]:
+    return [os.uname().nodename, os.getpid(), _began(os.getpid())]
+
+
+def _began(process: int) -> str:
+    """When a process began, in ticks since the machine did; nothing where it cannot be known."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _alive(process: object) -> bool:
+    """Whether a process that wrote a mark may still be at work; one of another machine is taken to be."""
+    match process:
+        case [str(host), int(number), str(began)]:
+            if host != os.uname().nodename:
+                return True
+            try:
+                os.kill(number, 0)
+            except ProcessLookupError:
+                return False
+            except OSError:
+                pass
+            return _began(number) == began
+    return False
