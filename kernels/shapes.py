@@ -1,6 +1,8 @@
-"""The attention of real models, for the conformance tests and the benchmark."""
+"""The attention and the experts of real models, for the conformance tests and the hardware report."""
 
 from typing import NamedTuple
+
+from dflash_jax.quantised import FP8, MXFP4, Quantised
 
 
 class Shape(NamedTuple):
@@ -43,4 +45,31 @@ SHAPES = {
     "kimi-k2.5 decode": Shape(1, 64, 1, 576, values=512),
     "kimi-k2.5 verify": Shape(8, 64, 1, 576, values=512),
     "qwen3-8b prefill": Shape(512, 32, 8, 128),
+}
+
+
+class Product(NamedTuple):
+    """One product of experts: `grouped_matmul` of rows with the weights of their groups.
+
+    Attributes:
+        rows: of all groups together: tokens times the experts of each.
+        groups, outputs, inputs: of the weights.
+        quantised: how they are stored; None as plain numbers.
+    """
+
+    rows: int
+    groups: int
+    outputs: int
+    inputs: int
+    quantised: type[Quantised] | None = None
+
+
+PRODUCTS = {
+    "gpt-oss-20b up, decode": Product(4, 32, 5760, 2880, MXFP4),
+    "gpt-oss-20b up, verify": Product(32, 32, 5760, 2880, MXFP4),
+    "gpt-oss-20b down, verify": Product(32, 32, 2880, 2880, MXFP4),
+    "qwen3-coder-30b-a3b up, decode": Product(8, 128, 1536, 2048),
+    "qwen3-coder-30b-a3b up, verify": Product(128, 128, 1536, 2048),
+    "qwen3-coder-30b-a3b down, verify": Product(128, 128, 2048, 768),
+    "minimax-m2 up, verify": Product(128, 256, 3072, 3072, FP8),
 }

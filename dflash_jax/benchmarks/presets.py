@@ -282,3 +282,24 @@ PAIRS: dict[str, tuple[Raw, Raw]] = {
     "gemma-4-26b-a4b": _gemma4(2816, 30, (16, 8, 2), 2112, (1, 6, 11, 17, 22, 27), 32, _GEMMA4_EXPERTS),
     "kimi-k2.5": _kimi(),
 }
+
+_TOY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "eos_token_id": 1,
+}
+
+
+def reduced(target: Raw, drafter: Raw) -> tuple[Raw, Raw]:
+    """The same pair in toy sizes, three layers and one: of Qwen3, with or without experts, or gpt-oss."""
+    small = [config | {key: value for key, value in _TOY.items() if key in config} for config in (target, drafter)]
+    reads = {"dflash_config": drafter["dflash_config"] | {"mask_token_id": 511, "target_layer_ids": [0, 1]}}
+    return small[0] | {"num_hidden_layers": 3}, small[1] | {"num_hidden_layers": 1, "num_target_layers": 3} | reads

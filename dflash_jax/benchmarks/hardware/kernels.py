@@ -1,0 +1,150 @@
+"""Every kernel at the shapes of real models: equal to a float32 reference, to the bit in every run, and how fast."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dflash_jax.benchmarks.arguments import Figures
+from dflash_jax.benchmarks.hardware.device import timed
+from dflash_jax.cache import KV
+from dflash_jax.kernels.block_attention import attend
+from dflash_jax.kernels.dispatch import PREFERRED, Name
+from dflash_jax.kernels.grouped_matmul import grouped_matmul
+from dflash_jax.kernels.shapes import PRODUCTS, SHAPES, Shape
+from dflash_jax.quantised import BLOCK, FP8, GROUP, MXFP4, Quantised
+
+REPEATS = 3
+LOOPS = 30  # calls in one program
+
+
+def implementations() -> list[Name]:
+    """XLA, and the one of this package that the device prefers."""
+    return ["xla", *([PREFERRED[backend]] if (backend := jax.default_backend()) in PREFERRED else [])]
+
+
+def attention(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
+    """Ragged rows with NaN where nothing was written, against float32; then the time at 1,024 and 8,192 positions."""
+    for name, shape in SHAPES.items():
+        if small:
+            shape = shape._replace(T=min(shape.T, 16), N=4, K=min(shape.K, 2), H=16, values=shape.values and 8)
+        block, cache, lengths = _ragged(shape, 128 if small else 2048, dtype)
+        wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+        with jax.default_matmul_precision("highest"):
+            truth = partial(_call, shape, implementation="xla")(*wide(block), wide(cache), lengths)
+        row: Figures = {"shape": name}
+        for implementation in implementations():
+            try:
+                call = jax.jit(partial(_call, shape, implementation=implementation))
+                row |= _compared(implementation, lambda call=call: call(*block, cache, lengths), truth)
+            except ValueError:  # it declines
+                continue
+            for context in (64,) if small else (1024, 8192):
+                given = _full(shape, context, dtype)
+                seconds = _looped(partial(_call, shape, implementation=implementation), *given)
+                read = min(context, shape.window or context) * shape.K * shape.H * (1 if shape.values else 2)
+                row[f"{implementation} us at {context}"] = 1e6 * seconds
+                row[f"{implementation} GB/s at {context}"] = read * dtype.itemsize / seconds / 1e9
+        yield row
+
+
+def products(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
+    """The products of experts: sorted rows, NaN in the weights of a group without rows, against float32."""
+    for name, shape in PRODUCTS.items():
+        rows, groups, outputs, inputs = (16, 4, 64, 64) if small else shape[:4]
+        quantised = shape.quantised
+        x, weights, sizes = _experts(rows, groups, outputs, inputs, quantised, dtype)
+        with jax.default_matmul_precision("highest"):
+            truth = grouped_matmul(x.astype(jnp.float32), weights.astype(jnp.float32), sizes, implementation="xla")
+        row: Figures = {"products": name}
+        for implementation in implementations():
+            call = partial(grouped_matmul, implementation=implementation)
+            try:
+                row |= _compared(implementation, lambda call=call: call(x, weights, sizes), truth)
+            except ValueError:
+                continue
+            seconds = timed(call, x, weights, sizes)
+            read = int(np.sum(np.asarray(sizes) > 0)) / groups * sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+            row |= {f"{implementation} us": 1e6 * seconds, f"{implementation} GB/s": read / seconds / 1e9}
+        yield row
+
+
+def _compared(name: str, call: Callable[[], Array], truth: Array) -> Figures:
+    runs = [np.asarray(call().astype(jnp.float32)) for _ in range(REPEATS)]
+    expected = np.asarray(truth, np.float64)
+    error = float(np.max(np.abs(runs[0] - expected)) / np.max(np.abs(expected)))
+    same = all(np.array_equal(runs[0], run) for run in runs[1:])  # NaN differs from itself
+    return {f"{name} error": error, f"{name} same bits": same}
+
+
+def _call(shape: Shape, q: Array, positions: Array, k: Array, v: Array, sinks: Any, cache: KV, lengths: Array, **how):
+    options = {"window": shape.window, "softcap": shape.softcap, "sinks": sinks}
+    visible = "causal" if shape.causal else "full"
+    return attend(q, positions, k, v, cache, lengths, visible=visible, **options, **how)
+
+
+def _ragged(shape: Shape, slots: int, dtype: jnp.dtype) -> tuple[tuple, KV, Array]:
+    """Rows of many lengths; slots that were never written hold NaN."""
+    lengths = jnp.asarray([0, 1, 63, 65, slots // 2 + 7, slots - 64], jnp.int32)
+    block, cache = _drawn(shape, len(lengths), slots, dtype)
+    unwritten = (jnp.arange(slots)[None] >= lengths[:, None])[:, None, :, None]
+    k = jnp.where(unwritten, jnp.nan, cache.k)
+    v = None if cache.v is None else jnp.where(unwritten, jnp.nan, cache.v)
+    return (block[0], _positions(lengths, shape.T), *block[1:]), KV(k, v), lengths
+
+
+def _full(shape: Shape, context: int, dtype: jnp.dtype) -> tuple:
+    """One row of so many positions."""
+    block, cache = _drawn(shape, 1, -(-context // 128) * 128, dtype)
+    lengths = jnp.full(1, context, jnp.int32)
+    return block[0], _positions(lengths, shape.T), *block[1:], cache, lengths
+
+
+def _positions(lengths: Array, width: int) -> Array:
+    return lengths[:, None] + jnp.arange(width)[None]
+
+
+def _drawn(shape: Shape, rows: int, slots: int, dtype: jnp.dtype) -> tuple[tuple, KV]:
+    T, N, K, H = shape[:4]
+    normal = lambda seed, *size: jax.random.normal(jax.random.key(seed), size, dtype)
+    cache = KV(normal(0, rows, K, slots, H), normal(1, rows, K, slots, H) if shape.values is None else None)
+    q, k, v = normal(2, rows, T, N, H), normal(3, rows, K, T, H), normal(4, rows, K, T, H)
+    return (q, k, v[..., : shape.values], normal(5, N) if shape.sinks else None), cache
+
+
+def _looped(once: Callable, q: Array, *rest: Any) -> float:
+    """Seconds of one call in a loop inside one program, in which each call waits for the last."""
+
+    def loop(q, *rest):
+        def again(_, x):
+            out = once(x, *rest)  # of latents, narrower than the queries
+            return jnp.concatenate([out, x[..., out.shape[-1] :]], axis=-1)
+
+        return jax.lax.fori_loop(0, LOOPS, again, q)
+
+    return timed(jax.jit(loop), q, *rest, runs=5, each=1) / LOOPS
+
+
+def _experts(
+    rows: int, groups: int, outputs: int, inputs: int, quantised: type[Quantised] | None, dtype: jnp.dtype
+) -> tuple[Float[Array, "M D"], Any, Array]:
+    """Rows for some of the groups, by chance; what no row asks for is NaN."""
+    x = jax.random.normal(jax.random.key(0), (rows, inputs), dtype)
+    chosen = np.random.default_rng(0).integers(0, groups, rows)
+    sizes = np.bincount(chosen, minlength=groups)
+    key, shape, idle = jax.random.key(1), (groups, outputs, inputs), jnp.asarray(sizes == 0)[:, None, None]
+    if quantised is MXFP4:
+        bits = jax.random.bits(key, (*shape[:2], inputs // 2), jnp.uint8)
+        scale = jax.random.randint(key, (*shape[:2], inputs // GROUP), 118, 124).astype(jnp.uint8)
+        weights: Any = MXFP4(bits, jnp.where(idle, jnp.uint8(255), scale))
+    elif quantised is FP8:
+        values = jax.random.normal(key, shape, jnp.float32).astype(jnp.float8_e4m3fn)
+        blocks = groups, -(-outputs // BLOCK), -(-inputs // BLOCK)
+        weights = FP8(values, jnp.where(idle, jnp.nan, jax.random.uniform(key, blocks, minval=0.01, maxval=0.03)))
+    else:
+        weights = jnp.where(idle, jnp.nan, jax.random.normal(key, shape, dtype) * inputs**-0.5).astype(dtype)
+    return x, weights, jnp.asarray(sizes, jnp.int32)
