@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,33 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.quantised import BLOCK, FP8, GROUP, MXFP4, Quantised, e2m1, e4m3, e8m0
 
+from ..dispatch import platform
 from .visits import tile_height, visits
 
-ROWS, OUTPUTS, INPUTS = 16, 64, 128  # of a tile: rows at least, outputs, and inputs at a time
+ROWS = 16  # of a tile, at least
 TYPES = (jnp.bfloat16, jnp.float16)
 Load = Callable[..., Array]
+
+
+class Tile(NamedTuple):
+    """What a program computes at a time.
+
+    Attributes:
+        outputs: of the weights.
+        columns: of the weights as they are stored, in one turn of the loop.
+        warps, stages: see Triton.
+        programs: wanted at least; with fewer visits, each sums a part of the inputs.
+    """
+
+    outputs: int
+    columns: int
+    warps: int = 4
+    stages: int = 3
+    programs: int = 264
+
+
+TILES: dict[type, Tile] = {MXFP4: Tile(128, 64), FP8: Tile(128, 128), jax.Array: Tile(64, 128)}
+MOST_PARTS = 8  # of the inputs
 
 
 def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> str | None:
@@ -41,18 +64,22 @@ def grouped_matmul(
         operands = x, jax.lax.bitcast_convert_type(weights.values, jnp.uint8), weights.scale
     else:
         operands = x, weights
-    tile = _TILES[type(weights)] if isinstance(weights, Quantised) else _plain
+    kind = type(weights) if isinstance(weights, Quantised) else jax.Array
+    tile, columns = TILES[kind], operands[0].shape[1]
+    grid = where.tile.shape[0], pl.cdiv(N, tile.outputs)
+    parts = max(1, min(MOST_PARTS, tile.programs // (grid[0] * grid[1]), columns // (2 * tile.columns)))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     call = pl.pallas_call(
-        partial(_visit, tile=tile, height=height, total=(M, N)),
-        out_shape=jax.ShapeDtypeStruct((M, N), jnp.float32),
-        grid=(where.tile.shape[0], pl.cdiv(N, OUTPUTS)),
+        partial(_visit, add=_ADD[kind], tile=tile, height=height, total=(M, N), parts=parts),
+        out_shape=jax.ShapeDtypeStruct((parts, M, N), jnp.float32),
+        grid=(*grid, parts),
         in_specs=[anywhere] * (len(where) + len(operands)),
         out_specs=anywhere,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
     )
     with jax.sharding.use_abstract_mesh(_mesh()):
-        return call(*where, *operands)
+        out = call(*where, *operands)
+    return out[0] if parts == 1 else jnp.sum(out, axis=0)
 
 
 def _mesh() -> jax.sharding.AbstractMesh:
@@ -64,60 +91,91 @@ def _mesh() -> jax.sharding.AbstractMesh:
 
 
 def _visit(
-    tiles: Ref, groups: Ref, begins: Ref, ends: Ref, *refs: Ref, tile: Callable, height: int, total: tuple[int, int]
-) -> None:
-    """The rows of one group in one tile, times a tile of its weights. No two visits write the same place."""
+    tiles: Ref, groups: Ref, begins: Ref, ends: Ref, *refs: Ref,
+    add: Callable, tile: Tile, height: int, total: tuple[int, int], parts: int,
+) -> None:  # fmt: skip
+    """The rows of one group in one tile, times a part of a tile of its weights. No two visits write the same place."""
     *operands, out = refs
-    v, n = pl.program_id(0), pl.program_id(1)
-    row, column = tiles[v] * height + jnp.arange(height), n * OUTPUTS + jnp.arange(OUTPUTS)
+    v, n, part = (pl.program_id(axis) for axis in range(3))
+    row, column = tiles[v] * height + jnp.arange(height), n * tile.outputs + jnp.arange(tile.outputs)
     inside, known = (row >= begins[v]) & (row < ends[v]), column < total[1]
-    inputs = operands[0].shape[1]
+    columns = operands[0].shape[1]
+    turns = pl.cdiv(pl.cdiv(columns, tile.columns), parts)  # of the loop, in each part
 
     @pl.when(ends[v] > 0)
     def _():
         group = groups[v]
 
-        def add(i: Array, total: Array) -> Array:
-            at = i * INPUTS + jnp.arange(INPUTS)
-            real = at < inputs
-            load = lambda place, mask: plgpu.load(place, mask=mask[:, None] & real[None, :], other=0)
-            rows = lambda x: load(x.at[row[:, None], at[None, :]], inside)
-            weights = lambda x, column, at: load(x.at[group, column[:, None], at[None, :]], known)
-            return tile(total, rows, weights, column, at, *operands)
+        def turn(i: Array, total: Array) -> Array:
+            first = (part * turns + i) * tile.columns
 
-        start = jnp.zeros((height, OUTPUTS), jnp.float32)
-        found = jax.lax.fori_loop(0, pl.cdiv(inputs, INPUTS), add, start)
-        at = out.at[row[:, None], column[None, :]]
+            def rows(x: Ref) -> Array:
+                at = first + jnp.arange(tile.columns)
+                mask = inside[:, None] & (at < columns)[None, :]
+                return plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=0)
+
+            def weights(x: Ref, share: int = 1, every: int = 1) -> Array:
+                """A tile of [outputs, columns / share, share], or of one for each so many rows and columns."""
+                inner = jnp.arange(share if x.shape[2] == columns else 1)
+                at = first + share * jnp.arange(tile.columns // share)[:, None] + inner[None]
+                mask = known[:, None, None] & (at < columns)[None]
+                at = at if x.shape[2] == columns else at // share
+                return plgpu.load(x.at[group, column[:, None, None] // every, at[None]], mask=mask, other=0)
+
+            return add(total, rows, weights, *operands)
+
+        start = jnp.zeros((height, tile.outputs), jnp.float32)
+        found = jax.lax.fori_loop(0, turns, turn, start)
+        at = out.at[part, row[:, None], column[None, :]]
         plgpu.store(at, found, mask=inside[:, None] & known[None, :])
 
 
-# What some inputs add to the sums of a tile, given functions that load rows, and weights at outputs and inputs.
+# What some columns add to the sums of a tile, given functions that load rows and weights.
 
 
-def _plain(total: Array, rows: Load, weights: Load, column: Array, at: Array, x: Ref, values: Ref) -> Array:
-    return total + _dot(rows(x), weights(values, column, at))
+def _plain(total: Array, rows: Load, weights: Load, x: Ref, values: Ref) -> Array:
+    return total + _dot(rows(x), weights(values))
 
 
-def _mxfp4(
-    total: Array, rows: Load, weights: Load, column: Array, at: Array, low: Ref, high: Ref, values: Ref, scale: Ref
-) -> Array:
-    """The two numbers of a byte are multiplied apart, with every other input each."""
-    codes = weights(values, column, at).astype(jnp.int32)
-    power = e8m0(weights(scale, column, at // (GROUP // 2)).astype(jnp.int32))
-    for x, half in ((low, codes & 15), (high, codes >> 4)):
-        total += _dot(rows(x), (e2m1(half) * power).astype(x.dtype))
+def _mxfp4(total: Array, rows: Load, weights: Load, low: Ref, high: Ref, values: Ref, scale: Ref) -> Array:
+    """The two numbers of a byte are multiplied apart, with every other input each; 16 bytes share an exponent."""
+    codes = weights(values, GROUP // 2)
+    power = e8m0(weights(scale, GROUP // 2).astype(jnp.int32)).astype(low.dtype)
+    for x, shift in ((low, 0), (high, 4)):
+        total += _dot(rows(x), _fp4(codes, shift, low.dtype) * power)
     return total
 
 
-def _fp8(total: Array, rows: Load, weights: Load, column: Array, at: Array, x: Ref, values: Ref, scale: Ref) -> Array:
-    block = 1 if scale.shape[1] == values.shape[1] else BLOCK
-    codes = weights(values, column, at).astype(jnp.int32)
-    factor = weights(scale, column // block, at // BLOCK)
-    return total + _dot(rows(x), (e4m3(codes) * factor).astype(x.dtype))
+def _fp8(total: Array, rows: Load, weights: Load, x: Ref, values: Ref, scale: Ref) -> Array:
+    """128 inputs, and as many outputs or one, share a factor."""
+    codes, factor = weights(values, BLOCK), weights(scale, BLOCK, 1 if scale.shape[1] == values.shape[1] else BLOCK)
+    return total + _dot(rows(x), (_fp8_numbers(codes) * factor).astype(x.dtype))
 
 
-_TILES = {MXFP4: _mxfp4, FP8: _fp8}
+_ADD = {MXFP4: _mxfp4, FP8: _fp8, jax.Array: _plain}
 
 
 def _dot(x: Array, weights: Array) -> Array:
-    return plgpu.dot(x, weights.T).astype(jnp.float32)
+    return plgpu.dot(x, weights.reshape(weights.shape[0], -1).T).astype(jnp.float32)
+
+
+# The bits of a small number, put where those of a wider one lie, are that number times a power of two, subnormal ones
+# too. The interpreter on CPU has no subnormal numbers.
+
+
+def _fp4(codes: Array, shift: int, dtype: jnp.dtype) -> Array:
+    """The numbers in four bits of bytes (E2M1) that begin at bit `shift`."""
+    if platform() == "cpu":
+        return e2m1((codes.astype(jnp.int32) >> shift) & 15).astype(dtype)
+    wide, digits = codes.astype(jnp.uint16), jnp.finfo(dtype).nmant - 1
+    bits = (wide & 8 << shift) << 12 - shift | (wide & 7 << shift) << digits - shift
+    bias = (1 << jnp.finfo(dtype).nexp - 1) - 1
+    return jax.lax.bitcast_convert_type(bits, dtype) * jnp.asarray(2.0 ** (bias - 1), dtype)
+
+
+def _fp8_numbers(codes: Array) -> Array:
+    """The numbers of bytes (E4M3) as float32."""
+    if platform() == "cpu":
+        return e4m3(codes.astype(jnp.int32))
+    bits = (jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32) << 20) & -0x78100000
+    return jax.lax.bitcast_convert_type(bits, jnp.float32) * 2.0**120
