@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.quantised import BLOCK, FP8, GROUP, MXFP4, Quantised, e2m1, e4m3, e8m0
+from dflash_jax.quantised import BLOCK, FP8, GROUP, MXFP4, Quantised
 
-from ..dispatch import platform
+from .small_floats import E2M1, E4M3, WIDE, numbers
 from .visits import tile_height, visits
 
 ROWS = 16  # of a tile, at least
@@ -40,6 +40,8 @@ class Tile(NamedTuple):
 
 TILES: dict[type, Tile] = {MXFP4: Tile(128, 64), FP8: Tile(128, 128), jax.Array: Tile(64, 128)}
 MOST_PARTS = 8  # of the inputs
+# By what power of two weights in MXFP4 are smaller than they are, so that a factor of them fits its dtype.
+SMALLER = {"bfloat16": 64, "float16": 0}
 
 
 def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> str | None:
@@ -68,9 +70,11 @@ def grouped_matmul(
     tile, columns = TILES[kind], operands[0].shape[1]
     grid = where.tile.shape[0], pl.cdiv(N, tile.outputs)
     parts = max(1, min(MOST_PARTS, tile.programs // (grid[0] * grid[1]), columns // (2 * tile.columns)))
+    smaller = SMALLER[x.dtype.name] if isinstance(weights, MXFP4) else 0
+    how = {"add": _ADD[kind], "tile": tile, "height": height, "total": (M, N), "parts": parts, "smaller": smaller}
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     call = pl.pallas_call(
-        partial(_visit, add=_ADD[kind], tile=tile, height=height, total=(M, N), parts=parts),
+        partial(_visit, **how),
         out_shape=jax.ShapeDtypeStruct((parts, M, N), jnp.float32),
         grid=(*grid, parts),
         in_specs=[anywhere] * (len(where) + len(operands)),
@@ -92,7 +96,7 @@ def _mesh() -> jax.sharding.AbstractMesh:
 
 def _visit(
     tiles: Ref, groups: Ref, begins: Ref, ends: Ref, *refs: Ref,
-    add: Callable, tile: Tile, height: int, total: tuple[int, int], parts: int,
+    add: Callable, tile: Tile, height: int, total: tuple[int, int], parts: int, smaller: int,
 ) -> None:  # fmt: skip
     """The rows of one group in one tile, times a part of a tile of its weights. No two visits write the same place."""
     *operands, out = refs
@@ -125,7 +129,7 @@ def _visit(
             return add(total, rows, weights, *operands)
 
         start = jnp.zeros((height, tile.outputs), jnp.float32)
-        found = jax.lax.fori_loop(0, turns, turn, start)
+        found = jax.lax.fori_loop(0, turns, turn, start) * 2.0**smaller
         at = out.at[part, row[:, None], column[None, :]]
         plgpu.store(at, found, mask=inside[:, None] & known[None, :])
 
@@ -139,17 +143,22 @@ def _plain(total: Array, rows: Load, weights: Load, x: Ref, values: Ref) -> Arra
 
 def _mxfp4(total: Array, rows: Load, weights: Load, low: Ref, high: Ref, values: Ref, scale: Ref) -> Array:
     """The two numbers of a byte are multiplied apart, with every other input each; 16 bytes share an exponent."""
-    codes = weights(values, GROUP // 2)
-    power = e8m0(weights(scale, GROUP // 2).astype(jnp.int32)).astype(low.dtype)
+    codes, dtype = weights(values, GROUP // 2), low.dtype
+    shared = weights(scale, GROUP // 2)
     for x, shift in ((low, 0), (high, 4)):
-        total += _dot(rows(x), _fp4(codes, shift, low.dtype) * power)
+        found, exponent = numbers(codes, E2M1, shift, dtype)
+        if dtype == jnp.float16:  # which cannot hold the product of both powers
+            found, exponent = found * jnp.asarray(2.0**exponent, dtype), 0
+        total += _dot(rows(x), found * _power(shared, exponent - SMALLER[jnp.dtype(dtype).name], dtype))
     return total
 
 
 def _fp8(total: Array, rows: Load, weights: Load, x: Ref, values: Ref, scale: Ref) -> Array:
-    """128 inputs, and as many outputs or one, share a factor."""
-    codes, factor = weights(values, BLOCK), weights(scale, BLOCK, 1 if scale.shape[1] == values.shape[1] else BLOCK)
-    return total + _dot(rows(x), (_fp8_numbers(codes) * factor).astype(x.dtype))
+    """128 inputs, and as many outputs or one, share a factor, which their sums are multiplied by."""
+    found, exponent = numbers(weights(values, BLOCK), E4M3, 0, x.dtype)
+    factor = weights(scale, BLOCK, 1 if scale.shape[1] == values.shape[1] else BLOCK)
+    sums = _dot(rows(x), found * jnp.asarray(2.0**exponent, x.dtype))
+    return total + sums * factor.reshape(1, -1)
 
 
 _ADD = {MXFP4: _mxfp4, FP8: _fp8, jax.Array: _plain}
@@ -159,23 +168,9 @@ def _dot(x: Array, weights: Array) -> Array:
     return plgpu.dot(x, weights.reshape(weights.shape[0], -1).T).astype(jnp.float32)
 
 
-# The bits of a small number, put where those of a wider one lie, are that number times a power of two, subnormal ones
-# too. The interpreter on CPU has no subnormal numbers.
-
-
-def _fp4(codes: Array, shift: int, dtype: jnp.dtype) -> Array:
-    """The numbers in four bits of bytes (E2M1) that begin at bit `shift`."""
-    if platform() == "cpu":
-        return e2m1((codes.astype(jnp.int32) >> shift) & 15).astype(dtype)
-    wide, digits = codes.astype(jnp.uint16), jnp.finfo(dtype).nmant - 1
-    bits = (wide & 8 << shift) << 12 - shift | (wide & 7 << shift) << digits - shift
-    bias = (1 << jnp.finfo(dtype).nexp - 1) - 1
-    return jax.lax.bitcast_convert_type(bits, dtype) * jnp.asarray(2.0 ** (bias - 1), dtype)
-
-
-def _fp8_numbers(codes: Array) -> Array:
-    """The numbers of bytes (E4M3) as float32."""
-    if platform() == "cpu":
-        return e4m3(codes.astype(jnp.int32))
-    bits = (jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32) << 20) & -0x78100000
-    return jax.lax.bitcast_convert_type(bits, jnp.float32) * 2.0**120
+def _power(codes: Array, exponent: int, dtype: jnp.dtype) -> Array:
+    """2.0 ** (codes - 127 + exponent) of exponents as they are stored (E8M0); infinite beyond the dtype."""
+    wide = WIDE[jnp.dtype(dtype).name]
+    infinite = (1 << wide.exponent) - 1
+    field = jnp.clip(codes.astype(jnp.int32) + (exponent - 127 + wide.bias), 0, infinite)
+    return jax.lax.bitcast_convert_type((field << wide.digits).astype(jnp.uint16), dtype)
