@@ -35,9 +35,7 @@ E2M1, E4M3 = Small(2, 1), Small(4, 3)
 WIDE = {"bfloat16": Small(8, 7), "float16": Small(5, 10)}
 
 
-def numbers(
-    codes: UInt8[Array, "..."], kind: Small, shift: int, dtype: jnp.dtype
-) -> tuple[Float[Array, "..."], int]:
+def numbers(codes: UInt8[Array, "..."], kind: Small, shift: int, dtype: jnp.dtype) -> tuple[Float[Array, "..."], int]:
     """The numbers in bytes, times a power of two, and which one: `2.0 ** exponent` makes them what they are.
 
     Args:

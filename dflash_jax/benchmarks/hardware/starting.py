@@ -26,9 +26,7 @@ def starts() -> Iterator[Figures]:
         for name in ("from nothing", "again", "and again"):
             begin = time.perf_counter()
             command = [sys.executable, "-m", "dflash_jax.serve", "--prompt", QUESTION]
-            found = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-            )
+            found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
             if found.returncode:
                 raise RuntimeError(f"serve --prompt failed: {found.stderr[-300:]}")
             yield {"start": name, "seconds": time.perf_counter() - begin, "right": "27" in found.stdout}
