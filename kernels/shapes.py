@@ -71,5 +71,5 @@ PRODUCTS = {
     "qwen3-coder-30b-a3b up, decode": Product(8, 128, 1536, 2048),
     "qwen3-coder-30b-a3b up, verify": Product(128, 128, 1536, 2048),
     "qwen3-coder-30b-a3b down, verify": Product(128, 128, 2048, 768),
-    "minimax-m2 up, verify": Product(128, 256, 3072, 3072, FP8),
+    "minimax-m2 up, verify, one of 8 devices": Product(16, 32, 3072, 3072, FP8),
 }

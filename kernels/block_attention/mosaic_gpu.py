@@ -19,9 +19,9 @@ HEAD_DIMS = (64, 128, 256)
 ROWS = 64  # queries of a tile: the rows of one WGMMA
 CHUNK = 64  # slots copied at once
 TILE = 8  # rows of a tile in shared memory
-STAGE_BYTES = 128 << 10  # of shared memory for chunks in flight
+STAGE_BYTES = 64 << 10  # of shared memory for chunks in flight: two blocks share an SM
 BLOCKS = 264  # thread blocks wanted: two for every SM of an H100 or H200
-LEAST = 4  # chunks a split must be worth
+LEAST = 2  # chunks a split must be worth
 MASKED = -1e30
 
 

@@ -49,7 +49,7 @@ def numbers(codes: UInt8[Array, "..."], kind: Small, shift: int, dtype: jnp.dtyp
     (found,) = plgpu.elementwise_inline_asm(
         placing(kind, shift, wide),
         args=[codes],
-        constraints="=r,=r,r",
+        constraints="=&r,=&r,r",
         pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, dtype)],
     )
