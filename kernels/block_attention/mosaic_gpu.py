@@ -22,6 +22,7 @@ TILE = 8  # rows of a tile in shared memory
 STAGE_BYTES = 64 << 10  # of shared memory for chunks in flight: two blocks share an SM
 BLOCKS = 264  # thread blocks wanted: two for every SM of an H100 or H200
 LEAST = 2  # chunks a split must be worth
+WRITTEN_OUT = 16  # splits at most whose results are merged one by one
 MASKED = -1e30
 
 
@@ -105,17 +106,35 @@ def attend(
         num_threads=1,
         thread_name="warpgroup",
     )(scalars, q, low, mask, k, v, cache_k, cache_v)
-    out, top, total = (x[:, :, :, :Q] for x in found)
-    highest, sink = jnp.max(top, axis=2), None
-    if sinks is not None:
-        sink = jnp.repeat(sinks.astype(jnp.float32).reshape(K, G), T, axis=1)[None]
-        highest = jnp.maximum(highest, sink)
-    weights = jnp.exp(top - highest[:, :, None])
-    out, total = jnp.sum(weights[..., None] * out, axis=2), jnp.sum(weights * total, axis=2)
-    if sink is not None:
-        total = total + jnp.exp(sink - highest)
+    out, total = _merged(*(x[:, :, :, :Q] for x in found), sinks=None if sinks is None else _repeated(sinks, K, T))
     out = (out / total[..., None]).astype(q.dtype)
     return out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
+
+
+def _repeated(sinks: Float[Array, " N"], K: int, T: int) -> Float[Array, "1 K Q"]:
+    """The sink of each query of a tile."""
+    return jnp.repeat(sinks.astype(jnp.float32).reshape(K, -1), T, axis=1)[None]
+
+
+def _merged(
+    out: Float[Array, "B K _ Q Hv"],
+    top: Float[Array, "B K _ Q"],
+    total: Float[Array, "B K _ Q"],
+    sinks: Float[Array, "1 K Q"] | None,
+) -> tuple[Float[Array, "B K Q Hv"], Float[Array, "B K Q"]]:
+    """Unnormalised values and sums of exponentials of all stretches together.
+
+    Few stretches are written out one by one: XLA makes a single kernel of that, and two of sums over an axis.
+    """
+    highest = jnp.max(top, axis=2) if sinks is None else jnp.maximum(jnp.max(top, axis=2), sinks)
+    if top.shape[2] <= WRITTEN_OUT:
+        weights = [jnp.exp(top[:, :, i] - highest) for i in range(top.shape[2])]
+        merged = sum(weight[..., None] * out[:, :, i] for i, weight in enumerate(weights))
+        sums = sum(weight * total[:, :, i] for i, weight in enumerate(weights))
+    else:
+        weights = jnp.exp(top - highest[:, :, None])
+        merged, sums = jnp.sum(weights[..., None] * out, axis=2), jnp.sum(weights * total, axis=2)
+    return merged, sums if sinks is None else sums + jnp.exp(sinks - highest)
 
 
 def _kernel(
