@@ -108,16 +108,21 @@ def launches(dump: Path) -> Figures | None:
         return None
     counts: Figures = dict.fromkeys(("kernels", "conditional_kernels", "graphs", "host_decisions"), 0)
     conditions: list[int] = []  # how far those are indented that what follows is under
+    graph = -1  # the same of the graph that it is in, or -1
     for line in found[0].read_text().splitlines():
         if not (thunk := _THUNK.match(line)):
             continue
         depth, kind = len(thunk[1]), thunk[2]
         while conditions and depth <= conditions[-1]:
             conditions.pop()
+        if depth <= graph:
+            graph = -1
         if kind not in _GROUPS:
             counts["conditional_kernels" if conditions else "kernels"] += 1
-        elif depth == 0:
-            counts["graphs" if kind == "CommandBuffer" else "host_decisions"] += 1
+        elif graph < 0 and kind == "CommandBuffer":
+            counts["graphs"], graph = counts["graphs"] + 1, depth
+        elif graph < 0 and kind != "Sequential":
+            counts["host_decisions"] += 1
         if kind == "Conditional":
             conditions.append(depth)
     return counts

@@ -34,6 +34,7 @@ from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.files import reading
 from dflash_jax.infer.engine.compiler_options import BLOCK_OPTIONS
+from dflash_jax.infer.engine.graphs import GRAPH_OPTIONS
 from dflash_jax.infer.engine.params import STOP_WIDTH
 from dflash_jax.kernels.dispatch import platform
 from dflash_jax.mesh import AXES, HEADS, ROWS, AnyMesh, make_mesh, parse_mesh, parts_of
@@ -192,13 +193,12 @@ def part_bytes(
 def _compiled(
     step: Callable, raws: Pair, mesh: Mesh, batch: int, max_length: int, dtype: str, dump: str | None = None
 ) -> Compiled:
-    target, drafter, state = shapes(raws, mesh, batch, max_length, dtype)
-    target, drafter = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter))
-    state = _placed(state, sharding.state_shardings(state, mesh))
     with jax.set_mesh(mesh):
-        lowered = jax.jit(step, donate_argnums=2).lower(target, drafter, state)
-        described = {"xla_dump_to": dump} if dump and platform() == "gpu" else {}
-        return lowered.compile(compiler_options=BLOCK_OPTIONS.get(platform(), {}) | described)
+        lowered = jax.jit(step, donate_argnums=2).lower(*placed_shapes(raws, mesh, batch, max_length, dtype))
+        options = dict(BLOCK_OPTIONS.get(platform(), {}))
+        if platform() == "gpu":
+            options |= (GRAPH_OPTIONS if mesh.size == 1 else {}) | ({"xla_dump_to": dump} if dump else {})
+        return lowered.compile(compiler_options=options)
 
 
 def compile_training(raws: Pair, mesh: Mesh, rows: int, length: int, anchors: int) -> Compiled:
@@ -222,6 +222,15 @@ def compile_training(raws: Pair, mesh: Mesh, rows: int, length: int, anchors: in
     )
     with jax.set_mesh(mesh):
         return program.lower(target, drafter, state, batch).compile()
+
+
+def placed_shapes(
+    raws: Pair, mesh: Mesh, batch: int, max_length: int, dtype: str = "bfloat16"
+) -> tuple[Target, Drafter, State]:
+    """`shapes` with where each lies on the mesh."""
+    target, drafter, state = shapes(raws, mesh, batch, max_length, dtype)
+    target, drafter = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter))
+    return target, drafter, _placed(state, sharding.state_shardings(state, mesh))
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

@@ -12,6 +12,11 @@ from dflash_jax.benchmarks import planning, topologies
 from dflash_jax.benchmarks.compiled import launches
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.topologies import compiling_for, dtype_for
+from dflash_jax.infer.engine.chooser import Draft
+from dflash_jax.infer.engine.compiler_options import BLOCK_OPTIONS
+from dflash_jax.infer.engine.engine_config import EngineConfig
+from dflash_jax.infer.engine.graphs import GRAPH_OPTIONS
+from dflash_jax.infer.engine.programs import decode_call
 from dflash_jax.kernels.block_attention.reference import slots_at_once
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests.chips import SERVED, compile_attention, topology
@@ -55,14 +60,32 @@ def test_nothing_of_the_vocabularys_size_changes_places():
 
 @pytest.mark.parametrize(("name", "most"), [("qwen3-8b", 121), ("gpt-oss-20b", 165)])
 def test_what_a_step_starts(name, most, tmp_path):
-    """Few kernels, and no loop in a layer: the host decides for the two conditions on sampling alone."""
+    """Few kernels, all in one CUDA graph."""
     target, drafter = PAIRS[name]
     taps = {"dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0, 1]}}
     pair = cut(target, 3), cut(drafter | taps, 1) | {"num_target_layers": 3}
     step(pair, "h100", "data=1", 1, 1024, dump=str(tmp_path))
     found = launches(tmp_path)
     assert found["kernels"] <= most
-    assert (found["graphs"], found["host_decisions"]) == (3, 2)
+    assert (found["graphs"], found["host_decisions"]) == (1, 0)
+
+
+@pytest.mark.parametrize("policy", [{}, GRAPH_OPTIONS], ids=["as XLA does", "with loops"])
+def test_all_steps_of_a_call_are_one_graph(policy, tmp_path):
+    """With loops in graphs; else the host decides for the loop and for conditions in every step."""
+    target, drafter = PAIRS["qwen3-8b"]
+    taps = {"dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0]}}
+    pair = cut(target, 2), cut(drafter | taps, 1) | {"num_target_layers": 2}
+    devices = topology("h100")
+    mesh = make_mesh(parse_mesh("data=1", devices), devices)
+    options = BLOCK_OPTIONS["gpu"] | policy | {"xla_dump_to": str(tmp_path)}
+    with compiling_for("h100"), jax.set_mesh(mesh):
+        arguments = planning.placed_shapes(pair, mesh, 1, 1024)
+        config = EngineConfig()
+        call, given = decode_call(*arguments, 16, 0, Draft(16), config, options=options)
+        call.lower(*given).compile()
+    found = launches(tmp_path)
+    assert (found["graphs"] == 1) is (found["host_decisions"] == 0) is bool(policy)
 
 
 def cut(raw, layers):
