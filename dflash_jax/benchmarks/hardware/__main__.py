@@ -111,9 +111,9 @@ def all_items(bench: "Bench") -> dict[str, Item]:
     one = partial(steps.steps, bench, 1, 1024)
     items = {
         "device": Item("The device's own speed", 0.3, partial(device.ceilings, small=bench.small)),
-        "steps": Item("Steps at one row", 1.5, one),
-        "profile": Item("Kernels of a step, by kind", 0.5, partial(profiles.profiles, bench)),
-        "graphs": Item("All steps of a call as one CUDA graph", 1.5, partial(steps.graphs, bench)),
+        "steps": Item("Steps at one row", 1.2, one),
+        "profile": Item("Kernels of a step, by kind", 1.3, partial(profiles.profiles, bench)),
+        "graphs": Item("All steps of a call as one CUDA graph", 0.5, partial(steps.graphs, bench)),
         "rows8": Item("Steps at 8 rows", 1.5, partial(steps.steps, bench, 8, 1024)),
         "rows32": Item("Steps at 32 rows", 1.5, partial(steps.steps, bench, 32, 1024)),
         "long": Item("Steps at 16,384 tokens", 1.5, partial(steps.steps, bench, 1, 16384)),

@@ -17,7 +17,7 @@ from dflash_jax.infer.engine.graphs import graph_options
 from dflash_jax.target import Target
 
 RUNS = 5  # of a loop, whose median counts
-KEPT = 2  # programs, with their caches
+KEPT = 4  # programs, with their caches
 
 
 class StepKind(NamedTuple):

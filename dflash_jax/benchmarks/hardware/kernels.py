@@ -18,6 +18,7 @@ from dflash_jax.kernels.grouped_matmul import grouped_matmul
 from dflash_jax.kernels.shapes import PRODUCTS, SHAPES, Shape
 from dflash_jax.quantised import BLOCK, FP8, GROUP, MXFP4, Quantised
 
+FLOAT32 = jnp.dtype("float32")
 REPEATS = 3
 LOOPS = 30  # calls in one program
 
@@ -33,7 +34,7 @@ def attention(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
         if small:
             shape = shape._replace(T=min(shape.T, 16), N=4, K=min(shape.K, 2), H=16, values=shape.values and 8)
         block, cache, lengths = _ragged(shape, 128 if small else 2048, dtype)
-        wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+        wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == dtype else x, tree)
         with jax.default_matmul_precision("highest"):
             truth = partial(_call, shape, implementation="xla")(*wide(block), wide(cache), lengths)
         row: Figures = {"shape": name}
@@ -59,7 +60,7 @@ def products(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
         quantised = shape.quantised
         x, weights, sizes = _experts(rows, groups, outputs, inputs, quantised, dtype)
         with jax.default_matmul_precision("highest"):
-            truth = grouped_matmul(x.astype(jnp.float32), weights.astype(jnp.float32), sizes, implementation="xla")
+            truth = grouped_matmul(x.astype(jnp.float32), weights.astype(FLOAT32), sizes, implementation="xla")
         row: Figures = {"products": name}
         for implementation in implementations():
             call = partial(grouped_matmul, implementation=implementation)
