@@ -13,6 +13,8 @@ from ..verify import TOLERANCE
 BYTES = 8 << 20  # keys and values of one row, at most; several chunks of any implementation
 LEAST = 512  # slots, however large
 LONG = 512  # queries and keys of a block alone: the largest tile
+WIDTHS = (1, 16, 64, 256)  # of a block after a cache: one trial stands for all up to the next
+TREE_WIDTHS = WIDTHS[2:]  # the same where a mask says what is seen
 
 
 class _Entry(NamedTuple):
@@ -22,6 +24,9 @@ class _Entry(NamedTuple):
 
 class Trial(NamedTuple):
     """What makes a call the program that it is: sizes (see `api`), type and options, with few rows and slots.
+
+    Calls that differ in the number of rows, slots or positions alone run the same code more or less often. They share a
+    trial, so that an engine with all its chains and trees needs a handful.
 
     Attributes:
         visible: "causal", "full", or another visibility, "one for each row" or "one for all rows".
@@ -54,7 +59,10 @@ class Trial(NamedTuple):
         (B, T, N, H), (K, F, Hv), slots = q.shape, v.shape[1:], cache_k.shape[2]
         if slots:
             fits = max(LEAST, BYTES // (K * (H + Hv) * q.dtype.itemsize)) // 128 * 128
-            slots = slots if slots <= fits + 128 else fits + slots % 128
+            slots = slots if slots < LEAST else fits + slots % 128
+            widths = WIDTHS if options["visible"] in ("causal", "full") else TREE_WIDTHS
+            wider = next((width for width in widths if T <= width), T)
+            B, T, F = 2, wider, F + wider - T
         elif T == F > 2 * LONG:  # a block alone: of its length, the remainder shows in the program
             T = F = LONG + T % LONG
         heads = K if slots else min(K, 2)

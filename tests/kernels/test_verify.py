@@ -107,7 +107,7 @@ def test_a_kernel_that_is_right_runs(install, how):
 )
 def test_a_kernel_that_is_wrong_is_replaced(install, how, error, why):
     kernel, block = install(Fake(error)), arguments()
-    with pytest.warns(RuntimeWarning, match=r"block_attention\.fake is not used for Trial\(rows=2, T=3, .*" + why):
+    with pytest.warns(RuntimeWarning, match=r"block_attention\.fake is not used for Trial\(rows=2, T=16, .*" + why):
         got = HOW[how](*block)
     assert kernel.calls == 1
     np.testing.assert_allclose(got, expected(*block), atol=1e-6)
@@ -142,10 +142,12 @@ def test_a_shape_is_tried_once(install):
     HOW["jit"](*arguments())
     call(*arguments(B=5)[:4], KV(*(jnp.zeros((5, 2, 40, 8)) for _ in "kv")), jnp.zeros(5, jnp.int32))  # two rows do
     assert kernel.calls == 5
-    call(*arguments(T=4))
-    assert kernel.calls == 7
+    call(*arguments(T=4))  # as 3 positions, it is tried as 16
+    assert kernel.calls == 6
+    call(*arguments(T=17))
+    assert kernel.calls == 8
     call(*arguments(), window=3)
-    assert kernel.calls == 9
+    assert kernel.calls == 10
 
 
 @pytest.mark.parametrize("error", [0.0, 0.01])
@@ -283,6 +285,11 @@ def test_trials_are_small():
     assert of(Trial.of, q, kv, (64, 8, 40_960, 128), **PLAIN)[:8] == (2, 16, 16, 32, 8, 128, 128, 2048)
     assert of(Trial.of, q, kv, (64, 8, 40_000, 128), **PLAIN).slots == 2048 + 40_000 % 128
     assert of(Trial.of, q, kv, (64, 8, 500, 128), **PLAIN).slots == 500
+    # Of an engine that chooses among chains and trees: plain steps, chains, their drafts, and trees.
+    block = lambda T: ((4, T, 32, 128), (4, 8, T, 128), (5, 8, 4096, 128))
+    kinds = {"causal": (1, 4, 8, 16), "full": (4, 8, 16), "one for each row": (16, 32, 64)}
+    found = {of(Trial.of, *block(T), **PLAIN | {"visible": kind}) for kind, widths in kinds.items() for T in widths}
+    assert len(found) == 4
     assert of(Trial.of, *alone, **PLAIN)[:8] == (2, 512, 512, 8, 2, 128, 128, 0)
     cache = (64, 8, 40_960, 128)
     assert of(Update.of, cache, cache, (64, 8, 256, 128), ring=False).slots == 1024
