@@ -308,7 +308,7 @@ def _answer(options: ServeOptions, prompt: str) -> int:
     needs = needs_of(loaded.target.config, [request], options.engine)
     engine = engine_for(loaded, needs, generation, options.engine)
     engine.check(request)
-    engine.warm_up()
+    engine.compile()
     shown, seen, completion = GrowingText(text), 0, None
     with contextlib.closing(engine.stream([request])) as completions:
         for _, completion in completions:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from dflash_jax.checkpoint.tokenizer import check_tokenizer_files, listed_tokens
-from dflash_jax.files import one_line, said
+from dflash_jax.files import one_line, read_json, said
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -43,18 +43,30 @@ def load_tokenizer(directory: Path) -> Any:
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
     check_tokenizer_files(directory)
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
+        tokenizer: Any = _tokenizer_class(directory).from_pretrained(str(directory))
         tokenizer.decode(tokenizer.encode("a"))  # some values are only looked at when they are needed
     except Exception as error:  # tokenizer files are read by several libraries, which raise what they like
         reason = said(error).strip().splitlines()[0]
         wrong = f"{directory} must hold a tokenizer (tokenizer.json and its config): {reason}"
         raise ValueError(one_line(wrong)) from error
     return tokenizer
+
+
+def _tokenizer_class(directory: Path) -> Any:
+    """transformers' class for the tokenizer of a checkpoint. Where its files name the common one, it is not searched for
+    among all models, which takes half a second, and two with torch installed."""
+    place = directory / "tokenizer_config.json"
+    if place.is_file() and read_json(place).get("tokenizer_class") == "TokenizersBackend":
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def token_id(directory: Path, text: str) -> int:

@@ -252,6 +252,7 @@ def run(
         The state, and the tokens of each step stacked [M, B, J] / [M, B], M = `capacity` >= `max_steps`;
         counts of steps not taken are 0.
     """
+    step = jax.jit(step, inline=True)  # traced once, for its shapes and in the loop
     shapes = jax.eval_shape(step, state)[1]
     trace = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), shapes)
 

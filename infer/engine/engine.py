@@ -119,6 +119,15 @@ class Engine:
             self.drafts.measured(self.batch.step_seconds(check_interrupt))
         self.stats.compile_seconds += time.perf_counter() - begin
 
+    def compile(self) -> None:
+        """Compiles the large programs of this engine, and runs none: for a single answer. What is chosen by measured
+        times needs `warm_up`, which this then calls."""
+        if self.drafts.auto:
+            return self.warm_up()
+        begin = time.perf_counter()
+        self.batch.compile()
+        self.stats.compile_seconds += time.perf_counter() - begin
+
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Completions in the order of the requests; raises RequestError for one that cannot be served."""
         requests = list(requests)

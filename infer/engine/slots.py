@@ -98,12 +98,16 @@ class Slots:
         """Keys of the prompt's chunks, for `read`."""
         return self._prefixes.index.keys(prompt)
 
-    def warm_up(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
-        """See `Engine.warm_up`. All rows must be idle."""
+    def compile(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
+        """Compiles the programs that read prompts and decode. All rows must be idle."""
         reading = ((prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._prefills.shapes)
         decoding = (self._decode_call(draft, 0, 0, self.idle(width)) for draft, width in self._decoding)
         with self._on_mesh():
             compile_all(itertools.chain(reading, decoding), check_interrupt)
+
+    def warm_up(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
+        """See `Engine.warm_up`. All rows must be idle."""
+        self.compile(check_interrupt)
         self.begin(0)
         if self._short:
             self.move(0, self._slots - 1, self._neutral)
