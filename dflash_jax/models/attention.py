@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.cache import KV, Cache, Fresh
 from dflash_jax.cache.split import Split
 from dflash_jax.config import AttentionConfig, LayerConfig, LayerMixer, RopeConfig
-from dflash_jax.kernels.block_attention import Visibility
+from dflash_jax.kernels.block_attention import Visibility, together
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models.layers import Linear, RMSNorm, rms_norm, unfuse
 from dflash_jax.models.rope import Rope, rope_tables, rotate
@@ -104,6 +104,9 @@ class Attention(nn.Module):
             value_norm = None if c.value_norm is None else partial(rms_norm, weight=None, eps=c.value_norm)
             fresh = keys_and_values(k, v, H, ctx.rope, norm("k_norm", K), value_norm)
         q = split_heads(q, H, norm("q_norm", N), ctx.rope)
+        if shared is None and ctx.per_row is None:
+            q, *both = together(q, fresh.k, fresh.v)
+            fresh = Fresh(*both)
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if c.sinks else None
         out = attend_pass(q, fresh, ctx, entry, c, sinks).reshape(B, T, N * H)
         if c.gate:

@@ -2,4 +2,5 @@
 
 from .api import Visibility as Visibility
 from .api import attend as attend
+from .api import together as together
 from .reference import expand as expand

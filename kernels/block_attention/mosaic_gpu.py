@@ -8,6 +8,7 @@ read. The stretches and the sink are merged by log-sum-exp in XLA.
 
 import inspect
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,30 @@ def declines(
     return None
 
 
+class Places(NamedTuple):
+    """Where the rows of a block lie, in one array for all of them or in one for each.
+
+    Attributes:
+        queries, keys: rows of one key-value head.
+        first_key, first_value: rows before them.
+    """
+
+    queries: int
+    keys: int
+    first_key: int
+    first_value: int
+
+
+def reads_together(q: Float[Array, "B T N H"], k: Float[Array, "B K F H"], v: Float[Array, "B K F Hv"]) -> bool:
+    """Whether it reads queries, keys and values from one array, heads side by side, as they are: no tile of rows then
+    reaches beyond the array. Else it copies them."""
+    (_, T, N, H), (K, F, Hv) = q.shape, v.shape[1:]
+    Q = N // K * T
+    tiles = -(-Q // ROWS)
+    inside = (K - 1) * Q + tiles * ROWS <= (N + 2 * K) * T
+    return T == F and H == Hv and T % TILE == 0 and (F <= CHUNK or F % CHUNK == 0) and inside
+
+
 @partial(jax.jit, static_argnames=("scale", "softcap"), inline=True)  # traced and lowered once for layers alike
 def attend(
     q: Float[Array, "B T N H"],
@@ -71,14 +96,20 @@ def attend(
     B, T, N, H = q.shape
     K, S, F, Hv = *cache_k.shape[1:3], *v.shape[2:]
     G, Q = N // K, N // K * T
-    grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, Q, H)
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
     bounds, mask = jnp.tile(bounds, (1, G)), jnp.tile(mask, (1, G, 1))
     tiles, own = -(-Q // ROWS), -(-F // CHUNK)
     width = CHUNK if own > 1 else -(-F // TILE) * TILE  # of a chunk of the block
     more, wider = tiles * ROWS - Q, own * width - F
-    q, low = jnp.pad(grouped, ((0, 0), (0, 0), (0, more), (0, 0))), jnp.pad(bounds, ((0, 0), (0, more)))
-    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wider), (0, 0))) for x in (k, v))
+    low = jnp.pad(bounds, ((0, 0), (0, more)))
+    if reads_together(q, k, v):
+        block = [jnp.concatenate([q.swapaxes(1, 2), k, v], axis=1).reshape(B, -1, H)] * 3
+        places = Places(Q, F, N * T, (N + K) * F)
+    else:
+        grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, Q, H)
+        sides = (grouped, more), (k, wider), (v, wider)
+        block = [jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0))).reshape(B, -1, x.shape[-1]) for x, rows in sides]
+        places = Places(tiles * ROWS, own * width, 0, 0)
     mask = jnp.pad(mask, ((0, 0), (0, more), (0, own * CHUNK - F))).astype(jnp.int32)
     splits = max(1, min(-(-BLOCKS // (B * K * tiles)), S // CHUNK // LEAST))
     depth = max(2, min(6, STAGE_BYTES // (CHUNK * (H + Hv) * q.dtype.itemsize), S // CHUNK))
@@ -96,7 +127,7 @@ def attend(
         "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=depth),
         "q_arrived": plgpu.Barrier(num_arrivals=2),
     }
-    options = {"slots": S, "width": width, "own": own, "depth": depth, "splits": splits}
+    options = {"slots": S, "width": width, "own": own, "depth": depth, "splits": splits, "places": places}
     found = plgpu.kernel(
         partial(_kernel, plgpu, **options, scale=scale, softcap=softcap),
         out_type=(jax.ShapeDtypeStruct((*result.shape, Hv), jnp.float32), result, result),
@@ -105,7 +136,7 @@ def attend(
         grid_names=("b", "k", "tile", "split"),
         num_threads=1,
         thread_name="warpgroup",
-    )(scalars, q, low, mask, k, v, cache_k, cache_v)
+    )(scalars, low, mask, *block, cache_k, cache_v)
     out, total = _merged(*(x[:, :, :, :Q] for x in found), sinks=None if sinks is None else _repeated(sinks, K, T))
     out = (out / total[..., None]).astype(q.dtype)
     return out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
@@ -138,8 +169,8 @@ def _merged(
 
 
 def _kernel(
-    plgpu, scalars, q, low, mask, k, v, cache_k, cache_v, out, out_top, out_total,
-    *, q_smem, k_smem, v_smem, low_smem, arrived, q_arrived, slots, width, own, depth, splits, scale, softcap,
+    plgpu, scalars, low, mask, q, k, v, cache_k, cache_v, out, out_top, out_total,
+    *, q_smem, k_smem, v_smem, low_smem, arrived, q_arrived, slots, width, own, depth, splits, places, scale, softcap,
 ):  # fmt: skip
     """One stretch of one row's cache, for a tile of queries of one key-value head: see the module."""
     b, head, tile, split = (jax.lax.axis_index(name) for name in ("b", "k", "tile", "split"))
@@ -165,10 +196,10 @@ def _kernel(
 
         @pl.when((i >= count) & (i < end))
         def _():
-            at = pl.ds((i - count) * width, width)
-            copy(k.at[b, head, at], v.at[b, head, at], width)
+            at = head * places.keys + (i - count) * width
+            copy(k.at[b, pl.ds(places.first_key + at, width)], v.at[b, pl.ds(places.first_value + at, width)], width)
 
-    plgpu.copy_gmem_to_smem(q.at[b, head, rows], q_smem, q_arrived)
+    plgpu.copy_gmem_to_smem(q.at[b, pl.ds(head * places.queries + tile * ROWS, ROWS)], q_smem, q_arrived)
     plgpu.copy_gmem_to_smem(low.at[b, rows], low_smem, q_arrived)
     for i in range(depth - 1):
         fetch(jnp.int32(i))

@@ -92,7 +92,9 @@ def test_a_profile_counts_operations_by_their_kind():
     found = profiles.by_kind(lambda: jax.block_until_ready(program(x)), 2)
     assert found
     assert all(number > 0 and micro > 0 for number, micro in found.values())
-    kinds = {name: next(kind for pattern, kind in profiles.KINDS if profiles.re.search(pattern, name)) for name in NAMES}
+    kinds = {
+        name: next(kind for pattern, kind in profiles.KINDS if profiles.re.search(pattern, name)) for name in NAMES
+    }
     assert kinds == NAMES
 
 
