@@ -1,4 +1,4 @@
-"""`python -m benchmarks.sass [mxfp4|fp8|bfloat16]...`: instructions of an H100 for every weight in the products of experts.
+"""`python -m benchmarks.sass [mxfp4|fp8|bfloat16]...`: instructions of an H100 for every weight of experts.
 
 The kernel is compiled without a GPU, and the loop that holds its products is disassembled: its instructions over the
 weights that a thread decodes in one turn. Needs the `cuda-compiler` extra and nvdisasm, which CUDA's toolkit has, and
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ NUMBERS = {"mxfp4": (MXFP4, 2), "fp8": (FP8, 1), "bfloat16": (jax.Array, 1)}  # 
 def compiled(kind: str, dump: Path) -> str:
     """PTX of the kernel."""
     place = SingleDeviceSharding(topology("h100")[0])
-    spec = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    spec: Any = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     N, D = OUTPUTS, INPUTS // BLOCK * BLOCK if kind == "fp8" else INPUTS
     weights = {
         "mxfp4": lambda: MXFP4(spec((GROUPS, N, D // 2), jnp.uint8), spec((GROUPS, N, D // GROUP), jnp.uint8)),

@@ -57,7 +57,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def _tokenizer_class(directory: Path) -> Any:
-    """transformers' class for the tokenizer of a checkpoint. Where its files name the common one, it is not searched for
+    """transformers' class for a checkpoint's tokenizer. The common one, where the files name it, is not searched for
     among all models, which takes half a second, and two with torch installed."""
     place = directory / "tokenizer_config.json"
     if place.is_file() and read_json(place).get("tokenizer_class") == "TokenizersBackend":

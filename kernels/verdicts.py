@@ -11,11 +11,11 @@ import json
 import os
 import time
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
 import jax
-import jaxlib
 
 from dflash_jax import files
 
@@ -38,7 +38,7 @@ class Verdict:
     def __init__(self, case: str, *sources: ModuleType):
         device = jax.local_devices()[0]
         flags = [os.environ.get(name, "") for name in FLAGS]
-        versions = [jax.__version__, jaxlib.__version__, device.client.platform_version]
+        versions = [jax.__version__, metadata.version("jaxlib"), device.client.platform_version]
         rests_on = [device.device_kind, *versions, *flags, *map(_digest, sources), case]
         self._case, root = case, directory()
         name = hashlib.sha256("\0".join(rests_on).encode()).hexdigest()[:32]

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_jax import __main__ as commands
 from dflash_jax import benchmark, load_drafter, load_target, plan, serve
-from dflash_jax.benchmarks import kernels
+from dflash_jax.benchmarks.hardware import __main__ as hardware
 from dflash_jax.bundled import smollm2_drafter
 from dflash_jax.cli import EngineOptions, GenerationOptions
 from dflash_jax.engines import engine_config, needs_of
@@ -24,7 +24,7 @@ SERVE = """
     api-key batch-size block-size drafter dtype force http input max-length max-new-tokens max-request-bytes
     allow-unauthenticated max-waiting client-timeout shutdown-timeout
     mesh min-p no-speculation ordered output prefix-chunks processes prompt proposals seed stats-interval
-    long-slots short-length stream-interval summary target temperature top-k top-p tree
+    gpu-graphs long-slots short-length stream-interval summary target temperature top-k top-p tree
     chat-template-kwargs deterministic kernels ray ray-workers ray-resources
     target-config drafter-config min-tokens ignore-eos stop-token-ids
 """
@@ -38,14 +38,14 @@ BENCHMARK = {
     "sweep": MEASURING + "drafter untrained concurrency plot",
     "drafters": MEASURING + "drafters rounds tasks plot",
 }
-KERNELS = "bandwidth batch context dtype json loops only pair"
+HARDWARE = "json minutes only pair resume small"
 
 
 @pytest.mark.parametrize(
     ("parse", "mode", "flags"),
     [
         (serve.parse_options, [], SERVE),
-        (kernels.parse_options, [], KERNELS),
+        (hardware.parse_options, [], HARDWARE),
         *((benchmark.parse_options, [mode], flags) for mode, flags in BENCHMARK.items()),
     ],
 )
@@ -81,8 +81,8 @@ def test_forms_of_arguments():
     assert serve.parse_options(["--http", "localhost:1"]).generation.block_size is None
     options = benchmark.parse_options(["jobs", "--official", "--untrained", "--rounds", "3"])
     assert (options.official, options.untrained, options.rounds) == (True, True, 3)
-    options = kernels.parse_options("--context 5 6 7 --batch 2 --only step".split())
-    assert (options.context, options.batch, options.only) == ((5, 6, 7), (2,), "step")
+    options = hardware.parse_options("--minutes 2.5 --only steps,profile --resume".split())
+    assert (options.minutes, options.only, options.resume) == (2.5, ("steps", "profile"), True)
 
 
 def test_wrong_usage_exits_2_and_says_what_to_do(capsys):

@@ -300,6 +300,8 @@ _TOY = {
 
 def reduced(target: Raw, drafter: Raw) -> tuple[Raw, Raw]:
     """The same pair in toy sizes, three layers and one: of Qwen3, with or without experts, or gpt-oss."""
-    small = [config | {key: value for key, value in _TOY.items() if key in config} for config in (target, drafter)]
+    small = [
+        dict(config) | {key: value for key, value in _TOY.items() if key in config} for config in (target, drafter)
+    ]
     reads = {"dflash_config": drafter["dflash_config"] | {"mask_token_id": 511, "target_layer_ids": [0, 1]}}
     return small[0] | {"num_hidden_layers": 3}, small[1] | {"num_hidden_layers": 1, "num_target_layers": 3} | reads

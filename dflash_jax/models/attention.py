@@ -104,7 +104,7 @@ class Attention(nn.Module):
             value_norm = None if c.value_norm is None else partial(rms_norm, weight=None, eps=c.value_norm)
             fresh = keys_and_values(k, v, H, ctx.rope, norm("k_norm", K), value_norm)
         q = split_heads(q, H, norm("q_norm", N), ctx.rope)
-        if shared is None and ctx.per_row is None:
+        if shared is None and ctx.per_row is None and fresh.v is not None:
             q, *both = together(q, fresh.k, fresh.v)
             fresh = Fresh(*both)
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if c.sinks else None

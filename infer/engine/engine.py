@@ -123,10 +123,11 @@ class Engine:
         """Compiles the large programs of this engine, and runs none: for a single answer. What is chosen by measured
         times needs `warm_up`, which this then calls."""
         if self.drafts.auto:
-            return self.warm_up()
-        begin = time.perf_counter()
-        self.batch.compile()
-        self.stats.compile_seconds += time.perf_counter() - begin
+            self.warm_up()
+        else:
+            begin = time.perf_counter()
+            self.batch.compile()
+            self.stats.compile_seconds += time.perf_counter() - begin
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Completions in the order of the requests; raises RequestError for one that cannot be served."""

@@ -15,10 +15,10 @@ from dflash_jax.decoding.state import RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options, fastest_options
-from dflash_jax.infer.engine.graphs import graph_options
 from dflash_jax.infer.engine.compiling import compile_all
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
+from dflash_jax.infer.engine.graphs import graph_options
 from dflash_jax.infer.engine.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.engine.prefixes import PrefixCache
 from dflash_jax.infer.engine.programs import begin, decode_call, move, prefill, release

@@ -69,7 +69,7 @@ def reads_together(q: Float[Array, "B T N H"], k: Float[Array, "B K F H"], v: Fl
     Q = N // K * T
     tiles = -(-Q // ROWS)
     inside = (K - 1) * Q + tiles * ROWS <= (N + 2 * K) * T
-    return T == F and H == Hv and T % TILE == 0 and (F <= CHUNK or F % CHUNK == 0) and inside
+    return T == F and Hv == H and T % TILE == 0 and (F <= CHUNK or F % CHUNK == 0) and inside
 
 
 @partial(jax.jit, static_argnames=("scale", "softcap"), inline=True)  # traced and lowered once for layers alike
@@ -160,8 +160,9 @@ def _merged(
     highest = jnp.max(top, axis=2) if sinks is None else jnp.maximum(jnp.max(top, axis=2), sinks)
     if top.shape[2] <= WRITTEN_OUT:
         weights = [jnp.exp(top[:, :, i] - highest) for i in range(top.shape[2])]
-        merged = sum(weight[..., None] * out[:, :, i] for i, weight in enumerate(weights))
-        sums = sum(weight * total[:, :, i] for i, weight in enumerate(weights))
+        merged, sums = weights[0][..., None] * out[:, :, 0], weights[0] * total[:, :, 0]
+        for i, weight in enumerate(weights[1:], 1):
+            merged, sums = merged + weight[..., None] * out[:, :, i], sums + weight * total[:, :, i]
     else:
         weights = jnp.exp(top - highest[:, :, None])
         merged, sums = jnp.sum(weights[..., None] * out, axis=2), jnp.sum(weights * total, axis=2)

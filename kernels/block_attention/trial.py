@@ -61,7 +61,7 @@ class Trial(NamedTuple):
             fits = max(LEAST, BYTES // (K * (H + Hv) * q.dtype.itemsize)) // 128 * 128
             slots = slots if slots < LEAST else fits + slots % 128
             widths = WIDTHS if options["visible"] in ("causal", "full") else TREE_WIDTHS
-            wider = next((width for width in widths if T <= width), T)
+            wider = next((width for width in widths if width >= T), T)
             B, T, F = 2, wider, F + wider - T
         elif T == F > 2 * LONG:  # a block alone: of its length, the remainder shows in the program
             T = F = LONG + T % LONG

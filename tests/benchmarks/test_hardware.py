@@ -7,7 +7,8 @@ import pytest
 
 from dflash_jax.benchmarks.hardware import __main__ as hardware
 from dflash_jax.benchmarks.hardware import profiles
-from dflash_jax.benchmarks.hardware.report import Item, Skipped, markdown, measure
+from dflash_jax.benchmarks.hardware.report import Item, SkippedError, markdown, measure
+from dflash_jax.benchmarks.topologies import bandwidth
 from dflash_jax.kernels.shapes import PRODUCTS, SHAPES
 
 
@@ -19,7 +20,7 @@ def items(found, minutes=0.0):
             raise RuntimeError("no\nmemory")
 
     def skipped():
-        raise Skipped("there is no GPU")
+        raise SkippedError("there is no GPU")
         yield
 
     made = {name: Item(f"About {name}", minutes, lambda name=name: rows(name)) for name in ("first", "bad", "last")}
@@ -106,6 +107,12 @@ NAMES = {
     "input_scatter_fusion_1": "scatters",
     "mosaic_gpu_kernel": "attention and other kernels of this package",
 }
+
+
+def test_devices_by_what_they_call_themselves():
+    assert bandwidth("NVIDIA H200") == 4.8e12
+    assert bandwidth("TPU v5 lite") == 0.82e12
+    assert bandwidth("cpu") is None
 
 
 @pytest.mark.slow

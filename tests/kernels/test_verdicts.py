@@ -106,10 +106,9 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
 
 def test_a_kernel_is_tried_once_on_a_machine(place, monkeypatch):
     """Another process asks the directory; what is in memory is forgotten here instead."""
-    from tests.kernels.test_verify import Fake, arguments, call
-
     from dflash_jax.kernels import dispatch
     from dflash_jax.kernels.block_attention import api
+    from tests.kernels.test_verify import Fake, arguments, call
 
     kernel = Fake(0.01)
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)

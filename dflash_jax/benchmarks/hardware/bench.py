@@ -1,4 +1,4 @@
-"""What the items of a report share: the pair under measurement, its engines, and looped steps that are compiled once."""
+"""What the items of a report share: the pair that is measured, its engines, and looped steps, compiled once."""
 
 import time
 from collections.abc import Callable

@@ -53,7 +53,7 @@ def ceilings(*, small: bool) -> Iterator[Figures]:
 
 def timed(program: Callable[..., Any], *arguments: Any, runs: int = 7, each: int = 5) -> float:
     """Seconds of one call: the median of some runs of a few calls each."""
-    jax.block_until_ready(program(*arguments))
+    out = jax.block_until_ready(program(*arguments))
     times = []
     for _ in range(runs):
         begin = time.perf_counter()

@@ -34,14 +34,14 @@ def attention(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
         if small:
             shape = shape._replace(T=min(shape.T, 16), N=4, K=min(shape.K, 2), H=16, values=shape.values and 8)
         block, cache, lengths = _ragged(shape, 128 if small else 2048, dtype)
-        wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == dtype else x, tree)
+        wide: Any = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == dtype else x, tree)
         with jax.default_matmul_precision("highest"):
-            truth = partial(_call, shape, implementation="xla")(*wide(block), wide(cache), lengths)
+            truth = _call(shape, *wide((*block, cache)), lengths, implementation="xla")
         row: Figures = {"shape": name}
         for implementation in implementations():
             try:
                 call = jax.jit(partial(_call, shape, implementation=implementation))
-                row |= _compared(implementation, lambda call=call: call(*block, cache, lengths), truth)
+                row |= _compared(implementation, partial(call, *block, cache, lengths), truth)
             except ValueError:  # it declines
                 continue
             for context in (64,) if small else (1024, 8192):
@@ -65,7 +65,7 @@ def products(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
         for implementation in implementations():
             call = partial(grouped_matmul, implementation=implementation)
             try:
-                row |= _compared(implementation, lambda call=call: call(x, weights, sizes), truth)
+                row |= _compared(implementation, partial(call, x, weights, sizes), truth)
             except ValueError:
                 continue
             seconds = timed(call, x, weights, sizes)

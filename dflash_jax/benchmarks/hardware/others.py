@@ -7,7 +7,7 @@ import jax
 
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.bench import Bench
-from dflash_jax.benchmarks.hardware.report import Skipped
+from dflash_jax.benchmarks.hardware.report import SkippedError
 from dflash_jax.benchmarks.presets import PAIRS, reduced
 
 STEPS = 20
@@ -19,10 +19,10 @@ def torch_steps(bench: Bench) -> Iterator[Figures]:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
     except ImportError as error:
-        raise Skipped(f"{error.name} is not installed") from error
+        raise SkippedError(f"{error.name} is not installed") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and jax.default_backend() != "cpu":
-        raise Skipped("the torch that is installed does not see the device")
+        raise SkippedError("the torch that is installed does not see the device")
     bench.clear()
     raw = reduced(*PAIRS[bench.pair]) if bench.small else PAIRS[bench.pair]
     fields = {key: value for key, value in raw[0].items() if key != "model_type"}

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import jax
 
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.bench import Bench, StepKind
-from dflash_jax.benchmarks.hardware.report import Skipped
+from dflash_jax.benchmarks.hardware.report import SkippedError
 
 # Kinds by what the names of kernels hold, the first that fits; others keep their name without numbers.
 KINDS = (
@@ -38,7 +38,7 @@ def profiles(bench: Bench) -> Iterator[Figures]:
         looped, _ = bench.step(StepKind(speculative, graphs="off"))
         found = by_kind(looped.seconds, bench.loops)
         if not found:
-            raise Skipped("the profiler shows no operations on this device")
+            raise SkippedError("the profiler shows no operations on this device")
         name = "speculative" if speculative else "plain"
         number, micro = (sum(column) for column in zip(*found.values(), strict=True))
         yield {"step": name, "kind": "all", "a step": number, "microseconds": micro}
@@ -48,7 +48,7 @@ def profiles(bench: Bench) -> Iterator[Figures]:
 
 def by_kind(call: Callable[[], object], steps: int) -> dict[str, tuple[float, float]]:
     """What one call of so many steps runs: the number of kernels and their microseconds a step, by kind."""
-    number, total = Counter[str](), Counter[str]()
+    number, total = Counter[str](), defaultdict[str, float](float)
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             call()
@@ -66,9 +66,8 @@ def _operations(path: Path) -> Iterator[tuple[str, float]]:
     for plane in data.planes:
         on_gpu, on_tpu = "/device:GPU" in plane.name, "/device:TPU" in plane.name
         for line in plane.lines:
-            if not ((on_gpu and "Stream" in line.name) or (on_tpu and line.name == "XLA Ops")):
-                if on_gpu or on_tpu:
-                    continue
+            if (on_gpu and "Stream" not in line.name) or (on_tpu and line.name != "XLA Ops"):
+                continue
             for event in line.events:
                 if on_gpu or on_tpu or any(key == "hlo_op" for key, _ in event.stats):
                     yield event.name.lower(), event.duration_ns

@@ -1,4 +1,4 @@
-"""The items of a report in turn: what is measured, skipped or fails, kept in a file after every row; the same as text."""
+"""The items of a report in turn: what is measured, skipped or fails, kept in a file after every row; as text, too."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from dflash_jax import files
 from dflash_jax.benchmarks.arguments import Figures
 
 
-class Skipped(Exception):
+class SkippedError(Exception):
     """Why an item cannot be measured here."""
 
 
@@ -55,7 +55,7 @@ def measure(items: Mapping[str, Item], report: Figures, path: Path | None, minut
                 print("  " + line(row), flush=True)
                 _write(path, report)
             entry["done"] = True
-        except Skipped as why:
+        except SkippedError as why:
             entry["skipped"] = str(why)
             print(f"  skipped: {why}", flush=True)
         except Exception as error:  # a device fails in ways of its own; the other items go on

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 
 from dflash_jax.benchmarks.arguments import Figures
-from dflash_jax.benchmarks.hardware.report import Skipped
+from dflash_jax.benchmarks.hardware.report import SkippedError
 
 QUESTION = "Anna has 24 apples. Anna buys 18 more and then gives 15 to Ben. How many apples does Anna have now?"
 LIMIT = 300  # seconds
@@ -19,7 +19,9 @@ LIMIT = 300  # seconds
 def starts() -> Iterator[Figures]:
     """The whole command in a process of its own, whose compiled programs lie in a new directory."""
     if jax.default_backend() == "tpu":
-        raise Skipped("a TPU belongs to one process: run `time python -m dflash_jax.serve --prompt Hello` by itself")
+        raise SkippedError(
+            "a TPU belongs to one process: run `time python -m dflash_jax.serve --prompt Hello` by itself"
+        )
     with tempfile.TemporaryDirectory() as directory:
         kept = {"XDG_CACHE_HOME": directory, "JAX_COMPILATION_CACHE_DIR": f"{directory}/xla"}
         environment = os.environ | kept | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

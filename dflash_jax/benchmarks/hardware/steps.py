@@ -1,4 +1,4 @@
-"""Steps of the pair: plain and speculative, at several batches and contexts, with trees, graphs, and XLA's attention."""
+"""Steps of the pair: plain and speculative, of several batches and contexts, with trees, graphs, XLA's attention."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -7,7 +7,7 @@ import jax
 
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.bench import Bench, StepKind, weight_bytes
-from dflash_jax.benchmarks.hardware.report import Skipped
+from dflash_jax.benchmarks.hardware.report import SkippedError
 from dflash_jax.benchmarks.topologies import bandwidth
 from dflash_jax.kernels.dispatch import using
 
@@ -38,7 +38,7 @@ def trees(bench: Bench) -> Iterator[Figures]:
 def graphs(bench: Bench) -> Iterator[Figures]:
     """One CUDA graph for all steps of a call, against one for every stretch between loops and conditions."""
     if jax.default_backend() != "gpu":
-        raise Skipped("only GPUs have CUDA graphs")
+        raise SkippedError("only GPUs have CUDA graphs")
     for speculative in (False, True):
         row: Figures = {"step": "speculative" if speculative else "plain"}
         for policy in ("on", "off"):  # the first is what earlier items have compiled, where it works

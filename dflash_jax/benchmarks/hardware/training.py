@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.bench import Bench
-from dflash_jax.benchmarks.hardware.report import Skipped
+from dflash_jax.benchmarks.hardware.report import SkippedError
 from dflash_jax.benchmarks.topologies import CHIPS, KINDS
 
 LENGTH, ANCHORS = 3072, 512
@@ -22,7 +23,7 @@ def training(bench: Bench) -> Iterator[Figures]:
         from dflash_jax.train.config import TrainConfig
         from dflash_jax.train.step import Batch, init_state, train_step
     except ImportError as error:
-        raise Skipped(f"{error.name} is not installed: pip install 'dflash-jax[train]'") from error
+        raise SkippedError(f"{error.name} is not installed: pip install 'dflash-jax[train]'") from error
     target, drafter = bench.models()
     length, anchors = (128, 4) if bench.small else (LENGTH, ANCHORS)
     config = TrainConfig(dtype=str(bench.dtype), batch_size=1, length=length, anchors=anchors, remat=True)
@@ -31,7 +32,8 @@ def training(bench: Bench) -> Iterator[Figures]:
     batch = Batch(jnp.asarray(tokens, jnp.int32), jnp.zeros((1, length), jnp.int32), jnp.asarray(answer))
     state = init_state(drafter, config, 100)
     step = jax.jit(partial(train_step, config, 100), donate_argnums=2)
-    times = []
+    times: list[float] = []
+    metrics: dict[str, Any] = {}
     for _ in range(6):
         begin = time.perf_counter()
         state, metrics = jax.block_until_ready(step(target, drafter, state, batch))
