@@ -34,9 +34,10 @@ def attention(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
         if small:
             shape = shape._replace(T=min(shape.T, 16), N=4, K=min(shape.K, 2), H=16, values=shape.values and 8)
         block, cache, lengths = _ragged(shape, 128 if small else 2048, dtype)
-        wide: Any = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == dtype else x, tree)
+        wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == dtype else x, tree)
         with jax.default_matmul_precision("highest"):
-            truth = _call(shape, *wide((*block, cache)), lengths, implementation="xla")
+            given: tuple[Any, ...] = (*wide(block), wide(cache), lengths)
+            truth = _call(shape, *given, implementation="xla")
         row: Figures = {"shape": name}
         for implementation in implementations():
             try:
