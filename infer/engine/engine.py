@@ -19,6 +19,7 @@ from dflash_jax.decoding.state import DraftModel
 from dflash_jax.decoding.step import Committed, sizes_within
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.chooser import Chooser, Draft
+from dflash_jax.infer.engine.compiling import Progress
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.pacing import NextVisit, Pacing
@@ -102,11 +103,14 @@ class Engine:
         """Steps taken at each block size, and with each tree; 1 is no speculation."""
         return self.drafts.used(self.stats.steps)
 
-    def warm_up(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
+    def warm_up(
+        self, check_interrupt: Callable[[], object] = lambda: None, progress: Progress = lambda done: None
+    ) -> None:
         """Compiles every program this engine will run; afterwards none is compiled any more.
 
         Args:
             check_interrupt: called between programs; what it raises ends the work.
+            progress: called with the number of programs that are compiled, of `batch.programs`.
 
         Raises:
             ValueError: requests are in its slots.
@@ -114,19 +118,19 @@ class Engine:
         if self.busy:
             raise ValueError(f"warm_up runs every program on idle slots, but {self.busy} are busy; call it first")
         begin = time.perf_counter()
-        self.batch.warm_up(check_interrupt)
+        self.batch.warm_up(check_interrupt, progress)
         if self.drafts.auto:
             self.drafts.measured(self.batch.step_seconds(check_interrupt))
         self.stats.compile_seconds += time.perf_counter() - begin
 
-    def compile(self) -> None:
+    def compile(self, progress: Progress = lambda done: None) -> None:
         """Compiles the large programs of this engine, and runs none: for a single answer. What is chosen by measured
         times needs `warm_up`, which this then calls."""
         if self.drafts.auto:
-            self.warm_up()
+            self.warm_up(progress=progress)
         else:
             begin = time.perf_counter()
-            self.batch.compile()
+            self.batch.compile(progress=progress)
             self.stats.compile_seconds += time.perf_counter() - begin
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:

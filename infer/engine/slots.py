@@ -15,7 +15,7 @@ from dflash_jax.decoding.state import RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options, fastest_options
-from dflash_jax.infer.engine.compiling import compile_all
+from dflash_jax.infer.engine.compiling import Progress, compile_all
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.graphs import graph_options
@@ -98,16 +98,20 @@ class Slots:
         """Keys of the prompt's chunks, for `read`."""
         return self._prefixes.index.keys(prompt)
 
-    def compile(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
+    def compile(
+        self, check_interrupt: Callable[[], object] = lambda: None, progress: Progress = lambda done: None
+    ) -> None:
         """Compiles the programs that read prompts and decode. All rows must be idle."""
         reading = ((prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._prefills.shapes)
         decoding = (self._decode_call(draft, 0, 0, self.idle(width)) for draft, width in self._decoding)
         with self._on_mesh():
-            compile_all(itertools.chain(reading, decoding), check_interrupt)
+            compile_all(itertools.chain(reading, decoding), check_interrupt, progress)
 
-    def warm_up(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
+    def warm_up(
+        self, check_interrupt: Callable[[], object] = lambda: None, progress: Progress = lambda done: None
+    ) -> None:
         """See `Engine.warm_up`. All rows must be idle."""
-        self.compile(check_interrupt)
+        self.compile(check_interrupt, progress)
         self.begin(0)
         if self._short:
             self.move(0, self._slots - 1, self._neutral)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax import Engine
+from dflash_jax.infer import progress
 from dflash_jax.infer.engine.compiling import compile_all
 from tests import tiny
 
@@ -27,6 +28,28 @@ def test_what_was_compiled_is_found(monkeypatch):
     compile_all([(program, (jnp.ones(n),)) for n in (3, 5)], lambda: None)
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled again"))
     assert program(jnp.ones(5)).shape == (5,)
+
+
+def test_it_says_how_far_it_is(monkeypatch, caplog):
+    """At first after a while, then from time to time."""
+    now, seen = [0.0], []
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    log = progress.compiling_log(3, 4.0)
+
+    def told(done):
+        seen.append(done)
+        now[0] += 3.0
+        log(done)
+
+    program = jax.jit(lambda x: jnp.cos(x) + 3)
+    with caplog.at_level("INFO", "dflash_jax"):
+        compile_all([(program, (jnp.ones(n),)) for n in (3, 5, 7)], lambda: None, told)
+        for _ in range(4):
+            told(3)
+    assert seen == sorted(seen)
+    first, second, *_ = [record.getMessage() for record in caplog.records]
+    assert first == "compiling 3 programs; they are kept, so that it takes this long once ..."
+    assert second.endswith("programs are compiled ...")
 
 
 def test_an_error_of_the_compiler_is_raised():
