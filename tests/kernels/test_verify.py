@@ -320,11 +320,12 @@ print("tries", kernel.calls, "warnings", sum("is not used" in str(x.message) for
         (1, ["tries 2 warnings 0", "tries 1 warnings 0"]),  # here it is in both
     ],
 )
-def test_the_first_process_decides_for_all(bad, said):
+def test_the_first_process_decides_for_all(bad, said, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": os.getcwd()}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path)}  # where no earlier check is known
     run = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, address, str(index), str(bad)],
