@@ -34,13 +34,15 @@ def warm_up(engine: "Engine", going: Callable[[], bool] = lambda: True) -> None:
     _log.info("ready after %.1f s", engine.stats.compile_seconds)
 
 
-def compiling_log(programs: int, patience: float) -> Callable[[int], None]:
+def compiling_log(
+    programs: int, patience: float, clock: Callable[[], float] = time.perf_counter
+) -> Callable[[int], None]:
     """What logs how far compiling is: at first after so many seconds, then from time to time."""
-    due, first = time.perf_counter() + patience, True
+    due, first = clock() + patience, True
 
     def progress(done: int) -> None:
         nonlocal due, first
-        if (now := time.perf_counter()) < due:
+        if (now := clock()) < due:
             return
         if first:
             _log.info("compiling %d programs; they are kept, so that it takes this long once ...", programs)

@@ -32,7 +32,7 @@ def loud(target, rows):
     return target.replace(params=target.params | {"embed_tokens": embedding})
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_padded_rows_are_never_emitted(directory, temperature):
     target, drafter = loud(load_target(directory / "target"), range(64, PADDED)), load_drafter(directory / "drafter")
     given = {"max_new_tokens": 30, "temperature": temperature, "stop_token_ids": []}

@@ -26,7 +26,7 @@ def compile_all(
         compiling = set(begun)
         while compiling:
             check_interrupt()
-            progress(len(begun) - len(compiling))
+            progress(sum(one.done() for one in begun))
             done, compiling = wait(compiling, LOOK, FIRST_COMPLETED)
             for program in done:
                 program.result()

@@ -31,7 +31,8 @@ def run(text, word):
             assert more[1] == LUT_AND_OR
             values[out] = a & b | more[0]
         else:
-            values[out] = {"shl.b32": a << b, "shr.b32": a >> b, "and.b32": a & b}[name] & 0xFFFFFFFF
+            values[out] = {"shl.b32": int.__lshift__, "shr.b32": int.__rshift__, "and.b32": int.__and__}[name](a, b)
+            values[out] &= 0xFFFFFFFF
     return values["$0"], values["$1"]
 
 
