@@ -23,8 +23,11 @@ FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"  # of the compiler, in the environment
 
 
 def directory() -> Path | None:
-    """Where verdicts lie; None keeps none."""
-    return files.cache_directory() / "checks"
+    """Where verdicts lie; None keeps none, as for a user without a home."""
+    try:
+        return files.cache_directory() / "checks"
+    except RuntimeError:
+        return None
 
 
 class Verdict:

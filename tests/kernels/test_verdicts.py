@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
+from dflash_jax import files
 from dflash_jax.kernels import verdicts, verify
 from dflash_jax.kernels.block_attention import reference
-from dflash_jax.kernels.verdicts import Verdict
+from dflash_jax.kernels.verdicts import Verdict, directory
 
 DEAD = [os.uname().nodename, 2**22 + 1, "1"]  # no process has this number
 
@@ -119,3 +120,11 @@ def test_a_kernel_is_tried_once_on_a_machine(place, monkeypatch):
             call(*arguments())
         assert kernel.calls == 1
         verify._known.clear()
+
+
+def test_a_user_without_a_home(monkeypatch):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(files, "cache_directory", nowhere)
+    assert directory() is None
