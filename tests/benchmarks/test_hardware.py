@@ -68,6 +68,7 @@ def test_five_minutes_reach_the_profile():
         (["--pair", "none"], "--pair must be one of qwen3-4b"),
         (["--only", "steps,stps"], "--only has items of device, steps"),
         (["--resume"], "--resume needs --json"),
+        (["--json", "/nowhere/report.json"], "/nowhere"),
     ],
 )
 def test_wrong_options(given, error, capsys):

@@ -74,8 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     report: Figures = described() | {"pair": options.pair, "small": options.small}
     try:
+        if options.json is not None:
+            files.check_writable(options.json)
         report = _resumed(options, report)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     chosen = {name: item for name, item in items.items() if not options.only or name in options.only}
