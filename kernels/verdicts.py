@@ -72,9 +72,13 @@ class Verdict:
         try:
             yield
         finally:  # an exception, such as an interrupt, is no verdict
-            if self._path is not None:
-                with contextlib.suppress(OSError):
-                    self._path.unlink()
+            self.drop()
+
+    def drop(self) -> None:
+        """Removes what is there."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
 
     def keep(self, trouble: str | None) -> None:
         """Writes what was found."""

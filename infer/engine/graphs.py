@@ -79,7 +79,11 @@ def _checked(verdict: verdicts.Verdict) -> str | None:
 
     apart = threading.Thread(target=check, daemon=True, name="check of CUDA graphs")
     apart.start()
-    apart.join(PATIENCE)
+    try:
+        apart.join(PATIENCE)
+    except BaseException:  # an interrupt is no verdict
+        verdict.drop()
+        raise
     if apart.is_alive():
         raise RuntimeError(
             f"the check whether steps run as one CUDA graph has not ended after {PATIENCE:.0f} seconds. Start again: "

@@ -80,6 +80,23 @@ def test_a_check_that_hangs_is_left_to_nobody(gpu, monkeypatch):
     released.set()
 
 
+def test_an_interrupt_is_no_verdict(gpu, monkeypatch):
+    released = threading.Event()
+
+    def interrupted(self, seconds):
+        while not list(gpu.glob("*.json")):
+            pass
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(graphs, "trouble", lambda options: released.wait(10) and None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            graph_options("auto")
+    assert list(gpu.glob("*.json")) == []
+    released.set()
+
+
 def test_the_driver_is_asked_for_without_failing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
