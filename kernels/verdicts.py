@@ -19,6 +19,7 @@ import jax
 
 from dflash_jax import files
 
+DRIVER = Path("/sys/module/nvidia/version")
 FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"  # of the compiler, in the environment
 
 
@@ -42,7 +43,7 @@ class Verdict:
         device = jax.local_devices()[0]
         flags = [os.environ.get(name, "") for name in FLAGS]
         versions = [jax.__version__, metadata.version("jaxlib"), device.client.platform_version]
-        rests_on = [device.device_kind, *versions, *flags, *map(_digest, sources), case]
+        rests_on = [device.device_kind, _driver(), *versions, *flags, *map(_digest, sources), case]
         self._case, root = case, directory()
         name = hashlib.sha256("\0".join(rests_on).encode()).hexdigest()[:32]
         self._path = None if root is None else root / f"{name}.json"
@@ -92,6 +93,14 @@ class Verdict:
             text = json.dumps(finding | {"case": self._case, "at": time.strftime("%Y-%m-%d %H:%M:%S")}, indent=2)
             files.replace(self._path, text.encode())
             self._path.chmod(0o644)
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver, where there is one; a TPU's is a part of jax's runtime."""
+    try:
+        return DRIVER.read_text().strip()
+    except OSError:
+        return ""
 
 
 @cache

@@ -26,7 +26,7 @@ GRAPH_OPTIONS: Options = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": "1",  # a call is one loop and little else
 }
-OLDEST = 12, 4  # of the drivers whose graphs have loops: what CUDA it is for
+OLDEST = 12, 4  # the CUDA version of the first driver whose graphs can hold loops
 STEPS = 16
 PATIENCE = 300.0  # seconds until a check is taken to hang
 
@@ -38,7 +38,7 @@ def graph_options(policy: Policy, devices: int = 1) -> Options:
         devices: that share a program. "auto" makes graphs for one alone: no others have been tried.
 
     Raises:
-        RuntimeError: the check hangs. It leaves a note, so that the next process goes without.
+        RuntimeError: the check hangs. Its mark stays on disk, so the next process makes no graphs.
     """
     if policy == "off" or jax.default_backend() != "gpu":
         return {}

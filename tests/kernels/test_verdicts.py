@@ -42,8 +42,13 @@ def test_a_verdict_is_known_afterwards(place, trouble):
     assert json.loads(written.read_text())["case"] == "a case"
 
 
-def test_it_rests_on_flags_and_sources(place, monkeypatch):
+def test_it_rests_on_driver_flags_and_sources(place, monkeypatch, tmp_path):
     Verdict("a case", reference).keep(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(verdicts, "DRIVER", tmp_path / "version")
+        (tmp_path / "version").write_text("580.159.04\n")
+        assert Verdict("a case", reference).known() == (False, None)
+    assert Verdict("a case", reference).known() == (True, None)
     assert Verdict("a case", verify).known() == (False, None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_something")
     assert Verdict("a case", reference).known() == (False, None)
