@@ -40,7 +40,10 @@ def answers(target, drafter, slots: int) -> list[list[int]]:
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("speculative", [True, False], ids=["speculative", "plain"])
+@pytest.mark.parametrize(
+    "speculative",
+    [pytest.param(True, id="speculative"), pytest.param(False, id="plain", marks=pytest.mark.slow)],
+)
 def test_answers_are_those_of_before(speculative):
     target_directory, drafter_directory = bundled_pair()
     target = load_target(target_directory)

@@ -35,11 +35,15 @@ def experts(pair, tmp_path_factory):
     return load_target(folder, dtype="bfloat16"), pair[1]
 
 
-def answers(pair, order, **settings):
+def engine(pair, **settings):
+    fixed = {"slots": 3, "max_length": 96, "prefill_chunk": 8, "logprobs": 2, "deterministic": True}
+    return Engine(*pair, **fixed | settings)
+
+
+def answers(engine, order):
     """What each request gets, by its id, if they arrive in this order."""
-    settings = {"slots": 3, "max_length": 96, "prefill_chunk": 8, "logprobs": 2, "deterministic": True} | settings
     asked = [requests()[i] for i in order]
-    done = Engine(*pair, **settings).generate(asked)
+    done = engine.generate(asked)
     outcome = lambda c: (c.token_ids, c.acceptance_lengths, c.logprobs, c.top_logprobs, c.finish_reason)
     return {request.id: outcome(completion) for request, completion in zip(asked, done, strict=True)}
 
@@ -49,16 +53,17 @@ def answers(pair, order, **settings):
 def test_neighbours_arrival_prefixes_and_lengths_change_no_bit(of, request):
     pair = request.getfixturevalue(of)
     everyone = range(len(requests()))
-    first = answers(pair, everyone)
+    first = answers(engine(pair), everyone)
     assert len({str(outcome) for outcome in first.values()}) == len(first)  # two greedy rows may end in one loop
-    backwards = answers(pair, reversed(everyone))
-    shuffled = answers(pair, np.random.default_rng(0).permutation(len(first)).tolist(), steps_per_visit=1)
-    prefixes = answers(pair, everyone, prefix_chunks=16)
-    longer = answers(pair, everyone, max_length=300)
+    backwards = answers(engine(pair), reversed(everyone))
+    shuffled = answers(engine(pair, steps_per_visit=1), np.random.default_rng(0).permutation(len(first)).tolist())
+    prefixes = answers(engine(pair, prefix_chunks=16), everyone)
+    longer = answers(engine(pair, max_length=300), everyone)
     for other in (backwards, shuffled, prefixes, longer):
         assert other == first
+    idle = engine(pair)
     for i in everyone:  # nobody beside it
-        assert answers(pair, [i]).items() <= first.items()
+        assert answers(idle, [i]).items() <= first.items()
 
 
 @pytest.mark.slow
@@ -92,10 +97,10 @@ def test_replay_knows_how_far_a_dtype_rounds(dtype, tmp_path):
 
 
 def test_nothing_is_chosen_by_the_clock(pair):
-    engine = Engine(*pair, slots=2, max_length=64, block_size="auto", deterministic=True)
-    engine.warm_up()
-    assert not engine.choosers
-    assert engine.block_size == pair[1].config.block_size
+    fixed = Engine(*pair, slots=2, max_length=64, block_size="auto", deterministic=True)
+    fixed.warm_up()
+    assert not fixed.choosers
+    assert fixed.block_size == pair[1].config.block_size
     assert Engine(*pair, slots=2, max_length=64, block_size="auto").drafts.auto
 
 
@@ -104,7 +109,7 @@ def test_what_the_option_fixes_matters_here(pair):
     """The control: in bfloat16 other widths do round differently, on most machines."""
     everyone = range(len(requests()))
     first, *others = (
-        [x[2] for x in answers(pair, everyone, **fixed).values()]
+        [x[2] for x in answers(engine(pair, **fixed), everyone).values()]
         for fixed in ({"block_size": 2}, {"block_size": 3}, {"block_size": 8}, {"prefill_chunk": 3})
     )
     if all(other == first for other in others):
