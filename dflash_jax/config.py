@@ -163,8 +163,8 @@ class ExpertsConfig:
 
     def __post_init__(self):
         if self.num_experts_per_tok > self.num_experts:
-            each, every = self.num_experts_per_tok, self.num_experts
-            raise ValueError(f"num_experts_per_tok must be at most the {every} experts, got {each}")
+            chosen, every = self.num_experts_per_tok, self.num_experts
+            raise ValueError(f"num_experts_per_tok must be at most the {every} experts, got {chosen}")
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ class Quantised(struct.PyTreeNode):
     def astype(self, dtype: jnp.dtype) -> Float[Array, "M D"]:
         """The dequantised weight."""
         groups = self.scale.reshape(self.scale.shape[0], -1)
-        each = self.values.shape[-1] // groups.shape[1]
-        return self.values.astype(dtype) * jnp.repeat(groups.astype(dtype), each, axis=1)
+        width = self.values.shape[-1] // groups.shape[1]
+        return self.values.astype(dtype) * jnp.repeat(groups.astype(dtype), width, axis=1)
 
 
 class MXFP4(Quantised):

@@ -68,13 +68,13 @@ def settings_class() -> type:
         of_kind = inspect.cleandoc(kind.settings.__doc__ or "").partition("Attributes:\n")[2].splitlines()
         marked = (re.sub(r"^(    \w+: )", rf"\1of {kind.name}: ", line) for line in of_kind)
         documents.append("".join(f"\n    {line}" for line in marked))
-    for each in setting_fields(kinds is not None).values():
-        hint = "" if each.default in ((), None) else f"(default: {each.default})"
-        shown = "|".join(get_args(each.type)) if get_origin(each.type) is Literal else "X"
-        if each.name == "drafter" and kinds:
+    for known in setting_fields(kinds is not None).values():
+        hint = "" if known.default in ((), None) else f"(default: {known.default})"
+        shown = "|".join(get_args(known.type)) if get_origin(known.type) is Literal else "X"
+        if known.name == "drafter" and kinds:
             shown = "|".join(kinds.KINDS)
-        read = parsed(_setting(each.name), shown, "*" if each.default == () else 1)
-        made.append((each.name, Annotated[Any, read, arg(help_behavior_hint=hint)], field(default=NOT_GIVEN)))
+        read = parsed(_setting(known.name), shown, "*" if known.default == () else 1)
+        made.append((known.name, Annotated[Any, read, arg(help_behavior_hint=hint)], field(default=NOT_GIVEN)))
     text = "".join(documents).replace("What `fit` does.", "The paper's recipe by default; flags override --config.")
     return make_dataclass("Settings", made, frozen=True, namespace={"__doc__": text, "__module__": __name__})
 

@@ -177,10 +177,10 @@ class TrainConfig:
 
     def named(self) -> dict[str, Any]:
         """All settings by their names, those of the kind among them."""
-        own = {
+        common = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "kind_settings"
         }
-        return own | dataclasses.asdict(self.kind_settings)
+        return common | dataclasses.asdict(self.kind_settings)
 
     @property
     def losses(self) -> Coefficients:

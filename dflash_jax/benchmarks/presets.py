@@ -77,9 +77,11 @@ def _llama() -> tuple[Raw, Raw]:
     shape = {"vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 131072, "eos_token_id": 128009}
     ends = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     scaling = {"rope_type": "llama3", "factor": 8.0, **ends}
-    own = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_scaling": scaling}
+    changes = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_scaling": scaling}
     fields = {**drafter, **shape, "intermediate_size": 12288}
-    return {**target, **shape, **own}, _drafter(fields, 32, taps, 128002, block=10)  # which reserved token is assumed
+    return {**target, **shape, **changes}, _drafter(
+        fields, 32, taps, 128002, block=10
+    )  # which reserved token is assumed
 
 
 def _minimax() -> tuple[Raw, Raw]:
@@ -176,10 +178,10 @@ def _hybrid(
 
 def _coder_next() -> tuple[Raw, Raw]:
     """Qwen3-Coder-Next and its drafter with eight layers and no windows."""
-    own = {"vocab_size": 151936, "rope_theta": 5e6, "norm_topk_prob": True, "model_type": "qwen3_next"}
-    own |= {"eos_token_id": 151645}
+    changes = {"vocab_size": 151936, "rope_theta": 5e6, "norm_topk_prob": True, "model_type": "qwen3_next"}
+    changes |= {"eos_token_id": 151645}
     taps = (3, 11, 23, 35, 43)
-    target, drafter = _hybrid(2048, 512, 48, (16, 2, 32), taps, experts=(512, 10), **own)
+    target, drafter = _hybrid(2048, 512, 48, (16, 2, 32), taps, experts=(512, 10), **changes)
     fields = {**drafter, **_layers(8, 6144, 32, 4, 128), **_windows(0, None, 8)}
     return target, _drafter(fields, 48, taps)
 

@@ -109,17 +109,17 @@ class Split(struct.PyTreeNode):
         out: Array | None = None
         by_row = not isinstance(visible, str) and visible.ndim == 3
         for group, entry in enumerate(self.entries):
-            own = self._selected(rows, group)
+            selected = self._selected(rows, group)
             new = entry.attend(
-                *own.take((q, positions, fresh)),
-                own.take_counts(lengths),
-                visible=own.take(visible) if by_row else visible,
-                rows=own.rows,
-                starts=own.take(starts),
-                key_positions=own.take(key_positions),
+                *selected.take((q, positions, fresh)),
+                selected.take_counts(lengths),
+                visible=selected.take(visible) if by_row else visible,
+                rows=selected.rows,
+                starts=selected.take(starts),
+                key_positions=selected.take(key_positions),
                 **settings,
             )
-            out = own.put(jnp.zeros((q.shape[0], *new.shape[1:]), new.dtype) if out is None else out, new)
+            out = selected.put(jnp.zeros((q.shape[0], *new.shape[1:]), new.dtype) if out is None else out, new)
         assert out is not None
         return out
 
@@ -136,9 +136,9 @@ class Split(struct.PyTreeNode):
     def commit(self, fresh: PyTree, lengths: Rows, kept: Rows, *, path: Path | None, rows: Rows | None) -> "Split":
         new = []
         for group, entry in enumerate(self.entries):
-            own = self._selected(rows, group)
-            counts = own.take_counts(lengths), own.take_counts(kept)
-            new.append(entry.commit(own.take(fresh), *counts, path=own.take(path), rows=own.rows))
+            selected = self._selected(rows, group)
+            counts = selected.take_counts(lengths), selected.take_counts(kept)
+            new.append(entry.commit(selected.take(fresh), *counts, path=selected.take(path), rows=selected.rows))
         return self.replace(entries=tuple(new))
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> PyTree:
@@ -146,8 +146,8 @@ class Split(struct.PyTreeNode):
         found = None
         for group, entry in enumerate(self.entries):
             inside, at = self._place(row, group)
-            own = entry.snapshot(jnp.where(inside, at, 0), start, count)
-            found = own if found is None else jax.tree.map(partial(jnp.where, inside), own, found)
+            snapshot = entry.snapshot(jnp.where(inside, at, 0), start, count)
+            found = snapshot if found is None else jax.tree.map(partial(jnp.where, inside), snapshot, found)
         return found
 
     def restore(self, snapshot: PyTree, row: Int[Array, ""], end: Int[Array, ""]) -> "Split":

@@ -132,12 +132,12 @@ def _write(path: Path, directory: Path) -> None:
         raise ValueError(f"{path} is no complete GGUF file ({error}); download it again") from error
     if (architecture := fields.get("general.architecture")) != "llama":
         raise ValueError(f"{path}: GGUF files of architecture 'llama' are supported, got {architecture!r}")
-    own = {name.removeprefix("llama."): value for name, value in fields.items() if name.startswith("llama.")}
-    if unknown := sorted(name for name, value in own.items() if name not in _KNOWN and value):
+    metadata = {name.removeprefix("llama."): value for name, value in fields.items() if name.startswith("llama.")}
+    if unknown := sorted(name for name, value in metadata.items() if name not in _KNOWN and value):
         raise ValueError(f"{path} has settings that are not supported: {', '.join(unknown)}")
     stored = {tensor.name: tensor for tensor in reader.tensors}
     try:
-        config = _config(own, stored)
+        config = _config(metadata, stored)
     except KeyError as error:
         raise ValueError(f"{path} must give {error}, found none; is it a language model?") from error
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
@@ -170,54 +170,54 @@ def _hugging_face_name(name: str) -> str:
     return name
 
 
-def _config(own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+def _config(metadata: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """`config.json` of a llama, from its settings and tensors."""
-    heads, width = _positive(own, "attention.head_count"), _positive(own, "embedding_length")
-    dims = [own[f"attention.{kind}_length"] for kind in ("key", "value") if f"attention.{kind}_length" in own]
-    rotated = own.get("rope.dimension_count", width // heads)
+    heads, width = _positive(metadata, "attention.head_count"), _positive(metadata, "embedding_length")
+    dims = [metadata[f"attention.{kind}_length"] for kind in ("key", "value") if f"attention.{kind}_length" in metadata]
+    rotated = metadata.get("rope.dimension_count", width // heads)
     if any(dim != rotated for dim in dims):
         raise ValueError(f"GGUF: {rotated} rotated dimensions of heads of {dims} are not supported; they must be equal")
-    window = own.get("attention.sliding_window")
+    window = metadata.get("attention.sliding_window")
     config = {
         "model_type": "mistral" if window else "llama",
         "vocab_size": int(stored["token_embd.weight"].shape[-1]),
         "hidden_size": width,
-        "intermediate_size": own["feed_forward_length"],
-        "num_hidden_layers": own["block_count"],
+        "intermediate_size": metadata["feed_forward_length"],
+        "num_hidden_layers": metadata["block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
         "head_dim": rotated,
         "hidden_act": "silu",
-        "rms_norm_eps": own["attention.layer_norm_rms_epsilon"],
-        "max_position_embeddings": own["context_length"],
-        "rope_theta": _positive({"rope.freq_base": 10000.0} | dict(own), "rope.freq_base", float),
+        "rms_norm_eps": metadata["attention.layer_norm_rms_epsilon"],
+        "max_position_embeddings": metadata["context_length"],
+        "rope_theta": _positive({"rope.freq_base": 10000.0} | dict(metadata), "rope.freq_base", float),
         "attention_bias": "blk.0.attn_q.bias" in stored,
         "mlp_bias": "blk.0.ffn_gate.bias" in stored,
         "tie_word_embeddings": "output.weight" not in stored,
     }
     if window:
         config["sliding_window"] = window
-    if (scaling := _rope_scaling(own, config, stored)) is not None:
+    if (scaling := _rope_scaling(metadata, config, stored)) is not None:
         config["rope_scaling"] = scaling
     return config
 
 
-def _positive(own: Mapping[str, Any], name: str, kind: type = int) -> Any:
+def _positive(metadata: Mapping[str, Any], name: str, kind: type = int) -> Any:
     """A setting that must be a number above 0; raises KeyError where there is none."""
-    if not isinstance(value := own[name], kind) or not value > 0:
+    if not isinstance(value := metadata[name], kind) or not value > 0:
         raise ValueError(f"GGUF: {name} must be a positive {kind.__name__}, got {value!r:.80}")
     return value
 
 
 def _rope_scaling(
-    own: Mapping[str, Any], config: Mapping[str, Any], stored: Mapping[str, Any]
+    metadata: Mapping[str, Any], config: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    kind = own.get("rope.scaling.type", "none")
+    kind = metadata.get("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise ValueError(f"GGUF: rope scaling {kind!r} is not supported; expected linear or yarn")
     if kind != "none":
-        original = own.get("rope.scaling.original_context_length")
-        scaling = {"rope_type": kind, "factor": own["rope.scaling.factor"]}
+        original = metadata.get("rope.scaling.original_context_length")
+        scaling = {"rope_type": kind, "factor": metadata["rope.scaling.factor"]}
         return scaling | ({"original_max_position_embeddings": original} if kind == "yarn" else {})
     if _FREQUENCIES not in stored:
         return None

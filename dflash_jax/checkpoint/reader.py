@@ -173,8 +173,8 @@ def load(
 def nested(params: Mapping[str, Any], table: Table) -> dict[str, Any]:
     """Parameters by their paths as a nested dict, with `Quantised` where the table has two arrays for a weight."""
     made = lambda path, leaf: leaf.kind(params[f"{path}/values"], params[f"{path}/scale"])
-    each = lambda path, leaf: made(path, leaf) if isinstance(leaf, QuantisedLeaf) else params[path]
-    return unflatten_dict({path: each(path, leaf) for path, leaf in table.items()}, sep="/")
+    stored = lambda path, leaf: made(path, leaf) if isinstance(leaf, QuantisedLeaf) else params[path]
+    return unflatten_dict({path: stored(path, leaf) for path, leaf in table.items()}, sep="/")
 
 
 def flat(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _listed(problems: Iterable[tuple[str, str]]) -> str:
     for name, problem in problems:
         alike.setdefault(problem.replace(name, re.sub(r"\d+", "*", name)), []).append(problem)
     more = lambda count: f" (and {count - 1} more like it)" if count > 1 else ""
-    return "; ".join(each[0] + more(len(each)) for each in alike.values())
+    return "; ".join(texts[0] + more(len(texts)) for texts in alike.values())
 
 
 def save(directory: str | Path, params: Mapping[str, Any], table: Table, config: Mapping[str, Any]) -> None:

@@ -94,17 +94,17 @@ class BlockScaled:
 
     @property
     def stored(self) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        blocks = tuple(-(-size // each) for size, each in zip(self.shape, self.block, strict=True))
+        blocks = tuple(-(-size // side) for size, side in zip(self.shape, self.block, strict=True))
         return {self.values: (self.shape, (self.dtype,)), self.scale: (blocks, FLOATS)}
 
     def read(self, read: Read, box: tuple[slice, ...]) -> np.ndarray:
         values = read(self.values, box).astype(np.float32)
         outer = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(box, self.block, strict=True))
         scale = read(self.scale, outer).astype(np.float32)
-        for axis, (inside, each) in enumerate(zip(box, self.block, strict=True)):
-            first = inside.start - inside.start // each * each
+        for axis, (inside, side) in enumerate(zip(box, self.block, strict=True)):
+            first = inside.start - inside.start // side * side
             size = inside.stop - inside.start
-            scale = np.repeat(scale, each, axis=axis).take(np.arange(first, first + size), axis=axis)
+            scale = np.repeat(scale, side, axis=axis).take(np.arange(first, first + size), axis=axis)
         return values * scale
 
     def write(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
@@ -252,9 +252,9 @@ class Leaf:
             axes = zip(part.index, self.shape, strict=True)
             boxes.append([at.indices(n)[:2] if isinstance(at, slice) else (at % n, at % n + 1) for at, n in axes])
         edges = [np.unique([box[axis] for box in boxes]) for axis in range(len(self.shape))]
-        counts = np.zeros([len(each) for each in edges], np.int32)
+        counts = np.zeros([len(ends_of) for ends_of in edges], np.int32)
         for box in boxes:
-            counts[tuple(slice(*np.searchsorted(each, ends)) for each, ends in zip(edges, box, strict=True))] += 1
+            counts[tuple(slice(*np.searchsorted(ends_of, ends)) for ends_of, ends in zip(edges, box, strict=True))] += 1
         return bool(counts.max(initial=0) > 1)
 
 
@@ -341,21 +341,21 @@ def stacked(leaves: Sequence[Leaf]) -> Leaf:
     return Leaf((len(leaves), *leaves[0].shape), parts, leaves[0].dtype)
 
 
-def fused_each(each: Sequence[Sequence[Section]], shards: int = 1, dtype: str | None = None) -> Leaf:
+def fused_each(rows: Sequence[Sequence[Section]], shards: int = 1, dtype: str | None = None) -> Leaf:
     """`fused` sections of each along a new first axis, where they differ in their sources alone. Of many thousands of
     tensors, as experts have, only the first ones are checked.
 
     Raises:
         ValueError: they differ in more; or as `fused` does.
     """
-    first = fused(each[0], shards, dtype)
+    first = fused(rows[0], shards, dtype)
     alike = lambda sections: [(section.source.shape, section.rows, section.copies) for section in sections]
-    if any(alike(sections) != alike(each[0]) for sections in each):
-        raise ValueError(f"what stands side by side must be alike, got {[alike(sections) for sections in each]!r:.200}")
-    section_of = [[section.source for section in each[0]].index(part.source) for part in first.parts]
+    if any(alike(sections) != alike(rows[0]) for sections in rows):
+        raise ValueError(f"what stands side by side must be alike, got {[alike(sections) for sections in rows]!r:.200}")
+    section_of = [[section.source for section in rows[0]].index(part.source) for part in first.parts]
     parts = tuple(
         Part(sections[of].source, (i, *part.index), part.take, part.order)
-        for i, sections in enumerate(each)
+        for i, sections in enumerate(rows)
         for of, part in zip(section_of, first.parts, strict=True)
     )
-    return Leaf((len(each), *first.shape), parts, dtype, known=True)
+    return Leaf((len(rows), *first.shape), parts, dtype, known=True)

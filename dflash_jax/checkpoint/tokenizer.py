@@ -59,8 +59,8 @@ def _strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for each in inside:
-        yield from _strings(each)
+    for inner in inside:
+        yield from _strings(inner)
 
 
 @lru_cache(4)

@@ -152,6 +152,6 @@ def init_calibration(depth: int, start: Sequence[float] = ()) -> Calibration:
     """
     hits = np.zeros((depth, len(SHARPNESS)), np.float32)
     for d in range(depth if start else 0):
-        distances = [abs(1 / start[min(d, len(start) - 1)] - 1 / each) for each in SHARPNESS]
+        distances = [abs(1 / start[min(d, len(start) - 1)] - 1 / sharpness) for sharpness in SHARPNESS]
         hits[d, distances.index(min(distances))] = PRIOR
     return Calibration(jnp.asarray(hits), jnp.zeros((depth, len(GREEDY))))

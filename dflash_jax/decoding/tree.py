@@ -110,11 +110,11 @@ def best_nodes(ranked: Ranked, nodes: int) -> Nodes:
     begin = 0
     for depth in range(D):
         here = all.depths == depth
-        each = ranked.scores[:, depth, all.ranks[here]]
+        sums = ranked.scores[:, depth, all.ranks[here]]
         if depth:
-            each += scores[-1][:, all.parents[here] - begin]
+            sums += scores[-1][:, all.parents[here] - begin]
             begin += scores[-1].shape[1]
-        scores.append(each)
+        scores.append(sums)
     tokens = ranked.tokens[:, all.depths, all.ranks]
     parents = jnp.broadcast_to(all.parents[None], tokens.shape)
     return _best(jnp.concatenate(scores, axis=1), tokens, parents, nodes)
@@ -151,7 +151,7 @@ def next_level(ranked: Ranked, before: Level | None, nodes: int) -> Level:
 
 def joined(depths: Sequence[Depths]) -> Depths:
     """Arrays [B, D, ...] of depths that follow one another, as those of all of them."""
-    return jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *depths)
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=1), *depths)
 
 
 def pruned(levels: Sequence[Level], nodes: int) -> Nodes:
@@ -159,7 +159,7 @@ def pruned(levels: Sequence[Level], nodes: int) -> Nodes:
     begins = np.cumsum([0, *(level.scores.shape[1] for level in levels)])
     parents = [level.parents + begin for level, begin in zip(levels[1:], begins, strict=False)]
     parents = [jnp.full_like(levels[0].parents, -1), *parents]
-    every = joined([level._replace(parents=each) for level, each in zip(levels, parents, strict=True)])
+    every = joined([level._replace(parents=index) for level, index in zip(levels, parents, strict=True)])
     return _best(*every, nodes)
 
 

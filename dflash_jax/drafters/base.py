@@ -148,7 +148,7 @@ def keys_and_values(
     """The projections of keys and values of the layer of this prefix, as one."""
     size, copies = mixer.num_kv_heads * mixer.head_dim, layout.copies(mixer.num_kv_heads)
     both = [checkpoint.Stored(f"{prefix}.{name}_proj.{kind}", (size, *rest)) for name in "kv"]
-    return checkpoint.fused([checkpoint.Section(each, copies=copies) for each in both], layout.shards)
+    return checkpoint.fused([checkpoint.Section(stored, copies=copies) for stored in both], layout.shards)
 
 
 def vocabulary_tensors(config: DrafterConfig) -> checkpoint.Table:

@@ -63,11 +63,11 @@ class DrafterConfig(DecoderConfig):
         Raises:
             ValueError: it lacks the head of its reduced vocabulary.
         """
-        own = {"own_embedding": "embed_tokens.weight" in shapes, "own_head": "lm_head.weight" in shapes}
-        if self.draft_vocab_size != self.vocab_size and not own["own_head"]:
+        brought = {"own_embedding": "embed_tokens.weight" in shapes, "own_head": "lm_head.weight" in shapes}
+        if self.draft_vocab_size != self.vocab_size and not brought["own_head"]:
             raise ValueError(f"a drafter with a vocabulary of {self.draft_vocab_size} must have lm_head.weight")
-        own["own_vocabulary"] = "d2t" in shapes
-        return replace(self, **own)
+        brought["own_vocabulary"] = "d2t" in shapes
+        return replace(self, **brought)
 
     def check_pair(self, target: TargetConfig) -> None:
         """Raises ValueError if this drafter was not made for `target`."""
@@ -172,7 +172,7 @@ def _sharpness(get: Lookup) -> tuple[float, ...]:
 
 
 def dflash_fields(
-    raw: Raw, own: Sequence[str] = (), *, projectors: tuple[str, ...] = ("dflash",), anchor_predicts: bool = False
+    raw: Raw, more: Sequence[str] = (), *, projectors: tuple[str, ...] = ("dflash",), anchor_predicts: bool = False
 ) -> dict[str, Any]:
     """The fields of a `DFlashConfig` in a `config.json`: every published form of a DFlash checkpoint, old and new.
 
@@ -189,7 +189,7 @@ def dflash_fields(
     if raw.get("model_type") not in _TYPES:
         raise ValueError(f"drafter model_type must be one of {_TYPES[1:]}, got {raw['model_type']!r}")
     known.check_inert(get.given)
-    read = [*_DFLASH_FIELDS, *known.REFUSED_FIELDS, *known.INERT, *own]
+    read = [*_DFLASH_FIELDS, *known.REFUSED_FIELDS, *known.INERT, *more]
     if unknown := set(get.nested) - set(read):
         raise ValueError(f"dflash_config has unknown fields {sorted(unknown)}; they are not ignored")
     experts = _GPT_OSS_FIELDS if raw.get("model_type") == "gpt_oss" else []
@@ -342,7 +342,7 @@ def _drafter_layers(raw: Raw, get: Lookup, depth: int) -> tuple[LayerConfig, ...
     attention = attention_config(whole_rotary(raw), qk_norm=qk_norm)
 
     def layer(sliding: bool) -> LayerConfig:
-        own = replace(attention, window=window if sliding else None, causal=sliding if causal is None else causal)
-        return LayerConfig(own, inner)
+        mixer = replace(attention, window=window if sliding else None, causal=sliding if causal is None else causal)
+        return LayerConfig(mixer, inner)
 
     return tuple(layer(kind == "sliding_attention") for kind in types)

@@ -149,8 +149,8 @@ class Drafter(dflash.Drafter):
         after = heads["successor_codebook"][ids].astype(jnp.float32)
         scores = jnp.take_along_axis(logits, candidates, axis=1)
         scores = scores + jnp.sum(states[1].astype(jnp.float32)[:, None] * after, axis=-1)
-        own = jnp.sum(jnp.where(candidates == labels[:, None], scores, 0.0), axis=1)
-        return jax.nn.logsumexp(scores, axis=1) - own, found & (own == jnp.max(scores, axis=1))
+        label_score = jnp.sum(jnp.where(candidates == labels[:, None], scores, 0.0), axis=1)
+        return jax.nn.logsumexp(scores, axis=1) - label_score, found & (label_score == jnp.max(scores, axis=1))
 
     def gates(self, hidden: Float[Array, "B P D"]) -> Float[Array, "B P R"]:
         """What a slot's hidden state makes of the selector's pairs."""

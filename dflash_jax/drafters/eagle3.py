@@ -280,10 +280,14 @@ class Eagle3(Kind[Eagle3Config, Settings]):
     def new_config(self, common: Raw, settings: Settings, taps: Sequence[int] | None = None) -> Raw:
         """As DeepSpec writes it."""
         taps = list(taps) if taps else sorted({*official_taps(common["num_target_layers"])})
-        own = {"architectures": ["Qwen3Eagle3Model"], "ttt_length": common["block_size"] - 1, "target_layer_ids": taps}
+        fields = {
+            "architectures": ["Qwen3Eagle3Model"],
+            "ttt_length": common["block_size"] - 1,
+            "target_layer_ids": taps,
+        }
         others = "dflash_config", "block_size", "sample_from_anchor"
         raw = {name: value for name, value in common.items() if name not in others}
-        return raw | own | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        return raw | fields | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 
     def tensors(self, config: Eagle3Config, layout: Layout = WHOLE) -> checkpoint.Table:
         """Drafting, section 3.1."""

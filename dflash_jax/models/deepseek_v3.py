@@ -158,10 +158,10 @@ def _has_int4(raw: Raw) -> bool:
     given = mapping(raw, "quantization_config")
     if given.get("quant_method") != "compressed-tensors":
         return False
-    groups = [mapping(each, name) for each in [mapping(given, "config_groups")] for name in each]
+    groups = [mapping(container, name) for container in [mapping(given, "config_groups")] for name in container]
     weights = [mapping(group, "weights") for group in groups]
-    found = [{name: each.get(name) for name in _INT4} for each in weights]
-    more = [given.get("kv_cache_scheme"), *(each.get("actorder") for each in weights)]
+    found = [{name: scheme.get(name) for name in _INT4} for scheme in weights]
+    more = [given.get("kv_cache_scheme"), *(scheme.get("actorder") for scheme in weights)]
     more += [group.get(name) for group in groups for name in ("input_activations", "output_activations")]
     if given.get("format") != "pack-quantized" or found != [_INT4] or any(more):
         raise ValueError(

@@ -113,8 +113,8 @@ def _mixers(raw: Raw) -> list[AttentionConfig]:
         window = require(raw, "sliding_window") if kind == "sliding_attention" else None
         # Global layers may have no values of their own.
         how = {"window": window, "values_are_keys": window is None and bool(raw.get("attention_k_eq_v"))}
-        own = {**raw, **shape, "rope_parameters": ropes[kind]}
-        mixers.append(attention_config(own, scale=1.0, qk_norm=eps, value_norm=eps, **how))
+        of_kind = {**raw, **shape, "rope_parameters": ropes[kind]}
+        mixers.append(attention_config(of_kind, scale=1.0, qk_norm=eps, value_norm=eps, **how))
     return mixers
 
 
@@ -137,14 +137,14 @@ def _shapes(raw: Raw, types: list[str]) -> list[Raw]:
     by_layer: list[Raw] = [{} for _ in types]
     if not isinstance(given, Mapping):
         raise ValueError(f"config.json: per_layer_config must be an object, got {given!r:.80}")
-    for layer, own in given.items():
-        known = isinstance(own, Mapping) and set(own) <= {"head_dim", "num_key_value_heads"}
+    for layer, shape_of in given.items():
+        known = isinstance(shape_of, Mapping) and set(shape_of) <= {"head_dim", "num_key_value_heads"}
         if not known or not str(layer).isdecimal() or int(layer) >= len(types):
             raise ValueError(
                 "config.json: per_layer_config must give head_dim and num_key_value_heads of layers "
-                f"0..{len(types) - 1}, got {layer!r:.80}: {own!r:.80}"
+                f"0..{len(types) - 1}, got {layer!r:.80}: {shape_of!r:.80}"
             )
-        by_layer[int(layer)] = {name: value for name, value in own.items() if value is not None}
+        by_layer[int(layer)] = {name: value for name, value in shape_of.items() if value is not None}
     if shape and by_layer != by_type:
         raise ValueError(f"config.json gives heads twice: per_layer_config {given!r:.80}, and {shape} of global layers")
     return by_layer

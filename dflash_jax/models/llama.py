@@ -36,7 +36,7 @@ def completed(raw: Raw) -> Raw:
     """The config with what older ones leave out: transformers' defaults."""
     given = {name: value for name, value in raw.items() if value is not None}
     ropes = [given, given.get("rope_parameters"), given.get("rope_scaling")]
-    theta = {} if any("rope_theta" in each for each in ropes if isinstance(each, Mapping)) else {"rope_theta": _THETA}
+    theta = {} if any("rope_theta" in rope for rope in ropes if isinstance(rope, Mapping)) else {"rope_theta": _THETA}
     return {"head_dim": head_dim(raw), "num_key_value_heads": require(raw, "num_attention_heads")} | theta | given
 
 

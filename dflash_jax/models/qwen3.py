@@ -38,7 +38,7 @@ def config(raw: Raw) -> TargetConfig:
     windows = (window if kind == "sliding_attention" else None for kind in types)
     return TargetConfig(
         **target_fields(raw),
-        layers=tuple(LayerConfig(replace(attention, window=each), inner) for each in windows),
+        layers=tuple(LayerConfig(replace(attention, window=width), inner) for width in windows),
         model_type="qwen3",
         **fp8_fields(raw),
     )

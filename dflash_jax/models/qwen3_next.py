@@ -227,9 +227,9 @@ def _one_after_another(source: Source, sizes: list[int]) -> list[Section]:
 
 def _by_key_head(name: str, width: int, heads: int, sizes: list[int]) -> list[Section]:
     """Sections of a tensor that has the rows of every section for a key head, then for the next."""
-    each, source = sum(sizes) // heads, Stored(name, (sum(sizes), width))
+    per_head, source = sum(sizes) // heads, Stored(name, (sum(sizes), width))
     of_head = _stretches([size // heads for size in sizes])
-    return [Section(source, [each * head + row for head in range(heads) for row in rows]) for rows in of_head]
+    return [Section(source, [per_head * head + row for head in range(heads) for row in rows]) for rows in of_head]
 
 
 def _stretches(sizes: list[int]) -> list[range]:

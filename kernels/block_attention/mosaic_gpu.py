@@ -98,9 +98,9 @@ def attend(
     G, Q = N // K, N // K * T
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
     bounds, mask = jnp.tile(bounds, (1, G)), jnp.tile(mask, (1, G, 1))
-    tiles, own = -(-Q // ROWS), -(-F // CHUNK)
-    width = CHUNK if own > 1 else -(-F // TILE) * TILE  # of a chunk of the block
-    more, wider = tiles * ROWS - Q, own * width - F
+    tiles, block_chunks = -(-Q // ROWS), -(-F // CHUNK)
+    width = CHUNK if block_chunks > 1 else -(-F // TILE) * TILE  # of a chunk of the block
+    more, wider = tiles * ROWS - Q, block_chunks * width - F
     low = jnp.pad(bounds, ((0, 0), (0, more)))
     if reads_together(q, k, v):
         block = [jnp.concatenate([q.swapaxes(1, 2), k, v], axis=1).reshape(B, -1, H)] * 3
@@ -109,8 +109,8 @@ def attend(
         grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, Q, H)
         sides = (grouped, more), (k, wider), (v, wider)
         block = [jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0))).reshape(B, -1, x.shape[-1]) for x, rows in sides]
-        places = Places(tiles * ROWS, own * width, 0, 0)
-    mask = jnp.pad(mask, ((0, 0), (0, more), (0, own * CHUNK - F))).astype(jnp.int32)
+        places = Places(tiles * ROWS, block_chunks * width, 0, 0)
+    mask = jnp.pad(mask, ((0, 0), (0, more), (0, block_chunks * CHUNK - F))).astype(jnp.int32)
     splits = max(1, min(-(-BLOCKS // (B * K * tiles)), S // CHUNK // LEAST))
     depth = max(2, min(6, STAGE_BYTES // (CHUNK * (H + Hv) * q.dtype.itemsize), S // CHUNK))
     first = jnp.where(lengths > S, 0, jnp.minimum(jnp.min(low[:, :Q], axis=1), lengths) // CHUNK)
@@ -127,7 +127,7 @@ def attend(
         "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=depth),
         "q_arrived": plgpu.Barrier(num_arrivals=2),
     }
-    options = {"slots": S, "width": width, "own": own, "depth": depth, "splits": splits, "places": places}
+    options = {"slots": S, "width": width, "own": block_chunks, "depth": depth, "splits": splits, "places": places}
     found = plgpu.kernel(
         partial(_kernel, plgpu, **options, scale=scale, softcap=softcap),
         out_type=(jax.ShapeDtypeStruct((*result.shape, Hv), jnp.float32), result, result),
@@ -171,16 +171,17 @@ def _merged(
 
 def _kernel(
     plgpu, scalars, low, mask, q, k, v, cache_k, cache_v, out, out_top, out_total,
-    *, q_smem, k_smem, v_smem, low_smem, arrived, q_arrived, slots, width, own, depth, splits, places, scale, softcap,
+    *, q_smem, k_smem, v_smem, low_smem, arrived, q_arrived,
+    slots, width, block_chunks, depth, splits, places, scale, softcap,
 ):  # fmt: skip
     """One stretch of one row's cache, for a tile of queries of one key-value head: see the module."""
     b, head, tile, split = (jax.lax.axis_index(name) for name in ("b", "k", "tile", "split"))
     length, first, chunks, row = (scalars[b, i] for i in range(4))
     rows, (C, Hv) = pl.ds(tile * ROWS, ROWS), v_smem.shape[1:]
-    each = jax.lax.div(chunks + splits - 1, jnp.int32(splits))
-    begin = first + jnp.minimum(split * each, chunks)
-    count = first + jnp.minimum((split + 1) * each, chunks) - begin
-    end = count + jnp.where(split == splits - 1, own, 0)  # the last stretch goes on with the block
+    share = jax.lax.div(chunks + splits - 1, jnp.int32(splits))
+    begin = first + jnp.minimum(split * share, chunks)
+    count = first + jnp.minimum((split + 1) * share, chunks) - begin
+    end = count + jnp.where(split == splits - 1, block_chunks, 0)  # the last stretch goes on with the block
 
     def fetch(i):
         stage = jax.lax.rem(i, jnp.int32(depth))

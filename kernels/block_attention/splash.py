@@ -70,12 +70,12 @@ def attend(
         segments = None if starts is None else splash.SegmentIds(starts, starts)
         return jnp.asarray(kernel(q, k, v, segments, sinks))  # the output alone: no residuals are asked for
 
-    def each(q: Array, k: Array, v: Array, starts: Array | None, sinks: Array | None) -> Array:
+    def rows(q: Array, k: Array, v: Array, starts: Array | None, sinks: Array | None) -> Array:
         # It knows no scale: of narrow queries the scaled ones are rounded once more, unless by a power of two.
         scaled = (q * scale).astype(q.dtype).swapaxes(1, 2)
         return jax.lax.map(partial(one, sinks), (scaled, k, v, starts)).swapaxes(1, 2)
 
-    return (_exact(each) if precision(q) else each)(q, k, v, starts, sinks)
+    return (_exact(rows) if precision(q) else rows)(q, k, v, starts, sinks)
 
 
 def _exact(function: Callable) -> Callable:

@@ -51,14 +51,14 @@ def ceilings(*, small: bool) -> Iterator[Figures]:
     yield {"what": f"product of {width}, {a.dtype}", "TFLOP/s": 2 * width**3 / seconds / 1e12}
 
 
-def timed(program: Callable[..., Any], *arguments: Any, runs: int = 7, each: int = 5) -> float:
+def timed(program: Callable[..., Any], *arguments: Any, runs: int = 7, calls: int = 5) -> float:
     """Seconds of one call: the median of some runs of a few calls each."""
     out = jax.block_until_ready(program(*arguments))
     times = []
     for _ in range(runs):
         begin = time.perf_counter()
-        for _ in range(each):
+        for _ in range(calls):
             out = program(*arguments)
         jax.block_until_ready(out)
-        times.append((time.perf_counter() - begin) / each)
+        times.append((time.perf_counter() - begin) / calls)
     return sorted(times)[runs // 2]

@@ -128,7 +128,7 @@ def _looped(once: Callable, q: Array, *rest: Any) -> float:
 
         return jax.lax.fori_loop(0, LOOPS, again, q)
 
-    return timed(jax.jit(loop), q, *rest, runs=5, each=1) / LOOPS
+    return timed(jax.jit(loop), q, *rest, runs=5, calls=1) / LOOPS
 
 
 def _experts(
