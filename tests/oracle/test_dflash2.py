@@ -51,7 +51,8 @@ def test_the_published_names_of_the_codebooks(tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, before.params, after.params))
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_output_never_depends_on_the_drafter(temperature, tmp_path):
     make_target(tmp_path / "target")
     make_drafter(tmp_path / "drafter", dflash_config=DFLASH2)

@@ -53,17 +53,14 @@ def answers(engine, order):
 def test_neighbours_arrival_prefixes_and_lengths_change_no_bit(of, request):
     pair = request.getfixturevalue(of)
     everyone = range(len(requests()))
-    first = answers(engine(pair), everyone)
+    alike = engine(pair)
+    first = answers(alike, everyone)
     assert len({str(outcome) for outcome in first.values()}) == len(first)  # two greedy rows may end in one loop
-    backwards = answers(engine(pair), reversed(everyone))
-    shuffled = answers(engine(pair, steps_per_visit=1), np.random.default_rng(0).permutation(len(first)).tolist())
-    prefixes = answers(engine(pair, prefix_chunks=16), everyone)
-    longer = answers(engine(pair, max_length=300), everyone)
-    for other in (backwards, shuffled, prefixes, longer):
-        assert other == first
-    idle = engine(pair)
+    assert answers(engine(pair, max_length=300), reversed(everyone)) == first
+    shuffled = np.random.default_rng(0).permutation(len(first)).tolist()
+    assert answers(engine(pair, steps_per_visit=1, prefix_chunks=16), shuffled) == first
     for i in everyone:  # nobody beside it
-        assert answers(idle, [i]).items() <= first.items()
+        assert answers(alike, [i]).items() <= first.items()
 
 
 @pytest.mark.slow
@@ -97,7 +94,7 @@ def test_replay_knows_how_far_a_dtype_rounds(dtype, tmp_path):
 
 
 def test_nothing_is_chosen_by_the_clock(pair):
-    fixed = Engine(*pair, slots=2, max_length=64, block_size="auto", deterministic=True)
+    fixed = Engine(*pair, slots=2, max_length=64, prefill_chunk=8, block_size="auto", deterministic=True)
     fixed.warm_up()
     assert not fixed.choosers
     assert fixed.block_size == pair[1].config.block_size
