@@ -5,7 +5,7 @@ and values, a ring of them, a recurrent state. Lengths are not part of it: they 
 Shapes: R cache rows, B block rows, T block positions, J positions of an accepted path.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol, Self
 
 import jax
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax.cache.attention import KV as KV
 from dflash_jax.cache.attention import Fresh as Fresh
-from dflash_jax.cache.attention import Path, Rows
+from dflash_jax.cache.attention import Path, Rows, commit_alike
 from dflash_jax.cache.split import Capacity as Capacity
 from dflash_jax.cache.split import Group as Group
 from dflash_jax.cache.split import Split, groups_of
@@ -161,8 +161,18 @@ def commit(
         path: block positions in commit order (a tree's accepted path); None takes them as they are.
         rows: cache row of each of the block's rows, all different; None if the block has every row, in order.
     """
-    pairs = zip(cache.entries, fresh, strict=True)
-    return cache.replace(entries=tuple(e.commit(f, lengths, kept, path=path, rows=rows) for e, f in pairs))
+    entries, alike = list(cache.entries), dict[Hashable, list[int]]()
+    for i, entry in enumerate(entries):
+        if isinstance(entry, KV):
+            shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((entry, fresh[i])))
+            alike.setdefault((jax.tree.structure(entry), shapes), []).append(i)
+        else:
+            entries[i] = entry.commit(fresh[i], lengths, kept, path=path, rows=rows)
+    for places in alike.values():
+        old, new = [entries[i] for i in places], [fresh[i] for i in places]
+        for i, entry in zip(places, commit_alike(old, new, lengths, kept, path=path, rows=rows), strict=True):
+            entries[i] = entry
+    return cache.replace(entries=tuple(entries))
 
 
 def size_in_bytes(tree: PyTree) -> int:

@@ -3,7 +3,8 @@
 Shapes: R cache rows, B block rows, K key-value heads, S slots, H head dim, T block positions, C snapshot positions.
 """
 
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.anchored_attention import attend_anchored
-from dflash_jax.kernels.block_attention import attend
-from dflash_jax.kernels.cache_update import append, room
+from dflash_jax.kernels.block_attention import Joined, attend
+from dflash_jax.kernels.cache_update import Part, append, room
 from dflash_jax.mesh import HEADS, ROWS, from_owner, local_rows, on_each_device, split_cache, split_evenly
 
 Rows = Int[Array, " B"]  # something of every row of a block: its length, or the cache row that it is
@@ -23,10 +24,22 @@ PIECE = 128  # positions of a long snapshot that are written at once, however na
 
 
 class Fresh(struct.PyTreeNode):
-    """Keys (rotated) and values of one layer that are not, or not yet, part of a cache."""
+    """Keys (rotated) and values of one layer that are not, or not yet, part of a cache.
+
+    Attributes:
+        joined: the same beside the block's queries, where a kernel reads them so (see `block_attention.together`).
+    """
 
     k: Float[Array, "B K T H"]
     v: Float[Array, "B K T Hv"] | None
+    joined: Joined | None = None
+
+    def parts(self) -> tuple[Array | Part, Array | Part | None]:
+        """Keys and values as a cache is given them."""
+        if self.joined is None or self.v is None:
+            return self.k, self.v
+        whole = self.joined
+        return Part(self.k, whole.rows, whole.first_key), Part(self.v, whole.rows, whole.first_value)
 
     def partition(self) -> "Fresh":
         """The mesh axes of a snapshot's arrays: its heads are split, or what is in a head that cannot be."""
@@ -69,7 +82,7 @@ class KV(struct.PyTreeNode):
     ) -> Float[Array, "B T N Hv"]:
         """Attention of a block to the committed positions and to its own; see `kernels.block_attention.attend`."""
         assert fresh.v is not None
-        return attend(q, positions, fresh.k, fresh.v, self, lengths, **settings)
+        return attend(q, positions, fresh.k, fresh.v, self, lengths, joined=fresh.joined, **settings)
 
     def attend_anchored(
         self, q: Float[Array, "B T N H"], fresh: Fresh, anchors: Rows, starts: Rows, per_row: int, **settings: Any
@@ -89,10 +102,7 @@ class KV(struct.PyTreeNode):
         self, fresh: Fresh, lengths: Rows, kept: Rows, *, path: Path | None = None, rows: Rows | None = None
     ) -> Self:
         """What does not fit is dropped."""
-        if path is not None:
-            fresh = jax.tree.map(lambda x: jnp.take_along_axis(x, path[:, None, :, None], axis=2), fresh)
-        k, v = append(self.k, self.v, fresh.k, fresh.v, lengths, kept, rows, ring=self.ring)
-        return self.replace(k=k, v=v)
+        return commit_alike([self], [fresh], lengths, kept, path=path, rows=rows)[0]
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Fresh:
         """The row's `count` positions from `start` on, or the last of them that a ring holds."""
@@ -127,3 +137,21 @@ class KV(struct.PyTreeNode):
     def partition(self) -> Self:
         """Rows and heads are split."""
         return self.replace(k=P(ROWS, HEADS), v=P(ROWS, HEADS))
+
+
+Alike = TypeVar("Alike", bound=KV)
+
+
+def commit_alike(
+    entries: Sequence[Alike],
+    fresh: Sequence[Fresh],
+    lengths: Rows,
+    kept: Rows,
+    *,
+    path: Path | None = None,
+    rows: Rows | None = None,
+) -> list[Alike]:
+    """`KV.commit` of entries of one shape, which a device may write at once."""
+    caches, blocks = [(entry.k, entry.v) for entry in entries], [block.parts() for block in fresh]
+    written = append(caches, blocks, lengths, kept, rows, path=path, ring=entries[0].ring)
+    return [entry.replace(k=k, v=v) for entry, (k, v) in zip(entries, written, strict=True)]

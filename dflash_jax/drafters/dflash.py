@@ -56,6 +56,8 @@ class Injection(NamedTuple):
 class Layer(nn.Module):
     """A Qwen3 layer whose keys and values are projected by what it is given."""
 
+    only_products: ClassVar[bool] = True  # read what the norms return
+
     config: DFlashConfig
     layer: LayerConfig
     layout: Layout
@@ -66,11 +68,12 @@ class Layer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, layer, D, eps = self.config, self.layer, self.config.hidden_size, self.config.rms_norm_eps
         attention = Attention(D, layer.attention, self.layout, name="self_attn")
-        h, context = self.before("attention", RMSNorm(D, eps, name="input_layernorm")(x))
+        norm = partial(RMSNorm, D, eps, self.only_products)
+        h, context = self.before("attention", norm(name="input_layernorm")(x))
         fresh = injection.heads(matmul(h, injection.weight), c, self.layout, at.rope)
         h, _ = attention(h, at, entry, fresh)
         x = on_every_device(x + self.after(h, context))
-        h, context = self.before("mlp", RMSNorm(D, eps, name="post_attention_layernorm")(x))
+        h, context = self.before("mlp", norm(name="post_attention_layernorm")(x))
         h = MLP(D, layer.intermediate_size, self.layout, name="mlp")(h)
         return on_every_device(x + self.after(h, context)), fresh
 

@@ -17,8 +17,9 @@ from dflash_jax.cache import KV, Cache, Fresh
 from dflash_jax.cache.split import Split
 from dflash_jax.config import AttentionConfig, LayerConfig, LayerMixer, RopeConfig
 from dflash_jax.kernels.block_attention import Visibility, together
+from dflash_jax.kernels.dispatch import platform
 from dflash_jax.mesh import WHOLE, Layout
-from dflash_jax.models.layers import Linear, RMSNorm, rms_norm, unfuse
+from dflash_jax.models.layers import Linear, Normed, RMSNorm, mean_square, rms_norm, unfuse
 from dflash_jax.models.rope import Rope, rope_tables, rotate
 
 Norm = Callable[[Array], Array]  # of the heads of a block, [B, T, n, H]
@@ -75,7 +76,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T Din"], ctx: Pass, entry: KV | Split, shared: Fresh | None = None
+        self, x: Float[Array, "B T Din"] | Normed, ctx: Pass, entry: KV | Split, shared: Fresh | None = None
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         """Returns the layer's output, and the block's keys and values.
 
@@ -86,29 +87,37 @@ class Attention(nn.Module):
         c, (B, T, D) = self.config, x.shape
         N, K, H = c.num_heads, c.kv_heads(self.layout), c.head_dim
 
-        def norm(name: str, heads: int) -> Norm | None:
+        def norm(name: str, heads: int, squares: Float[Array, "B T _"] | None) -> Norm | None:
             if c.qk_norm is None:
                 return None
             size = H if c.qk_norm_per_head else heads * H
             module = self.norm_class(size, c.qk_norm, name=name)
-            return lambda x: module(x.reshape(B, T, -1, size)).reshape(x.shape)
+            known = None if squares is None else squares[..., None]
+            return lambda x: module(x.reshape(B, T, -1, size), known).reshape(x.shape)
 
         sizes = [N * H] * (2 if c.gate else 1)
         if shared is None:
             sizes += [K * H] * (1 if c.values_are_keys else 2)
         outputs = Linear((D, sum(sizes)), c.bias, name="qkv_proj" if shared is None else "q_proj")(x)
         q, *others = unfuse(outputs, sizes, self.layout.shards)
+        squares: list[Array | None] = [None] * len(sizes)
+        if c.qk_norm is not None and c.qk_norm_per_head and platform() == "gpu":  # of all heads by one launch
+            found = mean_square(outputs.reshape(B, T, -1, H))[..., 0]
+            squares = [*unfuse(found, [size // H for size in sizes], self.layout.shards)]
         fresh = shared
         if fresh is None:
             k, v = others[-1 if c.values_are_keys else -2], others[-1]
             value_norm = None if c.value_norm is None else partial(rms_norm, weight=None, eps=c.value_norm)
-            fresh = keys_and_values(k, v, H, ctx.rope, norm("k_norm", K), value_norm)
-        q = split_heads(q, H, norm("q_norm", N), ctx.rope)
-        if shared is None and ctx.per_row is None and fresh.v is not None:
-            q, *both = together(q, fresh.k, fresh.v)
-            fresh = Fresh(*both)
+            fresh = keys_and_values(
+                k, v, H, ctx.rope, norm("k_norm", K, squares[-1 if c.values_are_keys else -2]), value_norm
+            )
+        q = split_heads(q, H, norm("q_norm", N, squares[0]), ctx.rope)
+        block = fresh
+        if ctx.per_row is None and fresh.v is not None:
+            block = fresh.replace(joined=together(q, fresh.k, fresh.v))
+            fresh = block if shared is None else fresh
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if c.sinks else None
-        out = attend_pass(q, fresh, ctx, entry, c, sinks).reshape(B, T, N * H)
+        out = attend_pass(q, block, ctx, entry, c, sinks).reshape(B, T, N * H)
         if c.gate:
             out = out * nn.sigmoid(others[0])
         return Linear((N * H, self.width), c.bias and c.output_bias, name="o_proj")(out), fresh

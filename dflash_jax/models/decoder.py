@@ -50,10 +50,12 @@ class Layer(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], ctx: Pass, entry: Entry, shared: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
-        D, eps = self.config.hidden_size, self.config.rms_norm_eps
-        h, fresh = self.attention()(self.norm_class(D, eps, name="input_layernorm")(x), ctx, entry, shared)
+        attention, mlp = self.attention(), self.mlp(ctx)
+        norm = partial(self.norm_class, self.config.hidden_size, self.config.rms_norm_eps)
+        h = norm(isinstance(attention, Attention), name="input_layernorm")(x)
+        h, fresh = attention(h, ctx, entry, shared)
         x = on_every_device(x + h)
-        h = self.mlp(ctx)(self.norm_class(D, eps, name="post_attention_layernorm")(x))
+        h = mlp(norm(isinstance(mlp, MLP), name="post_attention_layernorm")(x))
         return on_every_device(x + h), fresh
 
 

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -30,7 +29,7 @@ from dflash_jax.config_json import (
 from dflash_jax.mesh import HEADS, WHOLE, Layout
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Pass
-from dflash_jax.models.layers import MLP, RMSNorm, project, rms_norm
+from dflash_jax.models.layers import MLP, RMSNorm, project
 from dflash_jax.models.linear_attention import LinearAttention, LinearAttentionConfig
 from dflash_jax.sharding import Rule
 
@@ -133,10 +132,7 @@ def _experts(raw: Raw, model_type: str) -> ExpertsConfig | None:
 class Norm(RMSNorm):
     """A root-mean-square norm that multiplies by one plus its weight, and is rounded after that."""
 
-    @nn.compact
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        weight = self.param("weight", nn.initializers.zeros, (self.size,)).astype(jnp.float32)
-        return rms_norm(x.astype(jnp.float32), 1 + weight, self.eps).astype(x.dtype)
+    wide, added = True, 1.0
 
 
 class Layer(decoder.Layer):

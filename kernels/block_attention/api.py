@@ -63,6 +63,7 @@ def attend(
     starts: Int[Array, "B T"] | None = None,
     key_positions: Int[Array, "B F"] | None = None,
     up: Float[Array, "N U C"] | None = None,
+    joined: mosaic_gpu.Joined | None = None,
     implementation: Name | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Softmax attention over committed positions `0..lengths-1` and the block's own keys and values.
@@ -96,6 +97,7 @@ def attend(
         key_positions: absolute positions of the fresh keys; None where they are those of the queries. Only a window and
             `starts` ask for them.
         up: what makes keys and values of every query head from what the cache holds; fresh ones are made already.
+        joined: the same queries, keys and values `together`, if there is such a thing.
         implementation: "xla", "tpu" (Pallas) or "gpu" (Pallas on Hopper); see `dispatch`.
 
     Returns:
@@ -142,6 +144,8 @@ def attend(
         rows, here = local_rows(rows, cache_k.shape[0], cache_rows)
         lengths = jnp.where(here, lengths, 0)
         more = {} if up is None else {"up": up}
+        if chosen is mosaic_gpu:
+            more = {"joined": joined}
         out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, rows, **more)
         return from_owner(out, here, _without(cache_rows, block_rows))
 
@@ -153,13 +157,11 @@ def attend(
 
 def together(
     q: Float[Array, "B T N H"], k: Float[Array, "B K F H"], v: Float[Array, "B K F Hv"]
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B K F H"], Float[Array, "B K F Hv"]]:
-    """The same numbers, on a GPU as parts of one array where its kernel reads them so: one launch instead of three."""
-    if platform() != "gpu" or current_mesh() is not None or not mosaic_gpu.reads_together(q, k, v):
-        return q, k, v
-    N, K = q.shape[2], k.shape[1]
-    joined = jax.lax.optimization_barrier(jnp.concatenate([q.swapaxes(1, 2), k, v], axis=1))
-    return joined[:, :N].swapaxes(1, 2), joined[:, N : N + K], joined[:, N + K :]
+) -> mosaic_gpu.Joined | None:
+    """A block as the kernel for GPUs reads it at once; None where another one runs, or reads them apart."""
+    if platform() != "gpu" or current_mesh() is not None:
+        return None
+    return jax.lax.optimization_barrier(mosaic_gpu.join(q, k, v))
 
 
 _Axes = tuple[str, ...] | None  # of a mesh, over which something is split

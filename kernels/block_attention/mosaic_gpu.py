@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
@@ -62,14 +63,35 @@ class Places(NamedTuple):
     first_value: int
 
 
-def reads_together(q: Float[Array, "B T N H"], k: Float[Array, "B K F H"], v: Float[Array, "B K F Hv"]) -> bool:
-    """Whether it reads queries, keys and values from one array, heads side by side, as they are: no tile of rows then
-    reaches beyond the array. Else it copies them."""
-    (_, T, N, H), (K, F, Hv) = q.shape, v.shape[1:]
-    Q = N // K * T
-    tiles = -(-Q // ROWS)
-    inside = (K - 1) * Q + tiles * ROWS <= (N + 2 * K) * T
-    return T == F and Hv == H and T % TILE == 0 and (F <= CHUNK or F % CHUNK == 0) and inside
+class Joined(struct.PyTreeNode):
+    """A block's queries, keys and values in one array, so that it is made by one launch and read as it is.
+
+    Attributes:
+        rows: head for head and position for position; then zeros, so that no tile of rows reaches beyond the array.
+        first_key, first_value: where the rows of keys and values begin.
+    """
+
+    rows: Float[Array, "B _ H"]
+    first_key: int = struct.field(pytree_node=False)
+    first_value: int = struct.field(pytree_node=False)
+
+
+def join(q: Float[Array, "B T N H"], k: Float[Array, "B K F H"], v: Float[Array, "B K F Hv"]) -> Joined | None:
+    """A block in one array; None if its queries are not as many as its keys, or its values of another size."""
+    (B, T, N, H), (K, F, Hv) = q.shape, v.shape[1:]
+    if T != F or Hv != H:
+        return None
+    tiles, block_chunks, width = _tiles(N // K * T, F)
+    ends = (K - 1) * (N // K) * T + tiles * ROWS, (N + K) * T + (K - 1) * T + block_chunks * width
+    zeros = jnp.zeros((B, max(0, *(end - (N + 2 * K) * T for end in ends)), H), q.dtype)
+    blocks = (x.reshape(B, -1, H) for x in (q.swapaxes(1, 2), k, v))
+    return Joined(jnp.concatenate([*blocks, zeros], axis=1), N * T, (N + K) * T)
+
+
+def _tiles(queries: int, keys: int) -> tuple[int, int, int]:
+    """Tiles of the queries of one key-value head, chunks of a block's keys, and rows of one of these."""
+    chunks = -(-keys // CHUNK)
+    return -(-queries // ROWS), chunks, CHUNK if chunks > 1 else -(-keys // TILE) * TILE
 
 
 @partial(jax.jit, static_argnames=("scale", "softcap"), inline=True)  # traced and lowered once for layers alike
@@ -86,6 +108,7 @@ def attend(
     softcap: float | None,
     sinks: Float[Array, " N"] | None,
     rows: Int[Array, " B"] | None,
+    joined: Joined | None,
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block.
 
@@ -98,13 +121,11 @@ def attend(
     G, Q = N // K, N // K * T
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
     bounds, mask = jnp.tile(bounds, (1, G)), jnp.tile(mask, (1, G, 1))
-    tiles, block_chunks = -(-Q // ROWS), -(-F // CHUNK)
-    width = CHUNK if block_chunks > 1 else -(-F // TILE) * TILE  # of a chunk of the block
+    tiles, block_chunks, width = _tiles(Q, F)
     more, wider = tiles * ROWS - Q, block_chunks * width - F
     low = jnp.pad(bounds, ((0, 0), (0, more)))
-    if reads_together(q, k, v):
-        block = [jnp.concatenate([q.swapaxes(1, 2), k, v], axis=1).reshape(B, -1, H)] * 3
-        places = Places(Q, F, N * T, (N + K) * F)
+    if joined is not None:
+        block, places = [joined.rows] * 3, Places(Q, F, joined.first_key, joined.first_value)
     else:
         grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, Q, H)
         sides = (grouped, more), (k, wider), (v, wider)
@@ -127,7 +148,14 @@ def attend(
         "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=depth),
         "q_arrived": plgpu.Barrier(num_arrivals=2),
     }
-    options = {"slots": S, "width": width, "own": block_chunks, "depth": depth, "splits": splits, "places": places}
+    options = {
+        "slots": S,
+        "width": width,
+        "block_chunks": block_chunks,
+        "depth": depth,
+        "splits": splits,
+        "places": places,
+    }
     found = plgpu.kernel(
         partial(_kernel, plgpu, **options, scale=scale, softcap=softcap),
         out_type=(jax.ShapeDtypeStruct((*result.shape, Hv), jnp.float32), result, result),

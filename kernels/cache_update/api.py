@@ -1,21 +1,25 @@
 """The only writer of committed keys and values.
 
-Shapes: R cache rows, B block rows, K key-value heads, S slots, T block positions, H head dim (Hv of values).
+Shapes: R cache rows, B block rows, K key-value heads, S slots, T block positions.
 """
+
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax.mesh import current_mesh, local_rows, on_each_device, owned_rows, split_cache, split_rows
 
 from ..dispatch import Name, choose
-from . import pallas_tpu, reference
+from . import pallas_gpu, pallas_tpu, reference
 from .trial import Trial
 
-IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu}
+IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": pallas_gpu}
 TILE = 128  # slots that lie side by side in a TPU's memory
+Caches = TypeVar("Caches", bound=PyTree[Float[Array, "R K S _"]])
 
 
 def room(slots: int, widest: int) -> int:
@@ -26,43 +30,68 @@ def room(slots: int, widest: int) -> int:
     return slots if slots <= TILE // 2 else -(-slots // step) * step
 
 
+class Part(struct.PyTreeNode):
+    """A block that is a part of a larger array, from which a kernel may read it.
+
+    Attributes:
+        block: the same numbers by themselves.
+        source: the array; head for head and position for position, the block begins at its row `first`.
+    """
+
+    block: Float[Array, "B K T H"]
+    source: Float[Array, "B _ H"]
+    first: int = struct.field(pytree_node=False)
+
+
 def append(
-    cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S Hv"] | None,
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T Hv"] | None,
+    caches: Caches,
+    blocks: PyTree[Array],
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
     rows: Int[Array, " B"] | None = None,
     *,
+    path: Int[Array, "B J"] | None = None,
     ring: bool = False,
     implementation: Name | None = None,
-) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"] | None]:
-    """Writes the first `kept` block positions after `lengths`; what does not fit is dropped.
+) -> Caches:
+    """Writes the first `kept` positions of blocks after `lengths` in caches; what does not fit is dropped.
 
     Position p goes to slot p, or to slot p modulo S of a ring. Other slots keep what they hold. Where the caches are
     donated, they are updated in place.
 
     Args:
-        cache_v, v: None where there are no values (latent attention).
+        caches: keys and values of one layer, or of several that are alike. They differ in their last axis alone.
+        blocks: what each of them gets: an array [B, K, T, _], or a `Part`.
         rows: cache row of each block row; see `block_attention.attend`.
-        implementation: "xla" or "tpu" (Pallas); see `dispatch`.
+        path: block positions in the order in which they are written; None takes them as they are.
+        implementation: "xla", "tpu" or "gpu" (Pallas); see `dispatch`.
 
     Raises:
         ValueError: the named implementation does not serve this case; the message says why.
     """
-    cache_rows, heads = split_cache(*cache_k.shape[:2])
-    block_rows = cache_rows if rows is None else split_rows(k.shape[0]) if cache_rows else None
+    arrays, structure = jax.tree.flatten(caches)
+    cache_rows, heads = split_cache(*arrays[0].shape[:2])
+    news = structure.flatten_up_to(blocks)
+    block_rows = cache_rows if rows is None else split_rows(lengths.shape[0]) if cache_rows else None
 
-    def local(cache_k, cache_v, k, v, lengths, kept, rows):
-        trial = Trial.of(cache_k, cache_v, k, ring)
-        chosen = choose(IMPLEMENTATIONS, cache_k, cache_v, k, implementation=implementation, trial=trial, call=append)
-        rows, here = local_rows(rows, cache_k.shape[0], cache_rows)
+    def local(arrays, news, lengths, kept, rows, path):
+        plain = [x.block if isinstance(x, Part) else x for x in news]
+        trial = Trial.of(arrays, plain, ring, None if path is None else path.shape[1])
+        chosen = choose(IMPLEMENTATIONS, arrays, plain, implementation=implementation, trial=trial, call=append)
+        rows, here = local_rows(rows, arrays[0].shape[0], cache_rows)
         if rows is not None and cache_rows != block_rows and current_mesh() is not None:
-            at, rows, here = owned_rows(rows, here, cache_k.shape[0])
-            k, v, lengths, kept = jax.tree.map(lambda x: x[at], (k, v, lengths, kept))
-        return chosen.append(cache_k, cache_v, k, v, lengths, jnp.where(here, kept, 0), rows, ring)
+            at, rows, here = owned_rows(rows, here, arrays[0].shape[0])
+            plain, lengths, kept, path = jax.tree.map(lambda x: x[at], (plain, lengths, kept, path))
+            news = plain
+        kept = jnp.where(here, kept, 0)
+        if chosen is pallas_gpu:
+            flat = lambda x: (x.reshape(x.shape[0], -1, x.shape[3]), 0)
+            sources = [(x.source, x.first) if isinstance(x, Part) else flat(x) for x in news]
+            return pallas_gpu.append(arrays, sources, plain[0].shape[2], lengths, kept, rows, path, ring)
+        if path is not None:
+            plain = [jnp.take_along_axis(x, path[:, None, :, None], axis=2) for x in plain]
+        return chosen.append(arrays, plain, lengths, kept, rows, ring)
 
     cache, block, by_row = P(cache_rows, heads), P(block_rows, heads), P(block_rows)
-    run = on_each_device(local, (cache, cache, block, block, by_row, by_row, by_row), (cache, cache))
-    return run(cache_k, cache_v, k, v, lengths, kept, rows)
+    run = on_each_device(local, (cache, block, by_row, by_row, by_row, by_row), cache)
+    return structure.unflatten(run(arrays, news, lengths, kept, rows, path))

@@ -4,6 +4,7 @@ Of each row, the one or two aligned windows of slots that the block falls into a
 product with a 0/1 matrix moves the block to its slots: positions shift by any amount, and every sum has one term.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -19,34 +20,28 @@ LANES = 128
 SUBLANES = 16  # rows of a bfloat16 tile
 
 
-def declines(
-    cache_k: Float[Array, "R K S H"], cache_v: Float[Array, "R K S Hv"] | None, k: Float[Array, "B K T H"]
-) -> str | None:
+def declines(caches: Sequence[Float[Array, "R K S _"]], blocks: Sequence[Float[Array, "B K T _"]]) -> str | None:
     """Why these shapes are not served, or None."""
-    caches = [x for x in (cache_k, cache_v) if x is not None]
-    if k.dtype not in (jnp.float32, jnp.bfloat16) or any(x.dtype != k.dtype for x in caches):
-        return f"block in {k.dtype}, cache in {cache_k.dtype}; it serves float32 and bfloat16"
-    for x in caches:
-        if x.shape[2] % (window := _window(x, k)):
-            return f"{x.shape[2]} slots; it serves multiples of {window}, as wide as the block"
+    for cache, block in zip(caches, blocks, strict=True):
+        if block.dtype not in (jnp.float32, jnp.bfloat16) or cache.dtype != block.dtype:
+            return f"block in {block.dtype}, cache in {cache.dtype}; it serves float32 and bfloat16"
+        if cache.shape[2] % (window := _window(cache, block)):
+            return f"{cache.shape[2]} slots; it serves multiples of {window}, as wide as the block"
     return None
 
 
 def append(
-    cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S Hv"] | None,
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T Hv"] | None,
+    caches: Sequence[Float[Array, "R K S _"]],
+    blocks: Sequence[Float[Array, "B K T _"]],
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
     rows: Int[Array, " B"] | None,
     ring: bool,
-) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S Hv"] | None]:
+) -> list[Float[Array, "R K S _"]]:
     """See `api.append`."""
-    rows = jnp.arange(k.shape[0], dtype=jnp.int32) if rows is None else rows
+    rows = jnp.arange(lengths.shape[0], dtype=jnp.int32) if rows is None else rows
     scalars = lengths.astype(jnp.int32), kept.astype(jnp.int32), rows
-    put = lambda cache, x: cache if x is None else _append(cache, x, scalars, ring)
-    return put(cache_k, k), put(cache_v, v)
+    return [_append(cache, block, scalars, ring) for cache, block in zip(caches, blocks, strict=True)]
 
 
 def _append(cache: Array, block: Array, scalars: tuple[Array, ...], ring: bool) -> Array:

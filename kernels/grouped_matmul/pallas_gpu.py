@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.quantised import BLOCK, FP8, GROUP, MXFP4, Quantised
 
+from ..abstract_gpu import named
 from .small_floats import E2M1, E4M3, WIDE, numbers
 from .visits import tile_height, visits
 
@@ -86,17 +87,9 @@ def grouped_matmul(
         out_specs=anywhere,
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
     )
-    with jax.sharding.use_abstract_mesh(_mesh()):
+    with named():
         out = call(*where, *operands)
     return out[0] if parts == 1 else jnp.sum(out, axis=0)
-
-
-def _mesh() -> jax.sharding.AbstractMesh:
-    """The mesh in force; with the name of a GPU where there is none, for which jax 0.12 asks."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.abstract_device or jax.default_backend() == "gpu":
-        return mesh
-    return mesh.update(abstract_device=jax.sharding.AbstractDevice("NVIDIA H100", 132, "gpu"))
 
 
 def _visit(

@@ -76,7 +76,7 @@ def test_devices_write_their_own_rows_alone(implementation, monkeypatch):
     # The interpreter knows no places of arrays.
     monkeypatch.setattr(pltpu, "with_memory_space_constraint", lambda x, place: x)
     with jax.set_mesh(mesh("model=2")), pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        got, _ = append(cache, None, block, None, lengths, kept, rows, implementation=implementation)
+        got = append(cache, block, lengths, kept, rows, implementation=implementation)
     np.testing.assert_array_equal(got, expected)
 
 

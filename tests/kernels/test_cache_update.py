@@ -6,12 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.kernels.cache_update import append, pallas_tpu, room
 from dflash_jax.kernels.cache_update.trial import Trial
 from tests.chips import topology
+
+
+def called(implementation, *arguments, **options):
+    """`append` with this implementation, the Pallas kernels among them by the interpreter."""
+    call = partial(append, *arguments, implementation=implementation, **options)
+    if implementation != "gpu":
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+            return call()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
+        return call()
 
 
 def expected(cache, block, lengths, kept, rows, ring):
@@ -23,7 +35,7 @@ def expected(cache, block, lengths, kept, rows, ring):
     return cache
 
 
-@pytest.mark.parametrize("implementation", ["xla", "tpu"])
+@pytest.mark.parametrize("implementation", ["xla", "tpu", "gpu"])
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize(
     ("widths", "S", "T", "lengths", "kept"),
@@ -43,37 +55,34 @@ def test_equals_a_loop(implementation, ring, widths, S, T, lengths, kept):
     for b, count in enumerate(kept):  # what is not kept may be anything
         for x in blocks:
             x[b, :, count:] = np.inf
-    place = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())
-    arguments = *map(jnp.asarray, (*caches, *blocks)), jnp.asarray(lengths), jnp.asarray(kept)
-    with place:
-        got = append(*arguments, jnp.asarray(rows), ring=ring, implementation=implementation)
+    arguments = *(list(map(jnp.asarray, x)) for x in (caches, blocks)), jnp.asarray(lengths), jnp.asarray(kept)
+    got = called(implementation, *arguments, jnp.asarray(rows), ring=ring)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "tpu"])
+@pytest.mark.parametrize("implementation", ["xla", "tpu", "gpu"])
 def test_a_cache_without_values(implementation):
     """Of latents: one head, as wide as no other."""
     rng = np.random.default_rng(0)
     cache, block = (rng.standard_normal((2, 1, n, 576)).astype(np.float32) for n in (128, 8))
     lengths, kept = [30, 9], [8, 3]
     after = expected(cache, block, lengths, kept, [1, 0], False)
-    arguments = jnp.asarray(cache), None, jnp.asarray(block), None, jnp.asarray(lengths), jnp.asarray(kept)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        got, values = append(*arguments, jnp.asarray([1, 0]), implementation=implementation)
+    arguments = (jnp.asarray(cache), None), (jnp.asarray(block), None), jnp.asarray(lengths), jnp.asarray(kept)
+    got, values = called(implementation, *arguments, jnp.asarray([1, 0]))
     np.testing.assert_array_equal(got, after)
     assert values is None
-    trial = Trial.of(jnp.zeros((2, 1, 64, 576)), None, jnp.zeros((2, 1, 8, 576)), False)
-    assert jax.tree.map(jnp.shape, trial.run(partial(append, implementation="xla"))) == ((3, 1, 64, 576), None)
+    trial = Trial.of([jnp.zeros((2, 1, 64, 576))], [jnp.zeros((2, 1, 8, 576))], False)
+    assert jax.tree.map(jnp.shape, trial.run(partial(append, implementation="xla"))) == [(3, 1, 64, 576)]
 
 
 def test_declines_by_name():
     cache, block = jnp.zeros((1, 1, 40, 128)), jnp.zeros((1, 1, 4, 128))
     one = jnp.ones(1, jnp.int32)
     with pytest.raises(ValueError, match="'tpu' does not serve this case: 40 slots; it serves multiples of 16"):
-        append(cache, cache, block, block, one, one, implementation="tpu")
+        append([cache] * 2, [block] * 2, one, one, implementation="tpu")
     with pytest.raises(ValueError, match="block in float32, cache in bfloat16"):
-        append(*[cache.astype(jnp.bfloat16)] * 2, block, block, one, one, implementation="tpu")
+        append([cache.astype(jnp.bfloat16)] * 2, [block] * 2, one, one, implementation="tpu")
 
 
 @pytest.mark.parametrize("H", [64, 128, 256, 576])
@@ -88,7 +97,7 @@ def test_there_is_room_for_every_block(H, widest):
         assert room(rounded, widest) == rounded
         for T in {min(T, widest) for T in (1, 3, 16, 17, 33, 100, 130, widest)}:
             ask = lambda *arrays: told.append(pallas_tpu.declines(*arrays))
-            jax.eval_shape(ask, spec(rounded, H), spec(rounded, H), spec(T, H))
+            jax.eval_shape(ask, [spec(rounded, H)], [spec(T, H)])
     assert set(told) == {None}
 
 
@@ -100,7 +109,7 @@ def test_what_is_not_rounded_is_declined():
     """1152 slots are whole tiles, but not whole chunks."""
     cache, block, one = jnp.zeros((1, 1, 1152, 64)), jnp.zeros((1, 1, 256, 64)), jnp.ones(1, jnp.int32)
     with pytest.raises(ValueError, match="1152 slots; it serves multiples of 256"):
-        append(cache, cache, block, block, one, one, implementation="tpu")
+        append([cache] * 2, [block] * 2, one, one, implementation="tpu")
 
 
 @pytest.mark.parametrize("H", [64, 128])
@@ -110,7 +119,7 @@ def test_compiles_for_tpu_in_place(H, T):
     spec = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype, sharding=place)
     cache, block, ints = spec(8, 8, 4096, H), spec(8, 8, T, H), spec(8, dtype=jnp.int32)
     call = lambda *arguments: append(*arguments, implementation="tpu")
-    program = jax.jit(call, donate_argnums=(0, 1)).lower(cache, cache, block, block, ints, ints).compile()
+    program = jax.jit(call, donate_argnums=0).lower([cache] * 2, [block] * 2, ints, ints).compile()
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == 2 * 8 * 8 * 4096 * H * 2
     assert memory.temp_size_in_bytes < 8 * 8 * 4096 * H * 2
@@ -120,7 +129,7 @@ def test_compiles_for_tpu_in_place_without_values():
     place = SingleDeviceSharding(topology("v5e:2x2")[0])
     spec = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype, sharding=place)
     cache, block, ints = spec(8, 1, 4096, 576), spec(8, 1, 8, 576), spec(8, dtype=jnp.int32)
-    call = lambda cache, block, *counts: append(cache, None, block, None, *counts, implementation="tpu")
+    call = lambda cache, block, *counts: append((cache, None), (block, None), *counts, implementation="tpu")
     memory = jax.jit(call, donate_argnums=0).lower(cache, block, ints, ints).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 8 * 4096 * 576 * 2
     assert memory.temp_size_in_bytes < 8 * 4096 * 576 * 2 / 8

@@ -88,7 +88,7 @@ def test_attention_of_training(dtype):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_cache_update(dtype):
     spec, ints = lambda *size: jnp.zeros(size, dtype), jnp.ones(2, jnp.int32)
-    call = lambda *x: append(*x, ints, ints, implementation="tpu")
+    call = lambda *x: append(list(x[:2]), list(x[2:]), ints, ints, implementation="tpu")
     check(call, dtype, *[spec(2, 2, 128, 128)] * 2, *[spec(2, 2, 4, 128)] * 2, least=2)
 
 

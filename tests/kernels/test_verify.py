@@ -219,11 +219,11 @@ def test_xla_is_never_tried(monkeypatch):
 def test_the_cache_update(install, monkeypatch):
     """It copies, and may not be wrong by anything."""
     kernel = Fake()
-    kernel.append = lambda cache_k, cache_v, *rest: (cache_k, cache_v)
+    kernel.append = lambda caches, *rest: caches
     monkeypatch.setitem(update_api.IMPLEMENTATIONS, "tpu", kernel)
     _, _, k, v, cache, lengths = arguments()
     with pytest.warns(RuntimeWarning, match=r"fake is not used for Trial\(rows=2, T=3, K=2, .*and may by 0$"):
-        got = jax.jit(append)(*(cache.k, cache.v, k, v, lengths, jnp.full(2, 3)))
+        got = jax.jit(append)((cache.k, cache.v), (k, v), lengths, jnp.full(2, 3))
     np.testing.assert_array_equal(got[0][1, :, 3:6], k[1])
 
 
@@ -269,7 +269,7 @@ def test_trials_read_no_garbage(name):
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize(("T", "H", "Hv", "slots"), [(5, 64, 64, 256), (16, 128, 64, 128), (40, 128, 256, 512)])
 def test_trials_of_the_cache_update(ring, T, H, Hv, slots):
-    trial = Update(2, T, 2, H, Hv, slots, "float32", ring)
+    trial = Update(2, T, 2, (H, Hv), slots, "float32", ring)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
         assert verify._compared("tpu", trial, append) == verify.Finding(None)
     assert all(np.isfinite(x).all() for x in trial.run(partial(append, implementation="xla")))
@@ -292,7 +292,8 @@ def test_trials_are_small():
     assert len(found) == 4
     assert of(Trial.of, *alone, **PLAIN)[:8] == (2, 512, 512, 8, 2, 128, 128, 0)
     cache = (64, 8, 40_960, 128)
-    assert of(Update.of, cache, cache, (64, 8, 256, 128), ring=False).slots == 1024
+    update = lambda cache, block, **given: Update.of([cache], [block], **given)
+    assert of(update, cache, (64, 8, 256, 128), ring=False).slots == 1024
 
 
 PROCESS = """

@@ -1,0 +1,101 @@
+"""GPU implementation, by Triton: all layers at once, where XLA starts a kernel or three for each array."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Ref
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from ..abstract_gpu import named
+
+MOST = 128  # arrays of one kernel, which has room for the addresses of 512
+TILE = 32  # positions of a program
+
+
+def declines(caches: Sequence[Float[Array, "R K S _"]], blocks: Sequence[Float[Array, "B K T _"]]) -> str | None:
+    """Why these shapes are not served, or None."""
+    for cache, block in zip(caches, blocks, strict=True):
+        if cache.dtype != block.dtype:
+            return f"block in {block.dtype}, cache in {cache.dtype}"
+        if cache.size * cache.dtype.itemsize >= 2**31:  # up to twice as many Pallas counts in 32 bits
+            return f"a cache of {cache.size * cache.dtype.itemsize} bytes; it serves less than {2**31}"
+    return None
+
+
+def append(
+    caches: Sequence[Float[Array, "R K S _"]],
+    sources: Sequence[tuple[Float[Array, "B _ _"], int]],
+    positions: int,
+    lengths: Int[Array, " B"],
+    kept: Int[Array, " B"],
+    rows: Int[Array, " B"] | None,
+    path: Int[Array, "B J"] | None,
+    ring: bool,
+) -> list[Float[Array, "R K S _"]]:
+    """See `api.append`.
+
+    Args:
+        sources: for each cache an array whose rows are heads times positions, and where the block begins in it.
+        positions: of the block.
+    """
+    rows = jnp.arange(lengths.shape[0]) if rows is None else rows
+    scalars = [x.astype(jnp.int32) for x in (lengths, kept, rows, *(() if path is None else (path,)))]
+    done: list[Array] = []
+    for begin in range(0, len(caches), MOST):
+        part = slice(begin, begin + MOST)
+        done += _append(caches[part], sources[part], scalars, positions, ring)
+    return done
+
+
+def _append(
+    caches: Sequence[Array], sources: Sequence[tuple[Array, int]], scalars: Sequence[Array], positions: int, ring: bool
+) -> Sequence[Array]:
+    (B, K), count, anywhere = (*scalars[0].shape, caches[0].shape[1]), len(caches), pl.BlockSpec(memory_space=pl.ANY)
+    written = scalars[3].shape[1] if len(scalars) > 3 else positions
+    tile, first = min(TILE, pl.next_power_of_2(written)), len(scalars) + count
+    options = {"begins": [begin for _, begin in sources], "positions": positions, "written": written}
+    call = pl.pallas_call(
+        partial(_kernel, tile=tile, ring=ring, **options),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches],
+        grid=(count, B, K * pl.cdiv(written, tile)),
+        in_specs=[anywhere] * (first + count),
+        out_specs=[anywhere] * count,
+        input_output_aliases={first + i: i for i in range(count)},
+        compiler_params=plgpu.CompilerParams(num_warps=4),
+        name="cache_update",
+    )
+    with named():
+        return call(*scalars, *(source for source, _ in sources), *caches)
+
+
+def _kernel(
+    lengths: Ref, kept: Ref, rows: Ref, *refs: Ref,
+    begins: Sequence[int], positions: int, written: int, tile: int, ring: bool,
+) -> None:  # fmt: skip
+    """A tile of positions of one head of a row, for one of the arrays."""
+    count = len(begins)
+    *path, sources, outs = *refs[: -3 * count], refs[-3 * count : -2 * count], refs[-count:]
+    array, b, place = (pl.program_id(axis) for axis in range(3))
+    slots, tiles = outs[0].shape[2], pl.cdiv(written, tile)
+    head, t = place // tiles, place % tiles * tile + jnp.arange(tile)
+    slot, inside = lengths[b] + t, t < kept[b]
+    if ring:
+        inside &= t >= kept[b] - slots  # of a chunk longer than the ring, the last ones
+        slot = slot % slots
+    else:
+        inside &= slot < slots
+    from_ = plgpu.load(path[0].at[b, t], mask=inside, other=0) if path else t
+
+    for i, (source, out, begin) in enumerate(zip(sources, outs, begins, strict=True)):
+
+        @pl.when(array == i)
+        def _(source=source, out=out, begin=begin):
+            width = source.shape[2]
+            column = jnp.arange(pl.next_power_of_2(width))[None]
+            mask = inside[:, None] & (column < width)
+            found = plgpu.load(source.at[b, (begin + head * positions + from_)[:, None], column], mask=mask, other=0)
+            plgpu.store(out.at[rows[b], head, slot[:, None], column], found, mask=mask)
