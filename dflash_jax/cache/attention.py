@@ -38,8 +38,8 @@ class Fresh(struct.PyTreeNode):
         """Keys and values as a cache is given them."""
         if self.joined is None or self.v is None:
             return self.k, self.v
-        whole = self.joined
-        return Part(self.k, whole.rows, whole.first_key), Part(self.v, whole.rows, whole.first_value)
+        rows, (_, keys, *first) = self.joined.rows, self.joined.places
+        return Part(self.k, rows, first[0], keys), Part(self.v, rows, first[1], keys)
 
     def partition(self) -> "Fresh":
         """The mesh axes of a snapshot's arrays: its heads are split, or what is in a head that cannot be."""

@@ -67,13 +67,13 @@ class Joined(struct.PyTreeNode):
     """A block's queries, keys and values in one array, so that it is made by one launch and read as it is.
 
     Attributes:
-        rows: head for head and position for position; then zeros, so that no tile of rows reaches beyond the array.
-        first_key, first_value: where the rows of keys and values begin.
+        rows: for every key-value head its queries, then its keys, then its values; each is filled up with zeros to
+            whole tiles. More zeros follow, so that nothing is read beyond the array.
+        places: where they are.
     """
 
     rows: Float[Array, "B _ H"]
-    first_key: int = struct.field(pytree_node=False)
-    first_value: int = struct.field(pytree_node=False)
+    places: Places = struct.field(pytree_node=False)
 
 
 def join(q: Float[Array, "B T N H"], k: Float[Array, "B K F H"], v: Float[Array, "B K F Hv"]) -> Joined | None:
@@ -81,11 +81,16 @@ def join(q: Float[Array, "B T N H"], k: Float[Array, "B K F H"], v: Float[Array,
     (B, T, N, H), (K, F, Hv) = q.shape, v.shape[1:]
     if T != F or Hv != H:
         return None
-    tiles, block_chunks, width = _tiles(N // K * T, F)
-    ends = (K - 1) * (N // K) * T + tiles * ROWS, (N + K) * T + (K - 1) * T + block_chunks * width
-    zeros = jnp.zeros((B, max(0, *(end - (N + 2 * K) * T for end in ends)), H), q.dtype)
-    blocks = (x.reshape(B, -1, H) for x in (q.swapaxes(1, 2), k, v))
-    return Joined(jnp.concatenate([*blocks, zeros], axis=1), N * T, (N + K) * T)
+    Q = N // K * T
+    tiles, block_chunks, width = _tiles(Q, F)
+    queries, keys = (-(-count // TILE) * TILE for count in (Q, F))
+    places = Places(queries, keys, K * queries, K * (queries + keys))
+    parts = (q.swapaxes(1, 2).reshape(B, K, Q, H), queries), (k, keys), (v, keys)
+    rows = [jnp.pad(x, ((0, 0), (0, 0), (0, count - x.shape[2]), (0, 0))).reshape(B, -1, H) for x, count in parts]
+    ends = (K - 1) * queries + tiles * ROWS, places.first_value + (K - 1) * keys + block_chunks * width
+    total = K * (queries + 2 * keys)
+    zeros = jnp.zeros((B, max(*ends, total) - total, H), q.dtype)
+    return Joined(jnp.concatenate([*rows, zeros], axis=1), places)
 
 
 def _tiles(queries: int, keys: int) -> tuple[int, int, int]:
@@ -125,7 +130,7 @@ def attend(
     more, wider = tiles * ROWS - Q, block_chunks * width - F
     low = jnp.pad(bounds, ((0, 0), (0, more)))
     if joined is not None:
-        block, places = [joined.rows] * 3, Places(Q, F, joined.first_key, joined.first_value)
+        block, places = [joined.rows] * 3, joined.places
     else:
         grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, Q, H)
         sides = (grouped, more), (k, wider), (v, wider)

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -15,6 +14,7 @@ from dflash_jax.mesh import current_mesh, local_rows, on_each_device, owned_rows
 
 from ..dispatch import Name, choose
 from . import pallas_gpu, pallas_tpu, reference
+from .part import Part
 from .trial import Trial
 
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": pallas_gpu}
@@ -28,19 +28,6 @@ def room(slots: int, widest: int) -> int:
     as well be copied, stays as it is."""
     step = max(TILE, 1 << (widest - 1).bit_length())
     return slots if slots <= TILE // 2 else -(-slots // step) * step
-
-
-class Part(struct.PyTreeNode):
-    """A block that is a part of a larger array, from which a kernel may read it.
-
-    Attributes:
-        block: the same numbers by themselves.
-        source: the array; head for head and position for position, the block begins at its row `first`.
-    """
-
-    block: Float[Array, "B K T H"]
-    source: Float[Array, "B _ H"]
-    first: int = struct.field(pytree_node=False)
 
 
 def append(
@@ -85,9 +72,9 @@ def append(
             news = plain
         kept = jnp.where(here, kept, 0)
         if chosen is pallas_gpu:
-            flat = lambda x: (x.reshape(x.shape[0], -1, x.shape[3]), 0)
-            sources = [(x.source, x.first) if isinstance(x, Part) else flat(x) for x in news]
-            return pallas_gpu.append(arrays, sources, plain[0].shape[2], lengths, kept, rows, path, ring)
+            flat = lambda x: Part(x, x.reshape(x.shape[0], -1, x.shape[3]), 0, x.shape[2])
+            parts = [x if isinstance(x, Part) else flat(x) for x in news]
+            return pallas_gpu.append(arrays, parts, lengths, kept, rows, path, ring)
         if path is not None:
             plain = [jnp.take_along_axis(x, path[:, None, :, None], axis=2) for x in plain]
         return chosen.append(arrays, plain, lengths, kept, rows, ring)

@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..abstract_gpu import named
+from .part import Part
 
 MOST = 128  # arrays of one kernel, which has room for the addresses of 512
 TILE = 32  # positions of a program
@@ -28,38 +29,30 @@ def declines(caches: Sequence[Float[Array, "R K S _"]], blocks: Sequence[Float[A
 
 def append(
     caches: Sequence[Float[Array, "R K S _"]],
-    sources: Sequence[tuple[Float[Array, "B _ _"], int]],
-    positions: int,
+    blocks: Sequence[Part],
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
     rows: Int[Array, " B"] | None,
     path: Int[Array, "B J"] | None,
     ring: bool,
 ) -> list[Float[Array, "R K S _"]]:
-    """See `api.append`.
-
-    Args:
-        sources: for each cache an array whose rows are heads times positions, and where the block begins in it.
-        positions: of the block.
-    """
+    """See `api.append`."""
     rows = jnp.arange(lengths.shape[0]) if rows is None else rows
     scalars = [x.astype(jnp.int32) for x in (lengths, kept, rows, *(() if path is None else (path,)))]
     done: list[Array] = []
     for begin in range(0, len(caches), MOST):
         part = slice(begin, begin + MOST)
-        done += _append(caches[part], sources[part], scalars, positions, ring)
+        done += _append(caches[part], blocks[part], scalars, ring)
     return done
 
 
-def _append(
-    caches: Sequence[Array], sources: Sequence[tuple[Array, int]], scalars: Sequence[Array], positions: int, ring: bool
-) -> Sequence[Array]:
+def _append(caches: Sequence[Array], blocks: Sequence[Part], scalars: Sequence[Array], ring: bool) -> Sequence[Array]:
     (B, K), count, anywhere = (*scalars[0].shape, caches[0].shape[1]), len(caches), pl.BlockSpec(memory_space=pl.ANY)
-    written = scalars[3].shape[1] if len(scalars) > 3 else positions
+    written = scalars[3].shape[1] if len(scalars) > 3 else blocks[0].block.shape[2]
     tile, first = min(TILE, pl.next_power_of_2(written)), len(scalars) + count
-    options = {"begins": [begin for _, begin in sources], "positions": positions, "written": written}
+    places = [(x.first, x.every) for x in blocks]
     call = pl.pallas_call(
-        partial(_kernel, tile=tile, ring=ring, **options),
+        partial(_kernel, places=places, written=written, tile=tile, ring=ring),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches],
         grid=(count, B, K * pl.cdiv(written, tile)),
         in_specs=[anywhere] * (first + count),
@@ -69,15 +62,15 @@ def _append(
         name="cache_update",
     )
     with named():
-        return call(*scalars, *(source for source, _ in sources), *caches)
+        return call(*scalars, *(x.source for x in blocks), *caches)
 
 
 def _kernel(
     lengths: Ref, kept: Ref, rows: Ref, *refs: Ref,
-    begins: Sequence[int], positions: int, written: int, tile: int, ring: bool,
+    places: Sequence[tuple[int, int]], written: int, tile: int, ring: bool,
 ) -> None:  # fmt: skip
     """A tile of positions of one head of a row, for one of the arrays."""
-    count = len(begins)
+    count = len(places)
     *path, sources, outs = *refs[: -3 * count], refs[-3 * count : -2 * count], refs[-count:]
     array, b, place = (pl.program_id(axis) for axis in range(3))
     slots, tiles = outs[0].shape[2], pl.cdiv(written, tile)
@@ -90,12 +83,12 @@ def _kernel(
         inside &= slot < slots
     from_ = plgpu.load(path[0].at[b, t], mask=inside, other=0) if path else t
 
-    for i, (source, out, begin) in enumerate(zip(sources, outs, begins, strict=True)):
+    for i, (source, out, (first, every)) in enumerate(zip(sources, outs, places, strict=True)):
 
         @pl.when(array == i)
-        def _(source=source, out=out, begin=begin):
+        def _(source=source, out=out, first=first, every=every):
             width = source.shape[2]
             column = jnp.arange(pl.next_power_of_2(width))[None]
             mask = inside[:, None] & (column < width)
-            found = plgpu.load(source.at[b, (begin + head * positions + from_)[:, None], column], mask=mask, other=0)
+            found = plgpu.load(source.at[b, (first + head * every + from_)[:, None], column], mask=mask, other=0)
             plgpu.store(out.at[rows[b], head, slot[:, None], column], found, mask=mask)

@@ -20,11 +20,19 @@ def test_on_a_gpu_a_block_is_one_array_of_the_same_numbers(T):
     assert together(*block) is None
     with using(None, "gpu"):
         joined = jax.jit(lambda *block: together(*block))(*block)
-    part = lambda x, first: joined.rows[:, first : first + x.shape[1] * T].reshape(x.shape)
-    np.testing.assert_array_equal(part(q.swapaxes(1, 2), 0), q.swapaxes(1, 2))
-    np.testing.assert_array_equal(part(k, joined.first_key), k)
-    np.testing.assert_array_equal(part(v, joined.first_value), v)
-    np.testing.assert_array_equal(joined.rows[:, joined.first_value + 2 * T :], 0.0)
+    queries, keys, first_key, first_value = joined.places
+    assert {x % 8 for x in (*joined.places, joined.rows.shape[1])} == {0}  # whole tiles
+
+    def part(x, first, every):
+        """For each key-value head of what lies there, its rows; the rest are zeros."""
+        found = joined.rows[:, first : first + 2 * every].reshape(2, 2, every, 64)
+        np.testing.assert_array_equal(found[:, :, x.shape[2] :], 0.0)
+        np.testing.assert_array_equal(found[:, :, : x.shape[2]], x)
+
+    part(q.swapaxes(1, 2).reshape(2, 2, 4 * T, 64), 0, queries)
+    part(k, first_key, keys)
+    part(v, first_value, keys)
+    np.testing.assert_array_equal(joined.rows[:, first_value + 2 * keys :], 0.0)
 
 
 def test_where_queries_are_fewer_than_keys_it_is_not():
