@@ -16,7 +16,7 @@ from dflash_jax.config import LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, run_layers
 from dflash_jax.models.experts import Experts
-from dflash_jax.models.layers import MLP, RMSNorm, project
+from dflash_jax.models.layers import MLP, Normed, RMSNorm, project
 from dflash_jax.sharding import gathered, lookup
 
 
@@ -53,9 +53,12 @@ class Layer(nn.Module):
         attention, mlp = self.attention(), self.mlp(ctx)
         norm = partial(self.norm_class, self.config.hidden_size, self.config.rms_norm_eps)
         h = norm(isinstance(attention, Attention), name="input_layernorm")(x)
+        x = h.source if isinstance(h, Normed) else x
         h, fresh = attention(h, ctx, entry, shared)
         x = on_every_device(x + h)
-        h = mlp(norm(isinstance(mlp, MLP), name="post_attention_layernorm")(x))
+        h = norm(isinstance(mlp, MLP), name="post_attention_layernorm")(x)
+        x = h.source if isinstance(h, Normed) else x
+        h = mlp(h)
         return on_every_device(x + h), fresh
 
 

@@ -23,7 +23,7 @@ from dflash_jax.sharding import gathered
 
 # By the names of `hidden_act` in a config.
 ACTIVATIONS = {"silu": nn.silu, "gelu_pytorch_tanh": nn.gelu}
-PIECE = 256  # of a row, whose squares are summed at once
+PIECES = 256, 128  # of a row, whose squares are summed at once: in a block, and of a single position
 FEW_ROWS = 256  # of a product: the widest block or prompt chunk that is multiplied weight first
 
 
@@ -41,6 +41,8 @@ class Normed(struct.PyTreeNode):
 
     rows: Float[Array, "... D"]
     factor: Float[Array, "... 1"]
+    source: Float[Array, "... D"]
+    apart: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,11 +75,17 @@ class RMSNorm(nn.Module):
     ) -> Float[Array, "... D"] | Normed:
         """The normed `x`; `squares` is its mean square, if that is known."""
         weight, dtype = self.param("weight", nn.initializers.constant(1.0 - self.added), (self.size,)), x.dtype
+        source = x
         if self.wide:
             x, weight = x.astype(jnp.float32), weight.astype(jnp.float32) + self.added
         if self.for_products and divides_last(dtype, x.shape):
             rows = jnp.expand_dims(weight, range(x.ndim - 1)) * x
-            return Normed(rows.astype(dtype), jax.lax.rsqrt(mean_square(x, pieces=True) + self.eps))
+            made = source, rows.astype(dtype), square_sums(x)
+            if x.size == self.size:  # XLA makes all three of a single position at once if it must not make them again
+                made = jax.lax.optimization_barrier(made)
+            source, rows, sums = made
+            mean = sum(sums[..., i : i + 1] for i in range(sums.shape[-1])) / self.size
+            return Normed(rows, jax.lax.rsqrt(mean + self.eps), source)
         return rms_norm(x, weight, self.eps, squares).astype(dtype)
 
 
@@ -93,19 +101,17 @@ def divides_last(dtype: jnp.dtype, shape: tuple[int, ...]) -> bool:
     return platform() == "gpu" and dtype == jnp.bfloat16 and math.prod(shape[:-1]) <= FEW_ROWS
 
 
-def mean_square(x: Float[Array, "... D"], pieces: bool = False) -> Float[Array, "... 1"]:
-    """Along the last axis, in float32.
+def mean_square(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
+    """Along the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    return jnp.mean(wide * wide, axis=-1, keepdims=True)
 
-    Args:
-        pieces: sum short pieces first, which XLA then does where `x` is made.
-    """
-    wide, size = x.astype(jnp.float32), x.shape[-1]
-    squares = wide * wide
-    if pieces:
-        piece = max(n for n in range(1, PIECE + 1) if size % n == 0)
-        sums = jnp.sum(squares.reshape(*x.shape[:-1], -1, piece), axis=-1)
-        return sum(sums[..., i : i + 1] for i in range(size // piece)) / size
-    return jnp.sum(squares, axis=-1, keepdims=True) / size
+
+def square_sums(x: Float[Array, "... D"]) -> Float[Array, "... P"]:
+    """The sums of squares of P pieces of the last axis."""
+    size = x.shape[-1]
+    wide, piece = x.astype(jnp.float32), max(n for n in range(1, PIECES[x.size == size] + 1) if size % n == 0)
+    return jnp.sum((wide * wide).reshape(*x.shape[:-1], -1, piece), axis=-1)
 
 
 def rms_norm(
@@ -173,7 +179,8 @@ def project(x: Float[Array, "B T D"] | Normed, weight: Weight) -> Float[Array, "
     GPUs, too, where it spares the kernels that turn what comes out. Products of float32 are exact to float32.
     """
     if isinstance(x, Normed):
-        return project(x.rows, weight) * x.factor
+        y = project(x.rows, weight)
+        return (jax.lax.optimization_barrier(y) if x.apart else y) * x.factor
     if isinstance(weight, Quantised):
         if weight.scale.ndim == 1:  # the products of small numbers are scaled, not the numbers
             return project(x, weight.values.astype(x.dtype)) * weight.scale.astype(jnp.float32)[None, None]
@@ -195,6 +202,8 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"] | Normed) -> Float[Array, "B T D"]:
         width, inner = self.width, self.inner
+        if isinstance(x, Normed) and x.factor.size == 1:
+            x = x.replace(apart=True)
         both = Linear((width, 2 * inner), self.bias, name="gate_up_proj")(x)
         gate, up = unfuse(both, (inner, inner), self.layout.shards)
         return Linear((inner, width), self.bias, name="down_proj")(ACTIVATIONS[self.activation](gate) * up)

@@ -7,7 +7,7 @@ read. The stretches and the sink are merged by log-sum-exp in XLA.
 """
 
 import inspect
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -190,12 +190,13 @@ def _merged(
 
     Few stretches are written out one by one: XLA makes a single kernel of that, and two of sums over an axis.
     """
-    highest = jnp.max(top, axis=2) if sinks is None else jnp.maximum(jnp.max(top, axis=2), sinks)
-    if top.shape[2] <= WRITTEN_OUT:
-        weights = [jnp.exp(top[:, :, i] - highest) for i in range(top.shape[2])]
-        merged, sums = weights[0][..., None] * out[:, :, 0], weights[0] * total[:, :, 0]
-        for i, weight in enumerate(weights[1:], 1):
-            merged, sums = merged + weight[..., None] * out[:, :, i], sums + weight * total[:, :, i]
+    few = range(top.shape[2]) if top.shape[2] <= WRITTEN_OUT else ()
+    highest = reduce(jnp.maximum, [top[:, :, i] for i in few]) if few else jnp.max(top, axis=2)
+    highest = highest if sinks is None else jnp.maximum(highest, sinks)
+    if few:
+        weights = [jnp.exp(top[:, :, i] - highest) for i in few]
+        merged = sum(weight[..., None] * out[:, :, i] for i, weight in enumerate(weights))
+        sums = sum(weight * total[:, :, i] for i, weight in enumerate(weights))
     else:
         weights = jnp.exp(top - highest[:, :, None])
         merged, sums = jnp.sum(weights[..., None] * out, axis=2), jnp.sum(weights * total, axis=2)
