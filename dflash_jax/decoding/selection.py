@@ -19,6 +19,8 @@ from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.sampling import first_argmax, if_any, scaled_scores, select, top_k
 from dflash_jax.decoding.tree import Ranked
 
+Noise = Callable[[], Array]  # [#B #T N], taken where a row needs it: what a condition is given must be made first
+
 
 def pick(
     choice: Choice, scores: Float[Array, "B T N"], depth: int = 0, candidates: Int[Array, "B T N"] | None = None
@@ -31,7 +33,7 @@ def pick(
     depths = slice(depth, depth + scores.shape[1])
     noise, ids = _options(choice, depths, candidates)
     if choice.plain or choice.sharpness is None:
-        places = first_argmax(scores) if choice.plain else select(scores, noise, choice.sampling)
+        places = first_argmax(scores) if choice.plain else select(scores, noise(), choice.sampling)
         return Proposal(ids(places[..., None])[..., 0])
     trials = ids(_trials(choice, scores, noise))
     best = choice.sharpness[depths][None, :, None]
@@ -85,7 +87,7 @@ def likeliest(
     """
 
     depths = slice(scores.shape[1])
-    sampled = lambda: top_k(_keys(choice, scores, choice.noise[:, depths], depths)[0], count)[1]
+    sampled = lambda: top_k(_keys(choice, scores, lambda: choice.noise[:, depths], depths)[0], count)[1]
     greedy = lambda: top_k(scores, count)[1]
     places = greedy() if choice.plain else if_any(choice.sampling.temperature > 0, sampled, greedy)
     return jnp.take_along_axis(scores, places, axis=2), places
@@ -93,22 +95,24 @@ def likeliest(
 
 def _options(
     choice: Choice, depths: slice, candidates: Int[Array, "B T N"] | None
-) -> tuple[Float[Array, "B _ N"], Callable[[Array], Array]]:
+) -> tuple[Noise, Callable[[Array], Array]]:
     """The noise of these depths, or of candidates at one depth, and what gives the target's ids of places [B, T, K]."""
-    noise = choice.noise[:, depths]
     if candidates is None:
-        return noise, choice.ids
-    of_all = jnp.take_along_axis(noise, candidates.reshape(candidates.shape[0], 1, -1), axis=2)
-    ids = lambda places: choice.ids(jnp.take_along_axis(candidates, places, axis=2))
-    return of_all.reshape(candidates.shape), ids
+        return lambda: choice.noise[:, depths], choice.ids
+
+    def noise() -> Float[Array, "B _ N"]:
+        places = candidates.reshape(candidates.shape[0], 1, -1)
+        return jnp.take_along_axis(choice.noise[:, depths], places, axis=2).reshape(candidates.shape)
+
+    return noise, lambda places: choice.ids(jnp.take_along_axis(candidates, places, axis=2))
 
 
-def _trials(choice: Choice, scores: Float[Array, "B T N"], noise: Float[Array, "#B #T N"]) -> Int[Array, "B T C"]:
+def _trials(choice: Choice, scores: Float[Array, "B T N"], noise: Noise) -> Int[Array, "B T C"]:
     """The place of the best score at each sharpness."""
 
     def sampled() -> Int[Array, "B T C"]:
         scaled = scaled_scores(scores, choice.sampling)
-        trials = [first_argmax(scaled if math.isinf(c) else c * scaled + noise) for c in SHARPNESS]
+        trials = [first_argmax(scaled if math.isinf(c) else c * scaled + noise()) for c in SHARPNESS]
         return jnp.stack(trials, axis=-1)
 
     greedy = lambda: jnp.repeat(first_argmax(scores)[..., None], len(SHARPNESS), axis=-1)
@@ -116,11 +120,11 @@ def _trials(choice: Choice, scores: Float[Array, "B T N"], noise: Float[Array, "
 
 
 def _keys(
-    choice: Choice, scores: Float[Array, "B T N"], noise: Float[Array, "#B #T N"], depths: slice
+    choice: Choice, scores: Float[Array, "B T N"], noise: Noise, depths: slice
 ) -> tuple[Float[Array, "B T N"], Bool[Array, "B _ 1"]]:
     """What the largest of is picked at some depths, in a step with a sampled row, and which of it has noise in it."""
     scaled, c = scaled_scores(scores, choice.sampling), jnp.ones((1, 1, 1))
     if choice.sharpness is not None:
         c = jnp.asarray(SHARPNESS)[choice.sharpness[depths]][None, :, None]
     with_noise = (choice.sampling.temperature[:, None, None] > 0) & jnp.isfinite(c)
-    return jnp.where(with_noise, jnp.where(jnp.isfinite(c), c, 1.0) * scaled + noise, scaled), with_noise
+    return jnp.where(with_noise, jnp.where(jnp.isfinite(c), c, 1.0) * scaled + noise(), scaled), with_noise

@@ -30,7 +30,8 @@ from dflash_jax.drafters.kind import Kind, KindSettings, Settings
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, keys_and_values
-from dflash_jax.models.layers import MLP, Linear, RMSNorm, matmul, rms_norm, unfuse
+from dflash_jax.models.layers import MLP, Linear, matmul, unfuse
+from dflash_jax.models.norms import RMSNorm, rms_norm
 from dflash_jax.models.rope import Rope
 from dflash_jax.models.tables import decoder_layer
 from dflash_jax.sharding import Rule

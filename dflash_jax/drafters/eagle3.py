@@ -31,7 +31,8 @@ from dflash_jax.drafters.eagle3_config import Eagle3Config, official_taps
 from dflash_jax.drafters.kind import Kind, Settings
 from dflash_jax.mesh import ROWS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, keys_and_values
-from dflash_jax.models.layers import MLP, Linear, RMSNorm, unfuse
+from dflash_jax.models.layers import MLP, Linear, unfuse
+from dflash_jax.models.norms import RMSNorm
 from dflash_jax.models.tables import swiglu
 
 TREE_WIDTH = 10  # nodes of a depth that a tree goes on from (reference `eagle/model/cnets.py`, `top_k`)

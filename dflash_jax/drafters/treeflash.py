@@ -31,7 +31,8 @@ from dflash_jax.drafters import base, dflash
 from dflash_jax.drafters.config import DFlashConfig, dflash_fields
 from dflash_jax.drafters.kind import Settings
 from dflash_jax.mesh import WHOLE, Layout
-from dflash_jax.models.layers import Linear, RMSNorm
+from dflash_jax.models.layers import Linear
+from dflash_jax.models.norms import RMSNorm
 from dflash_jax.sharding import Rule
 
 TOP = 16  # tokens of a slot that the next one is corrected for (reference `top_m`)

@@ -19,7 +19,8 @@ from dflash_jax.config import AttentionConfig, LayerConfig, LayerMixer, RopeConf
 from dflash_jax.kernels.block_attention import Visibility, together
 from dflash_jax.kernels.dispatch import platform
 from dflash_jax.mesh import WHOLE, Layout
-from dflash_jax.models.layers import Linear, Normed, RMSNorm, mean_square, rms_norm, unfuse
+from dflash_jax.models.layers import Linear, unfuse
+from dflash_jax.models.norms import Normed, RMSNorm, mean_square, rms_norm
 from dflash_jax.models.rope import Rope, rope_tables, rotate
 
 Norm = Callable[[Array], Array]  # of the heads of a block, [B, T, n, H]

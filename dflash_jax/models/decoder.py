@@ -16,7 +16,8 @@ from dflash_jax.config import LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, run_layers
 from dflash_jax.models.experts import Experts
-from dflash_jax.models.layers import MLP, Normed, RMSNorm, project
+from dflash_jax.models.layers import MLP, project
+from dflash_jax.models.norms import RMSNorm, with_source
 from dflash_jax.sharding import gathered, lookup
 
 
@@ -52,14 +53,11 @@ class Layer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         attention, mlp = self.attention(), self.mlp(ctx)
         norm = partial(self.norm_class, self.config.hidden_size, self.config.rms_norm_eps)
-        h = norm(isinstance(attention, Attention), name="input_layernorm")(x)
-        x = h.source if isinstance(h, Normed) else x
+        h, x = with_source(norm(isinstance(attention, Attention), name="input_layernorm")(x), x)
         h, fresh = attention(h, ctx, entry, shared)
         x = on_every_device(x + h)
-        h = norm(isinstance(mlp, MLP), name="post_attention_layernorm")(x)
-        x = h.source if isinstance(h, Normed) else x
-        h = mlp(h)
-        return on_every_device(x + h), fresh
+        h, x = with_source(norm(isinstance(mlp, MLP), name="post_attention_layernorm")(x), x)
+        return on_every_device(x + mlp(h)), fresh
 
 
 class Decoder(nn.Module):

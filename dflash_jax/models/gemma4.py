@@ -28,7 +28,8 @@ from dflash_jax.mesh import WHOLE, Layout, on_every_device
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Pass
 from dflash_jax.models.experts import Experts
-from dflash_jax.models.layers import MLP, Float32RMSNorm, RMSNorm
+from dflash_jax.models.layers import MLP
+from dflash_jax.models.norms import Float32RMSNorm, RMSNorm
 from dflash_jax.sharding import Rule
 
 ACTIVATION = "gelu_pytorch_tanh"

@@ -18,7 +18,7 @@ from dflash_jax.config_json import (
 )
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models import decoder, tables
-from dflash_jax.models.layers import Float32RMSNorm
+from dflash_jax.models.norms import Float32RMSNorm
 from dflash_jax.quantised import GROUP, MXFP4
 from dflash_jax.unsupported import quantisation
 

@@ -25,7 +25,8 @@ from dflash_jax.config import RopeConfig
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, Layout, constrain
 from dflash_jax.models.attention import Pass
-from dflash_jax.models.layers import Linear, RMSNorm, parameter
+from dflash_jax.models.layers import Linear, parameter
+from dflash_jax.models.norms import RMSNorm
 from dflash_jax.models.rope import rotate
 from dflash_jax.quantised import Quantised
 

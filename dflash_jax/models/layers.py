@@ -1,130 +1,29 @@
-"""Building blocks that target families and drafters share: norms, products, the MLP.
+"""Building blocks that target families and drafters share: products, the MLP.
 
 Strict Linen: `params` is the only collection; caches are arguments and fresh keys and values are results.
 Shapes: B rows, T block positions, D model width, M outputs.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from dflash_jax.kernels.dispatch import platform
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import WHOLE, Layout
+from dflash_jax.models.norms import FEW_ROWS, Normed
 from dflash_jax.quantised import Quantised
 from dflash_jax.sharding import gathered
 
 # By the names of `hidden_act` in a config.
 ACTIVATIONS = {"silu": nn.silu, "gelu_pytorch_tanh": nn.gelu}
-PIECES = 256, 128  # of a row, whose squares are summed at once: in a block, and of a single position
-FEW_ROWS = 256  # of a product: the widest block or prompt chunk that is multiplied weight first
 
 
 Weight = Float[Array, "M D"] | Quantised
-
-
-class Normed(struct.PyTreeNode):
-    """A norm's result whose division comes last: products of `rows` are multiplied by `factor`. So on a GPU the sum of
-    squares is a part of the launch that makes what is normed, and no other one divides.
-
-    Attributes:
-        rows: times the weight, and not yet over their root mean square.
-        factor: one over that.
-    """
-
-    rows: Float[Array, "... D"]
-    factor: Float[Array, "... 1"]
-    source: Float[Array, "... D"]
-    apart: bool = struct.field(pytree_node=False, default=False)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rows.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.rows.dtype
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, in float32, rounded before the product with the weight.
-
-    Attributes:
-        wide: whether that product is in float32, too, and rounded afterwards.
-        added: what the parameter lacks of the weight; only where `wide`.
-        for_products: whether all that reads the result are products, so that it may be a `Normed`.
-    """
-
-    wide: ClassVar[bool] = False
-    added: ClassVar[float] = 0.0
-
-    size: int
-    eps: float
-    for_products: bool = False
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "... D"], squares: Float[Array, "... 1"] | None = None
-    ) -> Float[Array, "... D"] | Normed:
-        """The normed `x`; `squares` is its mean square, if that is known."""
-        weight, dtype = self.param("weight", nn.initializers.constant(1.0 - self.added), (self.size,)), x.dtype
-        source = x
-        if self.wide:
-            x, weight = x.astype(jnp.float32), weight.astype(jnp.float32) + self.added
-        if self.for_products and divides_last(dtype, x.shape):
-            rows = jnp.expand_dims(weight, range(x.ndim - 1)) * x
-            made = source, rows.astype(dtype), square_sums(x)
-            if x.size == self.size:  # XLA makes all three of a single position at once if it must not make them again
-                made = jax.lax.optimization_barrier(made)
-            source, rows, sums = made
-            mean = sum(sums[..., i : i + 1] for i in range(sums.shape[-1])) / self.size
-            return Normed(rows, jax.lax.rsqrt(mean + self.eps), source)
-        return rms_norm(x, weight, self.eps, squares).astype(dtype)
-
-
-class Float32RMSNorm(RMSNorm):
-    """A root-mean-square norm whose product with the weight is in float32, too, and rounded after that."""
-
-    wide = True
-
-
-def divides_last(dtype: jnp.dtype, shape: tuple[int, ...]) -> bool:
-    """Whether a norm that is followed by products leaves the division to these: on a GPU, for a block of bfloat16,
-    whose range is that of float32."""
-    return platform() == "gpu" and dtype == jnp.bfloat16 and math.prod(shape[:-1]) <= FEW_ROWS
-
-
-def mean_square(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
-    """Along the last axis, in float32."""
-    wide = x.astype(jnp.float32)
-    return jnp.mean(wide * wide, axis=-1, keepdims=True)
-
-
-def square_sums(x: Float[Array, "... D"]) -> Float[Array, "... P"]:
-    """The sums of squares of P pieces of the last axis."""
-    size = x.shape[-1]
-    wide, piece = x.astype(jnp.float32), max(n for n in range(1, PIECES[x.size == size] + 1) if size % n == 0)
-    return jnp.sum((wide * wide).reshape(*x.shape[:-1], -1, piece), axis=-1)
-
-
-def rms_norm(
-    x: Float[Array, "... D"],
-    weight: Float[Array, " D"] | None,
-    eps: float,
-    squares: Float[Array, "... 1"] | None = None,
-) -> Float[Array, "... D"]:
-    """`x` over its root mean square along the last axis, rounded before the product with the weight, if any."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt((mean_square(x) if squares is None else squares) + eps)
-    normed = wide.astype(x.dtype)
-    return normed if weight is None else jnp.expand_dims(weight, range(x.ndim - 1)) * normed
 
 
 class Linear(nn.Module):

@@ -18,7 +18,8 @@ from dflash_jax.cache.recurrent import Corrections, Recurrent, State, allocate, 
 from dflash_jax.kernels.delta_rule import read_block, read_prompt
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models.attention import Pass
-from dflash_jax.models.layers import Linear, rms_norm, unfuse
+from dflash_jax.models.layers import Linear, unfuse
+from dflash_jax.models.norms import rms_norm
 
 BLOCK = 64  # positions up to which a block without a tree may be committed in part
 L2_EPSILON = 1e-6  # inside the sum of squares, not their mean

@@ -29,8 +29,9 @@ from dflash_jax.config_json import (
 from dflash_jax.mesh import HEADS, WHOLE, Layout
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.attention import Pass
-from dflash_jax.models.layers import MLP, RMSNorm, project
+from dflash_jax.models.layers import MLP, project
 from dflash_jax.models.linear_attention import LinearAttention, LinearAttentionConfig
+from dflash_jax.models.norms import RMSNorm
 from dflash_jax.sharding import Rule
 
 _FIELDS = """

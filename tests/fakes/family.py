@@ -15,7 +15,8 @@ from dflash_jax.config import AttentionConfig, LayerConfig, RopeConfig, TargetCo
 from dflash_jax.config_json import DECODER_FIELDS, check_fields, decoder_fields, require
 from dflash_jax.mesh import HEADS, ROWS, WHOLE, on_every_device
 from dflash_jax.models.attention import Attention, run_layers
-from dflash_jax.models.layers import MLP, Linear, RMSNorm, project
+from dflash_jax.models.layers import MLP, Linear, project
+from dflash_jax.models.norms import RMSNorm
 from dflash_jax.models.tables import decoder_layer
 from dflash_jax.sharding import Rule, gathered, lookup
 

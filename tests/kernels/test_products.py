@@ -12,7 +12,8 @@ from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import attend
 from dflash_jax.kernels.cache_update import append
 from dflash_jax.models.attention import Pass
-from dflash_jax.models.layers import FEW_ROWS, matmul, project
+from dflash_jax.models.layers import matmul, project
+from dflash_jax.models.norms import FEW_ROWS
 from tests import tiny
 
 EXACT = (Precision.HIGHEST, Precision.HIGHEST)

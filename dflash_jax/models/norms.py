@@ -1,0 +1,131 @@
+"""Root-mean-square norms.
+
+On a GPU a step of few positions is a chain of short launches. Where only products read what a norm returns, it leaves
+its division to them (`Normed`): `(x / rms) @ W.T = (x @ W.T) / rms`. XLA then sums the squares in the launch that makes
+`x`, and divides in the one that reads the product. A norm has no launch of its own.
+
+Shapes: D width of what is normed.
+"""
+
+import math
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from dflash_jax.kernels.dispatch import platform
+
+FEW_ROWS = 256  # positions of a step, or of a chunk of a prompt, that are treated as few
+# Squares are summed in pieces first, of at most so many in a block and for a single position. With longer ones XLA
+# does not sum them where they are made; with more than these it does not add the sums where they are read.
+PIECES, MOST = (256, 128), 64
+
+
+class Normed(struct.PyTreeNode):
+    """A norm's result before its division.
+
+    Attributes:
+        rows: what was normed, times the weight.
+        factor: what products of `rows` are multiplied by: one over the root mean square.
+        source: what was normed.
+        apart: whether the product is kept apart from the multiplication.
+    """
+
+    rows: Float[Array, "... D"]
+    factor: Float[Array, "... 1"]
+    source: Float[Array, "... D"]
+    apart: bool = struct.field(pytree_node=False, default=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.rows.dtype
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, in float32, rounded before the product with the weight.
+
+    Attributes:
+        wide: whether that product is in float32, too, and rounded afterwards.
+        added: what the parameter lacks of the weight; only where `wide`.
+        for_products: whether only products read the result, so that it may be a `Normed`.
+    """
+
+    wide: ClassVar[bool] = False
+    added: ClassVar[float] = 0.0
+
+    size: int
+    eps: float
+    for_products: bool = False
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "... D"], squares: Float[Array, "... 1"] | None = None
+    ) -> Float[Array, "... D"] | Normed:
+        """The normed `x`; `squares` is its mean square, if that is known."""
+        source, dtype = x, x.dtype
+        weight = self.param("weight", nn.initializers.constant(1.0 - self.added), (self.size,))
+        if self.wide:
+            x, weight = x.astype(jnp.float32), weight.astype(jnp.float32) + self.added
+        if not (self.for_products and divides_last(dtype, source.shape)):
+            return rms_norm(x, weight, self.eps, squares).astype(dtype)
+        made = source, (jnp.expand_dims(weight, range(x.ndim - 1)) * x).astype(dtype), square_sums(x)
+        if x.size == self.size:  # XLA makes all three of a single position by one launch only if it may not repeat it
+            made = jax.lax.optimization_barrier(made)
+        source, rows, sums = made
+        mean = sum(sums[..., i : i + 1] for i in range(sums.shape[-1])) / self.size
+        return Normed(rows, jax.lax.rsqrt(mean + self.eps), source)
+
+
+class Float32RMSNorm(RMSNorm):
+    """A root-mean-square norm whose product with the weight is in float32, too, and rounded after that."""
+
+    wide = True
+
+
+def with_source(normed: Array | Normed, x: Array) -> tuple[Array | Normed, Array]:
+    """A norm's result, and what was normed for those who read it afterwards."""
+    return normed, normed.source if isinstance(normed, Normed) else x
+
+
+def divides_last(dtype: jnp.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether a norm that is followed by products leaves the division to these: on a GPU, for few positions, and in
+    bfloat16, whose range is that of float32."""
+    few = math.prod(shape[:-1]) <= FEW_ROWS and shape[-1] <= MOST * _piece(shape)
+    return platform() == "gpu" and dtype == jnp.bfloat16 and few
+
+
+def _piece(shape: tuple[int, ...]) -> int:
+    size = shape[-1]
+    return max(n for n in range(1, PIECES[math.prod(shape) == size] + 1) if size % n == 0)
+
+
+def square_sums(x: Float[Array, "... D"]) -> Float[Array, "... P"]:
+    """The sums of the squares in each of P pieces of the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    return jnp.sum((wide * wide).reshape(*x.shape[:-1], -1, _piece(x.shape)), axis=-1)
+
+
+def mean_square(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
+    """Along the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    return jnp.mean(wide * wide, axis=-1, keepdims=True)
+
+
+def rms_norm(
+    x: Float[Array, "... D"],
+    weight: Float[Array, " D"] | None,
+    eps: float,
+    squares: Float[Array, "... 1"] | None = None,
+) -> Float[Array, "... D"]:
+    """`x` over its root mean square along the last axis, rounded before the product with the weight, if any."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt((mean_square(x) if squares is None else squares) + eps)
+    normed = wide.astype(x.dtype)
+    return normed if weight is None else jnp.expand_dims(weight, range(x.ndim - 1)) * normed
