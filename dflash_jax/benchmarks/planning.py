@@ -145,11 +145,13 @@ def compile_step(
     """The speculative step as compiled for the mesh's devices, its state donated; nothing is allocated.
 
     Args:
+        block_size: 0 is a plain step, without the drafter; None is the drafter's own.
         dump: a folder for what XLA writes of a program for GPUs, for `launches`.
     """
 
     def step(target: Target, drafter: Drafter, state: State) -> tuple[State, Committed]:
-        parts = step_functions(target, drafter, block_size or drafter.config.block_size, nodes=nodes)
+        size = drafter.config.block_size if block_size is None else block_size
+        parts = step_functions(target, drafter if size else None, size, nodes=nodes)
         state, committed = speculative_step(parts, state)
         return sharding.pin(state), committed
 

@@ -27,11 +27,12 @@ from dflash_jax.drafters import base
 from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, default_target_layer_ids, dflash_fields
 from dflash_jax.drafters.fields import classes_of
 from dflash_jax.drafters.kind import Kind, KindSettings, Settings
+from dflash_jax.kernels.dispatch import platform
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, keys_and_values
 from dflash_jax.models.layers import MLP, Linear, matmul, unfuse
-from dflash_jax.models.norms import RMSNorm, rms_norm
+from dflash_jax.models.norms import Normed, RMSNorm, mean_square, rms_norm
 from dflash_jax.models.rope import Rope
 from dflash_jax.models.tables import decoder_layer
 from dflash_jax.sharding import Rule
@@ -46,11 +47,18 @@ class Injection(NamedTuple):
     bias: Float[Array, " M"] | None
     norm: Float[Array, " H"]  # of keys
 
-    def heads(self, kv: Float[Array, "B T M"], config: DFlashConfig, layout: Layout, rope: Rope | None) -> Fresh:
-        """Keys and values from a product with the weight."""
+    def heads(
+        self,
+        kv: Float[Array, "B T M"],
+        config: DFlashConfig,
+        layout: Layout,
+        rope: Rope | None,
+        squares: Float[Array, "B T K 1"] | None = None,
+    ) -> Fresh:
+        """Keys and values from a product with the weight; `squares` is the keys' mean square, if that is known."""
         kv = kv if self.bias is None else kv + self.bias[None, None]
         k, v = unfuse(kv, [kv.shape[-1] // 2] * 2, layout.shards)
-        norm = partial(rms_norm, weight=self.norm, eps=config.rms_norm_eps)
+        norm = partial(rms_norm, weight=self.norm, eps=config.rms_norm_eps, squares=squares)
         return keys_and_values(k, v, config.layers[0].attention.head_dim, rope, norm)
 
 
@@ -78,7 +86,7 @@ class Layer(nn.Module):
         h = MLP(D, layer.intermediate_size, self.layout, name="mlp")(h)
         return on_every_device(x + self.after(h, context)), fresh
 
-    def before(self, name: str, h: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], PyTree]:
+    def before(self, name: str, h: Float[Array, "B T D"] | Normed) -> tuple[Float[Array, "B T D"] | Normed, PyTree]:
         """What a sublayer, "attention" or "mlp", reads in place of its normed input, and what `after` needs to know.
         Kinds that build on DFlash do more before and after it."""
         return h, None
@@ -143,14 +151,19 @@ class Model(nn.Module):
         """KV injection: keys and values of every layer for committed positions (method 2.5)."""
         fused, kv_proj = self.fuse(features), sharding.gathered(self.kv_proj, "kv_proj")
         rope = at.tables(self.config.layers[0].attention, fused.dtype)
+        squares: list[Array | None] = [None] * len(self.layers)
         if self.layout.shards == 1:
             kv = matmul(fused, kv_proj.reshape(-1, fused.shape[-1]))
             layers = jnp.split(kv, len(self.layers), axis=-1)
+            if platform() == "gpu" and not self.config.attention_bias:  # of all layers by one launch
+                H = self.config.layers[0].attention.head_dim
+                both = mean_square(kv.reshape(*kv.shape[:2], 2 * len(layers), -1, H))
+                squares = [both[:, :, 2 * i] for i in range(len(layers))]
         else:  # rows are sharded within a layer, and would have to move to be one axis with the layers
             kv = product("btd,lmd->lbtm", fused, kv_proj)
             layers = list(kv.astype(fused.dtype))
-        pairs = zip(self._injections(), layers, strict=True)
-        return tuple(injection.heads(kv, self.config, self.layout, rope) for injection, kv in pairs)
+        parts = zip(self._injections(), layers, squares, strict=True)
+        return tuple(injection.heads(kv, self.config, self.layout, rope, known) for injection, kv, known in parts)
 
 
 class Drafter(base.Drafter):

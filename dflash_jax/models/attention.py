@@ -107,11 +107,10 @@ class Attention(nn.Module):
             squares = [*unfuse(found, [size // H for size in sizes], self.layout.shards)]
         fresh = shared
         if fresh is None:
-            k, v = others[-1 if c.values_are_keys else -2], others[-1]
+            keys = -1 if c.values_are_keys else -2
             value_norm = None if c.value_norm is None else partial(rms_norm, weight=None, eps=c.value_norm)
-            fresh = keys_and_values(
-                k, v, H, ctx.rope, norm("k_norm", K, squares[-1 if c.values_are_keys else -2]), value_norm
-            )
+            key_norm = norm("k_norm", K, squares[keys])
+            fresh = keys_and_values(others[keys], others[-1], H, ctx.rope, key_norm, value_norm)
         q = split_heads(q, H, norm("q_norm", N, squares[0]), ctx.rope)
         block = fresh
         if ctx.per_row is None and fresh.v is not None:

@@ -58,13 +58,23 @@ def test_nothing_of_the_vocabularys_size_changes_places():
     assert max(c["bytes"] for c in found) <= 1.01 * 2 * (4 * 2560 * 4 * 16)  # two sums of hidden states at once
 
 
-@pytest.mark.parametrize(("name", "most"), [("qwen3-8b", 113), ("gpt-oss-20b", 157)])
-def test_what_a_step_starts(name, most, tmp_path):
-    """Few kernels, all in one CUDA graph."""
-    target, drafter = PAIRS[name]
-    taps = {"dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0, 1]}}
-    pair = cut(target, 3), cut(drafter | taps, 1) | {"num_target_layers": 3}
-    step(pair, "h100", "data=1", 1, 1024, dump=str(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "layers", "size", "most"),
+    [
+        ("qwen3-8b", 3, None, 97),
+        ("qwen3-8b", 3, 0, 60),
+        ("gpt-oss-20b", 3, None, 149),
+        pytest.param("qwen3-8b", 36, None, 520, marks=pytest.mark.slow),
+        pytest.param("qwen3-8b", 36, 0, 450, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_step_starts(name, layers, size, most, tmp_path):
+    """Few kernels, 11 in a dense layer, all in one CUDA graph; of the whole pair, and of one that is cut."""
+    target, drafter = pair = PAIRS[name]
+    if layers < target["num_hidden_layers"]:
+        taps = {"dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0, 1]}}
+        pair = cut(target, layers), cut(drafter | taps, 1) | {"num_target_layers": layers}
+    step(pair, "h100", "data=1", 1, 1024, block_size=size, dump=str(tmp_path))
     found = launches(tmp_path)
     assert found["kernels"] <= most
     assert (found["graphs"], found["host_decisions"]) == (1, 0)
