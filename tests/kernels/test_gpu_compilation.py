@@ -65,11 +65,14 @@ def test_nothing_of_the_vocabularys_size_changes_places():
         ("qwen3-8b", 3, 0, 60),
         ("gpt-oss-20b", 3, None, 149),
         pytest.param("qwen3-8b", 36, None, 520, marks=pytest.mark.slow),
-        pytest.param("qwen3-8b", 36, 0, 450, marks=pytest.mark.slow),
+        pytest.param("qwen3-8b", 36, 0, 450 if jax.__version_info__ < (0, 11) else 460, marks=pytest.mark.slow),
     ],
 )
 def test_what_a_step_starts(name, layers, size, most, tmp_path):
-    """Few kernels, 11 in a dense layer, all in one CUDA graph; of the whole pair, and of one that is cut."""
+    """Few kernels, 11 in a dense layer, all in one CUDA graph; of the whole pair, and of one that is cut.
+
+    XLA of jax 0.12 makes 12 in a layer of the whole plain step, where it sums the parts of a product apart.
+    """
     target, drafter = pair = PAIRS[name]
     if layers < target["num_hidden_layers"]:
         taps = {"dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0, 1]}}
