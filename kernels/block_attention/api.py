@@ -124,7 +124,8 @@ def attend(
     by_row, by_head = P(block_rows), P(heads)
     kind = visible if isinstance(visible, str) else "one for each row" if visible.ndim == 3 else "one for all rows"
     options = {"visible": kind, "window": window, "softcap": softcap, "scale": factor, "apart": cache_v is not None}
-    trial = partial(Trial.of, sinks=sinks is not None, starts=starts is not None, **options)
+    given = {"sinks": sinks is not None, "starts": starts is not None, "joined": joined is not None}
+    trial = partial(Trial.of, **given, **options)
     chosen_for = partial(choose, implementation=implementation, call=attend)
     alone = isinstance(visible, str) and visible == "causal" and cache_k.shape[2] == 0 and key_positions is None
     if alone and chosen_for(ALONE, q, v, cache_k, cache_v, trial=trial(q, v, cache_k)) is splash:

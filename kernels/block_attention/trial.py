@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..verify import TOLERANCE
+from .mosaic_gpu import join
 
 BYTES = 8 << 20  # keys and values of one row, at most; several chunks of any implementation
 LEAST = 512  # slots, however large
@@ -32,6 +33,7 @@ class Trial(NamedTuple):
         visible: "causal", "full", or another visibility, "one for each row" or "one for all rows".
         sinks, starts: whether there are any.
         apart: whether the cache has values, besides its keys.
+        joined: whether the block is in one array (see `api.together`).
     """
 
     rows: int
@@ -50,6 +52,7 @@ class Trial(NamedTuple):
     sinks: bool
     starts: bool
     apart: bool = True
+    joined: bool = False
 
     @classmethod
     def of(
@@ -125,4 +128,5 @@ class Trial(NamedTuple):
             rows=B - jnp.arange(B),
             starts=documents[:, F - T :] if self.starts else None,
             key_positions=None if T == F else at,
+            joined=join(q, k, v) if self.joined else None,
         )

@@ -63,7 +63,8 @@ def append(
 
     def local(arrays, news, lengths, kept, rows, path):
         plain = [x.block if isinstance(x, Part) else x for x in news]
-        trial = Trial.of(arrays, plain, ring, None if path is None else path.shape[1])
+        inside = any(isinstance(x, Part) for x in news)
+        trial = Trial.of(arrays, plain, ring, None if path is None else path.shape[1], inside)
         chosen = choose(IMPLEMENTATIONS, arrays, plain, implementation=implementation, trial=trial, call=append)
         rows, here = local_rows(rows, arrays[0].shape[0], cache_rows)
         if rows is not None and cache_rows != block_rows and current_mesh() is not None:

@@ -22,8 +22,8 @@ def declines(caches: Sequence[Float[Array, "R K S _"]], blocks: Sequence[Float[A
     for cache, block in zip(caches, blocks, strict=True):
         if cache.dtype != block.dtype:
             return f"block in {block.dtype}, cache in {cache.dtype}"
-        if cache.size * cache.dtype.itemsize >= 2**31:  # up to twice as many Pallas counts in 32 bits
-            return f"a cache of {cache.size * cache.dtype.itemsize} bytes; it serves less than {2**31}"
+        if cache.size >= 2**31 and cache.size * cache.dtype.itemsize <= 2**32:  # Pallas counts in 64 bits beyond
+            return f"a cache of {cache.size} bytes; it serves less than {2**31}"
     return None
 
 

@@ -1,11 +1,14 @@
 """A small case of a call of `api.append`, on which its implementations are compared."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
+
+from .part import Part
 
 ARRAYS = 4  # of a trial, at most: keys and values of two layers
 
@@ -15,6 +18,7 @@ class Trial(NamedTuple):
 
     Attributes:
         widths: the last axis of each array.
+        inside: whether the blocks lie in larger arrays (see `part`).
         path: how many positions of the block are written in an order of their own; None takes them as they are.
     """
 
@@ -26,6 +30,7 @@ class Trial(NamedTuple):
     dtype: str
     ring: bool
     path: int | None = None
+    inside: bool = False
 
     @classmethod
     def of(
@@ -34,13 +39,14 @@ class Trial(NamedTuple):
         blocks: Sequence[Float[Array, "B K T _"]],
         ring: bool,
         path: int | None = None,
+        inside: bool = False,
     ) -> "Trial":
         """The trial of a call with arrays of these shapes."""
         (B, K, T, _), slots = blocks[0].shape, caches[0].shape[2]
         step = 128 << max(0, (T - 1).bit_length() - 7)  # a multiple of all windows that an implementation may write
         widths = tuple(x.shape[3] for x in caches[:ARRAYS])
         slots = slots if slots % step else min(slots, 4 * step)
-        return cls(min(B, 2), T, K, widths, slots, str(blocks[0].dtype), ring, path)
+        return cls(min(B, 2), T, K, widths, slots, str(blocks[0].dtype), ring, path, inside)
 
     @property
     def tolerance(self) -> float:
@@ -66,7 +72,14 @@ class Trial(NamedTuple):
         def update(key: PRNGKeyArray) -> list[Array]:
             pairs = map(drawn, jax.random.split(key, len(self.widths)), self.widths)
             caches, blocks = map(list, zip(*pairs, strict=True))
+            blocks = [self._part(block) for block in blocks] if self.inside else blocks
             rows = self.rows - jnp.arange(self.rows)
             return call(caches, blocks, lengths, kept, rows, path=path, ring=self.ring)
 
         return jax.jit(update)(jax.random.key(0))
+
+    def _part(self, block: Float[Array, "B K T H"]) -> Part:
+        """The block inside an array that has other rows before it and between its heads."""
+        around = partial(jnp.pad, constant_values=jnp.nan)
+        rows = around(block, ((0, 0), (0, 0), (0, 3), (0, 0))).reshape(block.shape[0], -1, block.shape[3])
+        return Part(block, around(rows, ((0, 0), (5, 0), (0, 0))), 5, self.T + 3)

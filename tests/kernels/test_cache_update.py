@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
-from dflash_jax.kernels.cache_update import append, pallas_tpu, room
+from dflash_jax.kernels.cache_update import Part, append, pallas_gpu, pallas_tpu, room
 from dflash_jax.kernels.cache_update.trial import Trial
 from tests.chips import topology
 
@@ -76,13 +76,53 @@ def test_a_cache_without_values(implementation):
     assert jax.tree.map(jnp.shape, trial.run(partial(append, implementation="xla"))) == [(3, 1, 64, 576)]
 
 
+@pytest.mark.parametrize("implementation", ["xla", "tpu", "gpu"])
+@pytest.mark.parametrize(("J", "inside"), [(None, True), (3, False), (6, True)])
+def test_blocks_in_an_order_of_their_own_and_inside_other_arrays(implementation, J, inside):
+    """As of a tree, and of keys beside queries, for two layers at once."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    caches, blocks = [draw(3, 2, 64, 128) for _ in range(4)], [draw(2, 2, 6, 128) for _ in range(4)]
+    lengths, kept, rows = [5, 30], [3, 2], [2, 0]
+    path = None if J is None else rng.permuted(np.tile(np.arange(6), (2, 1)), axis=1)[:, :J]
+    ordered = blocks if path is None else [np.take_along_axis(x, path[:, None, :, None], axis=2) for x in blocks]
+    wanted = [expected(c, x, lengths, kept, rows, False) for c, x in zip(caches, ordered, strict=True)]
+    given = list(map(jnp.asarray, blocks))
+    if inside:
+        source = [jnp.pad(x, ((0, 0), (0, 0), (0, 2), (0, 0))).reshape(2, -1, 128) for x in given]
+        given = [Part(x, jnp.pad(y, ((0, 0), (3, 0), (0, 0))), 3, 8) for x, y in zip(given, source, strict=True)]
+    counts = (jnp.asarray(x) for x in (lengths, kept, rows))
+    more = {} if path is None else {"path": jnp.asarray(path)}
+    got = called(implementation, list(map(jnp.asarray, caches)), given, *counts, **more)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("path", [None, 3])
+def test_trials_read_what_they_should(path):
+    """Of blocks inside other arrays, in the order of a path; NaN lies around them."""
+    trial = Trial(2, 5, 2, (64, 64), 128, "float32", False, path, True)
+    first = trial.run(partial(append, implementation="xla"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
+        second = trial.run(partial(append, implementation="gpu"))
+    for one, other in zip(first, second, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_array_equal(one, other)
+
+
 def test_declines_by_name():
     cache, block = jnp.zeros((1, 1, 40, 128)), jnp.zeros((1, 1, 4, 128))
     one = jnp.ones(1, jnp.int32)
     with pytest.raises(ValueError, match="'tpu' does not serve this case: 40 slots; it serves multiples of 16"):
         append([cache] * 2, [block] * 2, one, one, implementation="tpu")
-    with pytest.raises(ValueError, match="block in float32, cache in bfloat16"):
-        append([cache.astype(jnp.bfloat16)] * 2, [block] * 2, one, one, implementation="tpu")
+    for name in ("tpu", "gpu"):
+        with pytest.raises(ValueError, match="block in float32, cache in bfloat16"):
+            append([cache.astype(jnp.bfloat16)] * 2, [block] * 2, one, one, implementation=name)
+    large = jax.ShapeDtypeStruct((64, 8, 32768, 128), jnp.bfloat16)  # 4 GiB, of 2 ** 31 numbers
+    assert pallas_gpu.declines([large.update(shape=(64, 8, 32767, 128))], [large]) is None
+    large = large.update(dtype=jnp.float8_e4m3fn)
+    assert pallas_gpu.declines([large], [large]) == "a cache of 2147483648 bytes; it serves less than 2147483648"
 
 
 @pytest.mark.parametrize("H", [64, 128, 256, 576])

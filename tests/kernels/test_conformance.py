@@ -89,10 +89,13 @@ def check(implementation, shape, lengths, *, dtype=None, mask=None, seed=0, valu
     key_positions = None if fresh is None else count[:, None] + jnp.arange(fresh)[None]
     call = lambda *block, **arrays: attend(*block, **arrays, **how)
     cache = KV(cache_k, cache_v if shape.values is None else None)
-    with INTERPRETED[implementation]():
-        got = jax.jit(call)(q, positions, k, v, cache, count, sinks=sinks, key_positions=key_positions)
-    assert got.dtype == q.dtype
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=tolerance(got))
+    joined = mosaic_gpu.join(q, k, v) if implementation == "gpu" else None
+    for together in {joined is not None: joined, False: None}.values():  # in one array, and apart
+        more = {"sinks": sinks, "key_positions": key_positions, "joined": together}
+        with INTERPRETED[implementation]():
+            got = jax.jit(call)(q, positions, k, v, cache, count, **more)
+        assert got.dtype == q.dtype
+        np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=tolerance(got))
 
 
 def exact(implementation):
