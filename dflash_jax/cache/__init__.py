@@ -161,16 +161,16 @@ def commit(
         path: block positions in commit order (a tree's accepted path); None takes them as they are.
         rows: cache row of each of the block's rows, all different; None if the block has every row, in order.
     """
-    entries, alike = list(cache.entries), dict[Hashable, list[int]]()
-    for i, entry in enumerate(entries):
+    entries, alike = list(cache.entries), dict[Hashable, dict[int, KV]]()
+    for i, entry in enumerate(cache.entries):
         if isinstance(entry, KV):
             shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((entry, fresh[i])))
-            alike.setdefault((jax.tree.structure(entry), shapes), []).append(i)
+            alike.setdefault((jax.tree.structure(entry), shapes), {})[i] = entry
         else:
             entries[i] = entry.commit(fresh[i], lengths, kept, path=path, rows=rows)
-    for places in alike.values():
-        old, new = [entries[i] for i in places], [fresh[i] for i in places]
-        for i, entry in zip(places, commit_alike(old, new, lengths, kept, path=path, rows=rows), strict=True):
+    for some in alike.values():
+        written = commit_alike([*some.values()], [fresh[i] for i in some], lengths, kept, path=path, rows=rows)
+        for i, entry in zip(some, written, strict=True):
             entries[i] = entry
     return cache.replace(entries=tuple(entries))
 

@@ -8,7 +8,7 @@ vocabulary of the drafter.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, keys_and_values
 from dflash_jax.models.layers import MLP, Linear, matmul, unfuse
-from dflash_jax.models.norms import Normed, RMSNorm, mean_square, rms_norm
+from dflash_jax.models.norms import RMSNorm, mean_square, rms_norm
 from dflash_jax.models.rope import Rope
 from dflash_jax.models.tables import decoder_layer
 from dflash_jax.sharding import Rule
@@ -77,16 +77,20 @@ class Layer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, layer, D, eps = self.config, self.layer, self.config.hidden_size, self.config.rms_norm_eps
         attention = Attention(D, layer.attention, self.layout, name="self_attn")
-        norm = partial(RMSNorm, D, eps, self.only_products)
-        h, context = self.before("attention", norm(name="input_layernorm")(x))
+        h, x = self._normed(RMSNorm(D, eps, name="input_layernorm"), x)
+        h, context = self.before("attention", h)
         fresh = injection.heads(matmul(h, injection.weight), c, self.layout, at.rope)
         h, _ = attention(h, at, entry, fresh)
         x = on_every_device(x + self.after(h, context))
-        h, context = self.before("mlp", norm(name="post_attention_layernorm")(x))
+        h, x = self._normed(RMSNorm(D, eps, name="post_attention_layernorm"), x)
+        h, context = self.before("mlp", h)
         h = MLP(D, layer.intermediate_size, self.layout, name="mlp")(h)
         return on_every_device(x + self.after(h, context)), fresh
 
-    def before(self, name: str, h: Float[Array, "B T D"] | Normed) -> tuple[Float[Array, "B T D"] | Normed, PyTree]:
+    def _normed(self, norm: RMSNorm, x: Float[Array, "B T D"]) -> tuple[Any, Float[Array, "B T D"]]:
+        return norm.for_products(x) if self.only_products else (norm(x), x)
+
+    def before(self, name: str, h: Any) -> tuple[Any, PyTree]:
         """What a sublayer, "attention" or "mlp", reads in place of its normed input, and what `after` needs to know.
         Kinds that build on DFlash do more before and after it."""
         return h, None

@@ -17,7 +17,7 @@ from dflash_jax.mesh import Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, run_layers
 from dflash_jax.models.experts import Experts
 from dflash_jax.models.layers import MLP, project
-from dflash_jax.models.norms import RMSNorm, with_source
+from dflash_jax.models.norms import RMSNorm
 from dflash_jax.sharding import gathered, lookup
 
 
@@ -40,7 +40,7 @@ class Layer(nn.Module):
         """The layer's attention: `Attention`, unless the family says otherwise."""
         return Attention(self.config.hidden_size, self.layer.attention, self.layout, self.norm_class, name="self_attn")
 
-    def mlp(self, ctx: Pass) -> Callable[[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+    def mlp(self, ctx: Pass) -> Callable[[Any], Float[Array, "B T D"]]:
         """The layer's MLP, or its experts."""
         D, layer = self.config.hidden_size, self.layer
         if layer.experts:
@@ -52,11 +52,13 @@ class Layer(nn.Module):
         self, x: Float[Array, "B T D"], ctx: Pass, entry: Entry, shared: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
         attention, mlp = self.attention(), self.mlp(ctx)
+        grouped, dense = isinstance(attention, Attention), isinstance(mlp, MLP)
         norm = partial(self.norm_class, self.config.hidden_size, self.config.rms_norm_eps)
-        h, x = with_source(norm(isinstance(attention, Attention), name="input_layernorm")(x), x)
+        before, after = norm(name="input_layernorm"), norm(name="post_attention_layernorm")
+        h, x = before.for_products(x) if grouped else (before(x), x)
         h, fresh = attention(h, ctx, entry, shared)
         x = on_every_device(x + h)
-        h, x = with_source(norm(isinstance(mlp, MLP), name="post_attention_layernorm")(x), x)
+        h, x = after.for_products(x) if dense else (after(x), x)
         return on_every_device(x + mlp(h)), fresh
 
 

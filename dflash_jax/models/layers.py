@@ -101,8 +101,8 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"] | Normed) -> Float[Array, "B T D"]:
         width, inner = self.width, self.inner
-        if isinstance(x, Normed) and x.factor.size == 1:
-            x = x.replace(apart=True)
+        if isinstance(x, Normed):  # a number, which XLA would give to the product, after a launch of its own
+            x = x.replace(apart=x.factor.size == 1)
         both = Linear((width, 2 * inner), self.bias, name="gate_up_proj")(x)
         gate, up = unfuse(both, (inner, inner), self.layout.shards)
         return Linear((inner, width), self.bias, name="down_proj")(ACTIVATIONS[self.activation](gate) * up)

@@ -30,13 +30,11 @@ class Normed(struct.PyTreeNode):
     Attributes:
         rows: what was normed, times the weight.
         factor: what products of `rows` are multiplied by: one over the root mean square.
-        source: what was normed.
         apart: whether the product is kept apart from the multiplication.
     """
 
     rows: Float[Array, "... D"]
     factor: Float[Array, "... 1"]
-    source: Float[Array, "... D"]
     apart: bool = struct.field(pytree_node=False, default=False)
 
     @property
@@ -54,7 +52,6 @@ class RMSNorm(nn.Module):
     Attributes:
         wide: whether that product is in float32, too, and rounded afterwards.
         added: what the parameter lacks of the weight; only where `wide`.
-        for_products: whether only products read the result, so that it may be a `Normed`.
     """
 
     wide: ClassVar[bool] = False
@@ -62,36 +59,36 @@ class RMSNorm(nn.Module):
 
     size: int
     eps: float
-    for_products: bool = False
+
+    def __call__(self, x: Float[Array, "... D"], squares: Float[Array, "... 1"] | None = None) -> Float[Array, "... D"]:
+        """The normed `x`; `squares` is its mean square, if that is known."""
+        wide, weight = self.weighed(x)
+        return rms_norm(wide, weight, self.eps, squares).astype(x.dtype)
+
+    def for_products(self, x: Float[Array, "... D"]) -> tuple[Float[Array, "... D"] | Normed, Float[Array, "... D"]]:
+        """What products read in the place of the normed `x`, and `x` for those who read it afterwards."""
+        if not divides_last(x.dtype, x.shape):
+            return self(x), x
+        wide, weight = self.weighed(x)
+        made = (jnp.expand_dims(weight, range(x.ndim - 1)) * wide).astype(x.dtype), square_sums(x), x
+        if x.size == self.size:
+            # XLA makes all three of a single position by one launch only behind a barrier; it would make some twice.
+            made = jax.lax.optimization_barrier(made)
+        rows, sums, x = made
+        mean = sum(sums[..., i : i + 1] for i in range(sums.shape[-1])) / self.size
+        return Normed(rows, jax.lax.rsqrt(mean + self.eps)), x
 
     @nn.compact
-    def __call__(
-        self, x: Float[Array, "... D"], squares: Float[Array, "... 1"] | None = None
-    ) -> Float[Array, "... D"] | Normed:
-        """The normed `x`; `squares` is its mean square, if that is known."""
-        source, dtype = x, x.dtype
+    def weighed(self, x: Float[Array, "... D"]) -> tuple[Float[Array, "... D"], Float[Array, " D"]]:
+        """`x` and the weight, in the dtype of their product."""
         weight = self.param("weight", nn.initializers.constant(1.0 - self.added), (self.size,))
-        if self.wide:
-            x, weight = x.astype(jnp.float32), weight.astype(jnp.float32) + self.added
-        if not (self.for_products and divides_last(dtype, source.shape)):
-            return rms_norm(x, weight, self.eps, squares).astype(dtype)
-        made = source, (jnp.expand_dims(weight, range(x.ndim - 1)) * x).astype(dtype), square_sums(x)
-        if x.size == self.size:  # XLA makes all three of a single position by one launch only if it may not repeat it
-            made = jax.lax.optimization_barrier(made)
-        source, rows, sums = made
-        mean = sum(sums[..., i : i + 1] for i in range(sums.shape[-1])) / self.size
-        return Normed(rows, jax.lax.rsqrt(mean + self.eps), source)
+        return (x.astype(jnp.float32), weight.astype(jnp.float32) + self.added) if self.wide else (x, weight)
 
 
 class Float32RMSNorm(RMSNorm):
     """A root-mean-square norm whose product with the weight is in float32, too, and rounded after that."""
 
     wide = True
-
-
-def with_source(normed: Array | Normed, x: Array) -> tuple[Array | Normed, Array]:
-    """A norm's result, and what was normed for those who read it afterwards."""
-    return normed, normed.source if isinstance(normed, Normed) else x
 
 
 def divides_last(dtype: jnp.dtype, shape: tuple[int, ...]) -> bool:

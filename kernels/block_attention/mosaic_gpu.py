@@ -195,8 +195,8 @@ def _merged(
     highest = highest if sinks is None else jnp.maximum(highest, sinks)
     if few:
         weights = [jnp.exp(top[:, :, i] - highest) for i in few]
-        merged = sum(weight[..., None] * out[:, :, i] for i, weight in enumerate(weights))
-        sums = sum(weight * total[:, :, i] for i, weight in enumerate(weights))
+        merged = reduce(jnp.add, [weight[..., None] * out[:, :, i] for i, weight in enumerate(weights)])
+        sums = reduce(jnp.add, [weight * total[:, :, i] for i, weight in enumerate(weights)])
     else:
         weights = jnp.exp(top - highest[:, :, None])
         merged, sums = jnp.sum(weights[..., None] * out, axis=2), jnp.sum(weights * total, axis=2)

@@ -40,11 +40,12 @@ def test_products_are_those_of_what_is_normed(kind, T, dtype, last):
     rng = np.random.default_rng(T)
     draw = lambda *size: rng.standard_normal(size).astype(np.float32)
     x, weight, w = (jnp.asarray(a, dtype) for a in (7 * draw(1, T, 384), draw(384), draw(96, 384)))
-    call = lambda: matmul(kind(384, 1e-5, True).apply({"params": {"weight": weight}}, x), w)
+    normed = lambda: kind(384, 1e-5).apply({"params": {"weight": weight}}, x, method="for_products")[0]
+    call = lambda: matmul(normed(), w)
     first = call()
     last()
     got = call()
-    assert isinstance(kind(384, 1e-5, True).apply({"params": {"weight": weight}}, x), Normed)
+    assert isinstance(normed(), Normed)
     exact = np.asarray(x, np.float64)
     exact /= np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5)
     exact = (exact * (np.asarray(weight, np.float64) + kind.added)) @ np.asarray(w, np.float64).T
@@ -61,18 +62,17 @@ def test_it_is_for_few_positions_in_bfloat16_on_gpus():
         assert not divides_last(jnp.dtype(jnp.float32), shape)
         assert not divides_last(jnp.dtype(jnp.bfloat16), (32, 16, 4096))
         assert not divides_last(jnp.dtype(jnp.bfloat16), (1, 16, 4099))  # a prime: no pieces
-        assert not isinstance(RMSNorm(64, 1e-5).apply({"params": {"weight": jnp.ones(64)}}, jnp.ones((1, 64))), Normed)
 
 
 def test_a_module_reads_it_as_it_is(last):
     x = jax.random.normal(jax.random.key(0), (2, 3, 64))
     linear = Linear((64, 8), use_bias=True)
     params = linear.init(jax.random.key(1), x)
-    norm = RMSNorm(64, 1e-5, True)
     scale = {"params": {"weight": jnp.linspace(0.5, 2, 64)}}
-    first = linear.apply(params, norm.apply(scale, x))
+    normed = lambda: RMSNorm(64, 1e-5).apply(scale, x, method="for_products")[0]
+    first = linear.apply(params, normed())
     last()
-    np.testing.assert_allclose(linear.apply(params, norm.apply(scale, x)), first, atol=1e-6)
+    np.testing.assert_allclose(linear.apply(params, normed()), first, atol=1e-6)
 
 
 @pytest.mark.parametrize(
