@@ -114,7 +114,8 @@ class Attention(nn.Module):
         q = split_heads(q, H, norm("q_norm", N, squares[0]), ctx.rope)
         block = fresh
         if ctx.per_row is None and fresh.v is not None:
-            block = fresh.replace(joined=together(q, fresh.k, fresh.v))
+            cache = entry.entries[0] if isinstance(entry, Split) else entry
+            block = fresh.replace(joined=together(q, fresh.k, fresh.v, cache))
             fresh = block if shared is None else fresh
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if c.sinks else None
         out = attend_pass(q, block, ctx, entry, c, sinks).reshape(B, T, N * H)

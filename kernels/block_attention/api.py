@@ -157,10 +157,11 @@ def attend(
 
 
 def together(
-    q: Float[Array, "B T N H"], k: Float[Array, "B K F H"], v: Float[Array, "B K F Hv"]
+    q: Float[Array, "B T N H"], k: Float[Array, "B K F H"], v: Float[Array, "B K F Hv"], cache: KeysAndValues
 ) -> mosaic_gpu.Joined | None:
-    """A block as the kernel for GPUs reads it at once; None where another one runs, or reads them apart."""
-    if platform() != "gpu" or current_mesh() is not None:
+    """A block as the kernel for GPUs reads it at once, before this cache; None where another one runs, or reads it in
+    parts."""
+    if platform() != "gpu" or current_mesh() is not None or mosaic_gpu.declines(q, v, cache.k, cache.v):
         return None
     return jax.lax.optimization_barrier(mosaic_gpu.join(q, k, v))
 
