@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.device import timed
 from dflash_jax.cache import KV
-from dflash_jax.kernels.block_attention import attend
+from dflash_jax.kernels.block_attention import attend, together
 from dflash_jax.kernels.dispatch import PREFERRED, Name
 from dflash_jax.kernels.grouped_matmul import grouped_matmul
 from dflash_jax.kernels.shapes import PRODUCTS, SHAPES, Shape
@@ -84,7 +84,7 @@ def _compared(name: str, call: Callable[[], Array], truth: Array) -> Figures:
 
 
 def _call(shape: Shape, q: Array, positions: Array, k: Array, v: Array, sinks: Any, cache: KV, lengths: Array, **how):
-    options = {"window": shape.window, "softcap": shape.softcap, "sinks": sinks}
+    options = {"window": shape.window, "softcap": shape.softcap, "sinks": sinks, "joined": together(q, k, v, cache)}
     visible = "causal" if shape.causal else "full"
     return attend(q, positions, k, v, cache, lengths, visible=visible, **options, **how)
 
