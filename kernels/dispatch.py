@@ -61,6 +61,13 @@ def policy() -> Policy:
     return _policy.value or _checked(os.environ.get(VARIABLE) or "auto", VARIABLE)
 
 
+def prefers(name: Name) -> bool:
+    """Whether kernels of this name run where they serve a case, unless they fail a trial."""
+    if _named.value is not None:
+        return _named.value == name
+    return PREFERRED.get(platform()) == name and policy() != "xla"
+
+
 def _checked(text: str, what: str) -> Policy:
     if text not in get_args(Policy):
         raise ValueError(f"{what} must be one of {', '.join(get_args(Policy))}, got {text!r}")

@@ -162,12 +162,12 @@ def commit(
         rows: cache row of each of the block's rows, all different; None if the block has every row, in order.
     """
     entries, alike = list(cache.entries), dict[Hashable, dict[int, KV]]()
-    for i, entry in enumerate(cache.entries):
-        if isinstance(entry, KV):
-            shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((entry, fresh[i])))
+    for i, (entry, block) in enumerate(zip(cache.entries, fresh, strict=True)):
+        if isinstance(entry, KV) and type(entry).commit is KV.commit:
+            shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((entry, block)))
             alike.setdefault((jax.tree.structure(entry), shapes), {})[i] = entry
         else:
-            entries[i] = entry.commit(fresh[i], lengths, kept, path=path, rows=rows)
+            entries[i] = entry.commit(block, lengths, kept, path=path, rows=rows)
     for some in alike.values():
         written = commit_alike([*some.values()], [fresh[i] for i in some], lengths, kept, path=path, rows=rows)
         for i, entry in zip(some, written, strict=True):

@@ -19,7 +19,7 @@ from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.sampling import first_argmax, if_any, scaled_scores, select, top_k
 from dflash_jax.decoding.tree import Ranked
 
-Noise = Callable[[], Array]  # [#B #T N], taken where a row needs it: what a condition is given must be made first
+Noise = Callable[[], Array]  # [#B #T N], made inside conditions: their operands are made even if no row needs them
 
 
 def pick(

@@ -65,8 +65,6 @@ class Injection(NamedTuple):
 class Layer(nn.Module):
     """A Qwen3 layer whose keys and values are projected by what it is given."""
 
-    only_products: ClassVar[bool] = True  # read what the norms return
-
     config: DFlashConfig
     layer: LayerConfig
     layout: Layout
@@ -88,7 +86,9 @@ class Layer(nn.Module):
         return on_every_device(x + self.after(h, context)), fresh
 
     def _normed(self, norm: RMSNorm, x: Float[Array, "B T D"]) -> tuple[Any, Float[Array, "B T D"]]:
-        return norm.for_products(x) if self.only_products else (norm(x), x)
+        """What the sublayer reads, and `x` for those who read it afterwards."""
+        only_products = type(self).before is Layer.before
+        return norm.for_products(x) if only_products else (norm(x), x)
 
     def before(self, name: str, h: Any) -> tuple[Any, PyTree]:
         """What a sublayer, "attention" or "mlp", reads in place of its normed input, and what `after` needs to know.

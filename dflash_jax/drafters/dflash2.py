@@ -85,8 +85,6 @@ class Convolution(nn.Module):
 class Layer(dflash.Layer):
     """A layer of DFlash with convolutions around attention and MLP."""
 
-    only_products = False
-
     def before(self, name: str, h: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], PyTree]:
         c = self.config
         assert isinstance(c, DFlash2Config)

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float
 from dflash_jax.kernels.dispatch import platform
 
 FEW_ROWS = 256  # positions of a step, or of a chunk of a prompt, that are treated as few
-# Squares are summed in pieces first, of at most so many in a block and for a single position. With longer ones XLA
-# does not sum them where they are made; with more than these it does not add the sums where they are read.
+# Squares are summed in pieces first. A piece has at most 256 numbers in a block and 128 in a single position, or XLA
+# does not sum it where they are made. There are at most 64 pieces, or XLA does not add their sums where they are read.
 PIECES, MOST = (256, 128), 64
 
 
@@ -30,7 +30,7 @@ class Normed(struct.PyTreeNode):
     Attributes:
         rows: what was normed, times the weight.
         factor: what products of `rows` are multiplied by: one over the root mean square.
-        apart: whether the product is kept apart from the multiplication.
+        apart: whether the product is kept apart from the multiplication, by a barrier.
     """
 
     rows: Float[Array, "... D"]
@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
 
     Attributes:
         wide: whether that product is in float32, too, and rounded afterwards.
-        added: what the parameter lacks of the weight; only where `wide`.
+        added: what is added to the parameter to make the weight; only where `wide`.
     """
 
     wide: ClassVar[bool] = False

@@ -25,7 +25,7 @@ from dflash_jax.mesh import (
     split_rows,
 )
 
-from ..dispatch import Name, choose, platform
+from ..dispatch import Name, choose, prefers
 from . import mosaic_gpu, pallas_tpu, reference, splash
 from .trial import Trial
 
@@ -34,6 +34,7 @@ Visibility = Bool[Array, "T F"] | Bool[Array, "B T F"]  # row i sees column j: t
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": mosaic_gpu}
 ALONE = IMPLEMENTATIONS | {"tpu": splash}  # of a causal block without a cache; splash is called in a way of its own
 EXPANDING = {"xla": reference}  # of latents that become keys and values
+JOINED = 1024  # positions of a block that is made as one array, at most
 
 
 @runtime_checkable
@@ -159,11 +160,13 @@ def attend(
 def together(
     q: Float[Array, "B T N H"], k: Float[Array, "B K F H"], v: Float[Array, "B K F Hv"], cache: KeysAndValues
 ) -> mosaic_gpu.Joined | None:
-    """A block as the kernel for GPUs reads it at once, before this cache; None where another one runs, or reads it in
-    parts."""
-    if platform() != "gpu" or current_mesh() is not None or mosaic_gpu.declines(q, v, cache.k, cache.v):
+    """A block after this cache as the kernel for GPUs reads it at once. None where that does not run, or reads the
+    block in parts; and of a long prompt, whose queries would be kept with its keys and values."""
+    if not prefers("gpu") or current_mesh() is not None or mosaic_gpu.declines(q, v, cache.k, cache.v):
         return None
-    return jax.lax.optimization_barrier(mosaic_gpu.join(q, k, v))
+    if q.shape[0] * q.shape[1] > JOINED or (joined := mosaic_gpu.join(q, k, v)) is None:
+        return None
+    return jax.lax.optimization_barrier(joined)
 
 
 _Axes = tuple[str, ...] | None  # of a mesh, over which something is split

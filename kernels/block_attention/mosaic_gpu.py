@@ -67,8 +67,8 @@ class Joined(struct.PyTreeNode):
     """A block's queries, keys and values in one array, so that it is made by one launch and read as it is.
 
     Attributes:
-        rows: for every key-value head its queries, then its keys, then its values; each is filled up with zeros to
-            whole tiles. More zeros follow, so that nothing is read beyond the array.
+        rows: the queries of all key-value heads, then the keys of all, then the values of all. Each head's are filled
+            up with zeros to whole tiles, and more zeros follow, so that nothing is read beyond the array.
         places: where they are.
     """
 

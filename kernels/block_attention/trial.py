@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..verify import TOLERANCE
-from .mosaic_gpu import join
+from .mosaic_gpu import TILE, join
 
 BYTES = 8 << 20  # keys and values of one row, at most; several chunks of any implementation
 LEAST = 512  # slots, however large
@@ -65,6 +65,8 @@ class Trial(NamedTuple):
             slots = slots if slots < LEAST else fits + slots % 128
             widths = WIDTHS if options["visible"] in ("causal", "full") else TREE_WIDTHS
             wider = next((width for width in widths if width >= T), T)
+            if options.get("joined") and T % TILE and wider > 1:
+                wider -= 1  # it is filled up, too
             B, T, F = 2, wider, F + wider - T
         elif T == F > 2 * LONG:  # a block alone: of its length, the remainder shows in the program
             T = F = LONG + T % LONG

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax.mesh import current_mesh, local_rows, on_each_device, owned_rows, split_cache, split_rows
 
-from ..dispatch import Name, choose
+from ..dispatch import Name, choose, platform
 from . import pallas_gpu, pallas_tpu, reference
 from .part import Part
 from .trial import Trial
@@ -64,6 +64,9 @@ def append(
     def local(arrays, news, lengths, kept, rows, path):
         plain = [x.block if isinstance(x, Part) else x for x in news]
         inside = any(isinstance(x, Part) for x in news)
+        if path is not None and "gpu" not in (platform(), implementation):  # its kernel alone takes a path
+            plain = news = [jnp.take_along_axis(x, path[:, None, :, None], axis=2) for x in plain]
+            inside, path = False, None
         trial = Trial.of(arrays, plain, ring, None if path is None else path.shape[1], inside)
         chosen = choose(IMPLEMENTATIONS, arrays, plain, implementation=implementation, trial=trial, call=append)
         rows, here = local_rows(rows, arrays[0].shape[0], cache_rows)

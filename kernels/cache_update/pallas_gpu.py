@@ -22,8 +22,8 @@ def declines(caches: Sequence[Float[Array, "R K S _"]], blocks: Sequence[Float[A
     for cache, block in zip(caches, blocks, strict=True):
         if cache.dtype != block.dtype:
             return f"block in {block.dtype}, cache in {cache.dtype}"
-        if cache.size >= 2**31 and cache.size * cache.dtype.itemsize <= 2**32:  # Pallas counts in 64 bits beyond
-            return f"a cache of {cache.size} bytes; it serves less than {2**31}"
+        if cache.size >= 2**31 and cache.size * cache.dtype.itemsize <= 2**32:  # in 64 bits beyond
+            return f"a cache of {cache.size} numbers, whose places Pallas would count in 32 bits"
     return None
 
 
@@ -75,9 +75,10 @@ def _kernel(
     array, b, place = (pl.program_id(axis) for axis in range(3))
     slots, tiles = outs[0].shape[2], pl.cdiv(written, tile)
     head, t = place // tiles, place % tiles * tile + jnp.arange(tile)
-    slot, inside = lengths[b] + t, t < kept[b]
+    count_kept = jnp.minimum(kept[b], written)
+    slot, inside = lengths[b] + t, t < count_kept
     if ring:
-        inside &= t >= kept[b] - slots  # of a chunk longer than the ring, the last ones
+        inside &= t >= count_kept - slots  # of a chunk longer than the ring, the last ones
         slot = slot % slots
     else:
         inside &= slot < slots
