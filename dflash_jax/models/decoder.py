@@ -52,13 +52,13 @@ class Layer(nn.Module):
         self, x: Float[Array, "B T D"], ctx: Pass, entry: Entry, shared: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
         attention, mlp = self.attention(), self.mlp(ctx)
-        products = isinstance(attention, Attention), isinstance(mlp, MLP)  # are all that they make of what they read
+        only_products = isinstance(attention, Attention), isinstance(mlp, MLP)  # read what the norms return
         norm = partial(self.norm_class, self.config.hidden_size, self.config.rms_norm_eps)
         before, after = norm(name="input_layernorm"), norm(name="post_attention_layernorm")
-        h, x = before.for_products(x) if products[0] else (before(x), x)
+        h, x = before.for_products(x) if only_products[0] else (before(x), x)
         h, fresh = attention(h, ctx, entry, shared)
         x = on_every_device(x + h)
-        h, x = after.for_products(x) if products[1] else (after(x), x)
+        h, x = after.for_products(x) if only_products[1] else (after(x), x)
         return on_every_device(x + mlp(h)), fresh
 
 

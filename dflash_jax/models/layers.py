@@ -101,7 +101,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"] | Normed) -> Float[Array, "B T D"]:
         width, inner = self.width, self.inner
-        if isinstance(x, Normed):  # else XLA multiplies inside the product by a number that a launch of its own makes
+        if isinstance(x, Normed):  # XLA would fold a scalar factor into the product, and compute it in an extra launch
             x = x.replace(apart=x.factor.size == 1)
         both = Linear((width, 2 * inner), self.bias, name="gate_up_proj")(x)
         gate, up = unfuse(both, (inner, inner), self.layout.shards)

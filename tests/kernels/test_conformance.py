@@ -89,11 +89,10 @@ def check(implementation, shape, lengths, *, dtype=None, mask=None, seed=0, valu
     key_positions = None if fresh is None else count[:, None] + jnp.arange(fresh)[None]
     call = lambda *block, **arrays: attend(*block, **arrays, **how)
     cache = KV(cache_k, cache_v if shape.values is None else None)
-    joined = mosaic_gpu.join(q, k, v) if implementation == "gpu" else None
-    for together in {joined is not None: joined, False: None}.values():  # in one array, and apart
-        more = {"sinks": sinks, "key_positions": key_positions, "joined": together}
+    run = partial(jax.jit(call), q, positions, k, v, cache, count, sinks=sinks, key_positions=key_positions)
+    for joined in [None, mosaic_gpu.join(q, k, v)] if implementation == "gpu" else [None]:  # apart, and in one array
         with INTERPRETED[implementation]():
-            got = jax.jit(call)(q, positions, k, v, cache, count, **more)
+            got = run(joined=joined)
         assert got.dtype == q.dtype
         np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=tolerance(got))
 
@@ -200,10 +199,9 @@ def test_fewer_queries_than_fresh_keys_with_visibility_for_each_row(implementati
 def test_positions_of_fresh_keys_are_asked_for():
     q, k, v, cache_k, cache_v, positions, lengths, _ = draw(Shape(2, 4, 2, 64), [3], SLOTS, jnp.float32, fresh=4)
     few = q, positions, k, v, KV(cache_k, cache_v), lengths
-    with pytest.raises(ValueError, match="a window and `starts` need `key_positions`"):
-        attend(*few, visible="causal", window=5)
-    with pytest.raises(ValueError, match="a window and `starts` need `key_positions`"):
-        attend(*few, visible="causal", starts=jnp.zeros((1, 2), jnp.int32))
+    for asking in ({"window": 5}, {"starts": jnp.zeros((1, 2), jnp.int32)}):
+        with pytest.raises(ValueError, match="a window and `starts` need `key_positions`"):
+            attend(*few, visible="causal", **asking)
     with pytest.raises(ValueError, match="at least as many fresh keys as queries, got 1 for 2"):
         attend(q, positions, k[:, :, :1], v[:, :, :1], *few[4:], visible="causal")
 
@@ -381,9 +379,8 @@ def specifications(rows, T, N, K, H):
 def test_lowers_for_cuda(name, monkeypatch):
     """As far as this goes without a GPU: layouts are inferred and the kernel is handed to the CUDA plugin."""
     monkeypatch.undo()
-    call = lambda *arguments: attend(
-        *arguments, visible="causal", softcap=SHAPES[name].softcap, window=SHAPES[name].window, implementation="gpu"
-    )
+    how = {"softcap": SHAPES[name].softcap, "window": SHAPES[name].window, "implementation": "gpu"}
+    call = lambda *arguments: attend(*arguments, visible="causal", **how)
     lowered = jax.jit(call).trace(*specifications(2, *SHAPES[name][:4])).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
