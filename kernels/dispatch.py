@@ -61,6 +61,11 @@ def policy() -> Policy:
     return _policy.value or _checked(os.environ.get(VARIABLE) or "auto", VARIABLE)
 
 
+def state() -> str:
+    """All that the choice among kernels rests on besides the arrays, in words."""
+    return f"{policy()} {_named.value} {platform()}"
+
+
 def prefers(name: Name) -> bool:
     """Whether kernels of this name run where they serve a case, unless they fail a trial."""
     if _named.value is not None:

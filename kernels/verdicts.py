@@ -31,6 +31,13 @@ def directory() -> Path | None:
         return None
 
 
+def machine() -> list[str]:
+    """The device, its driver, the versions of jax and the compiler's flags."""
+    device = jax.local_devices()[0]
+    versions = jax.__version__, metadata.version("jaxlib"), device.client.platform_version
+    return [device.device_kind, _driver(), *versions, *(os.environ.get(name, "") for name in FLAGS)]
+
+
 class Verdict:
     """The file of one check.
 
@@ -40,10 +47,7 @@ class Verdict:
     """
 
     def __init__(self, case: str, *sources: ModuleType):
-        device = jax.local_devices()[0]
-        flags = [os.environ.get(name, "") for name in FLAGS]
-        versions = [jax.__version__, metadata.version("jaxlib"), device.client.platform_version]
-        rests_on = [device.device_kind, _driver(), *versions, *flags, *map(_digest, sources), case]
+        rests_on = [*machine(), *map(_digest, sources), case]
         self._case, root = case, directory()
         name = hashlib.sha256("\0".join(rests_on).encode()).hexdigest()[:32]
         self._path = None if root is None else root / f"{name}.json"

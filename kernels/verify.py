@@ -25,6 +25,7 @@ TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 0.02}  # of the large
 OWN_MEMORY = re.compile(r"vmem|smem|shared memory", re.IGNORECASE)
 Call = Callable[..., Any]  # the function of a kernel's `api`
 _known: dict[Hashable, str | None] = {}
+_undecided: set[Hashable] = set()  # trials that this process found no memory for
 _asking = threading.Lock()
 
 
@@ -73,6 +74,8 @@ def trouble(name: str, kernel: ModuleType, trial: AnyTrial, call: Call) -> str |
             found = apart.submit(_agreed, partial(_looked_up, name, kernel, trial, call)).result()
         if found.lasting:
             _known[key] = found.trouble
+        else:
+            _undecided.add(key)
         if found.trouble and jax.process_index() == 0:
             called = ".".join(kernel.__name__.split(".")[-2:])
             warnings.warn(
@@ -81,6 +84,11 @@ def trouble(name: str, kernel: ModuleType, trial: AnyTrial, call: Call) -> str |
                 stacklevel=2,
             )
         return found.trouble
+
+
+def undecided() -> bool:
+    """Whether some kernel was replaced in this process that the next one may use."""
+    return bool(_undecided)
 
 
 def _agreed(compared: Callable[[], Finding]) -> Finding:

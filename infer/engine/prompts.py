@@ -80,6 +80,11 @@ class Prefills:
         sizes = [SHORT, *sizes] if self.chunk >= HALVES else sizes
         return tuple(PrefillShape(rows, n) for n in sizes for rows in sorted({1, min(most, max(1, TOKENS // n))}))
 
+    def shape(self, selected: PrefillBatch) -> PrefillShape:
+        """Of the program that takes this batch."""
+        rows, tokens = selected.tokens.shape
+        return PrefillShape(rows // self.parts, tokens)
+
     def part(self, slot: int) -> int:
         """The part of the mesh that has a row."""
         return slot * self.parts // self.slots

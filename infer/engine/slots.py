@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from dflash_jax.cache import Group
 from dflash_jax.decoding.state import RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
+from dflash_jax.infer.engine import traced
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options, fastest_options
 from dflash_jax.infer.engine.compiling import Progress, compile_all
@@ -25,6 +26,7 @@ from dflash_jax.infer.engine.programs import begin, decode_call, move, prefill, 
 from dflash_jax.infer.engine.prompts import PrefillBatch, PrefillCost, Prefills, PrefillShape
 from dflash_jax.infer.engine.reads import ReadPlan, plan_reads
 from dflash_jax.infer.engine.rows import ActiveRequest
+from dflash_jax.infer.engine.traced import Call
 from dflash_jax.kernels.block_attention.reference import CHUNK
 from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
@@ -64,6 +66,7 @@ class Slots:
             self.lengths = [short.slots if i % of_part < count else max_length for i in range(slots)]
         self._short = short
         groups = max_length if short is None else (short, Group(slots - short.rows, max_length))
+        self._from_disk: dict[Hashable, Any] = {}  # programs by name; None where there is none
         self._neutral = SamplingParams().on_device("", 0, 0, 1)
         fewer = [slots // n // self._parts * self._parts for n in NARROWER if slots >= MANY and not self._fixed]
         self.widths = tuple(sorted({slots, *filter(None, fewer)}))
@@ -102,10 +105,28 @@ class Slots:
         self, check_interrupt: Callable[[], object] = lambda: None, progress: Progress = lambda done: None
     ) -> None:
         """Compiles the programs that read prompts and decode. All rows must be idle."""
-        reading = ((prefill, self._prefill_arguments(*self._nothing(shape))) for shape in self._prefills.shapes)
-        decoding = (self._decode_call(draft, 0, 0, self.idle(width)) for draft, width in self._decoding)
         with self._on_mesh():
-            compile_all(itertools.chain(reading, decoding), check_interrupt, progress)
+            if self._target.mesh is None and traced.kept():  # what such programs return is bound to its device
+                self.state = jax.device_put(self.state, self.state.anchor.sharding)
+            compile_all(self._large(), check_interrupt, progress)
+
+    def _large(self) -> Iterator[tuple[Any, tuple]]:
+        """The programs that read prompts and decode, and arguments for them: those on disk, where there are some."""
+        for draft, width in self._decoding:
+            call = self._decode_call(draft, 0, 0, self.idle(width))
+            yield self._traced((draft, width), call, self.compiler_options(draft, width))
+        for shape in self._prefills.shapes:
+            yield self._traced(shape, self._prefill_call(*self._nothing(shape)))
+
+    def _traced(self, name: Hashable, call: Call, options: Options | None = None) -> tuple[Any, tuple]:
+        if name not in self._from_disk:
+            self._from_disk[name] = traced.from_disk(call, options)
+        return self._asked(name, call)
+
+    def _asked(self, name: Hashable, call: Call) -> tuple[Any, tuple]:
+        """The program of this name and its arguments."""
+        kept = self._from_disk.get(name)
+        return (call.program, call.arguments) if kept is None else (kept, call.given)
 
     def warm_up(
         self, check_interrupt: Callable[[], object] = lambda: None, progress: Progress = lambda done: None
@@ -177,7 +198,8 @@ class Slots:
     def decode(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Committed:
         """One visit to the device (see `decoding.step.run`) that advances these rows (see `some`): the tokens of each
         step, not waited for."""
-        program, arguments = self._decode_call(draft, max_steps, leave_below, slots)
+        call = self._decode_call(draft, max_steps, leave_below, slots)
+        program, arguments = self._asked((draft, len(slots)), call)
         with self._on_mesh():
             self.state, trace = program(*arguments)
         return trace
@@ -263,18 +285,21 @@ class Slots:
             seconds.append(min(times))
         return PrefillCost(seconds[0], max(0.0, seconds[1] - seconds[0]) / max(halves.values()))
 
-    def _prefill_arguments(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> tuple:
-        return self._target, self._drafter, self.state, *selected, settings, self._config.logprobs
+    def _prefill_call(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Call:
+        given = self._target, self._drafter, self.state, *selected, settings
+        return Call(prefill, (*given, self._config.logprobs), 1)
 
     def _prefill(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Committed:
+        call = self._prefill_call(selected, settings)
+        program, arguments = self._asked(self._prefills.shape(selected), call)
         with self._on_mesh():
-            self.state, first = prefill(*self._prefill_arguments(selected, settings))
+            self.state, first = program(*arguments)
         return first
 
-    def _decode_call(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> tuple[Any, tuple]:
+    def _decode_call(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Call:
         rows = None if len(slots) == self._slots else np.asarray(slots, np.int32)
         how = max_steps, leave_below, draft, self._config, rows, self.compiler_options(draft, len(slots))
-        return decode_call(self._target, self._drafter, self.state, *how)
+        return Call(*decode_call(self._target, self._drafter, self.state, *how), 4)
 
     def compiler_options(self, draft: Draft, rows: int) -> Options | None:
         """The compiler's options for the program with this draft, if there are any."""

@@ -1,0 +1,116 @@
+"""Programs kept on disk as they were traced: the same answers, and never another program's."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from dflash_jax import Engine, load_drafter
+from dflash_jax.infer.engine import programs, traced
+from dflash_jax.kernels import dispatch, verify
+from tests import tiny
+from tests.fakes.drafters import BigramDrafter
+
+PROMPTS = [[5, 9, 11], [7, 7, 30, 31, 2], [40]]
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(traced, "kept", lambda: True)
+    return tmp_path / "dflash_jax" / "traced"
+
+
+def engine(target, drafter, **settings):
+    return Engine(target, drafter, **{"slots": 2, "max_length": 64, "prefill_chunk": 32} | settings)
+
+
+def answers(engine):
+    engine.compile()
+    requests = [tiny.ask(prompt, 12, temperature=0.7 * i, id=str(i)) for i, prompt in enumerate(PROMPTS)]
+    return [(done.token_ids, done.acceptance_lengths) for done in engine.generate(requests)]
+
+
+def path(engine):
+    draft, width = engine.batch._decoding[0]
+    return traced._path(engine.batch._decode_call(draft, 0, 0, engine.batch.idle(width)))
+
+
+def test_the_next_process_traces_nothing_and_answers_alike(target, drafter, directory, monkeypatch):
+    with monkeypatch.context() as off:
+        off.setattr(traced, "kept", lambda: False)
+        expected = answers(engine(target, drafter))
+        assert not directory.exists()
+    assert answers(engine(target, drafter)) == expected
+    assert len(list(directory.iterdir())) == 3  # two shapes of prompts, one draft
+    jax.clear_caches()  # as if in another process
+
+    def unused(*arguments, **given):
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr(programs, "run", unused)
+    monkeypatch.setattr(programs, "commit", unused)
+    assert answers(engine(target, drafter)) == expected
+
+
+def test_what_a_program_follows_from_is_in_its_name(target, drafter, directory, monkeypatch, tmp_path):
+    first = engine(target, drafter)
+    assert path(first) == path(engine(target, drafter, seed=3))  # a seed is an argument
+    names = {path(first)}
+
+    def differs(one):
+        assert (name := path(one)) not in names
+        names.add(name)
+
+    differs(engine(target, drafter, max_length=96))
+    differs(engine(target, drafter, slots=3))
+    differs(engine(target, drafter, block_size=3))
+    differs(engine(target, drafter, tree=5))
+    differs(engine(target, drafter, logprobs=2))
+    differs(engine(target, None))
+    changed = dataclasses.replace(target.config, rms_norm_eps=1e-3)
+    differs(engine(target.replace(config=changed), drafter))
+    differs(engine(target, load_drafter(tiny.write_drafter(tmp_path / "other", tiny.drafter_config(rope_theta=77.0)))))
+    with jax.default_matmul_precision("highest"):
+        differs(first)
+    dispatch.set_policy("xla")
+    try:
+        differs(first)
+    finally:
+        dispatch.set_policy(None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    differs(first)
+    monkeypatch.setattr(traced, "_sources", lambda: "other sources")
+    differs(first)
+
+
+def test_code_from_outside_is_not_kept(target, drafter, directory, monkeypatch):
+    made = engine(target, BigramDrafter(64))
+    assert path(made) is None
+    assert not directory.exists()
+    answers(made)
+    monkeypatch.setattr("dflash_jax.models.qwen3.__name__", "my_notebook")  # the family of `target`
+    assert path(engine(target, drafter)) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"half", None])
+def test_a_damaged_file_is_written_again(target, drafter, directory, damage):
+    expected = answers(engine(target, drafter))
+    for file in directory.iterdir():
+        file.write_bytes(file.read_bytes()[:1000] if damage is None else damage)
+    jax.clear_caches()
+    assert answers(engine(target, drafter)) == expected
+    assert all(traced._read(file) for file in directory.iterdir())
+
+
+def test_a_directory_that_cannot_be_written_changes_nothing(target, drafter, directory, monkeypatch):
+    directory.parent.mkdir()
+    directory.write_text("a file where the directory would be")
+    assert answers(engine(target, drafter))
+    assert directory.read_text()
+
+
+def test_nothing_is_kept_that_rests_on_a_full_device(target, drafter, directory, monkeypatch):
+    monkeypatch.setattr(verify, "_undecided", {"a trial without memory"})
+    answers(engine(target, drafter))
+    assert not directory.exists()
