@@ -309,7 +309,7 @@ def _answer(options: ServeOptions, prompt: str) -> int:
     needs = needs_of(loaded.target.config, [request], options.engine)
     engine = engine_for(loaded, needs, generation, options.engine)
     engine.check(request)
-    engine.compile(compiling_log(engine.batch.programs, PATIENCE))
+    engine.compile(compiling_log(engine.programs(), PATIENCE))
     shown, seen, completion = GrowingText(text), 0, None
     with contextlib.closing(engine.stream([request])) as completions:
         for _, completion in completions:

@@ -92,7 +92,7 @@ def serve_http(
         engine_options = replace(engine_options, max_length=length)
         needs = needs_of(target.config, [], engine_options, logprobs=MOST_ALTERNATIVES, growing=True)
         engine = engine_for(loaded, needs, generation, engine_options, plain=not engine_options.deterministic)
-        warm_up(engine)
+        warm_up(engine, first=True)
         worker = Worker(engine, options.max_waiting)
         given = models.target or str(target.directory)
         name = Path(given).resolve().name if Path(given).exists() else given  # a hub id as it is

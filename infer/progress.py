@@ -19,8 +19,11 @@ COMPILING_PAUSE = 10.0  # seconds between two lines that say how far compiling i
 LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
 
 
-def warm_up(engine: "Engine", going: Callable[[], bool] = lambda: True) -> None:
+def warm_up(engine: "Engine", going: Callable[[], bool] = lambda: True, *, first: bool = False) -> None:
     """Compiles, and says so.
+
+    Args:
+        first: see `Engine.warm_up`.
 
     Raises:
         KeyboardInterrupt: `going` is false, which is looked at between programs.
@@ -30,8 +33,9 @@ def warm_up(engine: "Engine", going: Callable[[], bool] = lambda: True) -> None:
         if not going():
             raise KeyboardInterrupt
 
-    engine.warm_up(check_interrupt, compiling_log(engine.batch.programs, 0.0))
-    _log.info("ready after %.1f s", engine.stats.compile_seconds)
+    engine.warm_up(check_interrupt, compiling_log(engine.programs(first=first), 0.0), first=first)
+    more = f"; {engine.left} programs that make it faster are compiled meanwhile" if engine.left else ""
+    _log.info("ready after %.1f s%s", engine.stats.compile_seconds, more)
 
 
 def compiling_log(

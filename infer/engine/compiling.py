@@ -9,15 +9,19 @@ Progress = Callable[[int], object]  # called again and again with the number of 
 
 
 def compile_all(
-    calls: Iterable[tuple[Any, tuple]], check_interrupt: Callable[[], object], progress: Progress = lambda done: None
+    calls: Iterable[tuple[Any, tuple]],
+    check_interrupt: Callable[[], object],
+    progress: Progress = lambda done: None,
+    at_once: int | None = None,
 ) -> None:
     """Compiles jitted functions for these arguments; later calls with such arguments find the programs.
 
     Args:
         check_interrupt: called again and again meanwhile. What it raises ends the work: no further program is begun,
             and those under way, which nothing can stop, are not waited for.
+        at_once: how many, at most.
     """
-    pool, begun = ThreadPoolExecutor(), list[Future]()
+    pool, begun = ThreadPoolExecutor(at_once), list[Future]()
     try:
         for program, arguments in calls:
             check_interrupt()

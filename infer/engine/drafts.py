@@ -22,6 +22,7 @@ class Drafts:
         block_size, tree: of the draft where there is no choice; else the largest, and 0.
         auto: whether there is a choice, among `choices`.
         programs: what `Slots.decode` may be asked for.
+        first: those of them that serve every request without a choice among several.
         choosers: by rows of a program; none before `measured`, nor without a choice.
 
     Raises:
@@ -48,6 +49,8 @@ class Drafts:
             self.choices = (*chains, *(Draft(self.block_size, nodes) for nodes in trees))
         plain = (PLAIN,) if config.plain and drafter else ()
         self.programs = tuple(dict.fromkeys((*map(self.program, self.choices), *plain)))
+        usual = self.program(Draft(self.block_size, self.tree))
+        self.first = tuple(draft for draft in self.programs if draft in (usual, PLAIN))
         self.choosers: dict[int, Chooser[Draft]] = {}
 
     def program(self, draft: Draft) -> Draft:
@@ -70,12 +73,22 @@ class Drafts:
         return 1 + (min(depth, self.tree) if self.tree else depth)
 
     def measured(self, seconds: Mapping[tuple[Draft, int], float]) -> None:
-        """Makes a chooser for each number of rows, given the seconds of a step of each program."""
-        estimates = Estimates(max(map(self._depth, self.choices)))
+        """Makes a chooser for each number of rows, given the seconds of a step of each program; programs that were not
+        measured are not chosen. What was learnt of requests stays."""
+        before = dict(self.choosers)
+        known = [chooser.estimates for chooser in before.values()]
+        estimates = known[0] if known else Estimates(max(map(self._depth, self.choices)))
+        self.choosers.clear()
         for rows in dict.fromkeys(rows for _, rows in seconds):
-            times = {draft: seconds[self.program(draft), rows] for draft in self.choices}
-            candidates = {draft: Candidate(self._depth(draft), time, draft.nodes) for draft, time in times.items()}
-            self.choosers[rows] = Chooser(candidates, estimates)
+            used = before[rows].used if rows in before else {}
+            self.choosers[rows] = Chooser(
+                {
+                    draft: Candidate(self._depth(draft), time, draft.nodes, steps=used.get(draft, 0))
+                    for draft in self.choices
+                    if (time := seconds.get((self.program(draft), rows))) is not None
+                },
+                estimates,
+            )
 
     def choose(
         self, requests: Iterable[Hashable], rows: int, *, speculative: bool

@@ -104,24 +104,44 @@ class Engine:
         return self.drafts.used(self.stats.steps)
 
     def warm_up(
-        self, check_interrupt: Callable[[], object] = lambda: None, progress: Progress = lambda done: None
+        self,
+        check_interrupt: Callable[[], object] = lambda: None,
+        progress: Progress = lambda done: None,
+        *,
+        first: bool = False,
     ) -> None:
         """Compiles every program this engine will run; afterwards none is compiled any more.
 
         Args:
             check_interrupt: called between programs; what it raises ends the work.
-            progress: called with the number of programs that are compiled, of `batch.programs`.
+            progress: called with the number of programs that are compiled, of `programs(first)`.
+            first: only those with which every request can be answered, and no others are used until this is called
+                again. In between `compile_rest` may be called from another thread.
 
         Raises:
             ValueError: requests are in its slots.
         """
         if self.busy:
             raise ValueError(f"warm_up runs every program on idle slots, but {self.busy} are busy; call it first")
-        begin = time.perf_counter()
-        self.batch.warm_up(check_interrupt, progress)
+        begin, batch = time.perf_counter(), self.batch
+        batch.warm_up(batch.first if first else batch.names, check_interrupt, progress)
         if self.drafts.auto:
-            self.drafts.measured(self.batch.step_seconds(check_interrupt))
+            self.drafts.measured(batch.step_seconds(check_interrupt))
         self.stats.compile_seconds += time.perf_counter() - begin
+
+    def programs(self, *, first: bool = False) -> int:
+        """How many programs `warm_up` compiles."""
+        return self.batch.programs(self.batch.first if first else self.batch.names)
+
+    @property
+    def left(self) -> int:
+        """Large programs that are not used yet, after a `warm_up` of the first ones."""
+        return len(self.batch.names) - len(self.batch.used)
+
+    def compile_rest(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
+        """Compiles what is left, one program at a time, while another thread may use the engine."""
+        left = [name for name in self.batch.names if name not in self.batch.used]
+        self.batch.compile(left, check_interrupt, at_once=1)
 
     def compile(self, progress: Progress = lambda done: None) -> None:
         """Compiles the large programs of this engine, and runs none: for a single answer. What is chosen by measured
@@ -130,7 +150,7 @@ class Engine:
             self.warm_up(progress=progress)
         else:
             begin = time.perf_counter()
-            self.batch.compile(progress=progress)
+            self.batch.compile(self.batch.names, progress=progress)
             self.stats.compile_seconds += time.perf_counter() - begin
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:

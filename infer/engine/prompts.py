@@ -61,7 +61,7 @@ class Prefills:
         slots: rows of the cache.
         parts: of the mesh that they are split over.
         fixed: whether the choice follows from a single row alone.
-        costs: of each program in seconds, once measured.
+        costs: of each program in seconds, once measured; from then on those that were measured are used.
     """
 
     chunk: int
@@ -79,6 +79,12 @@ class Prefills:
             sizes.insert(0, sizes[0] // 2)
         sizes = [SHORT, *sizes] if self.chunk >= HALVES else sizes
         return tuple(PrefillShape(rows, n) for n in sizes for rows in sorted({1, min(most, max(1, TOKENS // n))}))
+
+    @property
+    def first(self) -> PrefillShape:
+        """The one that serves every prompt best alone: for one row, neither the shortest nor a long one."""
+        single = [shape for shape in self.shapes if shape.rows == 1]
+        return next((shape for shape in single if shape.tokens >= HALVES), single[-1])
 
     def shape(self, selected: PrefillBatch) -> PrefillShape:
         """Of the program that takes this batch."""
@@ -102,7 +108,7 @@ class Prefills:
             single = [shape for shape in self.shapes if shape.rows == 1]
             return next((shape for shape in single if shape.tokens >= count), single[-1]), None
         rates: dict[PrefillShape, tuple[float, float]] = {}
-        for shape in self.shapes:
+        for shape in self.costs or self.shapes:
             taken = [prompt for part in left for prompt in part[: shape.rows]]
             cost = self.costs.get(shape, modelled(shape)).at(max(start for start, _ in taken))
             rate = sum(min(n, shape.tokens) for _, n in taken) / cost

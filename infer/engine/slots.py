@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
+Name = PrefillShape | tuple[Draft, int]  # of a large program: it reads prompts, or decodes so many rows
 LANES = 16  # float32 numbers in the widest vector of a processor
 NARROWER = (4, 2)  # few busy rows run programs of a fourth or half of the rows,
 MANY = 16  # where there are so many: fewer are not worth compiling several times as many programs
@@ -46,7 +47,7 @@ class Slots:
     Attributes:
         state: consumed and replaced by every call.
         lengths: tokens that each row can hold.
-        widths: how many rows `decode` may be asked to advance.
+        used: the programs that may be used.
     """
 
     def __init__(self, target: Target, config: EngineConfig, drafts: Drafts):
@@ -66,14 +67,17 @@ class Slots:
             self.lengths = [short.slots if i % of_part < count else max_length for i in range(slots)]
         self._short = short
         groups = max_length if short is None else (short, Group(slots - short.rows, max_length))
-        self._from_disk: dict[Hashable, Any] = {}  # programs by name; None where there is none
+        self._from_disk: dict[Name, Any] = {}  # programs by name; None where there is none
         self._neutral = SamplingParams().on_device("", 0, 0, 1)
         fewer = [slots // n // self._parts * self._parts for n in NARROWER if slots >= MANY and not self._fixed]
-        self.widths = tuple(sorted({slots, *filter(None, fewer)}))
+        self._widths = tuple(sorted({slots, *filter(None, fewer)}))
+        self.used, self._warm = self.names, False
         with self._on_mesh():
             made = jax.jit(lambda: pin(init_state(target, drafts.drafter, slots, groups, STOP_WIDTH, chunk)))()
             if self._fixed and made.calibration is not None:
                 made = made.replace(calibration=made.calibration.replace(frozen=True))
+            if target.mesh is None and traced.kept():  # what programs from disk return is bound to its device
+                made = jax.device_put(made, made.anchor.sharding)
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
             self._prefixes = PrefixCache(self.state, config.prefix_chunks, chunk)
 
@@ -91,63 +95,87 @@ class Slots:
         return self._drafts.proposed(draft) + 1
 
     @property
-    def programs(self) -> int:
-        """How many programs `warm_up` compiles: for chunks of prompts, kinds of drafts, a row's beginning, move and
-        end, kept prefixes."""
-        more = 2 + bool(self._short) + self._prefixes.programs
-        return len(self._prefills.shapes) + len(self.widths) * len(self._drafts.programs) + more
+    def names(self) -> list[Name]:
+        """All large programs."""
+        return [*((draft, width) for width in self._widths for draft in self._drafts.programs), *self._prefills.shapes]
+
+    @property
+    def first(self) -> list[Name]:
+        """Those with which every request can be answered; all, where nothing may depend on how far compiling is."""
+        if self._fixed:
+            return self.names
+        return [*((draft, self._slots) for draft in self._drafts.first), self._prefills.first]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """How many rows `decode` may be asked to advance."""
+        return tuple(sorted({width for _, width in self._decoding}))
+
+    def programs(self, names: Sequence[Name]) -> int:
+        """How many programs `warm_up` compiles: these, and small ones for a row's beginning, move and end, and kept
+        prefixes."""
+        return len(names) + 2 + bool(self._short) + self._prefixes.programs
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         """Keys of the prompt's chunks, for `read`."""
         return self._prefixes.index.keys(prompt)
 
     def compile(
-        self, check_interrupt: Callable[[], object] = lambda: None, progress: Progress = lambda done: None
+        self,
+        names: Sequence[Name],
+        check_interrupt: Callable[[], object] = lambda: None,
+        progress: Progress = lambda done: None,
+        *,
+        at_once: int | None = None,
     ) -> None:
-        """Compiles the programs that read prompts and decode. All rows must be idle."""
+        """Compiles these programs, so many at a time. Another thread may use others meanwhile."""
         with self._on_mesh():
-            if self._target.mesh is None and traced.kept():  # what such programs return is bound to its device
-                self.state = jax.device_put(self.state, self.state.anchor.sharding)
-            compile_all(self._large(), check_interrupt, progress)
+            compile_all(map(self._compiled, names), check_interrupt, progress, at_once)
 
-    def _large(self) -> Iterator[tuple[Any, tuple]]:
-        """The programs that read prompts and decode, and arguments for them: those on disk, where there are some."""
-        for draft, width in self._decoding:
-            call = self._decode_call(draft, 0, 0, self.idle(width))
-            yield self._traced((draft, width), call, self.compiler_options(draft, width))
-        for shape in self._prefills.shapes:
-            yield self._traced(shape, self._prefill_call(*self._nothing(shape)))
+    def _compiled(self, name: Name) -> tuple[Any, tuple]:
+        """The program, that on disk if there is one, and arguments for it."""
+        if isinstance(name, PrefillShape):
+            return self._traced(name, self._prefill_call(*self._nothing(name)))
+        draft, width = name
+        return self._traced(name, self._decode_call(draft, 0, 0, self.idle(width)), self.compiler_options(draft, width))
 
-    def _traced(self, name: Hashable, call: Call, options: Options | None = None) -> tuple[Any, tuple]:
+    def _traced(self, name: Name, call: Call, options: Options | None = None) -> tuple[Any, tuple]:
         if name not in self._from_disk:
             self._from_disk[name] = traced.from_disk(call, options)
         return self._asked(name, call)
 
-    def _asked(self, name: Hashable, call: Call) -> tuple[Any, tuple]:
+    def _asked(self, name: Name, call: Call) -> tuple[Any, tuple]:
         """The program of this name and its arguments."""
         kept = self._from_disk.get(name)
         return (call.program, call.arguments) if kept is None else (kept, call.given)
 
     def warm_up(
-        self, check_interrupt: Callable[[], object] = lambda: None, progress: Progress = lambda done: None
+        self,
+        names: Sequence[Name],
+        check_interrupt: Callable[[], object] = lambda: None,
+        progress: Progress = lambda done: None,
     ) -> None:
-        """See `Engine.warm_up`. All rows must be idle."""
-        self.compile(check_interrupt, progress)
+        """Compiles these programs and the small ones, and runs each once; from now on these are used. All rows must be
+        idle."""
+        self.compile(names, check_interrupt, progress)
         self.begin(0)
-        if self._short:
-            self.move(0, self._slots - 1, self._neutral)
-            self.release(self._slots - 1)
-        for shape in self._prefills.shapes:
+        if not self._warm:
+            if self._short:
+                self.move(0, self._slots - 1, self._neutral)
+                self.release(self._slots - 1)
+            self._change(self._prefixes.warm_up)
+            self._warm = True
+        for name in names:
             check_interrupt()
-            self._prefill(*self._nothing(shape))
-            if not self._fixed:
-                self._prefills.costs[shape] = self._prefill_cost(shape)
-        self._change(self._prefixes.warm_up)
-        for draft, width in self._decoding:
-            check_interrupt()
-            self.decode(draft, 0, 0, self.idle(width))
+            if not isinstance(name, PrefillShape):
+                self.decode(name[0], 0, 0, self.idle(name[1]))
+                continue
+            self._prefill(*self._nothing(name))
+            if not self._fixed and name not in self._prefills.costs:
+                self._prefills.costs[name] = self._prefill_cost(name)
         self.release(0)
         jax.block_until_ready(self.state)
+        self.used = list(names)
 
     def begin(self, slot: int) -> None:
         self._change(begin, np.int32(slot))
@@ -173,8 +201,8 @@ class Slots:
 
     @property
     def _decoding(self) -> list[tuple[Draft, int]]:
-        """Draft and rows of each program that decodes."""
-        return [(draft, width) for width in self.widths for draft in self._drafts.programs]
+        """Draft and rows of each program that decodes, of those that are used."""
+        return [name for name in self.used if not isinstance(name, PrefillShape)]
 
     def some(self, busy: Sequence[int]) -> list[int]:
         """The rows of the narrowest program that advances these, as many of each part of the mesh."""
@@ -226,7 +254,7 @@ class Slots:
             self.state = self.state.replace(calibration=kept)
 
     def _timed_steps(self, check_interrupt: Callable[[], object]) -> dict[tuple[Draft, int], float]:
-        rng, short = np.random.default_rng(0), self._prefills.shapes[0]
+        rng, short = np.random.default_rng(0), next(name for name in self.used if isinstance(name, PrefillShape))
         endless = SamplingParams().on_device("", 0, 0, np.iinfo(np.int32).max)
         times: dict[tuple[Draft, int], list[float]] = {how: [] for how in self._decoding}
         for _ in range(3):

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion, Request
 
 _log = logging.getLogger("dflash_jax")
+PATIENCE = 30.0  # seconds that programs which are compiled wait for an engine without requests
 
 
 class OverloadedError(Exception):
@@ -37,8 +39,15 @@ class Progress(NamedTuple):
     alone: bool = True
 
 
+class Stopped(Exception):
+    """The worker is to end."""
+
+
 class Worker:
     """Runs an engine in a thread of its own; everything else talks to it through here.
+
+    If only the first programs of the engine are warm, another thread compiles the rest. They are then timed while no
+    request is in progress: at the first such moment, or after those that are, if there is none in half a minute.
 
     Args:
         engine: warmed up; nobody else may use it.
@@ -52,6 +61,9 @@ class Worker:
         self._listeners: dict[int, Callable[[Progress | Exception], None]] = {}
         self._accompanied: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._compiling = threading.Thread(target=self._compile, name="compile", daemon=True)
+        self._compiled: float | None = None  # since when programs wait to be timed
+        self._stopping = threading.Event()
         self.failure: Exception | None = None
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
@@ -78,11 +90,40 @@ class Worker:
 
     def start(self) -> None:
         self._thread.start()
+        if self.engine.left:
+            self._compiling.start()
 
     def stop(self) -> None:
         """Ends the thread after its turn of work."""
+        self._stopping.set()
         self._inbox.put(None)
         self._thread.join()
+
+    def _check_stopping(self) -> None:
+        if self._stopping.is_set():
+            raise Stopped
+
+    def _compile(self) -> None:
+        """Compiles what is left, in a thread of its own."""
+
+        def done() -> None:
+            self._compiled = time.monotonic()
+
+        try:
+            self.engine.compile_rest(self._check_stopping)
+        except Stopped:
+            return
+        except Exception as error:  # what there is answers everything
+            _log.warning("the other programs were not compiled, and the server goes on without them", exc_info=error)
+            return
+        self._inbox.put(done)
+
+    def _measure(self) -> None:
+        """Makes the engine use what was compiled. No request may be in progress."""
+        self._compiled, begin = None, time.monotonic()
+        with contextlib.suppress(Stopped):
+            self.engine.warm_up(self._check_stopping)
+            _log.info("all programs are in use; to time them took %.1f s", time.monotonic() - begin)
 
     def blamed(self, error: Exception) -> str:
         """What a client is told of an error that is not the client's. Its text, which may name paths and sizes that are
@@ -167,12 +208,16 @@ class Worker:
         try:
             while True:
                 idle = not (self.engine.busy or self.engine.waiting)
+                waited = self._compiled is not None and time.monotonic() > self._compiled + PATIENCE
+                if self._compiled is not None and (idle or (waited and not self.engine.busy)):
+                    self._measure()
+                    waited = False
                 while idle or not self._inbox.empty():
                     if (job := self._inbox.get()) is None:
                         return
                     job()
                     idle = False
-                for ticket, completion in self.engine.step():
+                for ticket, completion in self.engine.step(admit=not waited):
                     # The tokens that are there now stay as they are while the engine adds others.
                     finished = bool(completion.finish_reason)
                     alone = ticket not in self._accompanied

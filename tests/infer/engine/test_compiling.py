@@ -90,3 +90,35 @@ def test_an_engine_stops_between_programs(target, calls):
         engine.warm_up(check_interrupt)
     assert len(asked) == calls
     assert engine.generate([tiny.ask([1, 2, 3], 4)])[0].token_ids  # it compiles then
+
+
+def test_the_first_programs_answer_while_others_are_compiled(target, drafter):
+    """Requests in progress do not mind, and afterwards nothing is compiled."""
+    given = {"slots": 2, "max_length": 64, "prefill_chunk": 16, "block_size": "auto", "prefix_chunks": 4}
+    requests = [tiny.ask(list(range(1, 8 + 2 * i)), 12, temperature=0.5 * (i % 2), id=str(i)) for i in range(4)]
+    tokens = lambda engine: [done.token_ids for done in engine.generate(requests)]
+    plain = tokens(Engine(target, None, slots=2, max_length=64))
+    engine = Engine(target, drafter, plain=True, **given)
+    engine.warm_up(first=True)
+    assert len(engine.batch.used) == 3  # a chunk of a prompt, the drafter's own block, and plain decoding
+    assert engine.left == len(engine.batch.names) - 3 > 2
+    assert engine.steps_by_block_size.keys() == {"1", "8"}
+    thread = threading.Thread(target=engine.compile_rest)
+    thread.start()
+    while thread.is_alive():
+        assert tokens(engine) == plain
+    steps = dict(engine.steps_by_block_size)
+    assert len(engine.batch.used) == 3
+    engine.warm_up()
+    assert not engine.left
+    assert engine.steps_by_block_size.items() >= steps.items()  # they are not counted anew
+    compiled = []
+    listen = lambda event, _, fun_name="", **__: compiled.append(fun_name) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    assert tokens(engine) == plain
+    assert not compiled
+
+
+def test_a_deterministic_engine_is_ready_when_all_is_compiled(target, drafter):
+    engine = Engine(target, drafter, slots=2, max_length=64, deterministic=True)
+    assert engine.batch.first == engine.batch.names

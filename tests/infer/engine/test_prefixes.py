@@ -78,7 +78,7 @@ def test_nothing_is_compiled_after_the_start(target, drafter, kept, short):
     expected = {"prefill": 2, "program": 3, "begin": 1, "release": 1} | ({"keep": 1, "restore": 1} if kept else {})
     expected |= {"move": 1} if short else {}
     assert {name: compiled.count(f"jit({name})") for name in expected} == expected
-    assert engine.batch.programs == sum(expected.values())
+    assert engine.programs() == sum(expected.values())
     compiled.clear()
     engine.generate(requests())
     assert not compiled
