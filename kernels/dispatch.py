@@ -66,6 +66,11 @@ def state() -> str:
     return f"{policy()} {_named.value} {platform()}"
 
 
+def checks() -> bool:
+    """Whether kernels are checked at their first use: where there are some, and nobody has decided for them."""
+    return platform() in PREFERRED and _named.value is None and policy() == "auto"
+
+
 def prefers(name: Name) -> bool:
     """Whether kernels of this name run where they serve a case, unless they fail a trial."""
     if _named.value is not None:

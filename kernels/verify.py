@@ -9,7 +9,8 @@ kernel: it is replaced this time, and asked again the next.
 import re
 import threading
 import warnings
-from collections.abc import Callable, Hashable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import ModuleType
@@ -26,7 +27,8 @@ OWN_MEMORY = re.compile(r"vmem|smem|shared memory", re.IGNORECASE)
 Call = Callable[..., Any]  # the function of a kernel's `api`
 _known: dict[Hashable, str | None] = {}
 _undecided: set[Hashable] = set()  # trials that this process found no memory for
-_asking = threading.Lock()
+_asking: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)  # one for each check
+_ahead = threading.local()  # `asked`: the checks that wait to be made side by side
 
 
 class Finding(NamedTuple):
@@ -66,7 +68,10 @@ def trouble(name: str, kernel: ModuleType, trial: AnyTrial, call: Call) -> str |
     The first to know of trouble warns.
     """
     key = jax.local_devices()[0].device_kind, kernel, trial
-    with _asking:
+    if (asked := getattr(_ahead, "asked", None)) is not None and key not in _known:
+        asked[key] = name, kernel, trial, call
+        return None
+    with _asking[None if jax.process_count() > 1 else key]:  # of several processes all make them in one order
         if key in _known:
             return _known[key]
         # In a thread of its own there is no program being traced, and no mesh.
@@ -84,6 +89,25 @@ def trouble(name: str, kernel: ModuleType, trial: AnyTrial, call: Call) -> str |
                 stacklevel=2,
             )
         return found.trouble
+
+
+def side_by_side(traces: Iterable[Callable[[], object]]) -> None:
+    """Makes the checks that these ask for, while they trace programs, all at a time instead of one after the other.
+
+    Until then every kernel is taken to be right, so of what was traced nothing is kept if one is not.
+    """
+    _ahead.asked = asked = dict[Hashable, tuple[str, ModuleType, AnyTrial, Call]]()
+    try:
+        for trace in traces:
+            trace()
+    finally:
+        del _ahead.asked
+    if not asked:
+        return
+    with ThreadPoolExecutor(1 if jax.process_count() > 1 else len(asked)) as pool:
+        found = list(pool.map(lambda check: trouble(*check), asked.values()))
+    if any(found):
+        jax.clear_caches()
 
 
 def undecided() -> bool:

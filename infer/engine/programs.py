@@ -3,14 +3,13 @@
 Shapes: B rows, C tokens of a prompt, M steps.
 """
 
-from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.cache import commit, once_read
@@ -37,7 +36,7 @@ def decode_call(
     config: EngineConfig,
     rows: np.ndarray | None = None,
     options: Options | None = None,
-) -> tuple[Any, tuple[Any, ...]]:
+) -> tuple[Wrapped, tuple]:
     """`run` of a speculative step as a jitted function and its arguments: one program per number of rows and draft.
     `rows` are the only ones that it advances, and that its trace has. `options` are the compiler's. `state` is
     donated."""
@@ -47,7 +46,7 @@ def decode_call(
 
 
 @cache
-def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Callable:
+def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Wrapped:
     def program(target, drafter, state, rows, max_steps, leave_below, draft, proposals, capacity, logprobs):
         parts = step_functions(target, drafter, draft.block_size, proposals, draft.nodes)
         step = partial(speculative_step, parts, logprobs=logprobs)

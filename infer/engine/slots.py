@@ -4,11 +4,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Wrapped
 
 from dflash_jax.cache import Group
 from dflash_jax.decoding.state import RowSettings, State, init_state
@@ -27,6 +29,7 @@ from dflash_jax.infer.engine.prompts import PrefillBatch, PrefillCost, Prefills,
 from dflash_jax.infer.engine.reads import ReadPlan, plan_reads
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.traced import Call
+from dflash_jax.kernels import dispatch, verify
 from dflash_jax.kernels.block_attention.reference import CHUNK
 from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
@@ -67,13 +70,17 @@ class Slots:
             self.lengths = [short.slots if i % of_part < count else max_length for i in range(slots)]
         self._short = short
         groups = max_length if short is None else (short, Group(slots - short.rows, max_length))
-        self._from_disk: dict[Name, Any] = {}  # programs by name; None where there is none
+        self._from_disk: dict[Name, Wrapped | None] = {}  # programs by name; None where there is none
         self._neutral = SamplingParams().on_device("", 0, 0, 1)
         fewer = [slots // n // self._parts * self._parts for n in NARROWER if slots >= MANY and not self._fixed]
         self._widths = tuple(sorted({slots, *filter(None, fewer)}))
         self.used, self._warm = self.names, False
+        make = jax.jit(lambda: pin(init_state(target, drafts.drafter, slots, groups, STOP_WIDTH, chunk)))
         with self._on_mesh():
-            made = jax.jit(lambda: pin(init_state(target, drafts.drafter, slots, groups, STOP_WIDTH, chunk)))()
+            if dispatch.checks():  # while there is memory
+                self.state = jax.eval_shape(make)
+                self._check_kernels()
+            made = make()
             if self._fixed and made.calibration is not None:
                 made = made.replace(calibration=made.calibration.replace(frozen=True))
             if target.mesh is None and traced.kept():  # what programs from disk return is bound to its device
@@ -132,19 +139,27 @@ class Slots:
         with self._on_mesh():
             compile_all(map(self._compiled, names), check_interrupt, progress, at_once)
 
-    def _compiled(self, name: Name) -> tuple[Any, tuple]:
-        """The program, that on disk if there is one, and arguments for it."""
-        if isinstance(name, PrefillShape):
-            return self._traced(name, self._prefill_call(*self._nothing(name)))
-        draft, width = name
-        return self._traced(name, self._decode_call(draft, 0, 0, self.idle(width)), self.compiler_options(draft, width))
+    def _check_kernels(self) -> None:
+        """Makes the checks of kernels at their first use that the first programs ask for."""
+        calls = [call for name in self.first if not traced.is_on_disk(call := self._call(name))]
+        verify.side_by_side(partial(call.program.trace, *call.arguments) for call in calls)
 
-    def _traced(self, name: Name, call: Call, options: Options | None = None) -> tuple[Any, tuple]:
+    def _compiled(self, name: Name) -> tuple[Wrapped, tuple]:
+        """The program, that on disk if there is one, and arguments for it."""
+        call = self._call(name)
         if name not in self._from_disk:
+            options = None if isinstance(name, PrefillShape) else self.compiler_options(*name)
             self._from_disk[name] = traced.from_disk(call, options)
         return self._asked(name, call)
 
-    def _asked(self, name: Name, call: Call) -> tuple[Any, tuple]:
+    def _call(self, name: Name) -> Call:
+        """The program of this name with arguments for which it does nothing."""
+        if isinstance(name, PrefillShape):
+            return self._prefill_call(*self._nothing(name))
+        draft, width = name
+        return self._decode_call(draft, 0, 0, self.idle(width))
+
+    def _asked(self, name: Name, call: Call) -> tuple[Wrapped, tuple]:
         """The program of this name and its arguments."""
         kept = self._from_disk.get(name)
         return (call.program, call.arguments) if kept is None else (kept, call.given)

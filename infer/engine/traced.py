@@ -8,16 +8,20 @@ finds it goes on from there. The compiled program is in jax's own cache.
 
 import contextlib
 import hashlib
+import inspect
 import io
 import os
 import pickle
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax import export
+from jax.stages import Wrapped
+from jax.tree_util import PyTreeDef
 
 import dflash_jax
 from dflash_jax import files, models
@@ -30,25 +34,38 @@ OWN = "dflash_jax", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "
 UNSTABLE = "__gpu$xla.gpu.triton"  # kernels of which jax promises nothing for other versions; here it is the same one
 
 
-class Call(NamedTuple):
-    """A jitted function and its arguments: the third is the state, which it is donated, the last `static` are static."""
+class Traced(NamedTuple):
+    """A function of flat arguments, and the structure of what it returns."""
 
-    program: Any
-    arguments: tuple[Any, ...]
+    function: export.Exported
+    returns: PyTreeDef
+
+
+class Call(NamedTuple):
+    """A jitted function and its arguments: the third, the state, is donated, and the last `static` are static."""
+
+    program: Wrapped
+    arguments: tuple
     static: int
 
     @property
-    def given(self) -> tuple[Any, ...]:
+    def given(self) -> tuple:
         """The arguments without static ones."""
         return self.arguments[: -self.static]
 
 
 def kept() -> bool:
     """Whether this process keeps programs: where jax does."""
-    return jax.config.jax_compilation_cache_dir is not None and jax.process_count() == 1
+    return getattr(jax.config, "jax_compilation_cache_dir", None) is not None and jax.process_count() == 1
 
 
-def from_disk(call: Call, options: Options | None = None) -> Any | None:
+def is_on_disk(call: Call) -> bool:
+    """Whether `from_disk` needs to trace nothing."""
+    path = _path(call)
+    return path is not None and path.exists()
+
+
+def from_disk(call: Call, options: Options | None = None) -> Wrapped | None:
     """The jitted function on disk that does the same for `call.given`; it is put there first, if it is not there.
 
     None where none is kept: without jax's own cache, on several devices, and for classes from outside of this package.
@@ -59,12 +76,14 @@ def from_disk(call: Call, options: Options | None = None) -> Any | None:
     try:
         if (path := _path(call)) is None:
             return None
-        traced, tree = _read(path) or _written(path, call)
+        traced = _read(path) or _written(path, call)
     except Exception:  # whatever is wrong with the program itself is said when it is traced again
         return None
 
     def program(target, drafter, state, *rest):
-        return jax.tree.unflatten(tree, traced.call(*jax.tree.leaves((target, drafter, state, *rest))))
+        return jax.tree.unflatten(
+            traced.returns, traced.function.call(*jax.tree.leaves((target, drafter, state, *rest)))
+        )
 
     return jax.jit(program, donate_argnames="state", compiler_options=dict(options) if options else None)
 
@@ -76,7 +95,7 @@ def _path(call: Call) -> Path | None:
         return None
     shapes = [(x.shape, x.dtype.name, getattr(x, "weak_type", False)) for x in leaves]
     with np.printoptions(threshold=2**31):  # or an array in a configuration is cut short
-        text = [call.program.__qualname__, str(tree), str(shapes), repr(call.arguments[-call.static :])]
+        text = [inspect.unwrap(call.program).__qualname__, str(tree), str(shapes), repr(call.arguments[-call.static :])]
     settings = str(sorted(jax.config.values.items()))
     rests_on = [*verdicts.machine(), *map(metadata.version, VERSIONS), _sources(), settings, dispatch.state(), *text]
     return files.cache_directory() / "traced" / hashlib.sha256("\0".join(rests_on).encode()).hexdigest()[:32]
@@ -89,13 +108,13 @@ class _Modules(pickle.Pickler):
         super().__init__(io.BytesIO())
         self.found = set[str]()
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj):
         if module := getattr(obj, "__module__", None):
             self.found.add(module)
         return NotImplemented
 
 
-def _all_own(tree: Any, target: TargetModel) -> bool:
+def _all_own(tree: PyTreeDef, target: TargetModel) -> bool:
     """Whether the code of arguments of this structure is in the sources that a name is made of: a family or drafter
     that a notebook registers is not."""
     modules = _Modules()
@@ -116,26 +135,22 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> tuple[Any, Any] | None:
-    from jax import export
-
+def _read(path: Path) -> Traced | None:
     try:
         written, tree = pickle.loads(path.read_bytes())
-        return export.deserialize(bytearray(written)), tree
+        return Traced(export.deserialize(bytearray(written)), tree)
     except Exception:  # there is none, or half of one
         return None
 
 
-def _written(path: Path, call: Call) -> tuple[Any, Any]:
+def _written(path: Path, call: Call) -> Traced:
     """Traces a program and keeps it, if nothing that may be different next time went into it."""
-    from jax import export
-
     leaves, tree = jax.tree.flatten(call.given)
-    trees: list[Any] = []
+    trees = list[PyTreeDef]()
 
     def flat(*leaves):
         returned, structure = jax.tree.flatten(
-            call.program.__wrapped__(*jax.tree.unflatten(tree, leaves), *call.arguments[-call.static :])
+            inspect.unwrap(call.program)(*jax.tree.unflatten(tree, leaves), *call.arguments[-call.static :])
         )
         trees.append(structure)
         return returned
@@ -146,4 +161,4 @@ def _written(path: Path, call: Call) -> tuple[Any, Any]:
         with contextlib.suppress(OSError):  # full, or only to be read
             path.parent.mkdir(parents=True, exist_ok=True)
             files.replace(path, pickle.dumps((bytes(traced.serialize()), trees[0])))
-    return traced, trees[0]
+    return Traced(traced, trees[0])

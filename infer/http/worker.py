@@ -39,7 +39,7 @@ class Progress(NamedTuple):
     alone: bool = True
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """The worker is to end."""
 
 
@@ -101,7 +101,7 @@ class Worker:
 
     def _check_stopping(self) -> None:
         if self._stopping.is_set():
-            raise Stopped
+            raise StoppedError
 
     def _compile(self) -> None:
         """Compiles what is left, in a thread of its own."""
@@ -111,7 +111,7 @@ class Worker:
 
         try:
             self.engine.compile_rest(self._check_stopping)
-        except Stopped:
+        except StoppedError:
             return
         except Exception as error:  # what there is answers everything
             _log.warning("the other programs were not compiled, and the server goes on without them", exc_info=error)
@@ -121,7 +121,7 @@ class Worker:
     def _measure(self) -> None:
         """Makes the engine use what was compiled. No request may be in progress."""
         self._compiled, begin = None, time.monotonic()
-        with contextlib.suppress(Stopped):
+        with contextlib.suppress(StoppedError):
             self.engine.warm_up(self._check_stopping)
             _log.info("all programs are in use; to time them took %.1f s", time.monotonic() - begin)
 

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 from functools import partial
 from types import ModuleType
@@ -14,14 +15,17 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from dflash_jax import Engine
 from dflash_jax.cache import KV
 from dflash_jax.kernels import dispatch, verify
 from dflash_jax.kernels.block_attention import api, attend, reference
 from dflash_jax.kernels.block_attention.trial import Trial
 from dflash_jax.kernels.cache_update import api as update_api
 from dflash_jax.kernels.cache_update import append
+from dflash_jax.kernels.cache_update import reference as update_reference
 from dflash_jax.kernels.cache_update.trial import Trial as Update
 from dflash_jax.mesh import make_mesh, parse_mesh
+from tests import tiny
 
 
 class Fake(ModuleType):
@@ -148,6 +152,54 @@ def test_a_shape_is_tried_once(install):
     assert kernel.calls == 8
     call(*arguments(), window=3)
     assert kernel.calls == 10
+
+
+def test_checks_are_made_side_by_side(install):
+    """Each waits here for the other, which one after the other would be for ever."""
+    kernel, meeting = install(Fake()), threading.Barrier(2)
+    plain = kernel.attend
+
+    def attend(*arguments):
+        if threading.current_thread() is not threading.main_thread():
+            meeting.wait(60)
+        return plain(*arguments)
+
+    kernel.attend = attend
+    program = jax.jit(lambda *block: call(*block))
+    verify.side_by_side(partial(program.trace, *arguments(T=T)) for T in (3, 17, 3))
+    assert kernel.calls == 4  # two checks, and two programs; the third is the first
+    program(*arguments(T=17))
+    assert kernel.calls == 4  # which was traced already
+
+
+def test_what_was_traced_before_a_check_failed_is_not_kept(install):
+    install(Fake(0.01))
+    block, program = arguments(), jax.jit(lambda *block: call(*block))
+    with pytest.warns(RuntimeWarning, match=r"block_attention\.fake is not used for Trial"):
+        verify.side_by_side([partial(program.trace, *block)])
+    np.testing.assert_allclose(program(*block), expected(*block), atol=1e-6)
+
+
+@pytest.mark.parametrize("error", [1e-7, 0.01])
+def test_an_engine_checks_kernels_before_it_takes_memory(install, error, target, drafter, monkeypatch):
+    ask = [tiny.ask([5, 9, 11], 12)]
+    jax.clear_caches()  # of the other kernel
+    with dispatch.using("xla"):
+        plain = Engine(target, None, max_length=64).generate(ask)[0].token_ids
+    kernel, update = install(Fake(error)), Fake()
+    update.append = update_reference.append
+    monkeypatch.setitem(update_api.IMPLEMENTATIONS, "tpu", update)
+    made, ready = [], jax.block_until_ready  # the state, once there is one
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: made.append(kernel.calls) or ready(x))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engine = Engine(target, drafter, max_length=64, plain=True)
+    assert made[0] == kernel.calls > 0
+    assert bool(told) == (error > 1e-6)
+    engine.warm_up(first=True)
+    checks = {key for key in verify._known if key[1] is kernel}
+    assert engine.generate(ask)[0].token_ids == plain
+    assert {key for key in verify._known if key[1] is kernel} == checks
 
 
 @pytest.mark.parametrize("error", [0.0, 0.01])

@@ -59,7 +59,8 @@ def test_what_a_program_follows_from_is_in_its_name(target, drafter, directory, 
     names = {path(first)}
 
     def differs(one):
-        assert (name := path(one)) not in names
+        name = path(one)
+        assert name not in names
         names.add(name)
 
     differs(engine(target, drafter, max_length=96))

@@ -22,7 +22,7 @@ SECRET = "no such file: the-private-directory"
 class BrokenEngine:
     """An engine that takes requests and fails at its first step."""
 
-    slots, max_length, busy, waiting, drafter = 1, 64, 0, 0, None
+    slots, max_length, busy, waiting, left, drafter = 1, 64, 0, 0, 0, None
     target = SimpleNamespace(dtype=np.dtype("float32"))
     config = SimpleNamespace(plain=False)
 
@@ -36,7 +36,7 @@ class BrokenEngine:
     def cancel(self, ticket):
         pass
 
-    def step(self):
+    def step(self, *, admit=True):
         raise RuntimeError(SECRET)
 
 
