@@ -15,13 +15,12 @@ import pickle
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import export
 from jax.stages import Wrapped
-from jax.tree_util import PyTreeDef
 
 import dflash_jax
 from dflash_jax import files, models
@@ -38,7 +37,7 @@ class Traced(NamedTuple):
     """A function of flat arguments, and the structure of what it returns."""
 
     function: export.Exported
-    returns: PyTreeDef
+    returns: Any
 
 
 class Call(NamedTuple):
@@ -114,7 +113,7 @@ class _Modules(pickle.Pickler):
         return NotImplemented
 
 
-def _all_own(tree: PyTreeDef, target: TargetModel) -> bool:
+def _all_own(tree: object, target: TargetModel) -> bool:
     """Whether the code of arguments of this structure is in the sources that a name is made of: a family or drafter
     that a notebook registers is not."""
     modules = _Modules()
@@ -146,7 +145,7 @@ def _read(path: Path) -> Traced | None:
 def _written(path: Path, call: Call) -> Traced:
     """Traces a program and keeps it, if nothing that may be different next time went into it."""
     leaves, tree = jax.tree.flatten(call.given)
-    trees = list[PyTreeDef]()
+    trees = []
 
     def flat(*leaves):
         returned, structure = jax.tree.flatten(
