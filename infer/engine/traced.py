@@ -55,7 +55,9 @@ class Call(NamedTuple):
 
 def kept() -> bool:
     """Whether this process keeps programs: where jax does."""
-    return getattr(jax.config, "jax_compilation_cache_dir", None) is not None and jax.process_count() == 1
+    settings = jax.config.values
+    caches = settings["jax_compilation_cache_dir"] is not None and settings["jax_enable_compilation_cache"]
+    return caches and jax.process_count() == 1
 
 
 def is_on_disk(call: Call) -> bool:

@@ -115,3 +115,18 @@ def test_nothing_is_kept_that_rests_on_a_full_device(target, drafter, directory,
     monkeypatch.setattr(verify, "_undecided", {"a trial without memory"})
     answers(engine(target, drafter))
     assert not directory.exists()
+
+
+def test_programs_are_kept_where_jax_keeps_its_own(tmp_path):
+    names = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
+    before = [jax.config.values[name] for name in names]
+    found = []
+    try:
+        for values in ((str(tmp_path), True), (str(tmp_path), False), (None, True)):
+            for name, value in zip(names, values, strict=True):
+                jax.config.update(name, value)
+            found.append(traced.kept())
+    finally:
+        for name, value in zip(names, before, strict=True):
+            jax.config.update(name, value)
+    assert found == [True, False, False]
