@@ -1,8 +1,21 @@
-"""How exact products are, on every device."""
+"""How exact products are, on every device, and their gradients."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
+
+_whole = jax.make_user_context(False)  # a part of every jit cache key
+
+
+@contextmanager
+def unrounded_gradients(unrounded: bool = True) -> Iterator[None]:
+    """Within, the products that are traced get their float32 cotangents as they are; see `product`."""
+    with _whole(unrounded):
+        yield
 
 
 def precision(x: Array) -> jax.lax.Precision | None:
@@ -14,5 +27,34 @@ def precision(x: Array) -> jax.lax.Precision | None:
 
 
 def product(pattern: str, a: Array, b: Array) -> Array:
-    """`jnp.einsum`, summed and returned in float32."""
+    """`jnp.einsum`, summed and returned in float32.
+
+    In the backward pass, too, the operands of products are as narrow as `a` and `b`: cotangents are rounded to their
+    dtype, and the sums are float32. Where the product itself is rounded to that dtype, that changes no bit, for the
+    cotangent of a rounding has only such values.
+    """
+    if a.dtype == b.dtype and a.dtype.itemsize < 4 and not _whole.value:
+        return _narrow(pattern, a, b)
+    return _product(pattern, a, b)
+
+
+def _product(pattern: str, a: Array, b: Array) -> Array:
     return jnp.einsum(pattern, a, b, precision=precision(a), preferred_element_type=jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _narrow(pattern: str, a: Array, b: Array) -> Array:
+    return _product(pattern, a, b)
+
+
+def _forward(pattern: str, a: Array, b: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(pattern, a, b), (a, b)
+
+
+def _backward(pattern: str, operands: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    """The products of a narrow einsum's gradient; that einsum itself is not computed."""
+    _, pull = jax.vjp(partial(jnp.einsum, pattern), *operands)
+    return pull(cotangent.astype(operands[0].dtype))
+
+
+_narrow.defvjp(_forward, _backward)

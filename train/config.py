@@ -80,6 +80,8 @@ class TrainConfig:
         b1: of the optimiser: decay of the running gradient.
         b2: of the optimiser: decay of its running square.
         weight_decay: of the optimiser.
+        moments: dtype of what the optimiser keeps of earlier gradients: "float32", or "bfloat16", which saves half of
+            that memory and of its traffic.
         clip_norm: bound of the global gradient norm.
         gamma: decay of the loss weights over a block, exp(-(k - 1) / gamma); 0 takes the paper's value for
             the block size.
@@ -93,6 +95,8 @@ class TrainConfig:
         feature_noise: half width of uniform noise on the target features.
         remat: recompute draft layers in the backward pass instead of keeping their insides.
         loss_chunk: hidden states whose logits exist at the same time.
+        round_logit_gradients: round the gradient by the logits to the dtype of the computation before its products,
+            which are several times as fast in bfloat16.
         seed: of initial weights, order and anchors.
         dtype: of the computation, "auto", "float32" or "bfloat16"; parameters are float32.
         log_every: steps between lines of figures.
@@ -127,6 +131,7 @@ class TrainConfig:
     b1: float = 0.9
     b2: float = 0.95
     weight_decay: float = 0.0
+    moments: Literal["float32", "bfloat16"] = "float32"
     clip_norm: float = 1.0
     gamma: float = 0.0
     weighting: Literal["decay", "dpace"] = "decay"
@@ -138,6 +143,7 @@ class TrainConfig:
     feature_noise: float = 0.0
     remat: bool = True
     loss_chunk: int = 2048
+    round_logit_gradients: bool = True
     seed: int = 0
     dtype: str = "auto"
     log_every: int = 10

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.kernels.products import unrounded_gradients
 from dflash_jax.mesh import row_parts
 from dflash_jax.train.config import Coefficients
 
@@ -34,7 +35,7 @@ class Tokens(NamedTuple):
 
 def combined(
     coefficients: Coefficients,
-    scores: Float[Array, "M V"],
+    scores: Callable[[], Float[Array, "M V"]],
     negative: Float[Array, " M"],
     target: Callable[[], Float[Array, "M V"]],
 ) -> Float[Array, " M"]:
@@ -42,9 +43,9 @@ def combined(
     loss = coefficients.cross_entropy * negative
     if not coefficients.distill:
         return loss
-    log_p = jax.nn.log_softmax(target(), axis=-1)
-    p, q = jnp.exp(log_p), jnp.exp(scores)
-    kl = jnp.sum(jnp.where(p > 0, p * (log_p - scores), 0.0), axis=-1)
+    log_p, log_q = jax.nn.log_softmax(target(), axis=-1), scores()
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    kl = jnp.sum(jnp.where(p > 0, p * (log_p - log_q), 0.0), axis=-1)
     loss += coefficients.kl * kl
     loss += coefficients.total_variation * jnp.sum(jnp.abs(p - q), axis=-1)
     if coefficients.negative_log_acceptance or coefficients.lk_hybrid:
@@ -70,6 +71,7 @@ def token_losses(
     *,
     coefficients: Coefficients,
     chunk: int,
+    rounded: bool = True,
 ) -> Tokens:
     """Losses of M predictions, `chunk` at a time.
 
@@ -84,6 +86,7 @@ def token_losses(
         labels: data tokens, as the drafter numbers them; negative for one that it does not have.
         target_hidden: final-normed target states whose logits predict the labels (the position before); needed where
             the target's distribution is.
+        rounded: whether the gradient by the logits is rounded to the dtype of the head before its products.
     """
     M, parts = labels.shape[0], row_parts()
     per_part = M // parts  # predictions of one device: a chunk takes some of every one's
@@ -100,11 +103,12 @@ def token_losses(
 
     def chunk_losses(heads, seen, labels, target_hidden) -> tuple[Array, tuple[Array, Array]]:
         known, places = labels >= 0, jnp.maximum(labels, 0)
-        logits = score(heads, seen)
-        scores = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        negative = -jnp.take_along_axis(scores, places[:, None], axis=1)[:, 0]
+        with unrounded_gradients(not rounded):
+            logits = score(heads, seen)
+        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        negative = (total - jnp.take_along_axis(logits, places[:, None], axis=1))[:, 0]
         more, correct = refine(heads, seen, logits, places)
-        loss = combined(coefficients, scores, negative, lambda: target(target_hidden)) + more
+        loss = combined(coefficients, lambda: logits - total, negative, lambda: target(target_hidden)) + more
         return jnp.where(known, loss, 0.0), (jnp.where(known, negative, jnp.inf), correct & known)
 
     def one(heads, xs) -> Tokens:

@@ -17,6 +17,7 @@ from dflash_jax.train.blocks import draw_blocks, target_features
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.drafters import cast
 from dflash_jax.train.losses import decay_weights, dpace_weights, teacher_forced_lengths, token_losses
+from dflash_jax.train.optimizer import make_optimizer, make_schedule, optimizing
 
 
 class TrainState(struct.PyTreeNode):
@@ -67,58 +68,11 @@ def split_params(drafter: Drafter) -> tuple[dict[str, Any], dict[str, Any]]:
     return trained, {name: value for name, value in drafter.params.items() if name in drafter.frozen}
 
 
-def make_optimizer(config: TrainConfig, steps: int) -> optax.GradientTransformation:
-    """Clipping and AdamW or Muon under the configured schedule."""
-    schedule = make_schedule(config, steps)
-    if config.optimizer == "adamw":
-        rule = optax.adamw(schedule, config.b1, config.b2, weight_decay=config.weight_decay)
-    else:
-        rule = optax.contrib.muon(
-            schedule,
-            weight_decay=config.weight_decay,
-            adam_b1=config.b1,
-            adam_b2=config.b2,
-            adam_weight_decay=config.weight_decay,
-            adam_learning_rate=lambda step: 0.1 * schedule(step),
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=muon_dimensions,
-        )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
-
-
-def muon_dimensions(params: Any) -> Any:
-    """Which leaves are matrices [out, in] (also stacked ones), for Muon; None leaves norms and biases to Adam."""
-
-    def dimensions(path, leaf):
-        name = path[-1].key
-        if leaf.ndim < 2 or "norm" in name or "bias" in name:
-            return None
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=leaf.ndim - 1, output_axis=leaf.ndim - 2)
-
-    return jax.tree_util.tree_map_with_path(dimensions, params)
-
-
-def make_schedule(config: TrainConfig, steps: int) -> optax.Schedule:
-    """Linear warmup, then cosine, constant, or constant with a cosine decay over the last fifth."""
-    peak, end = config.learning_rate, config.learning_rate * config.final_learning_rate
-    warmup = min(max(1, round(config.warmup * steps)), steps)
-    rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
-    rest = max(1, steps - warmup)
-    if config.schedule == "constant":
-        return optax.join_schedules([rise, optax.constant_schedule(peak)], [warmup])
-    alpha = config.final_learning_rate
-    if config.schedule == "cosine":
-        return optax.join_schedules([rise, optax.cosine_decay_schedule(peak, rest, alpha)], [warmup])
-    decay = max(1, steps // 5)
-    fall = optax.cosine_decay_schedule(peak, decay, end / peak)
-    return optax.join_schedules([rise, optax.constant_schedule(peak), fall], [warmup, max(warmup, steps - decay)])
-
-
 def init_state(drafter: Drafter, config: TrainConfig, steps: int) -> TrainState:
     """A run's beginning: float32 copies of the drafter's trained parameters."""
     trained, _ = split_params(drafter)
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)
-    return TrainState(jnp.int32(0), params, make_optimizer(config, steps).init(params))
+    return TrainState(jnp.int32(0), params, make_optimizer(config, steps, drafter.by_token).init(params))
 
 
 def train_step(
@@ -158,11 +112,9 @@ def train_step(
     (gradient, sums), _ = jax.lax.scan(accumulate, zeros, jax.tree.map(split, (batch, keys)))
     gradient = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1e-9), gradient)
     loss, norm = sums.loss / jnp.maximum(sums.weight, 1e-9), optax.tree.norm(gradient)
-    # optax relies on implicit promotion, which a strict program may have turned off, and leaves the precision of Muon's
-    # products to the platform.
-    exact = jax.default_matmul_precision("highest")
-    with exact, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        updates, optimizer = make_optimizer(config, steps).update(gradient, state.optimizer, state.params)
+    with optimizing(target.dtype):
+        rule = make_optimizer(config, steps, drafter.by_token)
+        updates, optimizer = rule.update(gradient, state.optimizer, state.params)
         learning_rate = make_schedule(config, steps)(state.step)
     new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer)
     update_norm = optax.tree.norm(updates)
@@ -229,6 +181,7 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
         target_hidden,
         coefficients=config.losses,
         chunk=config.loss_chunk,
+        rounded=config.round_logit_gradients,
     )
     losses, cross_entropy, correct = (x.reshape(B, A, P) for x in tokens)
     labelled = blocks.labelled

@@ -106,6 +106,7 @@ class Drafter(dflash.Drafter):
 
     config: DFlash2Config = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model
+    by_token: ClassVar[tuple[str, ...]] = ("predecessor_codebook", "successor_codebook")
     outside_model: ClassVar[tuple[str, ...]] = (*base.Drafter.outside_model, "candidate_selector")
 
     def propose(self, target: TargetModel, state: Cache, query: Query, choice: Choice) -> Proposal:

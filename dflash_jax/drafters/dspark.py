@@ -106,6 +106,7 @@ class Drafter(dflash.Drafter):
     """A loaded DSpark drafter."""
 
     config: DSparkConfig = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    by_token: ClassVar[tuple[str, ...]] = ("markov_w1", "markov_w2")
     outside_model: ClassVar[tuple[str, ...]] = (*base.Drafter.outside_model, "markov_head", "confidence_head")
 
     @property

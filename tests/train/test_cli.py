@@ -225,7 +225,7 @@ SETTINGS_FLAGS = """
     final-learning-rate gamma keep kl learning-rate length log-every loss-chunk mask-token-id max-steps
     num-layers optimizer remat row-anchors save-every schedule seed target-layer-ids total-variation warmup
     weight-decay weighting drafter draft-vocab-size conv-group-size selector-rank selector-top-k markov-rank
-    markov-head-type negative-log-acceptance lk-hybrid
+    markov-head-type negative-log-acceptance lk-hybrid moments round-logit-gradients
 """
 DATA = "config data distributed init-from kernels mesh output target target-config drafter-config " + SETTINGS_FLAGS
 GENERATION = """

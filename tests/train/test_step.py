@@ -1,6 +1,7 @@
 """The optimiser step: what it must not depend on, and what it must learn."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -13,7 +14,8 @@ from dflash_jax import spec_generate
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example, Packing
 from dflash_jax.train.drafters import new_drafter
-from dflash_jax.train.step import Batch, init_state, make_optimizer, make_schedule, muon_dimensions, train_step
+from dflash_jax.train.optimizer import make_optimizer, make_schedule, muon_dimensions, optimizing
+from dflash_jax.train.step import Batch, init_state, split_params, train_step
 from tests import tiny
 
 CONFIG = TrainConfig(
@@ -137,6 +139,44 @@ def test_bfloat16_computes_with_float32_parameters(target, batch, plain):
     np.testing.assert_allclose(metrics["gradient_norm"], plain[1]["gradient_norm"], rtol=0.1)
 
 
+DOT = re.compile(r"dot_general.*?: \(tensor<([^>]*)>, tensor<([^>]*)>\)")
+
+
+def products(target, batch, **changes):
+    """The operands of the products of a step with a target in bfloat16, which are two texts each."""
+    half = target.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params))
+    config = dataclasses.replace(CONFIG, **changes)
+    drafter, _ = new_drafter(half, config, tiny.MASK)
+    state = init_state(drafter, config, 100)
+    text = jax.jit(partial(train_step, config, 100)).lower(half, drafter, state, batch).as_text()
+    return DOT.findall(text)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "treeflash", "eagle3"])
+def test_no_product_of_a_bfloat16_step_has_a_float32_operand(target, batch, kind):
+    """Forward and backward, attention, head and loss; Adam has none."""
+    found = products(target, batch, drafter=kind, remat=True)
+    assert len(found) > 100
+    assert not [both for both in found if any("f32" in operand for operand in both)]
+
+
+def test_gradients_by_the_logits_may_stay_float32(target, batch):
+    found = products(target, batch, round_logit_gradients=False)
+    assert len([both for both in found if any("f32" in operand for operand in both)]) == 1
+
+
+def test_rounded_gradients_by_the_logits_point_the_same_way(target, batch):
+    half = target.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params))
+    moments = []
+    for rounded in (True, False):
+        (state, _), _ = one_step(half, batch, round_logit_gradients=rounded)
+        found = jax.tree.leaves(optax.tree.get(state.optimizer, "mu"))
+        moments.append(np.concatenate([np.ravel(x) for x in found]))
+    a, b = moments
+    assert (a != b).any()
+    assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.9999
+
+
 def test_embedding_and_head_are_frozen_and_all_else_learns(target, batch):
     own = {name: target.params["embed_tokens"] * scale for name, scale in (("embed_tokens", 0.9), ("lm_head", 1.1))}
     drafter, _ = new_drafter(target, CONFIG, tiny.MASK)
@@ -151,18 +191,65 @@ def test_embedding_and_head_are_frozen_and_all_else_learns(target, batch):
     assert all(jax.tree.leaves(changed))
 
 
-def test_muon_takes_every_matrix_and_nothing_else(target, batch):
-    (state, metrics), (drafter, before) = one_step(target, batch, optimizer="muon")
+@pytest.mark.parametrize("kind", ["dflash", *(pytest.param(k, marks=pytest.mark.slow) for k in ("dspark", "dflash2"))])
+def test_muon_takes_every_matrix_and_no_table_of_tokens(target, batch, kind):
+    (state, metrics), (drafter, before) = one_step(target, batch, optimizer="muon", drafter=kind)
     assert metrics["finite"]
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, before.params)
     assert all(jax.tree.leaves(changed))
-    dimensions = muon_dimensions(drafter.params)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(drafter.params):
+    trained, _ = split_params(drafter)
+    dimensions = muon_dimensions(trained, drafter.by_token)
+    tables = {"dflash": (), "dspark": ("markov_w1", "markov_w2")}.get(
+        kind, ("predecessor_codebook", "successor_codebook")
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
         taken = dimensions
         for key in path:
             taken = taken[key.key]
         name = jax.tree_util.keystr(path)
-        assert (taken is not None) == (leaf.ndim >= 2 and "norm" not in name), name
+        table = any(table in name for table in tables)
+        assert (taken is not None) == (leaf.ndim >= 2 and "norm" not in name and not table), name
+    assert len([path for path, _ in jax.tree_util.tree_leaves_with_path(trained) if path[-1].key in tables]) == len(
+        tables
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+def test_moments_in_bfloat16_take_half_the_memory_and_little_else(target, batch, optimizer):
+    """The first update is the same; the second differs by the rounding of what is kept."""
+    config = dataclasses.replace(CONFIG, optimizer=optimizer)
+    half = dataclasses.replace(config, moments="bfloat16")
+    drafter, _ = new_drafter(target, config, tiny.MASK)
+    states, memory = [], []
+    for one in (config, half):
+        step, state = jax.jit(partial(train_step, one, 100)), init_state(drafter, one, 100)
+        memory.append(sum(x.nbytes for x in jax.tree.leaves(state.optimizer) if x.ndim > 1))
+        after = [state := step(target, drafter, state, batch)[0] for _ in range(2)]
+        assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
+        states.append(after)
+    assert memory[0] == 2 * memory[1]
+    flat = lambda state: np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.params)])
+    begin = flat(init_state(drafter, config, 100))
+    np.testing.assert_array_equal(flat(states[0][0]), flat(states[1][0]))
+    a, b = (flat(after[1]) - flat(after[0]) for after in states)
+    assert 0 < np.linalg.norm(a - b) < 0.02 * np.linalg.norm(a)
+    assert np.linalg.norm(flat(states[0][0]) - begin) > 0
+
+
+def test_muon_multiplies_in_bfloat16_where_the_model_does():
+    x = jax.random.normal(jax.random.key(0), (32, 64))
+
+    def update(x):
+        return optax.contrib.scale_by_muon().update(x, optax.contrib.scale_by_muon().init(x))[0]
+
+    found = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        with optimizing(jnp.dtype(dtype)):
+            found[dtype] = jax.jit(update).lower(x).as_text()
+    products = lambda text: [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products(found[jnp.float32])) == len(products(found[jnp.bfloat16])) > 2
+    assert all("HIGHEST" in line for line in products(found[jnp.float32]))
+    assert all("lhs_precision_type = bf16" in line for line in products(found[jnp.bfloat16]))
 
 
 def test_schedules():

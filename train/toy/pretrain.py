@@ -20,7 +20,8 @@ from dflash_jax.target import Target
 from dflash_jax.train.checkpoints import Checkpoints
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example, Packing
-from dflash_jax.train.step import TrainState, make_optimizer
+from dflash_jax.train.optimizer import make_optimizer, optimizing
+from dflash_jax.train.step import TrainState
 
 INIT_STD = 0.02
 RESIDUAL = ("o_proj", "down_proj")  # projections that write to the residual stream
@@ -60,8 +61,7 @@ def pretrain_step(
     """One update; `target` gives the configuration, `state` the parameters. Returns the loss, too."""
     loss_of = lambda params: language_loss(target.replace(params=params), *batch)
     loss, gradient = jax.value_and_grad(loss_of)(state.params)
-    # optax relies on implicit promotion, which a strict program may have turned off.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with optimizing(target.dtype):
         updates, optimizer = make_optimizer(config, steps).update(gradient, state.optimizer, state.params)
     return TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer), loss
 
