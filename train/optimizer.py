@@ -15,8 +15,8 @@ def make_optimizer(config: TrainConfig, steps: int, by_token: Collection[str] = 
     """Clipping and AdamW or Muon under the configured schedule.
 
     Args:
-        by_token: names of tables with a row for each token, which Muon leaves to Adam, as its authors do with embeddings
-            and heads: a step's gradient is of few rows.
+        by_token: names of tables with a row for each token, which Muon leaves to Adam, as its authors do embeddings and
+            heads.
     """
     schedule = make_schedule(config, steps)
     if config.optimizer == "adamw":
