@@ -17,6 +17,7 @@ from dflash_jax import files
 
 FORMAT = 1  # of the directories that are written
 INDEX = "gguf.json"
+WIDENED = 2**16  # bytes of blocks that are taken as one row, at most
 
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -112,14 +113,22 @@ class Tensor:
         return "F32"
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        from gguf import dequantize
-
         order = np.arange(self._shape[0])
         if self._heads:
             order = order.reshape(self._heads, -1, 2).swapaxes(1, 2).reshape(-1)
         if len(self._shape) == 1:
-            return dequantize(self._rows, self._kind).reshape(-1)[order][index].astype(np.float32)
-        return dequantize(self._rows[order[index[0]]], self._kind)[:, index[1]].astype(np.float32)
+            return self._widened(self._rows).reshape(-1)[order][index]
+        rows = self._rows[index[0]] if not self._heads else self._rows[order[index[0]]]
+        return self._widened(rows)[:, index[1]]
+
+    def _widened(self, rows: np.ndarray) -> np.ndarray:
+        """The numbers of these rows of blocks, which are widened many at a time: `gguf` takes 16 rows together, and blocks
+        know of no rows."""
+        from gguf import dequantize
+
+        together = next(n for n in (64, 16, 4, 1) if rows.shape[0] % n == 0 and n * rows.shape[1] <= WIDENED or n == 1)
+        long = np.ascontiguousarray(rows).reshape(rows.shape[0] // together, -1)
+        return dequantize(long, self._kind).reshape(rows.shape[0], -1).astype(np.float32, copy=False)
 
 
 def _write(path: Path, directory: Path) -> None:
