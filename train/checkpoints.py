@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -32,6 +32,8 @@ class Checkpoints:
         directory: of the run's checkpoints; made if it is missing.
         keep: how many to keep, the newest ones.
 
+    A checkpoint is written while the run goes on. What is read, and what is written next, waits for it.
+
     Raises:
         ValueError: it is no directory of checkpoints.
         OSError: it cannot be read or made.
@@ -39,7 +41,9 @@ class Checkpoints:
 
     def __init__(self, directory: str | Path, keep: int = 2):
         self._directory = Path(directory).resolve()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        self._writing: int | None = None  # the step of what is being written
+        self._quiet = contextlib.ExitStack()  # meanwhile
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         with reading(self._directory), _Quiet():
             self._manager = ocp.CheckpointManager(
                 self._directory, item_handlers=ocp.StandardCheckpointHandler(), options=options
@@ -52,31 +56,50 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal() and name.isascii())
 
     def save(self, state: TrainState) -> None:
-        """Writes the state under its step; the step is complete on disk when this returns.
+        """Begins to write the state under its step, after it has been copied from the device; `finish` waits for it.
 
         Raises:
-            OSError: it could not be written, as to a full disk; checkpoints before it are as they were.
+            OSError: this one or the one before could not be written, as to a full disk; those before are as they were.
         """
+        self.finish()
         step = int(state.step)
         if step in self.steps:
             return
-        with contextlib.ExitStack() as quiet:
-            quiet.enter_context(_Quiet())
-            try:
-                self._write(step, state)
-            except (OSError, ValueError) as error:  # tensorstore raises ValueError for what the system refuses
-                quiet.pop_all()  # it stays so, for threads may come late
-                warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-                so = "the same command continues from the one before"
-                message = f"the checkpoint of step {step} could not be written; {so}: {one_line(error)}"
-                raise OSError(message) from error
+        if jax.default_backend() == "cpu":  # where a copy for the host is none, and the next step is given the buffers
+            state = jax.tree.map(jax.numpy.copy, state)
+        self._quiet.enter_context(_Quiet())
+        self._writing = step
+        with self._explained():
+            self._manager.save(step, args=ocp.args.StandardSave(state))
 
-    def _write(self, step: int, state: TrainState) -> None:
-        self._manager.save(step, args=ocp.args.StandardSave(state))
-        self._manager.wait_until_finished()
-        if jax.process_index() == 0:
-            place = self._directory / str(step)
-            write_json(place / CHECKSUMS, {"files": _checksums(place)})
+    def finish(self) -> None:
+        """Waits until what is being written is complete on disk.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        if self._writing is None:
+            return
+        with self._explained():
+            self._manager.wait_until_finished()
+            if jax.process_index() == 0:
+                place = self._directory / str(self._writing)
+                write_json(place / CHECKSUMS, {"files": _checksums(place)})
+        self._writing = None
+        self._quiet.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Makes an OSError that names the step of what orbax raises while it writes."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # tensorstore raises ValueError for what the system refuses
+            self._quiet.pop_all()  # it stays quiet, for threads may come late
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            step, self._writing = self._writing, None
+            so = "the same command continues from the one before"
+            message = f"the checkpoint of step {step} could not be written; {so}: {one_line(error)}"
+            raise OSError(message) from error
 
     def restore(self, like: Any, step: int | None = None) -> TrainState:
         """The newest state that is whole, or that of `step`, in the shapes of `like`. A damaged one is left out with a
@@ -85,6 +108,7 @@ class Checkpoints:
         Raises:
             ValueError: there is none, all are damaged, or it is of another model or optimizer.
         """
+        self.finish()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         read = lambda step: self._manager.restore(step, args=ocp.args.StandardRestore(shapes))
         restored, damaged = self._newest(read, step)
@@ -98,6 +122,7 @@ class Checkpoints:
         Raises:
             ValueError: there is none, or all are damaged.
         """
+        self.finish()
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # wherever it was saved
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
 
@@ -148,7 +173,10 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for what is being written."""
-        self._manager.close()
+        try:
+            self.finish()
+        finally:
+            self._manager.close()
 
 
 def _checksums(place: Path) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -31,7 +33,54 @@ from dflash_jax.train.features import FeatureCache
 from dflash_jax.train.metrics import Metrics, MetricsLog
 from dflash_jax.train.step import Batch, TrainState, split_params, train_step
 
+Values = Mapping[str, Any]  # figures of a step by name, on the device
 Judge = Callable[[Drafter], Metrics]  # figures of a drafter, with at least "tau"
+
+
+class Figures:
+    """The figures of steps, which are read one step late: whoever reads them waits for the device.
+
+    Args:
+        at: the step at which the run went on.
+        progress: called with the step and its metrics whenever a line is logged.
+    """
+
+    def __init__(self, run: "Run", at: int, progress: Callable[[int, Metrics], None]):
+        self._run, self._at, self._progress = run, at, progress
+        self._begin, self._last = time.perf_counter(), Metrics()
+        self._unread: tuple[int, Values] | None = None
+
+    def add(self, step: int, values: Values) -> None:
+        """Takes those of a step that was just sent, and reads those of the step before.
+
+        Raises:
+            NotFiniteError: naming that step.
+        """
+        self.all()
+        self._unread = step, values
+
+    def all(self) -> Metrics:
+        """Reads what is left, and returns what was logged last."""
+        if self._unread is None:
+            return self._last
+        (step, values), self._unread = self._unread, None
+        run, config = self._run, self._run.config
+        if not bool(values["finite"]):
+            raise NotFiniteError(
+                f"step {step}: loss {float(values['loss'])}, gradient norm {float(values['gradient_norm'])}; the "
+                f"state before it is saved in {run.directory}. Look at this step's data, or begin a new run with "
+                "a lower learning_rate"
+            )
+        first = step == self._at + 1  # it compiles
+        if step % config.log_every == 0 or step == run.steps or first:
+            rate = (step - self._at - 1) / (time.perf_counter() - self._begin)
+            figures = {name: float(value) for name, value in values.items()}
+            self._last = {"step": step, **figures, "steps_per_second": rate}
+            run.log.add(self._last)
+            self._progress(step, self._last)
+        if first:
+            self._begin = time.perf_counter()
+        return self._last
 
 
 @dataclass(eq=False)
@@ -99,42 +148,43 @@ class Run:
         return metrics
 
     def _loop(self, progress: Callable[[int, Metrics], None], stopping: list[int]) -> Metrics:
-        config, metrics = self.config, {}
-        begin, at = time.perf_counter(), int(self.state.step)
-        self._evaluate_if_due(at, progress)
-        with entered(self.mesh):
-            batch = self.batch(at) if at < self.steps else None
-        for step in range(at, self.steps):
-            done = step + 1
-            with entered(self.mesh):
-                self.state, values = self._step(self.target, self.drafter, self.state, batch)
-                # The device computes the step; whoever asks for its figures, as `finite`, waits for it.
-                batch = self.batch(done) if done < self.steps else None
-            if step == at:
-                begin = time.perf_counter()
-            if not bool(values["finite"]):
-                raise NotFiniteError(
-                    f"step {done}: loss {float(values['loss'])}, gradient norm {float(values['gradient_norm'])}; the "
-                    f"state before it is saved in {self.directory}. Look at this step's data, or begin a new run with "
-                    "a lower learning_rate"
-                )
-            if done % config.log_every == 0 or done == self.steps or step == at:
-                metrics = {name: float(value) for name, value in values.items()}
-                rate = (step - at) / (time.perf_counter() - begin)  # the first step compiles
-                metrics = {"step": done, **metrics, "steps_per_second": rate}
-                self.log.add(metrics)
-                progress(done, metrics)
-            if config.save_every and done % config.save_every == 0:
-                self.checkpoints.save(self.state)
-            metrics = metrics | self._evaluate_if_due(done, progress)
-            if stopping:
-                raise KeyboardInterrupt
+        """Takes the steps that are left. The device is never waited for before it has the next step: while it computes
+        one, a thread packs the rows of the next, and then the figures of the step before are read."""
+        at = int(self.state.step)
+        reported = Figures(self, at, progress)
+        metrics = self._evaluate_if_due(at, progress)
+        with ThreadPoolExecutor(1, "rows") as packing:
+            batch = packing.submit(self.batch, at) if at < self.steps else None
+            going = self._placed(np.asarray(True), P())
+            for done in range(at + 1, self.steps + 1):
+                assert batch is not None
+                rows = batch.result()
+                with entered(self.mesh):
+                    self.state, values = self._step(self.target, self.drafter, self.state, rows, going)
+                going = values["finite"]  # if it is not, the next step changes nothing
+                if done < self.steps:
+                    batch = packing.submit(self.batch, done)
+                reported.add(done, values)
+                if self._pauses_after(done) or stopping:
+                    metrics = metrics | reported.all()
+                    if self.config.save_every and done % self.config.save_every == 0:
+                        self.checkpoints.save(self.state)
+                    metrics = metrics | self._evaluate_if_due(done, progress)
+                if stopping:
+                    raise KeyboardInterrupt
         return metrics
 
-    def _evaluate_if_due(self, step: int, progress: Callable[[int, Metrics], None]) -> Metrics:
+    def _pauses_after(self, step: int) -> bool:
+        """Whether something is done with the state after this step before the next one begins."""
+        save = self.config.save_every
+        return step == self.steps or (save > 0 and step % save == 0) or self._is_evaluated(step)
+
+    def _is_evaluated(self, step: int) -> bool:
         every = self.config.evaluate_every or max(1, self.steps // 10)
-        due = step > 0 and (step % every == 0 or step == self.steps)
-        if self.judge is None or not due or any("tau" in x and x["step"] == step for x in self.log.lines()):
+        return self.judge is not None and step > 0 and (step % every == 0 or step == self.steps)
+
+    def _evaluate_if_due(self, step: int, progress: Callable[[int, Metrics], None]) -> Metrics:
+        if not self._is_evaluated(step) or any("tau" in x and x["step"] == step for x in self.log.lines()):
             return {}
         self.checkpoints.save(self.state)  # an evaluation that fails must not cost the training
         figures = self.evaluate()
@@ -146,9 +196,11 @@ class Run:
         contents = self.packing.contents(step)
         rows = self.packing.rows(contents)
         features, hidden = self.features.rows(contents, self.config.length) if self.features else (None, None)
-        sharding = None if self.mesh is None else NamedSharding(self.mesh, P(ROWS))
-        place = lambda x: jnp.asarray(x) if sharding is None else spread(x, sharding)
-        return Batch(*(None if x is None else place(x) for x in (*rows, features, hidden)))  # type: ignore
+        return Batch(*(None if x is None else self._placed(x, P(ROWS)) for x in (*rows, features, hidden)))  # type: ignore
+
+    def _placed(self, x: np.ndarray, spec: P) -> jax.Array:
+        """A value of the host on the devices."""
+        return jnp.asarray(x) if self.mesh is None else spread(x, NamedSharding(self.mesh, spec))
 
     def save(self, name: str, drafter: Drafter, learnt: Metrics | None = None) -> None:
         """Writes a drafter into a directory of this name, with what was learnt of it in its `config.json`."""

@@ -76,7 +76,13 @@ def init_state(drafter: Drafter, config: TrainConfig, steps: int) -> TrainState:
 
 
 def train_step(
-    config: TrainConfig, steps: int, target: Target, drafter: Drafter, state: TrainState, batch: Batch
+    config: TrainConfig,
+    steps: int,
+    target: Target,
+    drafter: Drafter,
+    state: TrainState,
+    batch: Batch,
+    going: Bool[Array, ""] | None = None,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
     """One update. Compile it with `config` and `steps` static.
 
@@ -86,10 +92,11 @@ def train_step(
         drafter: gives the configuration and frozen parameters; the trained ones come from `state`.
         state: consumed.
         batch: rows of this step.
+        going: `finite` of the step before, where the host has not looked at it yet; None is true.
 
     Returns:
-        The new state, or the old one if the loss or a gradient is not finite; and metrics, of which `finite`
-        says which.
+        The new state, or the old one if the loss or a gradient is not finite, or that of a step before was not; and
+        metrics, of which `finite` says which.
     """
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
     rows = batch.tokens.shape[0]
@@ -119,6 +126,7 @@ def train_step(
     new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer)
     update_norm = optax.tree.norm(updates)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(update_norm)
+    finite = finite if going is None else finite & going
     metrics = {
         "loss": loss,
         "accuracy": sums.correct / jnp.maximum(sums.labels, 1),

@@ -122,13 +122,13 @@ class Tensor:
         return self._widened(rows)[:, index[1]]
 
     def _widened(self, rows: np.ndarray) -> np.ndarray:
-        """The numbers of these rows of blocks, which are widened many at a time: `gguf` takes 16 rows together, and blocks
-        know of no rows."""
+        """The numbers of these rows of blocks. Several are given as one, for `gguf` takes 16 at a time."""
         from gguf import dequantize
 
-        together = next(n for n in (64, 16, 4, 1) if rows.shape[0] % n == 0 and n * rows.shape[1] <= WIDENED or n == 1)
-        long = np.ascontiguousarray(rows).reshape(rows.shape[0] // together, -1)
-        return dequantize(long, self._kind).reshape(rows.shape[0], -1).astype(np.float32, copy=False)
+        count, size = rows.shape
+        together = next((n for n in (64, 16, 4) if count % n == 0 and n * size <= WIDENED), 1)
+        long = np.ascontiguousarray(rows).reshape(count // together, -1)
+        return dequantize(long, self._kind).reshape(count, -1).astype(np.float32, copy=False)
 
 
 def _write(path: Path, directory: Path) -> None:

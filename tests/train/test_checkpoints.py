@@ -9,6 +9,7 @@ import threading
 import warnings
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,8 +39,9 @@ def place(saved, tmp_path):
 
 def restored(place, step=None):
     checkpoints = Checkpoints(place)
-    found = checkpoints.restore(state(0), step)
-    assert np.array_equal(found.params["a"], state(int(found.step)).params["a"])
+    size = checkpoints.restore_params(step)["a"].size if step else 500
+    found = checkpoints.restore(state(0, size), step)
+    assert np.array_equal(found.params["a"], state(int(found.step), size).params["a"])
     assert int(found.optimizer["count"]) == int(found.step)
     checkpoints.close()
     return int(found.step)
@@ -87,6 +89,7 @@ def test_a_damaged_checkpoint_gives_its_step_back(place):
     assert checkpoints.steps == [2]
     for step in (4, 6):
         checkpoints.save(state(step))
+    checkpoints.finish()
     assert checkpoints.steps == [4, 6]
     checkpoints.close()
     assert restored(place) == 6
@@ -151,6 +154,7 @@ def test_a_failure_is_reported_once(tmp_path, monkeypatch, capsys):
 
     checkpoints, before = Checkpoints(tmp_path), (sys.excepthook, [list(log.filters) for log in logs])
     checkpoints.save(state(1))
+    checkpoints.finish()
     assert before == (sys.excepthook, [log.filters for log in logs])
     monkeypatch.setattr(checkpoints._manager, "save", shout_and_fail)
     with pytest.raises(OSError, match="step 2 could not be written.*no space left") as failed:
@@ -158,6 +162,38 @@ def test_a_failure_is_reported_once(tmp_path, monkeypatch, capsys):
     in_a_thread(shout)
     assert str(failed.value).isprintable()
     assert capsys.readouterr().err == ""
+
+
+def test_a_state_is_copied_before_it_is_written(tmp_path):
+    """The next step is given its buffers, while it is still being written."""
+    checkpoints, change = (
+        Checkpoints(tmp_path, keep=3),
+        jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0),
+    )
+    now = state(1, size=5_000_000)
+    for _ in range(3):
+        checkpoints.save(now)
+        now = change(now)
+    checkpoints.close()
+    assert [restored(tmp_path, step) for step in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_write_that_fails_later_is_reported_at_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(warnings, "filters", list(warnings.filters))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(state(1))
+
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(checkpoints._manager, "wait_until_finished", fail)
+        with pytest.raises(OSError, match="the checkpoint of step 1 could not be written.*No space left"):
+            checkpoints.save(state(2))
+    checkpoints.save(state(3))
+    checkpoints.close()
+    assert 3 in Checkpoints(tmp_path).steps
 
 
 def in_a_thread(work):

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import threading
+import time
 from types import SimpleNamespace
 
 import jax
@@ -80,7 +82,7 @@ def test_an_interrupted_run_continues_to_the_same_parameters(target, start, exam
     with pytest.raises(KeyboardInterrupt if how == "signal" else SystemExit):
         stopped.fit(stop)
     again = open_run(tmp_path, target, *start, examples, CONFIG)
-    assert int(again.state.step) == (5 if how == "signal" else 3)
+    assert int(again.state.step) == (6 if how == "signal" else 3)  # the next was sent before figures were read
     assert len(lines(tmp_path)) == int(again.state.step)  # what was logged later is dropped
     again.fit()
     assert equal(again.state, whole[0].state)
@@ -179,10 +181,10 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_state(target, start, exa
     run = open_run(tmp_path, target, *start, examples, CONFIG)
     step = run._step
 
-    def broken(target, drafter, state, rows):
+    def broken(target, drafter, state, rows, going):
         # The drafter's logits go through the target's embedding: a broken one makes the loss NaN.
         bad = target.replace(params=target.params | {"embed_tokens": target.params["embed_tokens"] * np.nan})
-        return step(bad if int(state.step) == 4 else target, drafter, state, rows)
+        return step(bad if int(state.step) == 4 else target, drafter, state, rows, going)
 
     run._step = broken
     with pytest.raises(NotFiniteError, match="step 5: loss nan"):
@@ -192,45 +194,67 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_state(target, start, exa
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(again.state.params))
 
 
-def test_the_next_rows_are_packed_while_the_device_works():
-    """Whoever reads a figure of a step waits for it, so that comes last; and a run packs no rows beyond its end."""
-    told = []
+class Short(Run):
+    """A run of three steps without a model, that tells what happens; the figures of step `good` are not finite."""
 
-    class Figure:
-        """What the device computes: known once it is asked for."""
+    def __init__(self, good):
+        self.steps, self.target, self.drafter, self.mesh, self.judge = 3, None, None, None, None
+        self.state, self.directory, self.log = SimpleNamespace(step=0), "the run", SimpleNamespace(add=print)
+        self.config = dataclasses.replace(CONFIG, save_every=0, log_every=100)
+        self.good, self.told, self.packed, self.going = good, [], [threading.Event() for _ in range(4)], []
 
-        def __init__(self, name, value):
-            self.name, self.value = name, value
+    def batch(self, step):
+        assert threading.current_thread() is not threading.main_thread()
+        time.sleep(0.1)
+        self.packed[step].set()
+        return step
 
-        def __bool__(self):
-            told.append(self.name)
-            return self.value
+    def _step(self, target, drafter, state, rows, going):
+        self.told.append(f"step {rows}")
+        self.going.append(going)
+        figure = Figure(self, rows, rows < self.good)
+        return SimpleNamespace(step=rows + 1), {"finite": figure, "loss": figure, "gradient_norm": figure}
 
-        def __float__(self):
-            return 0.0
 
-    class Short(Run):
-        def __init__(self, good):
-            self.steps, self.target, self.drafter, self.mesh, self.judge = 3, None, None, None, None
-            self.state, self.directory, self.log = SimpleNamespace(step=0), "the run", SimpleNamespace(add=print)
-            self._good, self.config = good, dataclasses.replace(CONFIG, save_every=0, log_every=100)
+class Figure:
+    """What the device computes: known once it is asked for."""
 
-        def batch(self, step):
-            told.append(f"rows {step}")
-            return step
+    def __init__(self, run, step, value):
+        self.run, self.step, self.value = run, step, value
 
-        def _step(self, target, drafter, state, rows):
-            told.append(f"step {rows}")
-            figure = Figure(f"figures {rows}", rows < self._good)
-            return SimpleNamespace(step=rows + 1), {"finite": figure, "loss": figure, "gradient_norm": figure}
+    def __bool__(self):
+        if self.step + 2 < self.run.steps:  # the rows after the next step's are packed while this waits
+            assert self.run.packed[self.step + 2].wait(60)
+        self.run.told.append(f"figures {self.step}")
+        return self.value
 
-    expected = "rows 0, step 0, rows 1, figures 0, step 1, rows 2, figures 1, step 2, figures 2".split(", ")
-    Short(good=3)._loop(lambda step, metrics: None, [])
-    assert told == expected
-    told.clear()
-    with pytest.raises(NotFiniteError, match="step 2: loss 0.0"):  # before another step begins
-        Short(good=1)._loop(lambda step, metrics: None, [])
-    assert told == expected[:7]
+    def __float__(self):
+        return 0.0
+
+
+def test_the_device_has_its_next_step_before_figures_are_read():
+    """Whoever reads a figure of a step waits for it. Rows are packed in a thread, and none beyond the end."""
+    run = Short(good=3)
+    run._loop(lambda step, metrics: None, [])
+    assert run.told == "step 0, step 1, figures 0, step 2, figures 1, figures 2".split(", ")
+    assert [event.is_set() for event in run.packed] == [True, True, True, False]
+    run = Short(good=1)
+    with pytest.raises(NotFiniteError, match="step 2: loss 0.0"):
+        run._loop(lambda step, metrics: None, [])
+    assert run.told == "step 0, step 1, figures 0, step 2, figures 1".split(", ")
+    assert [getattr(going, "step", None) for going in run.going] == [None, 0, 1]  # so step 2 changes nothing
+
+
+def test_a_step_after_one_that_is_not_finite_changes_nothing(target, start, examples, tmp_path):
+    run = open_run(tmp_path, target, *start, examples, CONFIG)
+    step, state, rows = run._step, run.state, run.batch(0)
+    kept = jax.tree.map(np.array, state)
+    state, values = step(run.target, run.drafter, state, rows, np.bool_(False))
+    assert not values["finite"]
+    assert equal(state, kept)
+    state, values = step(run.target, run.drafter, state, rows, np.bool_(True))
+    assert values["finite"]
+    assert int(state.step) == 1
 
 
 @pytest.mark.slow
