@@ -22,7 +22,7 @@ IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": pallas_gpu}
 def grouped_matmul(
     x: Float[Array, "M D"],
     weights: Float[Array, "E N D"] | Quantised,
-    sizes: Int[Array, " E"],
+    ends: Int[Array, " E"],
     *,
     implementation: Name | None = None,
 ) -> Float[Array, "M N"]:
@@ -33,7 +33,7 @@ def grouped_matmul(
 
     Args:
         weights: quantised ones are dequantised group by group, where they are multiplied.
-        sizes: rows of each group; together at most M.
+        ends: where the rows of each group end, and those of the next begin; at most M.
         implementation: "xla", "tpu" or "gpu" (Pallas); see `dispatch`.
 
     Raises:
@@ -41,5 +41,5 @@ def grouped_matmul(
     """
     trial = Trial.of(x, weights)
     chosen = choose(IMPLEMENTATIONS, x, weights, implementation=implementation, trial=trial, call=grouped_matmul)
-    out = chosen.grouped_matmul(x, weights, sizes)
-    return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None], out, 0.0)
+    out = chosen.grouped_matmul(x, weights, ends)
+    return jnp.where((jnp.arange(x.shape[0]) < ends[-1])[:, None], out, 0.0)

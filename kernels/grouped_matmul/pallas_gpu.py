@@ -60,12 +60,12 @@ def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised)
 
 
 def grouped_matmul(
-    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, sizes: Int[Array, " E"]
+    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, ends: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """See `api.grouped_matmul`."""
     M, (E, N, _) = x.shape[0], weights.shape
     height = tile_height(M, E, ROWS, 64)
-    where = visits(sizes, M, height)
+    where = visits(ends, M, height)
     if isinstance(weights, MXFP4):
         operands = x[:, ::2], x[:, 1::2], weights.values, weights.scale
     elif isinstance(weights, FP8):

@@ -40,18 +40,18 @@ def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised)
 
 
 def grouped_matmul(
-    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, sizes: Int[Array, " E"]
+    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, ends: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """See `api.grouped_matmul`."""
     (M, D), (E, N, _) = x.shape, weights.shape
     height = tile_height(M, E, ROWS)
     padded = jnp.pad(x, ((0, -M % height), (0, 0)))
     if isinstance(weights, Quantised):
-        return _packed(padded, weights, visits(sizes, M, height), height)[:M]
+        return _packed(padded, weights, visits(ends, M, height), height)[:M]
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
     tiling = height, _tile(D), _tile(N)
-    return gmm(padded, weights, sizes, jnp.float32, tiling, transpose_rhs=True)[:M]
+    return gmm(padded, weights, jnp.diff(ends, prepend=0), jnp.float32, tiling, transpose_rhs=True)[:M]
 
 
 def _tile(size: int) -> int:

@@ -15,26 +15,26 @@ from .visits import tile_height
 
 
 def grouped_matmul(
-    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, sizes: Int[Array, " E"]
+    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, ends: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """See `api.grouped_matmul`."""
     if isinstance(weights, Quantised) or platform() != "tpu":
-        return loop(x, weights, sizes)
-    return ragged(x, weights, sizes)
+        return loop(x, weights, ends)
+    return ragged(x, weights, ends)
 
 
-def ragged(x: Float[Array, "M D"], weights: Float[Array, "E N D"], sizes: Int[Array, " E"]) -> Float[Array, "M N"]:
+def ragged(x: Float[Array, "M D"], weights: Float[Array, "E N D"], ends: Int[Array, " E"]) -> Float[Array, "M N"]:
     """XLA's own operation."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
     return jax.lax.ragged_dot_general(
-        x, weights, sizes, numbers, precision=precision(x), preferred_element_type=jnp.float32
+        x, weights, jnp.diff(ends, prepend=0), numbers, precision=precision(x), preferred_element_type=jnp.float32
     )
 
 
 def loop(
-    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, sizes: Int[Array, " E"]
+    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, ends: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """Tiles of some rows of one group, one after the other.
 
@@ -42,14 +42,14 @@ def loop(
     """
     M, (E, N, _) = x.shape[0], weights.shape
     height = tile_height(M, E, 8)
-    ends = jnp.cumsum(sizes)
-    tiles = -(-sizes // height)  # of each group
+    begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    tiles = -(-(ends - begins) // height)  # of each group
     last = jnp.cumsum(tiles)
     padded = jnp.pad(x, ((0, height), (0, 0)))
 
     def one(t: Int[Array, ""], out: Float[Array, "P N"]) -> Float[Array, "P N"]:
         group = jnp.searchsorted(last, t, side="right")
-        begin = ends[group] - sizes[group] + (t - (last[group] - tiles[group])) * height
+        begin = begins[group] + (t - (last[group] - tiles[group])) * height
         rows = jax.lax.dynamic_slice_in_dim(padded, begin, height)
         weight = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, group, keepdims=False), weights)
         if isinstance(weight, Quantised):

@@ -45,7 +45,7 @@ class Trial(NamedTuple):
             x = jax.random.normal(first, (self.rows, self.inputs), self.dtype)
             weights = self._weights(second)
             share = jnp.arange(self.groups) * self.rows // max(1, self.groups * (self.groups - 1) // 2 + 1)
-            return call(x, weights, share)
+            return call(x, weights, jnp.cumsum(share))
 
         return jax.jit(multiply)(jax.random.key(0))
 

@@ -38,7 +38,7 @@ def case(sizes, rows, N, D, dtype):
         expected[at] = x[at].astype(np.float64) @ weights[group].astype(np.float64).T
         start += size
     x[start:] = np.inf  # what belongs to no group may be anything
-    return jnp.asarray(x), jnp.asarray(weights), jnp.asarray(sizes, jnp.int32), expected
+    return jnp.asarray(x), jnp.asarray(weights), jnp.asarray(np.cumsum(sizes), jnp.int32), expected
 
 
 def check(got, expected, dtype):
@@ -49,17 +49,17 @@ def check(got, expected, dtype):
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_xla(name, dtype):
-    x, weights, sizes, expected = case(*SIZES[name], 48, 40, dtype)
-    check(jax.jit(grouped_matmul)(x, weights, sizes), expected, dtype)
+    x, weights, ends, expected = case(*SIZES[name], 48, 40, dtype)
+    check(jax.jit(grouped_matmul)(x, weights, ends), expected, dtype)
 
 
 @pytest.mark.parametrize("name", ["a block", "idle rows"])
 def test_the_loop_and_xlas_own_operation_agree(name):
     """On TPU the second one runs."""
-    x, weights, sizes, expected = case(*SIZES[name], 48, 40, "float32")
+    x, weights, ends, expected = case(*SIZES[name], 48, 40, "float32")
     inside = np.arange(len(x))[:, None] < sum(SIZES[name][0])
     x = jnp.where(inside, x, 0)
-    check(np.where(inside, reference.ragged(x, weights, sizes), 0), expected, "float32")
+    check(np.where(inside, reference.ragged(x, weights, ends), 0), expected, "float32")
 
 
 @pytest.fixture(params=["tpu", "gpu"])
@@ -80,8 +80,8 @@ DAILY = [
 
 @pytest.mark.parametrize("name", SIZES)
 def test_pallas(name, interpreted):
-    x, weights, sizes, expected = case(*SIZES[name], 256, 384, "bfloat16")
-    check(grouped_matmul(x, weights, sizes, implementation=interpreted), expected, "bfloat16")
+    x, weights, ends, expected = case(*SIZES[name], 256, 384, "bfloat16")
+    check(grouped_matmul(x, weights, ends, implementation=interpreted), expected, "bfloat16")
 
 
 # In full tiles, and in tiles that are cut at the last outputs and inputs.
@@ -109,34 +109,34 @@ def test_pallas_with_quantised_weights(name, kind, N, D, block, interpreted):
     expected = np.zeros((rows, N))
     expected[: len(group)] = np.einsum("md,mnd->mn", x[: len(group)].astype(np.float64), plain[group])
     x[len(group) :] = np.inf
-    got = grouped_matmul(jnp.asarray(x), weights, jnp.asarray(sizes, jnp.int32), implementation=interpreted)
+    got = grouped_matmul(jnp.asarray(x), weights, jnp.asarray(np.cumsum(sizes), jnp.int32), implementation=interpreted)
     np.testing.assert_allclose(got, expected, atol=1e-6 * max(1, np.abs(expected).max()) * D**0.5)
 
 
 def test_declines_by_name():
-    x, weights, sizes = jnp.zeros((8, 128)), jnp.zeros((2, 128, 128)), jnp.zeros(2, jnp.int32)
+    x, weights, ends = jnp.zeros((8, 128)), jnp.zeros((2, 128, 128)), jnp.zeros(2, jnp.int32)
     with pytest.raises(ValueError, match="rows in float32"):
-        grouped_matmul(x, weights, sizes, implementation="tpu")
+        grouped_matmul(x, weights, ends, implementation="tpu")
     x, weights = x[:, :100].astype(jnp.bfloat16), weights[:, :, :100].astype(jnp.bfloat16)
     with pytest.raises(ValueError, match="weights of 128 x 100"):
-        grouped_matmul(x, weights, sizes, implementation="tpu")
+        grouped_matmul(x, weights, ends, implementation="tpu")
     with pytest.raises(ValueError, match="weights in float32 for rows in bfloat16"):
-        grouped_matmul(x, weights.astype(jnp.float32), sizes, implementation="gpu")
+        grouped_matmul(x, weights.astype(jnp.float32), ends, implementation="gpu")
     with pytest.raises(ValueError, match="weights in Quantised"):
-        grouped_matmul(x, Quantised(weights, jnp.ones((2, 128))), sizes, implementation="gpu")
+        grouped_matmul(x, Quantised(weights, jnp.ones((2, 128))), ends, implementation="gpu")
     large = FP8(jax.ShapeDtypeStruct((256, 3072, 3072), jnp.float8_e4m3fn), jnp.ones((256, 24, 24)))
     with pytest.raises(ValueError, match="2415919104 bytes of weights; it serves less than 2147483648"):
-        jax.eval_shape(partial(grouped_matmul, implementation="gpu"), x, large, sizes)
+        jax.eval_shape(partial(grouped_matmul, implementation="gpu"), x, large, ends)
     joined = FP8(jnp.zeros((2, 160, 128), jnp.float8_e4m3fn), jnp.ones((2, 160, 1)))
     with pytest.raises(ValueError, match="scales of single outputs"):
-        grouped_matmul(jnp.zeros((8, 128), jnp.bfloat16), joined, sizes, implementation="tpu")
+        grouped_matmul(jnp.zeros((8, 128), jnp.bfloat16), joined, ends, implementation="tpu")
 
 
 def test_quantised_weights_stay_so_and_no_product_is_dense():
     """On CPU: memory does not grow with the experts."""
     spec = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    sizes = jax.ShapeDtypeStruct((64,), jnp.int32)
-    program = jax.jit(grouped_matmul).lower(spec(128, 256), spec(64, 512, 256), sizes).compile()
+    ends = jax.ShapeDtypeStruct((64,), jnp.int32)
+    program = jax.jit(grouped_matmul).lower(spec(128, 256), spec(64, 512, 256), ends).compile()
     assert program.memory_analysis().temp_size_in_bytes < 3 * 4 * 512 * 256  # the weights of three
 
 
@@ -158,7 +158,7 @@ def test_the_tpu_compiler(rows, N, D):
     """Qwen3-Coder-30B-A3B's experts on a v5e: a single token, a block, a chunk of a prompt."""
     place = SingleDeviceSharding(topology("v5e:2x2")[0])
     spec = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-    call = lambda x, w, sizes: grouped_matmul(x, w, sizes, implementation="tpu")
+    call = lambda x, w, ends: grouped_matmul(x, w, ends, implementation="tpu")
     program = jax.jit(call).lower(spec(rows, D), spec(128, N, D), spec(128, dtype=jnp.int32)).compile()
     assert program.memory_analysis().temp_size_in_bytes < 16 * (rows + 512) * (N + D)
 
@@ -170,7 +170,7 @@ def test_compilers_copy_no_quantised_weights(chip, implementation, rows):
     """gpt-oss-20b's experts in MXFP4 and half of MiniMax-M2's, which no device holds whole, in FP8; real compilers."""
     place = SingleDeviceSharding(topology(chip)[0])
     spec = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-    call = lambda x, w, sizes: grouped_matmul(x, w, sizes, implementation=implementation)
+    call = lambda x, w, ends: grouped_matmul(x, w, ends, implementation=implementation)
     for E, N, D in ((32, 5760, 2880), (32, 2880, 2880)):
         weights = MXFP4(spec(E, N, D // 2, dtype=jnp.uint8), spec(E, N, D // 32, dtype=jnp.uint8))
         arguments = spec(rows, D, dtype=jnp.bfloat16), weights, spec(E, dtype=jnp.int32)
@@ -188,11 +188,11 @@ def test_compilers_copy_no_quantised_weights(chip, implementation, rows):
 def test_rows_by_expert_as_a_stable_sort_has_them(M):
     """By comparing few, by sorting many; those of invalid positions, which name an expert too many, come last."""
     chosen = jnp.asarray(np.random.default_rng(M).integers(0, 9, M), jnp.int32)
-    order, back, sizes = by_expert(chosen, 8)
+    order, back, ends = by_expert(chosen, 8)
     expected = np.argsort(chosen, kind="stable")
     np.testing.assert_array_equal(order, expected)
     np.testing.assert_array_equal(np.asarray(back)[expected], np.arange(M))
-    np.testing.assert_array_equal(sizes, np.bincount(chosen, minlength=9)[:8])
+    np.testing.assert_array_equal(ends, np.cumsum(np.bincount(chosen, minlength=9))[:8])
 
 
 def test_positions_that_nobody_reads_go_through_no_expert():
@@ -210,7 +210,7 @@ def test_positions_that_nobody_reads_go_through_no_expert():
 
 def test_its_cost_is_that_of_the_experts_that_rows_hit_by_chance():
     spec = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    sizes = jax.ShapeDtypeStruct((64,), jnp.int32)
-    found = cost(grouped_matmul, spec(16, 24), spec(64, 40, 24), sizes)
+    ends = jax.ShapeDtypeStruct((64,), jnp.int32)
+    found = cost(grouped_matmul, spec(16, 24), spec(64, 40, 24), ends)
     assert found.flops == 2 * 16 * 40 * 24
     assert found.bytes_read[1] == pytest.approx(64 * (1 - (63 / 64) ** 16) * 40 * 24 * 4)

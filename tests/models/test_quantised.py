@@ -64,11 +64,13 @@ def test_experts_of_four_bits():
     group = np.repeat(np.arange(4), sizes)
     expected = np.zeros((12, 48))
     expected[:9] = np.einsum("md,mnd->mn", x[:9].astype(np.float64), plain[group])
-    np.testing.assert_allclose(grouped_matmul(jnp.asarray(x), packed, jnp.asarray(sizes)), expected, atol=1e-4)
+    np.testing.assert_allclose(
+        grouped_matmul(jnp.asarray(x), packed, jnp.asarray(np.cumsum(sizes), jnp.int32)), expected, atol=1e-4
+    )
     rows = jnp.asarray(x, jnp.bfloat16)
     for implementation in ("tpu", "gpu"):
         with pytest.raises(ValueError, match="does not serve this case: weights in INT4"):
-            grouped_matmul(rows, packed, jnp.asarray(sizes), implementation=implementation)
+            grouped_matmul(rows, packed, jnp.asarray(np.cumsum(sizes), jnp.int32), implementation=implementation)
 
 
 def test_packed_words_come_with_a_shape():
