@@ -19,8 +19,9 @@ from jax.stages import Compiled
 from jax.typing import DTypeLike
 from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue] (without a description of its types)
 
-from dflash_jax.benchmarks.topologies import CHIPS, compiling_for, has_compiler, topology
+from dflash_jax.benchmarks.topologies import compiling_for, has_compiler, topology
 from dflash_jax.cache import KV
+from dflash_jax.chips import CHIPS
 from dflash_jax.infer.interrupt import exit_quietly
 from dflash_jax.kernels.block_attention import attend, reference
 from dflash_jax.kernels.dispatch import Name

@@ -15,7 +15,15 @@ from dflash_jax.train.opening import open_run
 from dflash_jax.train.prepare import prepare
 from dflash_jax.train.run import Judge, Run
 
-SHOWN = {"loss": "loss", "teacher_forced_tau": "tau (teacher-forced)", "tau": "tau (decoded)"}  # of the metrics
+# Of the metrics: what each is called, and its format.
+SHOWN = {
+    "loss": ("loss", ".3f"),
+    "teacher_forced_tau": ("tau (teacher-forced)", ".3f"),
+    "tau": ("tau (decoded)", ".3f"),
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "labels_per_second": ("labels/s", ",.0f"),
+    "share_of_peak": ("of the chip's operations", ".1%"),
+}
 
 
 def main(options: FitOptions) -> int:
@@ -57,7 +65,8 @@ def _train(run: Run, tensorboard: str | None) -> Metrics:
         def report(step: int, metrics: Metrics) -> None:
             bar.update(step - bar.n)
             bar.set_postfix_str(
-                " ".join(f"{SHOWN[k]} {metrics[k]:.3f}" for k in SHOWN if metrics.get(k)), refresh=False
+                " ".join(f"{name} {metrics[k]:{how}}" for k, (name, how) in SHOWN.items() if metrics.get(k)),
+                refresh=False,
             )
             if writer:
                 for name, value in metrics.items():

@@ -31,6 +31,7 @@ from dflash_jax.train.data import Packing
 from dflash_jax.train.drafters import cast, save_drafter
 from dflash_jax.train.features import FeatureCache
 from dflash_jax.train.metrics import Metrics, MetricsLog
+from dflash_jax.train.operations import operations, share_of_peak
 from dflash_jax.train.step import Batch, TrainState, split_params, train_step
 
 Values = Mapping[str, Any]  # figures of a step by name, on the device
@@ -75,12 +76,21 @@ class Figures:
         if step % config.log_every == 0 or step == run.steps or first:
             rate = (step - self._at - 1) / (time.perf_counter() - self._begin)
             figures = {name: float(value) for name, value in values.items()}
-            self._last = {"step": step, **figures, "steps_per_second": rate}
+            self._last = {"step": step, **figures, "steps_per_second": rate, **self._speeds(rate, figures["labels"])}
             run.log.add(self._last)
             self._progress(step, self._last)
         if first:
             self._begin = time.perf_counter()
         return self._last
+
+    def _speeds(self, steps: float, labels: float) -> Metrics:
+        """Figures of so many steps a second, each with so many labels."""
+        run, config = self._run, self._run.config
+        speeds = {"tokens_per_second": steps * config.batch_size * config.length, "labels_per_second": steps * labels}
+        cached = run.features is not None
+        asked = operations(config, run.target, run.drafter, run.state.params, cached=cached)
+        share = share_of_peak(steps * asked)
+        return speeds if share is None else speeds | {"share_of_peak": share}
 
 
 @dataclass(eq=False)

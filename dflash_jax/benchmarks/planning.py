@@ -26,6 +26,7 @@ from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.random_weights import random_pair
 from dflash_jax.cache import size_in_bytes
 from dflash_jax.checkpoint import read_json, resolve
+from dflash_jax.chips import CHIPS, Chip
 from dflash_jax.config import Raw, TargetConfig
 from dflash_jax.decoding.state import State, init_state
 from dflash_jax.decoding.step import Committed, speculative_step, step_functions
@@ -47,7 +48,7 @@ Pair = tuple[Raw, Raw]
 def plan(options: PlanOptions) -> Figures:
     """The figures of `table`; raises ValueError for what cannot be planned."""
     name, count = topologies.parse_topology(options.topology)
-    chip, tau = topologies.CHIPS[name], None if options.training else options.tau
+    chip, tau = CHIPS[name], None if options.training else options.tau
     target, drafter = _configs(options.target, options.drafter)
     raws = overridden(target, options.target_config), overridden(drafter, options.drafter_config)
     compiling = topologies.has_compiler(options.topology)
@@ -318,7 +319,7 @@ def _bytes_on_device(tree: Any, shardings: Any) -> int:
     return size_in_bytes([part(x, s) for x, s in pairs if keyless(x)])
 
 
-def least_time(chip: topologies.Chip, figures: Figures, tau: float | None, batch: int) -> Figures:
+def least_time(chip: Chip, figures: Figures, tau: float | None, batch: int) -> Figures:
     """What memory, arithmetic and links allow, one after the other for the links."""
     moved = sum(c["bytes"] * c["count"] for c in figures["collectives"] or [])
     source = figures.get("parts", figures)  # a compiler counts a kernel's reads of the whole cache, or none

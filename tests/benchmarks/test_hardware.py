@@ -11,7 +11,7 @@ import pytest
 from dflash_jax.benchmarks.hardware import __main__ as hardware
 from dflash_jax.benchmarks.hardware import profiles
 from dflash_jax.benchmarks.hardware.report import Item, SkippedError, markdown, measure
-from dflash_jax.benchmarks.topologies import bandwidth
+from dflash_jax.chips import chip_of
 from dflash_jax.kernels.shapes import PRODUCTS, SHAPES
 
 
@@ -128,9 +128,9 @@ def test_kernels_have_kinds(name):
 
 
 def test_devices_by_what_they_call_themselves():
-    assert bandwidth("NVIDIA H200") == 4.8e12
-    assert bandwidth("TPU v5 lite") == 0.82e12
-    assert bandwidth("cpu") is None
+    assert chip_of("NVIDIA H200").bandwidth == 4.8e12
+    assert chip_of("TPU v5 lite").bandwidth == 0.82e12
+    assert chip_of("cpu") is None
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from dflash_jax import plan
 from dflash_jax.benchmarks import planning, presets, topologies
 from dflash_jax.benchmarks.compiled import collectives, memory_bytes
 from dflash_jax.benchmarks.topologies import compiling_for
+from dflash_jax.chips import CHIPS
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests.chips import topology
 
@@ -191,5 +192,5 @@ def test_what_choosing_and_walking_a_tree_moves(chips, nodes, share):
 
 def test_a_training_step_has_a_least_time_and_no_tree():
     figures = {"flops": 2e12, "bytes_accessed": 1e9, "collectives": None}
-    found = planning.least_time(topologies.CHIPS["v5e"], figures, None, 8)
+    found = planning.least_time(CHIPS["v5e"], figures, None, 8)
     assert found == {"collective_bytes": 0, "least_step_seconds": 2e12 / 197e12}

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from dflash_jax.benchmarks import planning, topologies
+from dflash_jax.benchmarks import planning
 from dflash_jax.benchmarks.compiled import launches
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.topologies import compiling_for, dtype_for
+from dflash_jax.chips import CHIPS
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import BLOCK_OPTIONS
 from dflash_jax.infer.engine.engine_config import EngineConfig
@@ -183,7 +184,7 @@ def test_small_gpus(chips):
     assert ("bf16[" in text) == (chips == "l4")
     layers = sum(config["num_hidden_layers"] for config in PAIRS["qwen3-4b"])
     assert figures["updated_in_place_bytes"] >= 2 * layers * (2 * 8 * 4096 * 128)
-    assert figures["peak_bytes"] < topologies.CHIPS[chips].memory
+    assert figures["peak_bytes"] < CHIPS[chips].memory
 
 
 def test_attention_without_the_kernel_takes_few_steps():

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import SamplingParams, load_drafter, spec_generate
+from dflash_jax.chips import Chip
 from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.train.config import NotFiniteError, TrainConfig
 from dflash_jax.train.data import Example
@@ -21,6 +22,7 @@ from dflash_jax.train.drafters import choose_mask_token, new_drafter, save_draft
 from dflash_jax.train.evaluate import evaluate
 from dflash_jax.train.features import FeatureCache, write_features
 from dflash_jax.train.opening import open_run
+from dflash_jax.train.operations import _active, operations
 from dflash_jax.train.plot import plot
 from dflash_jax.train.run import Run, load_run
 from tests import tiny
@@ -65,7 +67,7 @@ def equal(a, b):
 
 def lines(directory):
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "steps_per_second"} for row in rows]
+    return [{k: v for k, v in row.items() if not k.endswith("_per_second")} for row in rows]
 
 
 @pytest.mark.parametrize("how", ["signal", pytest.param("killed", marks=pytest.mark.slow)])
@@ -198,8 +200,12 @@ class Short(Run):
     """A run of three steps without a model, that tells what happens; the figures of step `good` are not finite."""
 
     def __init__(self, good):
-        self.steps, self.target, self.drafter, self.mesh, self.judge = 3, None, None, None, None
-        self.state, self.directory, self.log = SimpleNamespace(step=0), "the run", SimpleNamespace(add=print)
+        self.steps, self.target, self.drafter, self.mesh, self.judge, self.features = 3, None, None, None, None, None
+        self.state, self.directory, self.log = (
+            SimpleNamespace(step=0, params=None),
+            "the run",
+            SimpleNamespace(add=print),
+        )
         self.config = dataclasses.replace(CONFIG, save_every=0, log_every=100)
         self.good, self.told, self.packed, self.going = good, [], [threading.Event() for _ in range(4)], []
 
@@ -213,7 +219,8 @@ class Short(Run):
         self.told.append(f"step {rows}")
         self.going.append(going)
         figure = Figure(self, rows, rows < self.good)
-        return SimpleNamespace(step=rows + 1), {"finite": figure, "loss": figure, "gradient_norm": figure}
+        names = "finite", "loss", "gradient_norm", "labels"
+        return SimpleNamespace(step=rows + 1, params=None), dict.fromkeys(names, figure)
 
 
 class Figure:
@@ -232,8 +239,9 @@ class Figure:
         return 0.0
 
 
-def test_the_device_has_its_next_step_before_figures_are_read():
+def test_the_device_has_its_next_step_before_figures_are_read(monkeypatch):
     """Whoever reads a figure of a step waits for it. Rows are packed in a thread, and none beyond the end."""
+    monkeypatch.setattr("dflash_jax.train.run.operations", lambda *_, **__: 1.0)
     run = Short(good=3)
     run._loop(lambda step, metrics: None, [])
     assert run.told == "step 0, step 1, figures 0, step 2, figures 1, figures 2".split(", ")
@@ -243,6 +251,35 @@ def test_the_device_has_its_next_step_before_figures_are_read():
         run._loop(lambda step, metrics: None, [])
     assert run.told == "step 0, step 1, figures 0, step 2, figures 1".split(", ")
     assert [getattr(going, "step", None) for going in run.going] == [None, 0, 1]  # so step 2 changes nothing
+
+
+def test_speed_is_told_in_tokens_labels_and_the_share_of_the_chip(target, start, examples, tmp_path, monkeypatch):
+    monkeypatch.setattr("dflash_jax.train.operations.chip_of", lambda kind: Chip(1.0, 1.0, 1e12, 1.0))
+    run = open_run(tmp_path, target, *start, examples, CONFIG)
+    asked = operations(CONFIG, target, run.drafter, run.state.params)
+    parameters = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+    embedding = target.params["embed_tokens"].size
+    blocks = CONFIG.batch_size * CONFIG.blocks
+    expected = 2 * (parameters(target.params) - embedding) * CONFIG.batch_size * CONFIG.length
+    expected += 6 * parameters(run.state.params) * blocks * 4 + 4 * embedding * blocks * 3
+    assert asked == expected
+    assert operations(CONFIG, target, run.drafter, run.state.params, cached=True) < asked
+    last = run.fit()
+    rate = last["steps_per_second"]
+    np.testing.assert_allclose(last["tokens_per_second"], rate * CONFIG.batch_size * CONFIG.length)
+    np.testing.assert_allclose(last["labels_per_second"], rate * last["labels"])
+    np.testing.assert_allclose(last["share_of_peak"], rate * asked / (jax.device_count() * 1e12))
+
+
+def test_a_token_meets_the_experts_that_it_is_sent_to():
+    layers = [
+        SimpleNamespace(experts=None),
+        SimpleNamespace(experts=SimpleNamespace(num_experts_per_tok=2, num_experts=8)),
+    ]
+    params = {"embed_tokens": np.zeros((64, 8)), "layers_0": {"mlp": {"weight": np.zeros((16, 8))}}}
+    params |= {"layers_1": {"experts": {"gate_up_proj": np.zeros((8, 16, 8))}}}
+    target = SimpleNamespace(params=params, config=SimpleNamespace(layers=layers))
+    assert _active(target) == 16 * 8 + 2 * 16 * 8
 
 
 def test_a_step_after_one_that_is_not_finite_changes_nothing(target, start, examples, tmp_path):

@@ -8,7 +8,7 @@ import jax
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.bench import Bench, StepKind, weight_bytes
 from dflash_jax.benchmarks.hardware.report import SkippedError
-from dflash_jax.benchmarks.topologies import bandwidth
+from dflash_jax.chips import chip_of
 from dflash_jax.kernels.dispatch import using
 
 TAU = 6.49  # committed tokens a step: the paper's average on Qwen3-8B
@@ -23,8 +23,8 @@ def steps(bench: Bench, rows: int, context: int, pair: str | None = None) -> Ite
     row |= {"speculative ms": speculative, "speculative first s": first, "ratio": speculative / plain}
     row |= {f"tokens/s at tau {TAU}": 1e3 * TAU * rows / speculative}
     target, _ = bench.models(pair)
-    if (rate := bandwidth(jax.devices()[0].device_kind)) and not any(x.experts for x in target.config.layers):
-        row["plain, of bandwidth"] = weight_bytes(target) / rate / (plain / 1e3)
+    if (chip := chip_of(jax.devices()[0].device_kind)) and not any(x.experts for x in target.config.layers):
+        row["plain, of bandwidth"] = weight_bytes(target) / chip.bandwidth / (plain / 1e3)
     yield row
 
 

@@ -1,0 +1,51 @@
+"""How many operations a training step asks for, and what share of a device's it gets."""
+
+import math
+from typing import Any
+
+import jax
+
+from dflash_jax.chips import chip_of
+from dflash_jax.drafters.base import Drafter
+from dflash_jax.quantised import Quantised
+from dflash_jax.target import Target
+from dflash_jax.train.config import TrainConfig
+
+
+def operations(config: TrainConfig, target: Target, drafter: Drafter, params: Any, *, cached: bool = False) -> float:
+    """Operations of the products with weights in one step, two for a multiplication and an addition.
+
+    It is what the model asks for, so layers that are computed again, and attention, are not counted: the forward pass
+    of the target, three times that of the drafter, and twice that of the head, once for the logits and once for the
+    gradient by the states.
+
+    Args:
+        params: trained parameters.
+        cached: whether the target's features come from disk.
+    """
+    blocks, block_size = config.batch_size * config.blocks, config.block_size
+    head = target.config.vocab_size * target.config.hidden_size
+    body = 0 if cached else 2 * _active(target) * config.batch_size * config.length
+    trained = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    return body + 6 * trained * blocks * block_size + 4 * head * blocks * drafter.depth(block_size)
+
+
+def _active(target: Any) -> float:
+    """Parameters of the layers that a token meets: of the experts, those that it is sent to."""
+    share = next((x.experts.num_experts_per_tok / x.experts.num_experts for x in target.config.layers if x.experts), 1)
+
+    def one(path: Any, leaf: Any) -> float:
+        names = [key.key for key in path if hasattr(key, "key")]
+        if names[0] in ("embed_tokens", "lm_head"):
+            return 0
+        return math.prod(leaf.shape) * (share if "experts" in names else 1)
+
+    whole = lambda x: isinstance(x, Quantised)
+    return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(one, target.params, is_leaf=whole)))
+
+
+def share_of_peak(rate: float) -> float | None:
+    """What share of the devices' published operations this many a second are, or None where that is not known."""
+    devices = jax.devices()
+    chip = chip_of(devices[0].device_kind)
+    return None if chip is None else rate / (len(devices) * chip.flops)
