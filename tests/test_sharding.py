@@ -306,3 +306,20 @@ def test_a_mesh_holds_nothing_twice(tmp_path):
     shards = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
     assert peak < shards + 2 * max(leaf.nbytes for leaf in leaves) + 1_000_000
     assert shards < 1.1 * sum(leaf.nbytes for leaf in leaves)  # next to nothing is on every device
+
+
+@pytest.mark.slow
+def test_muon_on_a_mesh(directory, tmp_path):
+    """Each step makes a matrix orthogonal, whatever its singular values, so rounding weighs more than with Adam."""
+    rng = np.random.default_rng(0)
+    examples = [Example(rng.integers(0, 60, n).astype(np.int32), np.arange(n) > 3) for n in rng.integers(12, 30, 24)]
+    config = TrainConfig(block_size=4, num_layers=1, length=32, anchors=8, row_anchors=8, batch_size=8, max_steps=3)
+    config = dataclasses.replace(config, log_every=1, optimizer="muon", learning_rate=1e-3, moments="bfloat16")
+    losses = {}
+    for where in (None, "fsdp=4,model=2"):
+        target = load_target(directory / "target", mesh=mesh(where) if where else None)
+        made = open_run(tmp_path / str(where), target, *new_drafter(target, config, tiny.MASK), examples, config)
+        losses[where] = []
+        made.fit(lambda step, metrics, where=where: losses[where].append(metrics["loss"]))
+    np.testing.assert_allclose(*losses.values(), rtol=1e-3)
+    np.testing.assert_allclose(*(found[0] for found in losses.values()), rtol=2e-5)

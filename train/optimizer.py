@@ -7,8 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
+from dflash_jax.sharding import Rule, add_rules
 from dflash_jax.train.config import TrainConfig
+
+add_rules((Rule("ns_coeffs", 1, P()),))  # of Muon's iteration
 
 
 def make_optimizer(config: TrainConfig, steps: int, by_token: Collection[str] = ()) -> optax.GradientTransformation:
