@@ -102,6 +102,22 @@ def test_all_steps_of_a_call_are_one_graph(policy, tmp_path):
     assert (found["graphs"] == 1) is (found["host_decisions"] == 0) is bool(policy)
 
 
+@pytest.mark.slow
+def test_products_of_a_training_step_are_bfloat16():
+    """As compiled, in both directions: no operand of one is float32."""
+    target, drafter = PAIRS["qwen3-8b"]
+    taps = {"dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0]}}
+    pair = cut(target, 2), cut(drafter | taps, 1) | {"num_target_layers": 2}
+    devices = topology("h100")
+    with compiling_for("h100"):
+        mesh = make_mesh(parse_mesh("data=1", devices), devices)
+        text = planning.compile_training(pair, mesh, 1, 3072, 512).as_text()
+    kinds = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", text))
+    operands = [names.split(", ") for names in re.findall(r" dot\(([^)]*)\)", text)]
+    assert len(operands) > 40
+    assert {kinds[name.lstrip("%")] for names in operands for name in names} == {"bf16"}
+
+
 def cut(raw, layers):
     """The configuration of a model's first layers."""
     first = {name: value[:layers] for name, value in raw.items() if name == "layer_types"}
