@@ -1,5 +1,6 @@
 """Accelerators as published."""
 
+import re
 from typing import NamedTuple
 
 
@@ -34,9 +35,9 @@ CHIPS = {
     "b200": Chip(180 * GIB, 8.0 * TERA, 2250 * TERA, 0.9 * TERA),
 }
 # What a device calls itself, and its name here.
-KINDS = {"v5 lite": "v5e", "v6 lite": "v6e", "v7": "tpu7x"} | {name: name for name in CHIPS}
+KINDS = {"v5 lite": "v5e", "v6 lite": "v6e", "v7": "tpu7x"} | {name: name for name in CHIPS} | {"v5": "v5p"}
 
 
 def chip_of(kind: str) -> Chip | None:
     """The chip of a device by what it calls itself, or None."""
-    return next((CHIPS[chip] for name, chip in KINDS.items() if name in kind.lower()), None)
+    return next((CHIPS[chip] for name, chip in KINDS.items() if re.search(rf"\b{name}\b", kind.lower())), None)

@@ -9,10 +9,12 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+BEGAN = time.time()  # when this process imported the package
 FULL = (errno.ENOSPC, errno.EDQUOT)  # how a full disk is reported
 MOST_DIGITS = 308  # of a whole number in a file of settings, so that it can become a float
 LONGEST_WORD, LONGEST_LINE = 500, 4000  # characters in a message: of a word, such as a tensor's name, and in all

@@ -70,11 +70,12 @@ def _say(error: object) -> None:
 def exit_quietly(status: int) -> NoReturn:
     """Ends the command. A further signal, while Python takes itself apart, changes nothing any more.
 
-    An interrupted command ends at once: Python would wait for its threads, and nothing can stop one that compiles.
+    An interrupted command ends at once, and so does one that still compiles: Python would wait for its threads, and
+    nothing can stop one that compiles.
     """
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
-    if status == INTERRUPTED:
+    if status == INTERRUPTED or any(thread.name.startswith("compile") for thread in threading.enumerate()):
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()

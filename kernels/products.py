@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-_whole = jax.make_user_context(False)  # a part of every jit cache key
+_unrounded = jax.make_user_context(False)  # a part of every jit cache key
 
 
 @contextmanager
-def unrounded_gradients(unrounded: bool = True) -> Iterator[None]:
+def unrounded_gradients() -> Iterator[None]:
     """Within, the products that are traced get their float32 cotangents as they are; see `product`."""
-    with _whole(unrounded):
+    with _unrounded(True):
         yield
 
 
@@ -31,9 +31,9 @@ def product(pattern: str, a: Array, b: Array) -> Array:
 
     In the backward pass, too, the operands of products are as narrow as `a` and `b`: cotangents are rounded to their
     dtype, and the sums are float32. Where the product itself is rounded to that dtype, that changes no bit, for the
-    cotangent of a rounding has only such values.
+    cotangent of a rounding has only such values. Forward derivatives (`jax.jvp`) of narrow products are not defined.
     """
-    if a.dtype == b.dtype and a.dtype.itemsize < 4 and not _whole.value:
+    if a.dtype == b.dtype and a.dtype.itemsize < 4 and not _unrounded.value:
         return _narrow(pattern, a, b)
     return _product(pattern, a, b)
 

@@ -57,23 +57,36 @@ class Verdict:
 
         A check that another process began and did not live to end is trouble, too. One that is going on is no verdict.
         """
-        try:
-            found = json.loads(self._path.read_text()) if self._path else None
-        except (OSError, ValueError):
-            return False, None
-        if not isinstance(found, dict):
+        if not (found := self._read()):
             return False, None
         if (process := found.get("begun")) is not None:
-            if _alive(process):
+            if _alive(process) or not found.get("alone", True):
                 return False, None
             return True, f"a process ended while it was checked; remove {self._path} to have it checked again"
         trouble = found.get("trouble")
         return True, trouble if trouble is None else str(trouble)
 
+    def _read(self) -> files.Json:
+        """What the file holds; nothing where there is none."""
+        try:
+            found = json.loads(self._path.read_text()) if self._path else {}
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def is_suspect(self) -> bool:
+        """Whether a process ended while it made this check, and others at the same time."""
+        found = self._read()
+        return found.get("alone") is False and not _alive(found.get("begun"))
+
     @contextlib.contextmanager
-    def checking(self):
-        """Within, a mark says that the check goes on; what ends the process leaves it."""
-        self._write({"begun": _this_process()})
+    def checking(self, *, alone: bool = True):
+        """Within, a mark says that the check goes on; what ends the process leaves it.
+
+        Args:
+            alone: whether no other check goes on, which may be what ends the process.
+        """
+        self._write({"begun": _this_process(), "alone": alone})
         try:
             yield
         finally:  # an exception, such as an interrupt, is no verdict

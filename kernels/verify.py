@@ -26,7 +26,7 @@ TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 0.02}  # of the large
 OWN_MEMORY = re.compile(r"vmem|smem|shared memory", re.IGNORECASE)
 Call = Callable[..., Any]  # the function of a kernel's `api`
 _known: dict[Hashable, str | None] = {}
-_undecided: set[Hashable] = set()  # trials that this process found no memory for
+_undecided: set[Hashable] = set()  # trials that this process had no memory for
 _asking: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)  # one for each check
 _ahead = threading.local()  # `asked`: the checks that wait to be made side by side
 
@@ -60,7 +60,7 @@ class AnyTrial(Hashable, Protocol):
         ...
 
 
-def trouble(name: str, kernel: ModuleType, trial: AnyTrial, call: Call) -> str | None:
+def trouble(name: str, kernel: ModuleType, trial: AnyTrial, call: Call, *, alone: bool = True) -> str | None:
     """What is wrong with the implementation of this name of `call`, or None; it may be asked while a program is traced.
 
     The answer is kept, for this kind of device, this kernel and this trial, unless the device had no memory for the
@@ -76,7 +76,7 @@ def trouble(name: str, kernel: ModuleType, trial: AnyTrial, call: Call) -> str |
             return _known[key]
         # In a thread of its own there is no program being traced, and no mesh.
         with ThreadPoolExecutor(1) as apart:
-            found = apart.submit(_agreed, partial(_looked_up, name, kernel, trial, call)).result()
+            found = apart.submit(_agreed, partial(_looked_up, name, kernel, trial, call, alone)).result()
         if found.lasting:
             _known[key] = found.trouble
         else:
@@ -97,22 +97,27 @@ def side_by_side(traces: Iterable[Callable[[], object]]) -> None:
     Until then every kernel is taken to be right, so of what was traced nothing is kept if one is not.
     """
     _ahead.asked = asked = dict[Hashable, tuple[str, ModuleType, AnyTrial, Call]]()
+    right = False
     try:
-        for trace in traces:
-            trace()
+        try:
+            for trace in traces:
+                trace()
+        finally:
+            del _ahead.asked
+        # What was going on when a process ended is looked at alone: it may have been any of several.
+        suspect = [check for check in asked.values() if _verdict(*check[1:3]).is_suspect()]
+        found = [trouble(*check) for check in suspect]
+        with ThreadPoolExecutor(1 if jax.process_count() > 1 else len(asked) or 1) as pool:
+            found += pool.map(lambda check: trouble(*check, alone=False), asked.values())
+        right = not any(found)
     finally:
-        del _ahead.asked
-    if not asked:
-        return
-    with ThreadPoolExecutor(1 if jax.process_count() > 1 else len(asked)) as pool:
-        found = list(pool.map(lambda check: trouble(*check), asked.values()))
-    if any(found):
-        jax.clear_caches()
+        if asked and not right:
+            jax.clear_caches()
 
 
-def undecided() -> bool:
-    """Whether some kernel was replaced in this process that the next one may use."""
-    return bool(_undecided)
+def replaced() -> bool:
+    """Whether some kernel was replaced in this process, which another may use: where its verdict is removed, say."""
+    return bool(_undecided) or any(_known.values())
 
 
 def _agreed(compared: Callable[[], Finding]) -> Finding:
@@ -127,13 +132,17 @@ def _agreed(compared: Callable[[], Finding]) -> Finding:
     return found
 
 
-def _looked_up(name: str, kernel: ModuleType, trial: AnyTrial, call: Call) -> Finding:
+def _verdict(kernel: ModuleType, trial: AnyTrial) -> verdicts.Verdict:
+    return verdicts.Verdict(f"{kernel.__name__} {trial}", kernel)
+
+
+def _looked_up(name: str, kernel: ModuleType, trial: AnyTrial, call: Call, alone: bool) -> Finding:
     """The verdict on disk; where there is none, what a trial finds, which then is there."""
-    verdict = verdicts.Verdict(f"{kernel.__name__} {trial}", kernel)
+    verdict = _verdict(kernel, trial)
     there, trouble = verdict.known()
     if there:
         return Finding(trouble)
-    with verdict.checking():
+    with verdict.checking(alone=alone):
         found = _compared(name, trial, call)
     if found.lasting:
         verdict.keep(found.trouble)

@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -28,11 +29,11 @@ T = TypeVar("T")
 class Checkpoints:
     """The checkpoints of one run.
 
+    A checkpoint is written while the run goes on. What is read, and what is written next, waits for it.
+
     Args:
         directory: of the run's checkpoints; made if it is missing.
         keep: how many to keep, the newest ones.
-
-    A checkpoint is written while the run goes on. What is read, and what is written next, waits for it.
 
     Raises:
         ValueError: it is no directory of checkpoints.
@@ -41,7 +42,9 @@ class Checkpoints:
 
     def __init__(self, directory: str | Path, keep: int = 2):
         self._directory = Path(directory).resolve()
-        self._writing: int | None = None  # the step of what is being written
+        self._step = 0  # of what was written last
+        self._writing: Future | None = None  # what waits for it
+        self._waiting = ThreadPoolExecutor(1, "checkpoint")
         self._quiet = contextlib.ExitStack()  # meanwhile
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         with reading(self._directory), _Quiet():
@@ -60,17 +63,31 @@ class Checkpoints:
 
         Raises:
             OSError: this one or the one before could not be written, as to a full disk; those before are as they were.
+                This one is begun all the same.
         """
-        self.finish()
+        try:
+            self.finish()
+        finally:
+            self._begin(state)
+
+    def _begin(self, state: TrainState) -> None:
         step = int(state.step)
         if step in self.steps:
             return
         if jax.default_backend() == "cpu":  # where a copy for the host is none, and the next step is given the buffers
             state = jax.tree.map(jax.numpy.copy, state)
         self._quiet.enter_context(_Quiet())
-        self._writing = step
+        self._step = step
         with self._explained():
             self._manager.save(step, args=ocp.args.StandardSave(state))
+        self._writing = self._waiting.submit(self._complete, step)
+
+    def _complete(self, step: int) -> None:
+        """Waits for orbax, in a thread, and writes the hashes of what it has written."""
+        self._manager.wait_until_finished()
+        if jax.process_index() == 0:
+            place = self._directory / str(step)
+            write_json(place / CHECKSUMS, {"files": _checksums(place)})
 
     def finish(self) -> None:
         """Waits until what is being written is complete on disk.
@@ -80,12 +97,9 @@ class Checkpoints:
         """
         if self._writing is None:
             return
+        writing, self._writing = self._writing, None
         with self._explained():
-            self._manager.wait_until_finished()
-            if jax.process_index() == 0:
-                place = self._directory / str(self._writing)
-                write_json(place / CHECKSUMS, {"files": _checksums(place)})
-        self._writing = None
+            writing.result()
         self._quiet.close()
 
     @contextlib.contextmanager
@@ -96,9 +110,8 @@ class Checkpoints:
         except (OSError, ValueError) as error:  # tensorstore raises ValueError for what the system refuses
             self._quiet.pop_all()  # it stays quiet, for threads may come late
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-            step, self._writing = self._writing, None
             so = "the same command continues from the one before"
-            message = f"the checkpoint of step {step} could not be written; {so}: {one_line(error)}"
+            message = f"the checkpoint of step {self._step} could not be written; {so}: {one_line(error)}"
             raise OSError(message) from error
 
     def restore(self, like: Any, step: int | None = None) -> TrainState:
@@ -176,6 +189,7 @@ class Checkpoints:
         try:
             self.finish()
         finally:
+            self._waiting.shutdown()
             self._manager.close()
 
 

@@ -3,6 +3,7 @@
 Shapes: M predictions, B rows, A blocks of a row, P predictions of a block, D width, V vocabulary.
 """
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -103,11 +104,11 @@ def token_losses(
 
     def chunk_losses(heads, seen, labels, target_hidden) -> tuple[Array, tuple[Array, Array]]:
         known, places = labels >= 0, jnp.maximum(labels, 0)
-        with unrounded_gradients(not rounded):
+        with contextlib.nullcontext() if rounded else unrounded_gradients():
             logits = score(heads, seen)
+            more, correct = refine(heads, seen, logits, places)
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         negative = (total - jnp.take_along_axis(logits, places[:, None], axis=1))[:, 0]
-        more, correct = refine(heads, seen, logits, places)
         loss = combined(coefficients, lambda: logits - total, negative, lambda: target(target_hidden)) + more
         return jnp.where(known, loss, 0.0), (jnp.where(known, negative, jnp.inf), correct & known)
 

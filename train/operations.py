@@ -24,9 +24,11 @@ def operations(config: TrainConfig, target: Target, drafter: Drafter, params: An
         cached: whether the target's features come from disk.
     """
     blocks, block_size = config.batch_size * config.blocks, config.block_size
-    head = target.config.vocab_size * target.config.hidden_size
+    known = drafter.vocabulary
+    head = (target.config.vocab_size if known is None else known.shape[0]) * target.config.hidden_size
     body = 0 if cached else 2 * _active(target) * config.batch_size * config.length
-    trained = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    trained = sum(math.prod(x.shape) for path, x in leaves if path[-1].key not in drafter.by_token)  # not looked up
     return body + 6 * trained * blocks * block_size + 4 * head * blocks * drafter.depth(block_size)
 
 
@@ -44,8 +46,8 @@ def _active(target: Any) -> float:
     return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(one, target.params, is_leaf=whole)))
 
 
-def share_of_peak(rate: float) -> float | None:
-    """What share of the devices' published operations this many a second are, or None where that is not known."""
-    devices = jax.devices()
-    chip = chip_of(devices[0].device_kind)
-    return None if chip is None else rate / (len(devices) * chip.flops)
+def share_of_peak(rate: float, devices: int = 1) -> float | None:
+    """What share of the published operations of so many devices this many a second are, or None where they are not
+    known."""
+    chip = chip_of(jax.devices()[0].device_kind)
+    return None if chip is None else rate / (devices * chip.flops)

@@ -60,7 +60,7 @@ def optimizing(dtype: jnp.dtype) -> Iterator[None]:
     """Within, optax may be called: it relies on implicit promotion, which a strict program may have turned off, and
     leaves the precision of Muon's products to the platform. They are float32 where the run computes in float32, and
     else bfloat16 with float32 sums: the iteration needs no more (Jordan et al., 2024: "Muon", which runs it so)."""
-    exact = dtype == jnp.float32
+    exact = dtype != jnp.bfloat16  # float16, too, is for GPUs without bfloat16
     with ExitStack() as within:
         within.enter_context(jax.default_matmul_precision("highest" if exact else "BF16_BF16_F32"))
         within.enter_context(jax.numpy_dtype_promotion("standard"))

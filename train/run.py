@@ -89,7 +89,7 @@ class Figures:
         speeds = {"tokens_per_second": steps * config.batch_size * config.length, "labels_per_second": steps * labels}
         cached = run.features is not None
         asked = operations(config, run.target, run.drafter, run.state.params, cached=cached)
-        share = share_of_peak(steps * asked)
+        share = share_of_peak(steps * asked, 1 if run.mesh is None else run.mesh.size)
         return speeds if share is None else speeds | {"share_of_peak": share}
 
 
@@ -165,7 +165,7 @@ class Run:
         metrics = self._evaluate_if_due(at, progress)
         with ThreadPoolExecutor(1, "rows") as packing:
             batch = packing.submit(self.batch, at) if at < self.steps else None
-            going = self._placed(np.asarray(True), P())
+            going = self.state.step >= 0  # on the state's devices, or there would be another program
             for done in range(at + 1, self.steps + 1):
                 assert batch is not None
                 rows = batch.result()

@@ -26,7 +26,7 @@ from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.random_weights import random_pair
 from dflash_jax.cache import size_in_bytes
 from dflash_jax.checkpoint import read_json, resolve
-from dflash_jax.chips import CHIPS, Chip
+from dflash_jax.chips import CHIPS, GIB, Chip
 from dflash_jax.config import Raw, TargetConfig
 from dflash_jax.decoding.state import State, init_state
 from dflash_jax.decoding.step import Committed, speculative_step, step_functions
@@ -335,7 +335,7 @@ def least_time(chip: Chip, figures: Figures, tau: float | None, batch: int) -> F
 
 def table(figures: Figures) -> str:
     """The figures as text."""
-    size = lambda n: f"{n / topologies.GIB:.2f} GiB" if n > topologies.GIB / 100 else f"{n / 2**20:.2f} MiB"
+    size = lambda n: f"{n / GIB:.2f} GiB" if n > GIB / 100 else f"{n / 2**20:.2f} MiB"
     axes = ", ".join(f"{name} {n}" for name, n in figures["mesh"].items() if n > 1) or "one device"
     source = "as compiled" if "argument_bytes" in figures else "as traced (for more: .[cuda-compiler])"
     lines = [f"{figures['topology']}   {figures['devices']} devices   {axes}", "", f"per device, {source}"]

@@ -5,6 +5,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 LOOK = 0.2  # seconds between two calls of `check_interrupt`
+COMPILING = "compile"  # how the names of threads begin that compile, which nothing can stop
 Progress = Callable[[int], object]  # called again and again with the number of programs that are compiled
 
 
@@ -21,7 +22,7 @@ def compile_all(
             and those under way, which nothing can stop, are not waited for.
         at_once: how many, at most.
     """
-    pool, begun = ThreadPoolExecutor(at_once), list[Future]()
+    pool, begun = ThreadPoolExecutor(at_once, COMPILING), list[Future]()
     try:
         for program, arguments in calls:
             check_interrupt()

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import inspect
 import io
+import logging
 import os
 import pickle
 from functools import cache
@@ -28,6 +29,7 @@ from dflash_jax.decoding.state import TargetModel
 from dflash_jax.infer.engine.compiler_options import Options
 from dflash_jax.kernels import dispatch, verdicts, verify
 
+_log = logging.getLogger("dflash_jax")
 VERSIONS = "flax", "numpy"  # besides those of jax
 OWN = "dflash_jax", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections"
 UNSTABLE = "__gpu$xla.gpu.triton"  # kernels of which jax promises nothing for other versions; here it is the same one
@@ -74,11 +76,12 @@ def from_disk(call: Call, options: Options | None = None) -> Wrapped | None:
     Args:
         options: the compiler's.
     """
+    if (path := _path(call)) is None:
+        return None
     try:
-        if (path := _path(call)) is None:
-            return None
         traced = _read(path) or _written(path, call)
-    except Exception:  # whatever is wrong with the program itself is said when it is traced again
+    except Exception as error:  # whatever is wrong with the program itself is said when it is traced again
+        _log.debug("a program is not kept", exc_info=error)
         return None
 
     def program(target, drafter, state, *rest):
@@ -90,15 +93,24 @@ def from_disk(call: Call, options: Options | None = None) -> Wrapped | None:
 
 
 def _path(call: Call) -> Path | None:
+    """Where the program is or will be; None if it is not to be kept."""
+    try:
+        return _named(call, sources) if kept() and (sources := _sources()) else None
+    except Exception as error:  # a class of a function, which no name leads to; no home
+        _log.debug("a program is not kept", exc_info=error)
+        return None
+
+
+def _named(call: Call, sources: str) -> Path | None:
     leaves, tree = jax.tree.flatten(call.given)
     split = any(len(x.sharding.device_set) > 1 for x in leaves if isinstance(x, jax.Array))
-    if not kept() or split or not _all_own(tree, call.arguments[0]):
+    if split or not _all_own(tree, call.arguments[0]):
         return None
     shapes = [(x.shape, x.dtype.name, getattr(x, "weak_type", False)) for x in leaves]
     with np.printoptions(threshold=2**31):  # or an array in a configuration is cut short
         text = [inspect.unwrap(call.program).__qualname__, str(tree), str(shapes), repr(call.arguments[-call.static :])]
     settings = str(sorted(jax.config.values.items()))
-    rests_on = [*verdicts.machine(), *map(metadata.version, VERSIONS), _sources(), settings, dispatch.state(), *text]
+    rests_on = [*verdicts.machine(), *map(metadata.version, VERSIONS), sources, settings, dispatch.state(), *text]
     return files.cache_directory() / "traced" / hashlib.sha256("\0".join(rests_on).encode()).hexdigest()[:32]
 
 
@@ -125,15 +137,18 @@ def _all_own(tree: object, target: TargetModel) -> bool:
 
 
 @cache
-def _sources() -> str:
-    """A digest of this package's sources."""
-    digest = hashlib.sha256()
+def _sources() -> str | None:
+    """A digest of this package's sources; None if one was written after this process began, which may have read it
+    before."""
+    digest, newest = hashlib.sha256(), 0.0
     for root, folders, names in os.walk(Path(dflash_jax.__file__).parent, followlinks=True):
         folders.sort()
         for name in sorted(names):
             if name.endswith(".py"):
-                digest.update(f"{root} {name}\0".encode() + Path(root, name).read_bytes())
-    return digest.hexdigest()
+                path = Path(root, name)
+                newest = max(newest, path.stat().st_mtime)
+                digest.update(f"{path}\0".encode() + path.read_bytes())
+    return digest.hexdigest() if newest < files.BEGAN else None
 
 
 def _read(path: Path) -> Traced | None:
@@ -158,7 +173,7 @@ def _written(path: Path, call: Call) -> Traced:
 
     checks = [export.DisabledSafetyCheck.custom_call(UNSTABLE)]
     traced = export.export(jax.jit(flat), disabled_checks=checks)(*leaves)
-    if not verify.undecided():
+    if not verify.replaced():
         with contextlib.suppress(OSError):  # full, or only to be read
             path.parent.mkdir(parents=True, exist_ok=True)
             files.replace(path, pickle.dumps((bytes(traced.serialize()), trees[0])))

@@ -130,6 +130,9 @@ def test_kernels_have_kinds(name):
 def test_devices_by_what_they_call_themselves():
     assert chip_of("NVIDIA H200").bandwidth == 4.8e12
     assert chip_of("TPU v5 lite").bandwidth == 0.82e12
+    assert chip_of("NVIDIA H100 80GB HBM3").flops == 989e12
+    assert chip_of("TPU v5").bandwidth == 2.77e12
+    assert chip_of("NVIDIA L40S") is None
     assert chip_of("cpu") is None
 
 

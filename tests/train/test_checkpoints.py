@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -182,18 +183,33 @@ def test_a_write_that_fails_later_is_reported_at_the_next(tmp_path, monkeypatch)
     monkeypatch.setattr(warnings, "filters", list(warnings.filters))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(state(1))
+    complete = checkpoints._complete
 
-    def fail():
+    def fail(step):
+        complete(step)
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as full:
-        full.setattr(checkpoints._manager, "wait_until_finished", fail)
-        with pytest.raises(OSError, match="the checkpoint of step 1 could not be written.*No space left"):
-            checkpoints.save(state(2))
-    checkpoints.save(state(3))
+    monkeypatch.setattr(checkpoints, "_complete", fail)
+    checkpoints.save(state(1))
+    monkeypatch.setattr(checkpoints, "_complete", complete)
+    with pytest.raises(OSError, match="the checkpoint of step 1 could not be written.*No space left"):
+        checkpoints.save(state(2))
     checkpoints.close()
-    assert 3 in Checkpoints(tmp_path).steps
+    assert restored(tmp_path, 2) == 2  # it is written all the same
+
+
+def test_checksums_follow_at_once(tmp_path):
+    """Nobody waits for the next checkpoint, before which a run may be killed or a file damaged."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(state(1))
+    for _ in range(600):
+        if (tmp_path / "1" / CHECKSUMS).exists():
+            break
+        time.sleep(0.1)
+    flip(tmp_path / "1" / "_CHECKPOINT_METADATA", 0.5)
+    checkpoints.close()
+    with pytest.raises(ValueError, match="step 1: .*_CHECKPOINT_METADATA has changed"):
+        Checkpoints(tmp_path).restore(state(0), 1)
 
 
 def in_a_thread(work):
