@@ -54,6 +54,22 @@ def test_it_rests_on_driver_flags_and_sources(place, monkeypatch, tmp_path):
     assert Verdict("a case", reference).known() == (False, None)
 
 
+def test_of_several_checks_any_may_have_ended_the_process(place):
+    """Each is made again, alone; what then ends a process is trouble."""
+    verdict = Verdict("a case", reference)
+    assert not verdict.is_suspect()
+    with verdict.checking(alone=False):
+        assert not Verdict("a case", reference).is_suspect()  # this process is at it
+        (mark,) = files_in(place)
+        written = json.loads(mark.read_text())
+    mark.write_text(json.dumps(written | {"begun": DEAD}))
+    assert Verdict("a case", reference).known() == (False, None)
+    assert Verdict("a case", reference).is_suspect()
+    mark.write_text(json.dumps(written | {"begun": DEAD, "alone": True}))
+    assert Verdict("a case", reference).known()[0]
+    assert not Verdict("a case", reference).is_suspect()
+
+
 def test_what_ended_the_process_is_trouble(place):
     """A child ends in the middle of a check, as from a fault in a driver."""
     code = (

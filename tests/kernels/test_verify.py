@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dflash_jax import Engine
 from dflash_jax.cache import KV
-from dflash_jax.kernels import dispatch, verify
+from dflash_jax.kernels import dispatch, verdicts, verify
 from dflash_jax.kernels.block_attention import api, attend, reference
 from dflash_jax.kernels.block_attention.trial import Trial
 from dflash_jax.kernels.cache_update import api as update_api
@@ -170,6 +170,20 @@ def test_checks_are_made_side_by_side(install):
     assert kernel.calls == 4  # two checks, and two programs; the third is the first
     program(*arguments(T=17))
     assert kernel.calls == 4  # which was traced already
+
+
+def test_suspects_are_checked_one_after_the_other(install, monkeypatch):
+    kernel, order = install(Fake()), []
+    trouble = verify.trouble
+    monkeypatch.setattr(verdicts.Verdict, "is_suspect", lambda verdict: "T=16," in verdict._case)
+    monkeypatch.setattr(
+        verify, "trouble", lambda *check, alone=True: order.append((check[2].T, alone)) or trouble(*check)
+    )
+    program = jax.jit(lambda *block: call(*block))
+    verify.side_by_side(partial(program.trace, *arguments(T=T)) for T in (17, 3))
+    assert order[0] == (16, True)
+    assert set(order[1:]) == {(64, False), (16, False)}
+    assert kernel.calls == 4  # nothing is checked twice
 
 
 def test_what_was_traced_before_a_check_failed_is_not_kept(install):

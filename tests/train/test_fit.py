@@ -1,5 +1,6 @@
 """A run: killed and continued, refused where it is another, stopped where it must, exported and loaded."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -269,6 +270,24 @@ def test_speed_is_told_in_tokens_labels_and_the_share_of_the_chip(target, start,
     np.testing.assert_allclose(last["tokens_per_second"], rate * CONFIG.batch_size * CONFIG.length)
     np.testing.assert_allclose(last["labels_per_second"], rate * last["labels"])
     np.testing.assert_allclose(last["share_of_peak"], rate * asked / 1e12)
+
+
+def test_a_run_compiles_one_step_whether_new_or_resumed(target, start, examples, tmp_path):
+    compiled = []
+    listen = lambda event, _, fun_name="", **__: compiled.append(fun_name) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    for stop in (3, None):
+        compiled.clear()
+        jax.clear_caches()
+        run = open_run(tmp_path, target, *start, examples, CONFIG)
+
+        def end(step, metrics, stop=stop):
+            if step == stop:
+                raise SystemExit
+
+        with pytest.raises(SystemExit) if stop else contextlib.nullcontext():
+            run.fit(end)
+        assert len([name for name in compiled if "train_step" in name]) == 1, compiled
 
 
 def test_a_token_meets_the_experts_that_it_is_sent_to():

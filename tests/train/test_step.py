@@ -237,6 +237,11 @@ def test_moments_in_bfloat16_take_half_the_memory_and_little_else(target, batch,
     assert np.linalg.norm(flat(states[0][0]) - begin) > 0
 
 
+def test_moments_that_would_stand_still_are_refused():
+    with pytest.raises(ValueError, match="moments bfloat16 needs b2 of at most 0.99"):
+        TrainConfig(moments="bfloat16", b2=0.999)
+
+
 def test_muon_multiplies_in_bfloat16_where_the_model_does():
     x = jax.random.normal(jax.random.key(0), (32, 64))
 

@@ -111,10 +111,24 @@ def test_a_directory_that_cannot_be_written_changes_nothing(target, drafter, dir
     assert directory.read_text()
 
 
-def test_nothing_is_kept_that_rests_on_a_full_device(target, drafter, directory, monkeypatch):
-    monkeypatch.setattr(verify, "_undecided", {"a trial without memory"})
+@pytest.mark.parametrize("how", ["full", "refused"])
+def test_nothing_is_kept_without_a_kernel_that_may_run_next_time(target, drafter, directory, monkeypatch, how):
+    """The device was full, or a verdict was there that may be removed."""
+    if how == "full":
+        monkeypatch.setattr(verify, "_undecided", {"a trial"})
+    else:
+        monkeypatch.setattr(verify, "_known", {"a trial": "results differ"})
     answers(engine(target, drafter))
     assert not directory.exists()
+
+
+def test_what_cannot_be_named_is_not_kept(target, directory, monkeypatch):
+    class Local(BigramDrafter):
+        """No module leads to it."""
+
+    assert path(engine(target, Local(64))) is None
+    monkeypatch.setattr(traced, "_sources", lambda: None)  # one was written after this process began
+    assert path(engine(target, None)) is None
 
 
 def test_programs_are_kept_where_jax_keeps_its_own(tmp_path):
