@@ -177,7 +177,7 @@ class Run:
                 reported.add(done, values)
                 if self._pauses_after(done) or stopping:
                     metrics = metrics | reported.all()
-                    if self.config.save_every and done % self.config.save_every == 0:
+                    if self._is_saved(done):
                         self.checkpoints.save(self.state)
                     metrics = metrics | self._evaluate_if_due(done, progress)
                 if stopping:
@@ -186,8 +186,10 @@ class Run:
 
     def _pauses_after(self, step: int) -> bool:
         """Whether something is done with the state after this step before the next one begins."""
-        save = self.config.save_every
-        return step == self.steps or (save > 0 and step % save == 0) or self._is_evaluated(step)
+        return step == self.steps or self._is_saved(step) or self._is_evaluated(step)
+
+    def _is_saved(self, step: int) -> bool:
+        return self.config.save_every > 0 and step % self.config.save_every == 0
 
     def _is_evaluated(self, step: int) -> bool:
         every = self.config.evaluate_every or max(1, self.steps // 10)

@@ -82,7 +82,7 @@ class Prefills:
 
     @property
     def first(self) -> PrefillShape:
-        """The one that serves every prompt best alone: for one row, neither the shortest nor a long one."""
+        """The one that is compiled first: it reads any prompt, of one row, in pieces of middle size."""
         single = [shape for shape in self.shapes if shape.rows == 1]
         return next((shape for shape in single if shape.tokens >= HALVES), single[-1])
 

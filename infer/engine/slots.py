@@ -140,7 +140,7 @@ class Slots:
             compile_all(map(self._compiled, names), check_interrupt, progress, at_once)
 
     def _check_kernels(self) -> None:
-        """Makes the checks of kernels at their first use that the first programs ask for."""
+        """Checks the kernels of the first programs, before there are caches."""
         calls = [call for name in self.first if not traced.is_on_disk(call := self._call(name))]
         verify.side_by_side(partial(call.program.trace, *call.arguments) for call in calls)
 
