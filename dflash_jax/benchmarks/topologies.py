@@ -85,13 +85,13 @@ def parse_topology(name: str) -> tuple[str, int]:
 
 def compiling_for(name: str) -> AbstractContextManager[None]:
     """Within, programs are traced as on a device of this topology."""
-    from dflash_jax.kernels.block_attention import mosaic_gpu
+    from dflash_jax.kernels import tensor_cores
     from dflash_jax.kernels.dispatch import using
 
     chip, _ = parse_topology(name)
     if chip not in GPUS:
         return using("tpu", "tpu")
-    return using("gpu" if GPUS[chip].capability == mosaic_gpu.CAPABILITY else "xla", "gpu")
+    return using("gpu" if GPUS[chip].capability == tensor_cores.CAPABILITY else "xla", "gpu")
 
 
 def has_compiler(name: str) -> bool:

@@ -6,7 +6,6 @@ few chunks ahead (TMA), multiplies them (WGMMA) and keeps an online softmax in r
 read. The stretches and the sink are merged by log-sum-exp in XLA.
 """
 
-import inspect
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -16,7 +15,8 @@ from flax import struct
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-CAPABILITY = 9  # major, of the devices that have its tensor cores (WGMMA)
+from .. import tensor_cores
+
 HEAD_DIMS = (64, 128, 256)
 ROWS = 64  # queries of a tile: the rows of one WGMMA
 CHUNK = 64  # slots copied at once
@@ -44,9 +44,7 @@ def declines(
         return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; it serves bfloat16 and float16"
     if cache_k.shape[2] == 0 or cache_k.shape[2] % CHUNK:
         return f"{cache_k.shape[2]} slots; it serves multiples of {CHUNK}"
-    if jax.default_backend() == "gpu" and int(float(found := jax.devices()[0].compute_capability)) != CAPABILITY:
-        return f"compute capability {found}; it serves {CAPABILITY}.0, for whose tensor cores it is written"
-    return None
+    return tensor_cores.missing()
 
 
 class Places(NamedTuple):
@@ -271,14 +269,14 @@ def _kernel(
         if width < C:
             clear(stage, plgpu.broadcasted_iota(jnp.int32, (C, Hv), 0, layout=plgpu.Layout.WGMMA) >= width)
         own_mask = mask.at[b % mask.shape[0], rows, pl.ds((i - count) * C, C)]
-        return lambda: _load(own_mask) > 0
+        return lambda: tensor_cores.load(own_mask) > 0
 
     def visit(look, i, carry):
         acc, top, total = carry
         stage = jax.lax.rem(i, jnp.int32(depth))
         plgpu.barrier_wait(arrived.at[stage])
         sees = look(i, stage)
-        s = _product(q_smem, k_smem.at[stage]) * scale
+        s = tensor_cores.product(q_smem, k_smem.at[stage]) * scale
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
         seen = sees()
@@ -288,7 +286,7 @@ def _kernel(
         p = jnp.where(seen, jnp.exp(s - jax.lax.broadcast_in_dim(higher, (ROWS, C), [0])), 0.0)
         total = total * keep + p.sum(axis=1)
         acc = acc * jax.lax.broadcast_in_dim(keep, (ROWS, Hv), [0])
-        acc = _add_product(acc, p.astype(v_smem.dtype), v_smem.at[stage])
+        acc = tensor_cores.add_product(acc, p.astype(v_smem.dtype), v_smem.at[stage])
         fetch(i + depth - 1)  # into the stage of chunk i - 1, whose products are complete
         return acc, higher, total
 
@@ -303,31 +301,3 @@ def _kernel(
     out_top[b, head, split, rows] = top
     out_total[b, head, split, rows] = total
 
-
-def _load(ref):
-    """What stands in memory, in registers as a product would have it."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    asked = inspect.signature(plgpu.load).parameters.get("idx")
-    index = ((),) if asked and asked.default is inspect.Parameter.empty else ()  # jax 0.10 wants one, 0.11 warns at it
-    return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)
-
-
-def _product(a, b):
-    """a @ b.T of two arrays in shared memory, in registers."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    def multiply(ref):
-        plgpu.wgmma(ref, a, b.transpose((1, 0)))
-        return ref[...]
-
-    accumulator = plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32)  # pyright: ignore (jax documents it, but marks it not)
-    return pl.run_scoped(multiply, accumulator)
-
-
-def _add_product(acc, a, b):
-    """acc + a @ b of `b` in shared memory and the rest in registers."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    start = plgpu.ACC.init(acc)  # pyright: ignore (as above)
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(start)

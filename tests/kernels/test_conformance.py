@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_jax.cache import KV
+from dflash_jax.kernels import tensor_cores
 from dflash_jax.kernels.block_attention import attend, expand, mosaic_gpu, pallas_tpu
 from dflash_jax.kernels.block_attention.reference import slots_at_once
 from dflash_jax.kernels.dispatch import using
@@ -113,8 +114,8 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "BLOCKS", 8)  # some cases in one stretch, some in two
     monkeypatch.setattr(mosaic_gpu, "LEAST", 2)
     plain = lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32)
-    monkeypatch.setattr(mosaic_gpu, "_product", lambda a, b: plain(a[...], b[...].T))
-    monkeypatch.setattr(mosaic_gpu, "_add_product", lambda acc, a, b: acc + plain(a, b[...]))
+    monkeypatch.setattr(tensor_cores, "product", lambda a, b: plain(a[...], b[...].T))
+    monkeypatch.setattr(tensor_cores, "add_product", lambda acc, a, b: acc + plain(a, b[...]))
 
 
 # Of each kind of attention one shape is tried every day by the kernel that takes longest to interpret.

@@ -1,0 +1,380 @@
+"""Implementation for Hopper (Pallas, Mosaic GPU), forward and backward: queries with two intervals of keys each.
+
+A thread block has two warpgroups that compute and one that copies. The computing ones take 64 queries of a head each
+(or 64 keys, where these are differentiated) and share what the third copies to shared memory a few chunks ahead (TMA).
+They multiply on the tensor cores (WGMMA) and keep sums and the online softmax in registers. Chunks that nobody in the
+thread block sees are not visited. Keys are differentiated for all query heads of theirs at once, so no sum is left over.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from .. import tensor_cores
+from . import intervals
+from .intervals import Kernel, seeing_tiles, seen_chunks
+
+HEAD_DIMS = (64, 128)
+ROWS = 64  # queries or keys of a warpgroup: the rows of one WGMMA
+COMPUTING = 2  # warpgroups
+TILE = COMPUTING * ROWS  # queries or keys of a thread block
+CHUNK = {"forward": 128, "queries": 64, "keys": 64}  # keys, keys and queries that are copied at once, in each kernel
+DEPTH = {"forward": 2, "queries": 3, "keys": 2}  # chunks in flight
+REGISTERS = 232, 40  # of a computing thread and of a copying one
+MASKED = -1e30
+LOG2E = math.log2(math.e)
+
+
+def declines(
+    q: Float[Array, "B A T N H"], k: Float[Array, "B A K F H"], context_k: Float[Array, "B K S H"]
+) -> str | None:
+    """Why these shapes are not served, or None."""
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head dim {q.shape[-1]}; it serves {', '.join(map(str, HEAD_DIMS))}"
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == context_k.dtype:
+        return f"queries in {q.dtype}, keys in {k.dtype} and {context_k.dtype}; it serves bfloat16 and float16"
+    return tensor_cores.missing()
+
+
+def forward(
+    q: Float[Array, "B R N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    bounds: Int[Array, "B 2 2 R"],
+    *,
+    context: int,
+    scale: float,
+) -> tuple[Float[Array, "B R N H"], Float[Array, "B N R"]]:
+    """See `intervals.Kernel`."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    (B, R, N, H), chunk, depth = q.shape, CHUNK["forward"], DEPTH["forward"]
+    scratch = {
+        "q_smem": _matrix((COMPUTING, ROWS, H), q.dtype),
+        "k_smem": _matrix((depth, chunk, H), q.dtype),
+        "v_smem": _matrix((depth, chunk, H), q.dtype),
+        "bounds_smem": plgpu.SMEM((COMPUTING, 2, 2, ROWS), jnp.int32),
+        "lse_smem": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
+        "ready": plgpu.Barrier(num_arrivals=5, num_barriers=COMPUTING),
+        **_pipeline(depth, copies=2),
+    }
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, R), jnp.float32)
+    run = _launched(partial(_forward, scale=scale), out, scratch, (R // TILE, B, N))
+    return run(seen_chunks(bounds, TILE, chunk), bounds, q, k, v)
+
+
+def backward(
+    q: Float[Array, "B R N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    bounds: Int[Array, "B 2 2 R"],
+    lse: Float[Array, "B N R"],
+    delta: Float[Array, "B N R"],
+    d_out: Float[Array, "B R N H"],
+    *,
+    context: int,
+    scale: float,
+) -> tuple[Float[Array, "B R N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    """See `intervals.Kernel`; one launch for the gradient of queries, and one for those of keys and values."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    (B, R, N, H), (K, S) = q.shape, k.shape[1:3]
+    chunk, depth = CHUNK["queries"], DEPTH["queries"]
+    scratch = {
+        "q_smem": _matrix((COMPUTING, ROWS, H), q.dtype),
+        "d_smem": _matrix((COMPUTING, ROWS, H), q.dtype),
+        "k_smem": _matrix((depth, chunk, H), q.dtype),
+        "v_smem": _matrix((depth, chunk, H), q.dtype),
+        "bounds_smem": plgpu.SMEM((COMPUTING, 2, 2, ROWS), jnp.int32),
+        "lse_smem": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
+        "delta_smem": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
+        "ready": plgpu.Barrier(num_arrivals=8, num_barriers=COMPUTING),
+        **_pipeline(depth, copies=2),
+    }
+    run = _launched(
+        partial(_of_queries, scale=scale), jax.ShapeDtypeStruct(q.shape, q.dtype), scratch, (R // TILE, B, N)
+    )
+    d_q = run(seen_chunks(bounds, TILE, chunk), bounds, q, d_out, lse, delta, k, v)
+
+    chunk, depth = CHUNK["keys"], DEPTH["keys"]
+    scratch = {
+        "k_smem": _matrix((COMPUTING, ROWS, H), q.dtype),
+        "v_smem": _matrix((COMPUTING, ROWS, H), q.dtype),
+        "q_smem": _matrix((depth, chunk, H), q.dtype),
+        "d_smem": _matrix((depth, chunk, H), q.dtype),
+        "lse_smem": plgpu.SMEM((depth, chunk), jnp.float32),
+        "delta_smem": plgpu.SMEM((depth, chunk), jnp.float32),
+        "low_smem": plgpu.SMEM((depth, chunk), jnp.int32),
+        "end_smem": plgpu.SMEM((depth, chunk), jnp.int32),
+        "ready": plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING),
+        **_pipeline(depth, copies=6),
+    }
+    out = (jax.ShapeDtypeStruct(k.shape, k.dtype),) * 2
+    run = _launched(partial(_of_keys, context=context, scale=scale), out, scratch, (S // TILE, B, K))
+    return d_q, *run(seeing_tiles(bounds, chunk, TILE, context, S), bounds, q, d_out, lse, delta, k, v)
+
+
+def _matrix(shape, dtype):
+    """Rows in shared memory, laid out as the tensor cores read them."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+
+def _pipeline(depth: int, copies: int):
+    """What says that a stage was filled, by so many copies, and that all who compute are done with it."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return {
+        "arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=depth),
+        "consumed": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=depth),
+    }
+
+
+def _launched(kernel, out, scratch, grid: tuple[int, int, int]):
+    """The kernel, on a grid whose first axis is the slowest."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.kernel(
+        partial(kernel, plgpu),
+        out_type=out,
+        scratch_types=scratch,
+        grid=grid,
+        grid_names=("tile", "b", "head"),
+        num_threads=COMPUTING + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+
+
+def _place():
+    """Tile, row of the batch and head of a thread block, and which of its warpgroups this is."""
+    return tuple(jax.lax.axis_index(name) for name in ("tile", "b", "head", "warpgroup"))
+
+
+def _roles(plgpu, compute, fetch, count, depth: int, consumed) -> None:
+    """Lets the last warpgroup copy, a few chunks ahead, and the others compute.
+
+    Args:
+        fetch: `fetch(i, stage)` starts the copies of chunk i.
+        count: of chunks.
+    """
+    mine, most = jax.lax.axis_index("warpgroup"), jnp.int32(depth)
+
+    @pl.when(mine < COMPUTING)
+    def _():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        compute()
+
+    @pl.when(mine == COMPUTING)
+    def _():
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+
+        def body(i, _):
+            stage = jax.lax.rem(i, most)
+            pl.when(i >= most)(lambda: plgpu.barrier_wait(consumed.at[stage]))
+            fetch(i, stage)
+
+        jax.lax.fori_loop(0, count, body, None)
+
+
+def _seen(plgpu, shape, begin, low, end, keys: int):
+    """Which keys, of a matrix of scores whose axis `keys` they lie along from `begin` on, a query sees."""
+    key = begin + plgpu.broadcasted_iota(jnp.int32, shape, keys, layout=plgpu.Layout.WGMMA)
+    low, end = (jax.lax.broadcast_in_dim(x, shape, [1 - keys]) for x in (low, end))
+    return (key >= low) & (key < end)
+
+
+def _forward(
+    plgpu, chunks, bounds, q, k, v, out, lse,
+    *, q_smem, k_smem, v_smem, bounds_smem, lse_smem, ready, arrived, consumed, scale,
+):  # fmt: skip
+    """A tile of queries of one head, the last tiles first: they mostly see most."""
+    at, b, head, mine = _place()
+    tile, (depth, C, H) = chunks.shape[2] - 1 - at, k_smem.shape
+    spans = [(chunks[b, i, tile, 0], chunks[b, i, tile, 1]) for i in range(2)]
+    total = spans[0][1] + spans[1][1]
+    rows = pl.ds(tile * TILE + mine * ROWS, ROWS)
+
+    def compute():
+        smem = q_smem.at[mine]
+        plgpu.copy_gmem_to_smem(q.at[b, rows, head], smem, ready.at[mine])
+        _copy_bounds(plgpu, bounds, b, rows, bounds_smem.at[mine], ready.at[mine])
+        plgpu.barrier_wait(ready.at[mine])
+
+        def visit(which, carry):
+            low, end = (tensor_cores.load(bounds_smem.at[mine, which, i], axis=1) for i in range(2))
+
+            def body(i, carry):
+                acc, top, total = carry
+                stage = jax.lax.rem(i, jnp.int32(depth))
+                plgpu.barrier_wait(arrived.at[stage])
+                s = tensor_cores.product(smem, k_smem.at[stage]) * (scale * LOG2E)
+                seen = _seen(plgpu, s.shape, _chunk_at(spans, i) * C, low, end, keys=1)
+                s = jnp.where(seen, s, MASKED)
+                higher = jnp.maximum(top, s.max(axis=1))
+                keep = jnp.exp2(top - higher)
+                p = jnp.where(seen, jnp.exp2(s - jax.lax.broadcast_in_dim(higher, s.shape, [0])), 0.0)
+                acc = acc * jax.lax.broadcast_in_dim(keep, acc.shape, [0])
+                total = total * keep + p.sum(axis=1)
+                acc = tensor_cores.add_product(acc, p.astype(v.dtype), v_smem.at[stage])
+                plgpu.barrier_arrive(consumed.at[stage])
+                return acc, higher, total
+
+            begin = 0 if which == 0 else spans[0][1]
+            return jax.lax.fori_loop(begin, begin + spans[which][1], body, carry)
+
+        carry = [tensor_cores.full(*x) for x in (((ROWS, H), 0.0), ((ROWS,), MASKED, 1), ((ROWS,), 0.0, 1))]
+        acc, top, sums = visit(1, visit(0, tuple(carry)))
+        sums = jnp.where(sums > 0.0, sums, 1.0)  # of a query that sees nothing
+        smem[...] = (acc / jax.lax.broadcast_in_dim(sums, acc.shape, [0])).astype(out.dtype)
+        lse_smem[mine] = top / LOG2E + jnp.log(sums)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, out.at[b, rows, head])
+        plgpu.copy_smem_to_gmem(lse_smem.at[mine], lse.at[b, head, rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    fetch = _fetching(plgpu, spans, k, v, q.shape[2], k_smem, v_smem, arrived)
+    _roles(plgpu, compute, fetch, total, depth, consumed)
+
+
+def _of_queries(
+    plgpu, chunks, bounds, q, d_out, lse, delta, k, v, d_q,
+    *, q_smem, d_smem, k_smem, v_smem, bounds_smem, lse_smem, delta_smem, ready, arrived, consumed, scale,
+):  # fmt: skip
+    """The gradient of a tile of queries of one head."""
+    at, b, head, mine = _place()
+    tile, (depth, C, H) = chunks.shape[2] - 1 - at, k_smem.shape
+    spans = [(chunks[b, i, tile, 0], chunks[b, i, tile, 1]) for i in range(2)]
+    total = spans[0][1] + spans[1][1]
+    rows = pl.ds(tile * TILE + mine * ROWS, ROWS)
+
+    def compute():
+        plgpu.copy_gmem_to_smem(q.at[b, rows, head], q_smem.at[mine], ready.at[mine])
+        plgpu.copy_gmem_to_smem(d_out.at[b, rows, head], d_smem.at[mine], ready.at[mine])
+        plgpu.copy_gmem_to_smem(lse.at[b, head, rows], lse_smem.at[mine], ready.at[mine])
+        plgpu.copy_gmem_to_smem(delta.at[b, head, rows], delta_smem.at[mine], ready.at[mine])
+        _copy_bounds(plgpu, bounds, b, rows, bounds_smem.at[mine], ready.at[mine])
+        plgpu.barrier_wait(ready.at[mine])
+        top = tensor_cores.load(lse_smem.at[mine], axis=1) * LOG2E
+        less = tensor_cores.load(delta_smem.at[mine], axis=1)
+
+        def visit(which, acc):
+            low, end = (tensor_cores.load(bounds_smem.at[mine, which, i], axis=1) for i in range(2))
+
+            def body(i, acc):
+                stage = jax.lax.rem(i, jnp.int32(depth))
+                plgpu.barrier_wait(arrived.at[stage])
+                s = tensor_cores.product(q_smem.at[mine], k_smem.at[stage]) * (scale * LOG2E)
+                seen = _seen(plgpu, s.shape, _chunk_at(spans, i) * C, low, end, keys=1)
+                p = jnp.where(seen, jnp.exp2(s - jax.lax.broadcast_in_dim(top, s.shape, [0])), 0.0)
+                d_p = tensor_cores.product(d_smem.at[mine], v_smem.at[stage])
+                d_s = p * (d_p - jax.lax.broadcast_in_dim(less, s.shape, [0])) * scale
+                acc = tensor_cores.add_product(acc, d_s.astype(k.dtype), k_smem.at[stage])
+                plgpu.barrier_arrive(consumed.at[stage])
+                return acc
+
+            begin = 0 if which == 0 else spans[0][1]
+            return jax.lax.fori_loop(begin, begin + spans[which][1], body, acc)
+
+        acc = visit(1, visit(0, tensor_cores.full((ROWS, H), 0.0)))
+        q_smem[mine] = acc.astype(d_q.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_smem.at[mine], d_q.at[b, rows, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    fetch = _fetching(plgpu, spans, k, v, q.shape[2], k_smem, v_smem, arrived)
+    _roles(plgpu, compute, fetch, total, depth, consumed)
+
+
+def _copy_bounds(plgpu, bounds, b, rows, smem, barrier) -> None:
+    """Four vectors: first and end of both intervals."""
+    for which in range(2):
+        for i in range(2):
+            plgpu.copy_gmem_to_smem(bounds.at[b, which, i, rows], smem.at[which, i], barrier)
+
+
+def _chunk_at(spans, i):
+    """Which chunk of keys is visited as the i-th."""
+    (first, count), (second, _) = spans
+    return jnp.where(i < count, first + i, second + i - count)
+
+
+def _fetching(plgpu, spans, k, v, heads: int, k_smem, v_smem, arrived):
+    """`_roles`'s `fetch` of keys and values, for one of so many query heads."""
+    _, b, head, _ = _place()
+    own, C = jax.lax.div(head, jnp.int32(heads // k.shape[1])), k_smem.shape[1]
+
+    def fetch(i, stage):
+        at = pl.ds(_chunk_at(spans, i) * C, C)
+        plgpu.copy_gmem_to_smem(k.at[b, own, at], k_smem.at[stage], arrived.at[stage])
+        plgpu.copy_gmem_to_smem(v.at[b, own, at], v_smem.at[stage], arrived.at[stage])
+
+    return fetch
+
+
+def _of_keys(
+    plgpu, tiles, bounds, q, d_out, lse, delta, k, v, d_k, d_v,
+    *, k_smem, v_smem, q_smem, d_smem, lse_smem, delta_smem, low_smem, end_smem, ready, arrived, consumed,
+    context, scale,
+):  # fmt: skip
+    """The gradients of a tile of keys and values of one head, the first tiles first: they are mostly seen most."""
+    tile, b, head, mine = _place()
+    (depth, C, H), group = q_smem.shape, q.shape[2] // k.shape[1]
+    first, count = tiles[b, tile, 0], tiles[b, tile, 1]
+    begin = tile * TILE + mine * ROWS
+    which = jnp.where(tile * TILE >= context, 1, 0)  # the interval of these keys
+
+    def compute():
+        plgpu.copy_gmem_to_smem(k.at[b, head, pl.ds(begin, ROWS)], k_smem.at[mine], ready.at[mine])
+        plgpu.copy_gmem_to_smem(v.at[b, head, pl.ds(begin, ROWS)], v_smem.at[mine], ready.at[mine])
+        plgpu.barrier_wait(ready.at[mine])
+
+        def body(i, carry):
+            of_keys, of_values = carry
+            stage = jax.lax.rem(i, jnp.int32(depth))
+            plgpu.barrier_wait(arrived.at[stage])
+            s = tensor_cores.product(k_smem.at[mine], q_smem.at[stage]) * (scale * LOG2E)
+            low, end = (tensor_cores.load(x.at[stage], axis=0) for x in (low_smem, end_smem))
+            top = tensor_cores.load(lse_smem.at[stage], axis=0) * LOG2E
+            seen = _seen(plgpu, s.shape, begin, low, end, keys=0)
+            p = jnp.where(seen, jnp.exp2(s - jax.lax.broadcast_in_dim(top, s.shape, [1])), 0.0)
+            of_values = tensor_cores.add_product(of_values, p.astype(d_out.dtype), d_smem.at[stage])
+            d_p = tensor_cores.product(v_smem.at[mine], d_smem.at[stage])
+            less = tensor_cores.load(delta_smem.at[stage], axis=0)
+            d_s = p * (d_p - jax.lax.broadcast_in_dim(less, s.shape, [1])) * scale
+            of_keys = tensor_cores.add_product(of_keys, d_s.astype(q.dtype), q_smem.at[stage])
+            plgpu.barrier_arrive(consumed.at[stage])
+            return of_keys, of_values
+
+        zeros = tensor_cores.full((ROWS, H), 0.0)
+        of_keys, of_values = jax.lax.fori_loop(0, group * count, body, (zeros, zeros))
+        k_smem[mine] = of_keys.astype(d_k.dtype)
+        v_smem[mine] = of_values.astype(d_v.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(k_smem.at[mine], d_k.at[b, head, pl.ds(begin, ROWS)])
+        plgpu.copy_smem_to_gmem(v_smem.at[mine], d_v.at[b, head, pl.ds(begin, ROWS)])
+        plgpu.wait_smem_to_gmem(0)
+
+    def fetch(i, stage):
+        other = head * group + jax.lax.div(i, jnp.maximum(count, 1))  # of the query heads
+        rows = pl.ds((first + jax.lax.rem(i, jnp.maximum(count, 1))) * C, C)
+        copies = (
+            (q.at[b, rows, other], q_smem),
+            (d_out.at[b, rows, other], d_smem),
+            (lse.at[b, other, rows], lse_smem),
+            (delta.at[b, other, rows], delta_smem),
+            (bounds.at[b, which, 0, rows], low_smem),
+            (bounds.at[b, which, 1, rows], end_smem),
+        )
+        for source, smem in copies:
+            plgpu.copy_gmem_to_smem(source, smem.at[stage], arrived.at[stage])
+
+    _roles(plgpu, compute, fetch, group * count, depth, consumed)
+
+
+_: Kernel  # what this module is, for `intervals`
