@@ -1,4 +1,5 @@
-"""The attention and the experts of real models, for the conformance tests and the hardware report."""
+"""The attention, in decoding and in training, and the experts of real models, for the conformance tests and the
+hardware report."""
 
 from typing import NamedTuple
 
@@ -45,6 +46,39 @@ SHAPES = {
     "kimi-k2.5 decode": Shape(1, 64, 1, 576, values=512),
     "kimi-k2.5 verify": Shape(8, 64, 1, 576, values=512),
     "qwen3-8b prefill": Shape(512, 32, 8, 128),
+}
+
+
+class Anchored(NamedTuple):
+    """One call of `anchored_attention.attend_anchored`: a row of a batch in training.
+
+    Attributes:
+        A, T, F: blocks, and queries and keys of each.
+        N, K, H: query heads, key-value heads, head dim.
+        S: positions of the row.
+        causal: whether the blocks are.
+        window: of a sliding layer.
+    """
+
+    A: int
+    T: int
+    F: int
+    N: int
+    K: int
+    H: int
+    S: int
+    causal: bool = False
+    window: int | None = None
+
+
+TRAINING = {
+    "qwen3-8b": Anchored(512, 16, 16, 32, 8, 128, 3072),
+    "qwen3-8b, long rows": Anchored(512, 16, 16, 32, 8, 128, 8192),
+    "llama-3.1-8b": Anchored(512, 10, 10, 32, 8, 128, 3072),
+    "gpt-oss-20b, sliding": Anchored(512, 8, 8, 64, 8, 64, 3072, window=128),
+    "gemma-4-31b, sliding": Anchored(512, 16, 16, 64, 8, 128, 8192, window=2048),
+    "causal blocks": Anchored(512, 7, 7, 32, 8, 128, 3072, causal=True),
+    "a later pass": Anchored(3072, 1, 4, 32, 8, 128, 3072, causal=True),  # of EAGLE-3, in which every position is one
 }
 
 

@@ -11,7 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.mesh import HEADS, ROWS, on_each_device
 
-from . import reference
+from ..dispatch import Name, choose
+from . import intervals, mosaic_gpu, pallas_tpu, reference
+from .trial import Trial
+
+IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": mosaic_gpu}
 
 
 def attend_anchored(
@@ -26,6 +30,7 @@ def attend_anchored(
     visible: Literal["causal", "full"],
     window: int | None = None,
     scale: float | None = None,
+    implementation: Name | None = None,
 ) -> Float[Array, "B A T N H"]:
     """Many blocks of one sequence at once, differentiable in all arrays but the bounds.
 
@@ -41,11 +46,20 @@ def attend_anchored(
         visible: which positions of its own block a query sees.
         window: a query at p sees keys with |p - key position| < window only; None is unbounded.
         scale: of the scores, `H ** -0.5` by default.
+        implementation: "xla", "tpu" (Pallas) or "gpu" (Pallas on Hopper); see `dispatch`.
+
+    Raises:
+        ValueError: the named implementation does not serve this case; the message says why.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
+    how = {"causal": visible == "causal", "window": window, "scale": factor}
 
-    def local(*arrays):
-        return reference.attend(*arrays, causal=visible == "causal", window=window, scale=factor)
+    def local(q, k, v, context_k, *rest):
+        trial = Trial.of(q, k, context_k, visible=visible, window=window, scale=factor)
+        asked = {"implementation": implementation, "trial": trial, "call": attend_anchored}
+        chosen = choose(IMPLEMENTATIONS, q, k, context_k, **asked)
+        arrays = q, k, v, context_k, *rest
+        return reference.attend(*arrays, **how) if chosen is reference else intervals.attend(chosen, *arrays, **how)
 
     queries, keys = P(ROWS, None, None, HEADS), P(ROWS, None, HEADS)
     context = P(ROWS, HEADS)

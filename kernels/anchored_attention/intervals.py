@@ -8,7 +8,6 @@ Shapes: B rows, R queries of a row (A blocks of T, and more at the end), N query
 head dim.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -49,7 +48,7 @@ class Kernel(Protocol):
         context: int,
         scale: float,
     ) -> tuple[Float[Array, "B R N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-        """The gradients of queries, keys and values. `delta` is the product of each query's output with its gradient."""
+        """The gradients of queries, keys and values. `delta` is each query's output times its gradient, summed."""
         ...
 
 
@@ -99,18 +98,16 @@ def intervals(
     Args:
         T, F, S: queries and keys of a block, keys of context.
     """
-    (B, A), at = anchors.shape, F - T + jnp.arange(T)  # of the queries among the keys of their block
-    own = S + -S % ROUNDED + F * jnp.arange(A)
-    first, end = jnp.zeros(T, jnp.int32), jnp.full(T, F)
-    if causal:
-        end = at + 1
-    low = jnp.broadcast_to(starts[:, :, None], (B, A, T))
+    (B, A), at = anchors.shape, (F - T + jnp.arange(T))[None, None]  # of the queries among the keys of their block
+    anchors, starts, own = anchors[:, :, None], starts[:, :, None], (F * jnp.arange(A))[None, :, None]
+    first, end = jnp.zeros_like(at), at + 1 if causal else jnp.full_like(at, F)
     if window is not None:
         first, end = jnp.maximum(first, at - window + 1), jnp.minimum(end, at + window)
-        low = jnp.maximum(low, anchors[:, :, None] + at - window + 1)
-    of_block = [jnp.broadcast_to(own[None, :, None] + x, (B, A, T)) for x in (first, end)]
-    of_context = [low, jnp.broadcast_to(jnp.minimum(anchors, S)[:, :, None], (B, A, T))]
-    return jnp.stack([*of_context, *of_block], axis=1).reshape(B, 2, 2, A * T).astype(jnp.int32)
+        starts = jnp.maximum(starts, anchors + at - window + 1)
+    before = S + -S % ROUNDED
+    of_block = before + own + first, before + own + end
+    ends = [jnp.broadcast_to(x, (B, A, T)) for x in (starts, jnp.minimum(anchors, S), *of_block)]
+    return jnp.stack(ends, axis=1).reshape(B, 2, 2, A * T).astype(jnp.int32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -146,13 +143,11 @@ def seen_chunks(bounds: Int[Array, "B 2 2 R"], tile: int, chunk: int) -> Int[Arr
     return jnp.stack([first, jnp.where(low < end, -(-end // chunk) - first, 0)], axis=-1)
 
 
-def seeing_tiles(
-    bounds: Int[Array, "B 2 2 R"], tile: int, chunk: int, context: int, keys: int
-) -> Int[Array, "B _ 2"]:
+def seeing_tiles(bounds: Int[Array, "B 2 2 R"], tile: int, chunk: int, context: int, keys: int) -> Int[Array, "B _ 2"]:
     """Of each chunk of keys, the first tile of queries some of which sees some of it, and how many up to the last."""
     low, end = (x[:, :, None] for x in _of_tiles(bounds, tile))
-    begins = jnp.arange(0, keys, chunk)[:, None]
-    sees = (low < end) & (low < begins + chunk) & (end > begins)  # [B, 2, chunks, tiles]
+    begins = jnp.arange(0, keys, chunk)[None, :, None]
+    sees = (low < end) & (low < (begins + chunk)[None]) & (end > begins[None])  # [B, 2, chunks, tiles]
     sees = jnp.where(begins < context, sees[:, 0], sees[:, 1])
     first, last = jnp.argmax(sees, axis=-1), sees.shape[-1] - jnp.argmax(sees[..., ::-1], axis=-1)
     return jnp.stack([first, jnp.where(jnp.any(sees, axis=-1), last - first, 0)], axis=-1).astype(jnp.int32)

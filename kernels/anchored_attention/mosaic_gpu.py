@@ -3,7 +3,8 @@
 A thread block has two warpgroups that compute and one that copies. The computing ones take 64 queries of a head each
 (or 64 keys, where these are differentiated) and share what the third copies to shared memory a few chunks ahead (TMA).
 They multiply on the tensor cores (WGMMA) and keep sums and the online softmax in registers. Chunks that nobody in the
-thread block sees are not visited. Keys are differentiated for all query heads of theirs at once, so no sum is left over.
+thread block sees are not visited. Keys are differentiated for all query heads of theirs at once, so no sum is left to
+another launch.
 """
 
 import math
@@ -15,8 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from .. import tensor_cores
-from . import intervals
-from .intervals import Kernel, seeing_tiles, seen_chunks
+from .intervals import seeing_tiles, seen_chunks
 
 HEAD_DIMS = (64, 128)
 ROWS = 64  # queries or keys of a warpgroup: the rows of one WGMMA
@@ -375,6 +375,3 @@ def _of_keys(
             plgpu.copy_gmem_to_smem(source, smem.at[stage], arrived.at[stage])
 
     _roles(plgpu, compute, fetch, group * count, depth, consumed)
-
-
-_: Kernel  # what this module is, for `intervals`

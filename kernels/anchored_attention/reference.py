@@ -1,7 +1,9 @@
 """Attention of many blocks to one sequence, with gradients, in plain XLA.
 
 Blocks are taken in tiles; a tile walks the chunks of the cache that some block of it sees, with an online
-softmax, and its backward pass walks them again. Neither pass holds more than tile x chunk scores.
+softmax, and its backward pass walks them again. Neither pass holds more than tile x chunk scores. On a GPU tiles and
+chunks are large and a tile walks all chunks: the host, which starts every kernel there, would otherwise wait for the
+device to say how many.
 """
 
 from functools import partial
@@ -11,10 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..dispatch import platform
 from ..products import product
 
 TILE = 128  # queries of one head a tile holds at least
 CHUNK = 128  # cache slots per iteration
+LARGE = 1024  # both on a GPU
+MOST_SCORES = 256 << 20  # bytes of them there
 MASKED = -1e30
 
 
@@ -44,8 +49,9 @@ def attend(
     B, A, T, N, H = q.shape
     K, S = cache_k.shape[1:3]
     group, earlier = N // K, k.shape[3] - T  # keys of the block before its first query
-    size = min(A, max(1, TILE // T))
-    n, chunk = -(-A // size), min(CHUNK, S)
+    most, chunk = (LARGE, _large_chunk(B * N)) if platform() == "gpu" else (TILE, CHUNK)
+    size, chunk = min(A, max(1, most // T)), min(chunk, S)
+    n = -(-A // size)
     more = n * size - A
 
     def tiled(x: Array) -> Array:
@@ -102,7 +108,7 @@ def _forward(chunk, scale, tiles, cache_k, cache_v, mask):
 
         shape = tile.q.shape[:-1]
         start = jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1)), jnp.zeros(tile.q.shape)
-        top, total, out = jax.lax.fori_loop(*_span(tile, chunk), visit, start)
+        top, total, out = jax.lax.fori_loop(*_span(tile, chunk, cache_k), visit, start)
         s = _own_scores(tile, mask, scale)
         largest = jnp.max(s, axis=-1, keepdims=True).reshape(top.shape)
         higher = jnp.maximum(top, largest)
@@ -138,7 +144,7 @@ def _backward(chunk, scale, kept, d_out):
             d_cache_v = _add(d_cache_v, i * chunk, product("bkrc,bkrh->bkch", p.astype(dtype), d))
             return d_q + product("bkrc,bkch->bkrh", d_s, keys), d_cache_k, d_cache_v
 
-        d_q, *carry = jax.lax.fori_loop(*_span(tile, chunk), visit, (d_q, *carry))
+        d_q, *carry = jax.lax.fori_loop(*_span(tile, chunk, cache_k), visit, (d_q, *carry))
         return tuple(carry), tuple(x.astype(dtype) for x in (d_q, d_k, d_v))
 
     zeros = jnp.zeros(cache_k.shape), jnp.zeros(cache_v.shape)
@@ -161,8 +167,15 @@ def _own_scores(tile: _Tiles, mask: Bool[Array, "Q F"], scale: float) -> Float[A
     return jnp.where(mask[None, None, None], scores, MASKED)
 
 
-def _span(tile: _Tiles, chunk: int) -> tuple[Array, Array]:
-    """Chunks of the cache that some query of the tile sees."""
+def _large_chunk(heads: int) -> int:
+    """Cache slots per iteration on a GPU, for so many heads of all rows: a power of two, at least `CHUNK`."""
+    return max(CHUNK, min(LARGE, 1 << (MOST_SCORES // (4 * heads * LARGE) or 1).bit_length() - 1))
+
+
+def _span(tile: _Tiles, chunk: int, cache_k: Float[Array, "B K S H"]) -> tuple[Array | int, Array | int]:
+    """Chunks of the cache that some query of the tile sees, or all."""
+    if platform() == "gpu":
+        return 0, cache_k.shape[2] // chunk
     sees = tile.low < tile.high
     first = jnp.min(jnp.where(sees, tile.low, jnp.iinfo(jnp.int32).max)) // chunk
     return first, jnp.maximum(first, (jnp.max(jnp.where(sees, tile.high, 0)) + chunk - 1) // chunk)

@@ -300,4 +300,3 @@ def _kernel(
     out[b, head, split, rows] = acc
     out_top[b, head, split, rows] = top
     out_total[b, head, split, rows] = total
-

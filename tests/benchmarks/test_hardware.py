@@ -12,7 +12,7 @@ from dflash_jax.benchmarks.hardware import __main__ as hardware
 from dflash_jax.benchmarks.hardware import profiles
 from dflash_jax.benchmarks.hardware.report import Item, SkippedError, markdown, measure
 from dflash_jax.chips import chip_of
-from dflash_jax.kernels.shapes import PRODUCTS, SHAPES
+from dflash_jax.kernels.shapes import PRODUCTS, SHAPES, TRAINING
 
 
 def items(found, minutes=0.0):
@@ -148,7 +148,8 @@ def test_every_item_in_toy_sizes(tmp_path):
     assert [name for name, item in report["items"].items() if not item.get("done")] == ["graphs"]
     assert [row["shape"] for row in report["items"]["attention"]["rows"]] == list(SHAPES)
     assert [row["products"] for row in report["items"]["products"]["rows"]] == list(PRODUCTS)
-    for name in ("attention", "products"):
+    assert [row["blocks"] for row in report["items"]["anchored"]["rows"]] == list(TRAINING)
+    for name in ("attention", "anchored", "products"):
         assert all(row["xla same bits"] and row["xla error"] < 1e-5 for row in report["items"][name]["rows"])
     (row,) = report["items"]["training"]["rows"]
     assert row["finite"]

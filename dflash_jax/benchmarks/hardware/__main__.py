@@ -122,6 +122,7 @@ def all_items(bench: "Bench") -> dict[str, Item]:
         "tree": Item("Steps that verify a tree", 1.0, partial(steps.trees, bench)),
         "xla": Item("Kernels of this package against XLA", 2.5, partial(steps.by_xla, bench)),
         "attention": Item("Attention at the shapes of real models", 4.0, partial(kernels.attention, **how)),
+        "anchored": Item("Attention of training", 1.0, partial(kernels.anchored, **how)),
         "products": Item("Products of experts", 1.0, partial(kernels.products, **how)),
     }
     for name in EXPERTS:

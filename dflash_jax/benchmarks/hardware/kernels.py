@@ -12,10 +12,12 @@ from jaxtyping import Array, Float
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.device import timed
 from dflash_jax.cache import KV
+from dflash_jax.kernels.anchored_attention import attend_anchored
+from dflash_jax.kernels.anchored_attention.trial import Trial
 from dflash_jax.kernels.block_attention import attend, together
 from dflash_jax.kernels.dispatch import PREFERRED, Name
 from dflash_jax.kernels.grouped_matmul import grouped_matmul
-from dflash_jax.kernels.shapes import PRODUCTS, SHAPES, Shape
+from dflash_jax.kernels.shapes import PRODUCTS, SHAPES, TRAINING, Shape
 from dflash_jax.quantised import BLOCK, FP8, GROUP, MXFP4, Quantised
 
 FLOAT32 = jnp.dtype("float32")
@@ -54,6 +56,31 @@ def attention(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
         yield row
 
 
+def anchored(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
+    """The attention of training at the shapes of real drafters, and its gradients, against float32; then the time."""
+    for name, shape in TRAINING.items():
+        A, T, F, N, K, H, S, causal, window = shape
+        if small:
+            A, N, K, H, S = 8, 4, 2, 16, 128
+        options: dict[str, Any] = {"visible": "causal" if causal else "full", "window": window, "scale": H**-0.5}
+        case = Trial(1, A, T, F, N, K, H, S, str(dtype), **options)
+        arrays = jax.jit(case.arrays)(jax.random.key(0))
+        called = lambda name: partial(attend_anchored, implementation=name)
+        with jax.default_matmul_precision("highest"):
+            wide = [x.astype(jnp.float32) for x in arrays[:-2]]
+            truth = jax.jit(partial(case.gradients, called("xla")))(*wide, *arrays[-2:])
+        row: Figures = {"blocks": name}
+        for implementation in implementations():
+            forward, both = (jax.jit(partial(f, called(implementation))) for f in (case.call, case.gradients))
+            try:
+                row |= _compared(implementation, partial(both, *arrays), truth)
+            except ValueError:  # it declines
+                continue
+            row[f"{implementation} forward us"] = 1e6 * timed(forward, *arrays)
+            row[f"{implementation} both us"] = 1e6 * timed(both, *arrays)
+        yield row
+
+
 def products(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
     """The products of experts: sorted rows, NaN in the weights of a group without rows, against float32."""
     for name, shape in PRODUCTS.items():
@@ -79,11 +106,13 @@ def products(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
         yield row
 
 
-def _compared(name: str, call: Callable[[], Array], truth: Array) -> Figures:
-    runs = [np.asarray(call().astype(jnp.float32)) for _ in range(REPEATS)]
-    expected = np.asarray(truth, np.float64)
-    error = float(np.max(np.abs(runs[0] - expected)) / np.max(np.abs(expected)))
-    same = all(np.array_equal(runs[0], run) for run in runs[1:])  # NaN differs from itself
+def _compared(name: str, call: Callable[[], Any], truth: Any) -> Figures:
+    """Of an array, or of several together."""
+    numbers = lambda tree: [np.asarray(x.astype(jnp.float32), np.float64) for x in jax.tree.leaves(tree)]
+    runs, expected = [numbers(call()) for _ in range(REPEATS)], numbers(truth)
+    pairs = zip(runs[0], expected, strict=True)
+    error = max(float(np.max(np.abs(got - right)) / np.max(np.abs(right))) for got, right in pairs)
+    same = all(all(map(np.array_equal, runs[0], run)) for run in runs[1:])  # NaN differs from itself
     return {f"{name} error": error, f"{name} same bits": same}
 
 
