@@ -7,6 +7,7 @@ kernel: it is replaced this time, and asked again the next.
 """
 
 import re
+import sys
 import threading
 import warnings
 from collections import defaultdict
@@ -105,7 +106,7 @@ def side_by_side(traces: Iterable[Callable[[], object]]) -> None:
         finally:
             del _ahead.asked
         # What was going on when a process ended is looked at alone: it may have been any of several.
-        suspect = [check for check in asked.values() if _verdict(*check[1:3]).is_suspect()]
+        suspect = [check for check in asked.values() if _verdict(*check[1:]).is_suspect()]
         found = [trouble(*check) for check in suspect]
         with ThreadPoolExecutor(1 if jax.process_count() > 1 else len(asked) or 1) as pool:
             found += pool.map(lambda check: trouble(*check, alone=False), asked.values())
@@ -132,13 +133,15 @@ def _agreed(compared: Callable[[], Finding]) -> Finding:
     return found
 
 
-def _verdict(kernel: ModuleType, trial: AnyTrial) -> verdicts.Verdict:
-    return verdicts.Verdict(f"{kernel.__name__} {trial}", kernel)
+def _verdict(kernel: ModuleType, trial: AnyTrial, call: Call) -> verdicts.Verdict:
+    """It rests on the kernel, what calls it, and what all kernels share."""
+    folders = (sys.modules[name] for name in (call.__module__, __name__))
+    return verdicts.Verdict(f"{kernel.__name__} {trial}", kernel, *folders)
 
 
 def _looked_up(name: str, kernel: ModuleType, trial: AnyTrial, call: Call, alone: bool) -> Finding:
     """The verdict on disk; where there is none, what a trial finds, which then is there."""
-    verdict = _verdict(kernel, trial)
+    verdict = _verdict(kernel, trial, call)
     there, trouble = verdict.known()
     if there:
         return Finding(trouble)

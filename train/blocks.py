@@ -10,11 +10,13 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.cache import Cache, commit, once_read
 from dflash_jax.drafters.base import Blocks
+from dflash_jax.kernels.dispatch import platform
 from dflash_jax.sharding import gathers
 from dflash_jax.target import Target
 
 TARGET_CHUNK = 256  # positions of a target pass
-WHOLE_ROW = 4096  # the same where its weights are gathered for every pass: a row that is no longer
+LARGE_CHUNK = 1024  # the same on an accelerator, where every pass reads all weights
+WHOLE_ROW = 8192  # there, and on meshes that gather the weights for every pass: a row that is no longer
 
 
 def draw_blocks(
@@ -65,17 +67,19 @@ def draw_blocks(
 def target_features(
     target: Target, taps: tuple[int, ...], tokens: Int[Array, "B S"], starts: Int[Array, "B S"]
 ) -> tuple[Float[Array, "B S FD"], Float[Array, "B S D"]]:
-    """Tapped features and final-normed hidden states of packed rows, by the frozen target, chunk by chunk.
+    """Tapped features and final-normed hidden states of packed rows, by the frozen target.
 
-    Where its weights are gathered for every pass, one pass takes the whole row, if that is not too long.
+    On an accelerator, and on meshes that gather the weights for every pass, one pass takes a whole row that is not too
+    long. Else they are found chunk by chunk.
     """
     B, S = tokens.shape
-    if gathers() and S <= WHOLE_ROW:
+    whole = gathers() or platform() != "cpu"
+    if whole and S <= WHOLE_ROW:
         positions = jnp.broadcast_to(jnp.arange(S)[None], (B, S))
         cache, lengths = target.init_cache(B, 0), jnp.zeros(B, jnp.int32)
         hidden, features, _ = target.forward(tokens, positions, None, cache, lengths, taps=taps, starts=starts)
         return jax.lax.stop_gradient(features), jax.lax.stop_gradient(hidden)
-    chunk = min(TARGET_CHUNK, S)
+    chunk = min(LARGE_CHUNK if whole else TARGET_CHUNK, S)
     short = -S % chunk
     tokens = jnp.pad(tokens, ((0, 0), (0, short)))
     starts = jnp.concatenate([starts, jnp.broadcast_to(jnp.arange(S, S + short)[None], (B, short))], axis=1)

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.mesh import HEADS, ROWS, on_each_device
 
 from ..dispatch import Name, choose
-from . import intervals, mosaic_gpu, pallas_tpu, reference
+from ..interval_attention import mosaic_gpu, pallas_tpu
+from . import blocks, reference
 from .trial import Trial
 
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": mosaic_gpu}
@@ -59,7 +60,7 @@ def attend_anchored(
         asked = {"implementation": implementation, "trial": trial, "call": attend_anchored}
         chosen = choose(IMPLEMENTATIONS, q, k, context_k, **asked)
         arrays = q, k, v, context_k, *rest
-        return reference.attend(*arrays, **how) if chosen is reference else intervals.attend(chosen, *arrays, **how)
+        return reference.attend(*arrays, **how) if chosen is reference else blocks.attend(chosen, *arrays, **how)
 
     queries, keys = P(ROWS, None, None, HEADS), P(ROWS, None, HEADS)
     context = P(ROWS, HEADS)

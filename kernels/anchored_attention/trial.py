@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ..interval_attention import ROUNDED
 from ..verify import TOLERANCE
-from .intervals import ROUNDED
 
 MOST = 1024  # queries or keys that any kernel takes at once
 LEAST = 520  # keys of context, and queries of a row: several tiles of every kernel

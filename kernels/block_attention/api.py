@@ -26,13 +26,15 @@ from dflash_jax.mesh import (
 )
 
 from ..dispatch import Name, choose, prefers
-from . import mosaic_gpu, pallas_tpu, reference, splash
+from . import alone_gpu, mosaic_gpu, pallas_tpu, reference, splash
 from .trial import Trial
 
 Visibility = Bool[Array, "T F"] | Bool[Array, "B T F"]  # row i sees column j: token trees
 
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": mosaic_gpu}
-ALONE = IMPLEMENTATIONS | {"tpu": splash}  # of a causal block without a cache; splash is called in a way of its own
+# Of a causal block without a cache; the kernels are called in a way of their own.
+ALONE = IMPLEMENTATIONS | {"tpu": splash, "gpu": alone_gpu}
+ALONE_CAPPED = ALONE | {"gpu": mosaic_gpu}  # with a softcap
 EXPANDING = {"xla": reference}  # of latents that become keys and values
 JOINED = 1024  # positions of a block that is made as one array, at most
 
@@ -129,9 +131,14 @@ def attend(
     trial = partial(Trial.of, **given, **options)
     chosen_for = partial(choose, implementation=implementation, call=attend)
     alone = isinstance(visible, str) and visible == "causal" and cache_k.shape[2] == 0 and key_positions is None
-    if alone and chosen_for(ALONE, q, v, cache_k, cache_v, trial=trial(q, v, cache_k)) is splash:
-        by_splash = partial(splash.attend, window=window, scale=factor, softcap=softcap)
-        return on_each_device(by_splash, (queries, keys, keys, by_row, by_head), queries)(q, k, v, starts, sinks)
+    among = ALONE if softcap is None else ALONE_CAPPED
+    if alone and (chosen := chosen_for(among, q, v, cache_k, cache_v, trial=trial(q, v, cache_k))) in (
+        splash,
+        alone_gpu,
+    ):
+        begins = None if starts is None else jnp.maximum(starts - positions[:, :1], 0)  # of documents in the block
+        by_kernel = partial(chosen.attend, window=window, scale=factor, softcap=softcap)
+        return on_each_device(by_kernel, (queries, keys, keys, by_row, by_head), queries)(q, k, v, begins, sinks)
     mask = block_mask(visible, k.shape[2], positions, at, window)
     low = starts
     if starts is not None:

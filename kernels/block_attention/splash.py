@@ -49,7 +49,8 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B T N Hv"]:
-    """Causal attention of consecutive positions to each other; arguments as in `api.attend`."""
+    """Causal attention of consecutive positions to each other; arguments as in `api.attend`, but that `starts` are
+    places in the block."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 

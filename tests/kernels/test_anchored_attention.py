@@ -16,9 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_jax.kernels import tensor_cores, verify
-from dflash_jax.kernels.anchored_attention import attend_anchored, intervals, mosaic_gpu, reference
+from dflash_jax.kernels.anchored_attention import attend_anchored, blocks, reference
 from dflash_jax.kernels.anchored_attention.trial import Trial
 from dflash_jax.kernels.dispatch import using
+from dflash_jax.kernels.interval_attention import api, mosaic_gpu
 from dflash_jax.kernels.shapes import TRAINING, Anchored
 
 INTERPRETED = {"xla": nullcontext, "tpu": lambda: pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())}
@@ -90,10 +91,10 @@ def check(implementation, shape, anchors, starts, dtype=None):
         np.testing.assert_allclose(np.asarray(mine, np.float64), right, atol=tolerance * max(1, np.abs(right).max()))
 
 
-def packed(shape, blocks, rows=1):
+def packed(shape, count, rows=1):
     """A row's anchors in order, and where their documents start: three of them, and blocks that only fill up."""
     rng, S = np.random.default_rng(7), shape.S
-    anchors = np.sort(rng.integers(0, S, (rows, blocks)), axis=1)
+    anchors = np.sort(rng.integers(0, S, (rows, count)), axis=1)
     ends = np.asarray([0, S // 4, S // 2 + 9, S])
     starts = ends[np.searchsorted(ends, anchors, side="right") - 1]
     anchors[:, -2:] = starts[:, -2:] = 0
@@ -144,9 +145,9 @@ def test_kernels(implementation, visible, window):
 def test_real_shapes(implementation, name):
     """Whole rows and blocks of real drafters, with the query heads of one key-value head and fewer blocks."""
     shape = TRAINING[name]
-    blocks = min(shape.A, 48 * 16 // shape.T, 200)
-    shape = shape._replace(A=blocks, N=shape.N // shape.K, K=1)
-    check(implementation, shape, *packed(shape, blocks))
+    count = min(shape.A, 48 * 16 // shape.T, 200)
+    shape = shape._replace(A=count, N=shape.N // shape.K, K=1)
+    check(implementation, shape, *packed(shape, count))
 
 
 @pytest.mark.slow
@@ -160,15 +161,15 @@ def test_what_is_not_seen_is_not_visited():
     T, S, A = 16, 3072, 96
     anchors = np.linspace(0, S - 1, A).astype(np.int32)[None]
     starts = np.where(anchors >= 1500, 1500, 0).astype(np.int32)
-    bounds = intervals.intervals(jnp.asarray(anchors), jnp.asarray(starts), T, T, S, False, None)
-    seen = np.asarray(intervals.seen_chunks(bounds, 128, 128))[0]  # [2, tiles, 2]: first and count
+    bounds = blocks.intervals(jnp.asarray(anchors), jnp.asarray(starts), T, T, S, False, None)
+    seen = np.asarray(api.seen_chunks(bounds, 128, 128))[0]  # [2, tiles, 2]: first and count
     for tile in range(A * T // 128):
         some = slice(tile * 8, tile * 8 + 8)
         low, high = starts[0, some].min(), anchors[0, some].max()
         first, count = seen[0, tile]
         assert (first, count) == ((low // 128, -(-high // 128) - low // 128) if high else (0, 0))
         assert tuple(seen[1, tile]) == (S // 128 + tile, 1)
-    seeing = np.asarray(intervals.seeing_tiles(bounds, 128, 128, S, S + A * T))[0]
+    seeing = np.asarray(api.seeing_tiles(bounds, 128, 128, S, S + A * T))[0]
     for chunk in range(S // 128):
         sees = (starts[0] < (chunk + 1) * 128) & (anchors[0] > chunk * 128)
         tiles = np.unique(np.nonzero(sees)[0] // 8)

@@ -321,24 +321,38 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "tpu"])
+@pytest.mark.parametrize("implementation", INTERPRETED)
 @pytest.mark.parametrize("shape", [*PACKED[:2], *(pytest.param(shape, marks=pytest.mark.slow) for shape in PACKED[2:])])
 def test_packed_rows_without_a_cache(implementation, shape):
-    call, arguments, expected = packed_rows(shape)
+    call, arguments, expected = packed_rows(shape, exact(implementation))
+    if implementation == "gpu" and shape.softcap is not None:
+        with pytest.raises(ValueError, match="0 slots; it serves multiples of 64"):
+            call("gpu", *arguments)
+        return
     with INTERPRETED[implementation]():
         got = jax.jit(call, static_argnums=0)(implementation, *arguments)
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=max(1e-5, tolerance(got)))
 
 
+ALONE = [name for name in INTERPRETED if name != "xla"]
+
+
+@pytest.mark.parametrize("implementation", ALONE)
 @pytest.mark.parametrize("shape", [PACKED[3], *(pytest.param(shape, marks=pytest.mark.slow) for shape in PACKED[1:3])])
-def test_gradients_of_packed_rows(shape):
-    call, arguments, _ = packed_rows(shape)
-    gradient = lambda name: jax.grad(lambda *x: jnp.sum(jnp.sin(call(name, *x))), argnums=(0, 1, 2))
-    of = lambda name: jax.jit(gradient(name))(*arguments)
-    with INTERPRETED["tpu"]():
-        mine = of("tpu")
-    for one, other in zip(mine, of("xla"), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
+def test_gradients_of_packed_rows(implementation, shape):
+    if implementation == "gpu" and shape.softcap is not None:
+        return
+    call, arguments, _ = packed_rows(shape, exact(implementation))
+    gradient = lambda name: jax.grad(
+        lambda *x: jnp.sum(jnp.sin(call(name, *x).astype(jnp.float32))), argnums=(0, 1, 2, 4) if shape.sinks else (0, 1, 2)
+    )
+    of = lambda name, arguments: jax.jit(gradient(name))(*arguments)
+    with INTERPRETED[implementation]():
+        mine = of(implementation, arguments)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arguments)
+    for one, other in zip(mine, of("xla", wide), strict=True):
+        atol = 1e-4 if one.dtype == jnp.float32 else 0.01 * max(1, float(jnp.max(jnp.abs(other))))
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, atol=atol)
 
 
 def test_packed_rows_that_splash_declines():
@@ -350,20 +364,21 @@ def test_packed_rows_that_splash_declines():
             np.testing.assert_allclose(call(None, *arguments), expected, atol=1e-5)
 
 
-def packed_rows(shape):
+def packed_rows(shape, dtype=jnp.float32):
     """A call of `attend` by an implementation's name, its arguments, and what it must give."""
     T = shape.T
-    q, k, v, *_, sinks = draw(shape, [0, 0], 1, jnp.float32)
+    q, k, v, *_, sinks = draw(shape, [0, 0], 1, dtype)
     starts = np.zeros((2, T), np.int32)
     starts[0, 40:], starts[0, 90:], starts[1, T - 3 :] = 40, 90, np.arange(T - 3, T)
     positions, lengths = jnp.broadcast_to(jnp.arange(T), (2, T)), jnp.zeros(2, jnp.int32)
     own = np.tril(np.ones((T, T), bool)) & (np.arange(T)[None, None] >= starts[:, :, None])
-    empty = jnp.zeros((2, shape.K, 0, shape.H))
+    empty = jnp.zeros((2, shape.K, 0, shape.H), dtype)
     expected = dense(shape, q, k, v, empty, empty, positions, lengths, sinks, own)
 
     def call(implementation, q, k, v, starts, sinks):
         options = {"window": shape.window, "softcap": shape.softcap, "sinks": sinks, "starts": starts}
-        block = q, positions, k, v, KV(empty, empty), lengths
+        none = empty.astype(k.dtype)
+        block = q, positions, k, v, KV(none, none), lengths
         return attend(*block, visible="causal", **options, implementation=implementation)
 
     return call, (q, k, v, jnp.asarray(starts), sinks), expected

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from .. import tensor_cores
-from .intervals import seeing_tiles, seen_chunks
+from .api import seeing_tiles, seen_chunks
 
 HEAD_DIMS = (64, 128)
 ROWS = 64  # queries or keys of a warpgroup: the rows of one WGMMA
@@ -29,14 +29,12 @@ MASKED = -1e30
 LOG2E = math.log2(math.e)
 
 
-def declines(
-    q: Float[Array, "B A T N H"], k: Float[Array, "B A K F H"], context_k: Float[Array, "B K S H"]
-) -> str | None:
+def declines(q: Float[Array, "... H"], *keys: Float[Array, "... H"]) -> str | None:
     """Why these shapes are not served, or None."""
     if q.shape[-1] not in HEAD_DIMS:
         return f"head dim {q.shape[-1]}; it serves {', '.join(map(str, HEAD_DIMS))}"
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == context_k.dtype:
-        return f"queries in {q.dtype}, keys in {k.dtype} and {context_k.dtype}; it serves bfloat16 and float16"
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or any(x.dtype != q.dtype for x in keys):
+        return f"queries in {q.dtype}, keys in {keys[0].dtype}; it serves bfloat16 and float16"
     return tensor_cores.missing()
 
 
@@ -49,7 +47,7 @@ def forward(
     context: int,
     scale: float,
 ) -> tuple[Float[Array, "B R N H"], Float[Array, "B N R"]]:
-    """See `intervals.Kernel`."""
+    """See `api.Kernel`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     (B, R, N, H), chunk, depth = q.shape, CHUNK["forward"], DEPTH["forward"]
@@ -79,7 +77,7 @@ def backward(
     context: int,
     scale: float,
 ) -> tuple[Float[Array, "B R N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """See `intervals.Kernel`; one launch for the gradient of queries, and one for those of keys and values."""
+    """See `api.Kernel`; one launch for the gradient of queries, and one for those of keys and values."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     (B, R, N, H), (K, S) = q.shape, k.shape[1:3]

@@ -15,22 +15,21 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..products import precision
-from .intervals import seeing_tiles, seen_chunks
+from .api import seeing_tiles, seen_chunks
 
 LANES = 128
+HEAD_DIMS = (64, 128, 256)
 ROWS = 1024, 512, 256, LANES  # queries of a tile; the first that fits
 CHUNKS = 512, 256, LANES  # keys at once
 MASKED = -1e30
 
 
-def declines(
-    q: Float[Array, "B A T N H"], k: Float[Array, "B A K F H"], context_k: Float[Array, "B K S H"]
-) -> str | None:
+def declines(q: Float[Array, "... H"], *keys: Float[Array, "... H"]) -> str | None:
     """Why these shapes are not served, or None."""
-    if q.dtype not in (jnp.float32, jnp.bfloat16) or not q.dtype == k.dtype == context_k.dtype:
-        return f"queries in {q.dtype}, keys in {k.dtype} and {context_k.dtype}; it serves float32 and bfloat16"
-    if q.shape[-1] not in (64, LANES, 2 * LANES):
-        return f"head dim {q.shape[-1]}; it serves 64, 128 and 256"
+    if q.dtype not in (jnp.float32, jnp.bfloat16) or any(x.dtype != q.dtype for x in keys):
+        return f"queries in {q.dtype}, keys in {keys[0].dtype}; it serves float32 and bfloat16"
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head dim {q.shape[-1]}; it serves {', '.join(map(str, HEAD_DIMS))}"
     return None
 
 
@@ -43,7 +42,7 @@ def forward(
     context: int,
     scale: float,
 ) -> tuple[Float[Array, "B R N H"], Float[Array, "B N R"]]:
-    """See `intervals.Kernel`."""
+    """See `api.Kernel`."""
     (B, R, N, H), tile = q.shape, _tile(q)
     row = pltpu.VMEM((1, tile), jnp.float32)
     out, lse = _by_queries(
@@ -71,16 +70,16 @@ def backward(
     context: int,
     scale: float,
 ) -> tuple[Float[Array, "B R N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """See `intervals.Kernel`; a call for the gradient of queries, one for those of the context and one for blocks'."""
+    """See `api.Kernel`; a call for the gradient of queries, and one or two for those of keys."""
     matrices, rows = [_heads_first(q), _heads_first(d_out)], [lse[:, :, None], delta[:, :, None]]
     scratch = [pltpu.VMEM((q.shape[-1], _tile(q)), jnp.float32)]
     out = [jax.ShapeDtypeStruct(matrices[0].shape, q.dtype)]
     (d_q,) = _by_queries(
         partial(_of_queries, scale=scale), matrices, [k, v], rows, bounds, context, out=out, scratch=scratch
     )
-    keys = partial(_by_keys, matrices, rows, k, v, bounds, scale=scale)
-    of_context, of_blocks = keys(0, 0, context), keys(1, context, k.shape[2])
-    d_k, d_v = (jnp.concatenate(pair, axis=2) for pair in zip(of_context, of_blocks, strict=True))
+    keys, S = partial(_by_keys, matrices, rows, k, v, bounds, scale=scale), k.shape[2]
+    parts = [keys(0, 0, context), *([keys(1, context, S)] if context < S else [])]
+    d_k, d_v = (jnp.concatenate(part, axis=2) for part in zip(*parts, strict=True))
     return _heads_first(d_q), d_k, d_v
 
 
@@ -129,7 +128,7 @@ def _by_queries(kernel, matrices, keys, rows, bounds, context, *, out, scratch):
         ),
         out_shape=out,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3 + ("arbitrary",)),
-        name=f"anchored_attention{kernel.func.__name__}",
+        name=f"interval_attention{kernel.func.__name__}",
     )(seen.reshape(-1), bounds.reshape(B, 4, R), *matrices, *rows, *keys)
 
 
@@ -239,7 +238,7 @@ def _by_keys(matrices, rows, k, v, bounds, which, begin, end, *, scale):
         ),
         out_shape=[out, out],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3 + ("arbitrary",) * 2),
-        name="anchored_attention_of_keys",
+        name="interval_attention_of_keys",
     )(seeing.reshape(-1), bounds, *matrices, *rows, k, v)
 
 
