@@ -11,8 +11,10 @@ import pytest
 from dflash_jax import load_drafter, load_target
 from dflash_jax.cache import commit
 from dflash_jax.decoding.state import Query
+from dflash_jax.kernels.dispatch import using
 from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.models.attention import Pass
+from dflash_jax.train import blocks
 from dflash_jax.train.blocks import Blocks, draw_blocks, target_features
 from tests import tiny
 
@@ -58,6 +60,28 @@ def test_features_of_a_packed_document_are_those_it_has_alone(target, rows, kind
         np.testing.assert_allclose(features[0, at : at + size], tapped[0, :size], atol=2e-5)
         np.testing.assert_allclose(hidden[0, at : at + size], expected[0, :size], atol=2e-5)
         at += size
+
+
+@pytest.mark.parametrize(
+    "family", [f if f == "qwen3" else pytest.param(f, marks=pytest.mark.slow) for f in tiny.FAMILIES]
+)
+def test_one_pass_over_a_row_finds_the_features_of_many(family, rows, tmp_path, monkeypatch):
+    """As accelerators do it, in one pass or in large ones. Recurrences round differently in pieces of another length."""
+    monkeypatch.setattr(blocks, "TARGET_CHUNK", 16)
+    changes = {name: value for name, value in tiny.FAMILIES[family].items() if name != "quantization_config"}
+    target = load_target(tiny.write_target(tmp_path, tiny.target_config(model_type=family, **changes)))
+    tokens, starts, _ = rows
+    find = lambda: jax.jit(lambda t: target_features(t, (0, 2), tokens, starts))(target)
+    expected = find()
+    with using("xla", "tpu"):
+        whole = find()
+        monkeypatch.setattr(blocks, "WHOLE_ROW", LENGTH - 1)
+        monkeypatch.setattr(blocks, "LARGE_CHUNK", 32)
+        for found in (whole, find()):
+            for mine, right in zip(found, expected, strict=True):
+                for row, sizes in enumerate(SIZES):  # what follows is empty
+                    used = right[row, : sum(sizes)]
+                    np.testing.assert_allclose(mine[row, : sum(sizes)], used, atol=1e-4 * np.abs(used).max())
 
 
 def test_fixed_anchors_divide_each_answer_into_blocks(rows):
