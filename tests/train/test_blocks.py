@@ -66,7 +66,7 @@ def test_features_of_a_packed_document_are_those_it_has_alone(target, rows, kind
     "family", [f if f == "qwen3" else pytest.param(f, marks=pytest.mark.slow) for f in tiny.FAMILIES]
 )
 def test_one_pass_over_a_row_finds_the_features_of_many(family, rows, tmp_path, monkeypatch):
-    """As accelerators do it, in one pass or in large ones. Recurrences round differently in pieces of another length."""
+    """As accelerators do it, in one pass or in large ones. Recurrences round differently in other pieces."""
     monkeypatch.setattr(blocks, "TARGET_CHUNK", 16)
     changes = {name: value for name, value in tiny.FAMILIES[family].items() if name != "quantization_config"}
     target = load_target(tiny.write_target(tmp_path, tiny.target_config(model_type=family, **changes)))
