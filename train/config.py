@@ -5,7 +5,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from dflash_jax.files import reading
 
@@ -93,7 +94,8 @@ class TrainConfig:
         negative_log_acceptance: coefficient of -log of the acceptance (arXiv 2602.23881).
         lk_hybrid: coefficient of the mixture of divergence and rejected share of arXiv 2602.23881.
         feature_noise: half width of uniform noise on the target features.
-        remat: recompute draft layers in the backward pass instead of keeping their insides.
+        remat: recompute draft layers in the backward pass instead of keeping their insides; "auto" does where memory
+            is too small for them, and on CPU.
         loss_chunk: hidden states whose logits exist at the same time.
         round_logit_gradients: round the gradient by the logits to the dtype of the computation before its products,
             which are several times as fast in bfloat16.
@@ -141,7 +143,7 @@ class TrainConfig:
     negative_log_acceptance: float = 0.0
     lk_hybrid: float = 0.0
     feature_noise: float = 0.0
-    remat: bool = True
+    remat: bool | Literal["auto"] = "auto"
     loss_chunk: int = 2048
     round_logit_gradients: bool = True
     seed: int = 0
@@ -313,4 +315,6 @@ def setting(name: str, value: Any) -> Any:
 
 
 def _type_name(kind: Any) -> str:
+    if get_origin(kind) in (Literal, Union, UnionType):
+        return " or ".join(part if isinstance(part, str) else _type_name(part) for part in get_args(kind))
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)

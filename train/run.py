@@ -4,8 +4,8 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
 
 from dflash_jax.checkpoint import read_json
 from dflash_jax.config import Raw
@@ -30,6 +31,7 @@ from dflash_jax.train.config import NotFiniteError, TrainConfig
 from dflash_jax.train.data import Packing
 from dflash_jax.train.drafters import cast, save_drafter
 from dflash_jax.train.features import FeatureCache
+from dflash_jax.train.memory import compiled_step, memory_limit
 from dflash_jax.train.metrics import Metrics, MetricsLog
 from dflash_jax.train.operations import operations, share_of_peak
 from dflash_jax.train.step import Batch, TrainState, split_params, train_step
@@ -104,6 +106,7 @@ class Run:
         drafter: as it began, on the mesh.
         state: parameters and optimizer, as they are now.
         steps: of the run from its beginning to its end.
+        remat: whether layers are computed again; known once the first step was taken.
     """
 
     directory: Path
@@ -119,15 +122,23 @@ class Run:
     log: MetricsLog
     features: FeatureCache | None
     judge: Judge | None
+    remat: bool | None = None
+    _compiled: Compiled | None = None
 
-    @cached_property
-    def _step(self) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-        """The compiled step."""
+    def _step(self, *arguments: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """`train_step` compiled; the first call compiles it."""
+        if self._compiled is None:
+            self._compiled, self.remat = compiled_step(
+                lambda remat: self._jitted(remat).lower(*arguments), self.config.remat, memory_limit()
+            )
+        return self._compiled(*arguments)
+
+    def _jitted(self, remat: bool) -> Any:
         placed = None
         if self.mesh is not None:
             placed = shardings(self.state, self.mesh), NamedSharding(self.mesh, P())
         return jax.jit(
-            partial(train_step, self.config, self.steps),
+            partial(train_step, replace(self.config, remat=remat), self.steps),
             donate_argnums=2,
             compiler_options=block_compiler_options(),
             out_shardings=placed,

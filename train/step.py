@@ -163,7 +163,7 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
         shape = features.shape[1:]
         noise = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), shape))(keys)
         features = features + (config.feature_noise * (2 * noise - 1)).astype(features.dtype)
-    seen = drafter.teacher_forced(target, features, blocks, remat=config.remat)
+    seen = drafter.teacher_forced(target, features, blocks, remat=config.remat is not False)
     B, A, P = blocks.labels.shape
     flat, target_hidden = (lambda x: x.reshape(B * A * P, *x.shape[3:])), None
     if config.losses.distill:

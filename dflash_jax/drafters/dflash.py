@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
@@ -38,6 +39,7 @@ from dflash_jax.models.tables import decoder_layer
 from dflash_jax.sharding import Rule
 
 Config = TypeVar("Config", bound=DFlashConfig)
+LONG = 1024  # positions of a context that no decoding step has at once
 
 
 class Injection(NamedTuple):
@@ -58,6 +60,8 @@ class Injection(NamedTuple):
         """Keys and values from a product with the weight; `squares` is the keys' mean square, if that is known."""
         kv = kv if self.bias is None else kv + self.bias[None, None]
         k, v = unfuse(kv, [kv.shape[-1] // 2] * 2, layout.shards)
+        if platform() == "tpu" and kv.shape[1] >= LONG:  # fused with what follows, libtpu 0.0.52 ends on it
+            k, v = jax.lax.optimization_barrier((k, v))
         norm = partial(rms_norm, weight=self.norm, eps=config.rms_norm_eps, squares=squares)
         return keys_and_values(k, v, config.layers[0].attention.head_dim, rope, norm)
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ def training(bench: Bench) -> Iterator[Figures]:
     """One row of packed answers, in which the drafter learns from blocks of its size."""
     try:
         from dflash_jax.train.config import TrainConfig
+        from dflash_jax.train.memory import compiled_step, memory_limit
         from dflash_jax.train.operations import operations, share_of_peak
         from dflash_jax.train.step import Batch, init_state, train_step
     except ImportError as error:
@@ -27,23 +29,26 @@ def training(bench: Bench) -> Iterator[Figures]:
     target, drafter = bench.models()
     length, anchors = (128, 4) if bench.small else (LENGTH, ANCHORS)
     width = drafter.config.block_size
-    config = TrainConfig(
-        block_size=width, dtype=str(bench.dtype), batch_size=1, length=length, anchors=anchors, remat=True
-    )
+    config = TrainConfig(block_size=width, dtype=str(bench.dtype), batch_size=1, length=length, anchors=anchors)
     tokens = np.random.default_rng(0).integers(0, target.config.vocab_size - 1, (1, length))
     answer = (np.arange(length) >= length // 48)[None]
     batch = Batch(jnp.asarray(tokens, jnp.int32), jnp.zeros((1, length), jnp.int32), jnp.asarray(answer))
     state = init_state(drafter, config, 100)
-    step = jax.jit(partial(train_step, config, 100), donate_argnums=2)
+    begin = time.perf_counter()
+    jitted = lambda remat: jax.jit(partial(train_step, replace(config, remat=remat), 100), donate_argnums=2)
+    lower = lambda remat: jitted(remat).lower(target, drafter, state, batch)
+    step, again = compiled_step(lower, config.remat, memory_limit())
+    compiling = time.perf_counter() - begin
     times: list[float] = []
     metrics: dict[str, Any] = {}
     for _ in range(6):
         begin = time.perf_counter()
         state, metrics = jax.block_until_ready(step(target, drafter, state, batch))
         times.append(time.perf_counter() - begin)
-    first, seconds = times[0], sorted(times[1:])[2]
+    seconds = sorted(times[1:])[2]
     rate = operations(config, target, drafter, state.params) / seconds
-    row: Figures = {"positions": length, "blocks": config.blocks, "ms": 1e3 * seconds, "first s": first}
+    row: Figures = {"positions": length, "blocks": config.blocks, "ms": 1e3 * seconds, "first s": compiling + times[0]}
+    row["layers computed again"] = again
     row |= {"TFLOP/s": rate / 1e12, "labels/s": float(metrics["labels"]) / seconds}
     if share := share_of_peak(rate):
         row["of the chip's operations"] = share
