@@ -27,9 +27,29 @@ def operations(config: TrainConfig, target: Target, drafter: Drafter, params: An
     known = drafter.vocabulary
     head = (target.config.vocab_size if known is None else known.shape[0]) * target.config.hidden_size
     body = 0 if cached else 2 * _active(target) * config.batch_size * config.length
+    return body + 3 * trained_operations(config, drafter, params) + 4 * head * blocks * drafter.depth(block_size)
+
+
+def trained_operations(config: TrainConfig, drafter: Drafter, params: Any) -> float:
+    """Operations of one forward pass of the drafter in a step, but those of attention and the head."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     trained = sum(math.prod(x.shape) for path, x in leaves if path[-1].key not in drafter.by_token)  # not looked up
-    return body + 6 * trained * blocks * block_size + 4 * head * blocks * drafter.depth(block_size)
+    return 2 * trained * config.batch_size * config.blocks * config.block_size
+
+
+def attention_operations(config: TrainConfig, drafter: Drafter, *, again: bool) -> float:
+    """Operations of the drafter's attention in a step, if every row is one document and anchors lie anywhere in it.
+
+    Args:
+        again: whether the backward pass computes layers again.
+    """
+    queries = config.batch_size * config.blocks * config.block_size
+    products = 2 + 7 + (2 if again else 0)  # forward, backward (scores twice), and forward again
+    pairs = sum(
+        mixer.num_heads * mixer.head_dim * (min(config.length / 2, mixer.window or math.inf) + config.block_size)
+        for mixer in drafter.config.mixers
+    )
+    return 2 * products * queries * pairs
 
 
 def _active(target: Any) -> float:

@@ -190,6 +190,8 @@ class PlanOptions:
         tau: tokens a step commits
         training: the training step of the drafter instead
         row_anchors: blocks of a packed row, for --training
+        tokens: tokens of the training data, for the hours that an epoch takes
+        largest: also find the most rows and the longest rows that fit, for --training (compiles ten programs or so)
         json: write the figures, too
     """
 
@@ -207,4 +209,6 @@ class PlanOptions:
     tau: float = 6.49
     training: bool = False
     row_anchors: int = 512
+    tokens: int = 0
+    largest: bool = False
     json: Annotated[Path | None, optional(Path, "FILE")] = None

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import jax
+from jax.stages import Compiled
+
 from dflash_jax.benchmarks.arguments import Figures
+from dflash_jax.train.memory import peak_bytes
 
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 _BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64, "u64": 64, "f64": 64}
@@ -23,6 +27,29 @@ _UNMOVED = """
 _CALLS = "call", "conditional", "while"
 _THUNK = re.compile(r"( *)\d+: k(\w+) ")  # what a program for a GPU does, one after the other: a kernel, or a group
 _GROUPS = "CommandBuffer", "Conditional", "While", "Sequential"
+
+
+def measured(compiled: Compiled) -> Figures:
+    """Per device, what the compiler says of a program."""
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}  # CUDA's tells none
+    assert memory is not None
+    text = text_of(compiled)
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "updated_in_place_bytes": memory.alias_size_in_bytes,
+        "peak_bytes": peak_bytes(compiled),
+        "collectives": None if text is None else collectives(text),
+        "memory_bytes": None if text is None else memory_bytes(text),
+    } | {name.replace(" ", "_"): cost[name] for name in ("flops", "bytes accessed") if name in cost}
+
+
+def text_of(compiled: Compiled) -> str | None:
+    """The program as text, or None of one that jax cannot write down."""
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:  # some programs of v5p and v6e, with jax 0.10
+        return None
 
 
 def collectives(text: str) -> list[Figures]:

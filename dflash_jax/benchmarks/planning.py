@@ -14,16 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.stages import Compiled
 
 from dflash_jax import models, sharding
 from dflash_jax.benchmarks import step_times, topologies
 from dflash_jax.benchmarks.arguments import Figures, PlanOptions
-from dflash_jax.benchmarks.compiled import collectives, launches, memory_bytes
+from dflash_jax.benchmarks.compiled import launches, measured, memory_bytes, text_of
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.benchmarks.presets import PAIRS
-from dflash_jax.benchmarks.random_weights import random_pair
+from dflash_jax.benchmarks.random_weights import placed, random_pair
 from dflash_jax.cache import size_in_bytes
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.chips import CHIPS, GIB, Chip
@@ -77,19 +77,21 @@ def plan(options: PlanOptions) -> Figures:
         mesh = make_mesh(sizes, devices)
         with topologies.compiling_for(options.topology):
             if options.training:
-                compiled = compile_training(raws, mesh, options.batch_size, options.max_length, options.row_anchors)
+                from dflash_jax.benchmarks import training_plan  # needs what training needs
+
+                figures |= training_plan.plan(raws, mesh, chip, options)
             else:
                 with tempfile.TemporaryDirectory() as dump:
                     compiled = compile_step(raws, mesh, *shape, dtype=topologies.dtype_for(name), dump=dump)
                     figures |= launches(Path(dump)) or {}
-            figures |= measured(compiled)
+                figures |= measured(compiled)
             if options.parts:
                 parts = part_bytes(raws, mesh, *shape, dtype=topologies.dtype_for(name))
                 figures["part_bytes"] = {"step": figures["memory_bytes"]} | parts
         if not options.training:
             figures |= {"parts": traced(raws, sizes, *shape)}
     figures["fits"] = figures["peak_bytes"] < chip.memory
-    return figures | least_time(chip, figures, tau, options.batch_size)
+    return figures if options.training else figures | least_time(chip, figures, tau, options.batch_size)
 
 
 def _configs(target: str, drafter: str | None) -> Pair:
@@ -188,7 +190,7 @@ def part_bytes(
     for name in names or parts:
         part = parts[name]
         pinned = lambda *pair, part=part: sharding.pin(part(*pair))
-        text = _text(_compiled(pinned, raws, mesh, batch, max_length, dtype))
+        text = text_of(_compiled(pinned, raws, mesh, batch, max_length, dtype))
         found[name] = None if text is None else memory_bytes(text)
     return found
 
@@ -204,64 +206,13 @@ def _compiled(
         return lowered.compile(compiler_options=options)
 
 
-def compile_training(raws: Pair, mesh: Mesh, rows: int, length: int, anchors: int) -> Compiled:
-    """The drafter's training step as compiled for the mesh's devices, its state donated; nothing is allocated."""
-    from dflash_jax.train.config import TrainConfig
-    from dflash_jax.train.step import Batch, train_step
-    from dflash_jax.train.step import init_state as init_training
-
-    config = TrainConfig(
-        length=length, anchors=anchors, row_anchors=anchors, batch_size=rows, block_size=raws[1]["block_size"]
-    )
-    target, _ = jax.eval_shape(lambda: random_pair(*raws, mesh=mesh))
-    _, drafter = jax.eval_shape(lambda: random_pair(*raws, dtype=jnp.float32))
-    state = jax.eval_shape(lambda drafter: init_training(drafter, config, 1000), drafter)
-    target, drafter, state = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter, state))
-    zeros = partial(jnp.zeros, (rows, length))
-    batch = jax.eval_shape(lambda: Batch(zeros(jnp.int32), zeros(jnp.int32), zeros(bool)))
-    batch = _placed(batch, jax.tree.map(lambda _: NamedSharding(mesh, sharding.P(ROWS)), batch))
-    program = jax.jit(
-        partial(train_step, config, 1000), donate_argnums=2, out_shardings=(sharding.shardings(state, mesh), None)
-    )
-    with jax.set_mesh(mesh):
-        return program.lower(target, drafter, state, batch).compile()
-
-
 def placed_shapes(
     raws: Pair, mesh: Mesh, batch: int, max_length: int, dtype: str = "bfloat16"
 ) -> tuple[Target, Drafter, State]:
     """`shapes` with where each lies on the mesh."""
     target, drafter, state = shapes(raws, mesh, batch, max_length, dtype)
-    target, drafter = (_placed(x, sharding.shardings(x, mesh)) for x in (target, drafter))
-    return target, drafter, _placed(state, sharding.state_shardings(state, mesh))
-
-
-def _placed(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
-
-
-def measured(compiled: Compiled) -> Figures:
-    """Per device, what the compiler says of a program."""
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}  # CUDA's tells none
-    assert memory is not None
-    text = _text(compiled)
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
-    return {
-        "argument_bytes": memory.argument_size_in_bytes,
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "updated_in_place_bytes": memory.alias_size_in_bytes,
-        "peak_bytes": peak,
-        "collectives": None if text is None else collectives(text),
-        "memory_bytes": None if text is None else memory_bytes(text),
-    } | {name.replace(" ", "_"): cost[name] for name in ("flops", "bytes accessed") if name in cost}
-
-
-def _text(compiled: Compiled) -> str | None:
-    try:
-        return compiled.as_text()
-    except jax.errors.JaxRuntimeError:  # some programs of v5p and v6e, with jax 0.10
-        return None
+    target, drafter = (placed(x, sharding.shardings(x, mesh)) for x in (target, drafter))
+    return target, drafter, placed(state, sharding.state_shardings(state, mesh))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -346,9 +297,13 @@ def table(figures: Figures) -> str:
     verdict = "fits" if figures["fits"] else "DOES NOT FIT"
     lines.append(f"  {'peak':20} {size(figures['peak_bytes'])} of {size(figures['chip_bytes'])}: {verdict}")
     counted = figures.get("parts", figures)
-    if "flops" in counted:
+    if "flops" in counted and "model_flops" not in figures:
         accessed = size(counted["bytes_accessed"])
         lines.append(f"  {'operations a step':20} {counted['flops'] / 1e9:.1f} GFLOP, {accessed} read")
+    if "model_flops" in figures:
+        from dflash_jax.benchmarks.training_plan import lines as of_training
+
+        lines += of_training(figures)
     if "kernels" in shown:
         where = f"in {shown['graphs']} CUDA graphs, with {shown['host_decisions']} decisions of the host"
         more = f"{shown['conditional_kernels']} under conditions"

@@ -64,3 +64,8 @@ def _random(table: checkpoint.Table, dtype: DTypeLike) -> dict[str, Any]:
             plain = not path.endswith("/values")
             params[path] = (jax.random.normal(key, leaf.shape, dtype) * (scale if plain else 1.0)).astype(kind)
     return checkpoint.nested(params, table)
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+    """Shapes with where each array lies."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)

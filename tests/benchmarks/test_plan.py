@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from dflash_jax import plan
-from dflash_jax.benchmarks import planning, presets, topologies
+from dflash_jax.benchmarks import planning, presets, topologies, training_plan
 from dflash_jax.benchmarks.compiled import collectives, memory_bytes
 from dflash_jax.benchmarks.topologies import compiling_for
 from dflash_jax.chips import CHIPS
@@ -85,7 +85,7 @@ def test_a_training_step_by_its_compiler():
     devices = topology("v5e:4x4")
     mesh = make_mesh(parse_mesh("fsdp=8,model=2", devices), devices)
     with compiling_for("v5e:4x4"):
-        compiled = planning.compile_training(cut(2), mesh, 8, 1024, 64)
+        compiled = training_plan.compile_training(cut(2), mesh, 8, 1024, 64)
     text, figures = compiled.as_text(), planning.measured(compiled)
     assert "splash_mha_fwd" in text
     assert max(c["bytes"] for c in figures["collectives"]) <= 1.01 * 151936 * 4096 * 2 / 2  # half of the head
@@ -190,7 +190,40 @@ def test_what_choosing_and_walking_a_tree_moves(chips, nodes, share):
     assert 0 < sum(tree.values()) - sum(chain.values()) < share * whole
 
 
-def test_a_training_step_has_a_least_time_and_no_tree():
-    figures = {"flops": 2e12, "bytes_accessed": 1e9, "collectives": None}
-    found = planning.least_time(CHIPS["v5e"], figures, None, 8)
-    assert found == {"collective_bytes": 0, "least_step_seconds": 2e12 / 197e12}
+@pytest.mark.parametrize("fitting", [0, 1, 3, 5, 8, 40, 64, 1000])
+def test_the_largest_that_fits(fitting):
+    tried = []
+    found = training_plan.largest(lambda n: tried.append(n) or n <= 4 * fitting, 4)
+    most = 4 * min(fitting, 64)
+    assert most * 8 / 9 <= found <= most
+    assert fitting > 8 or found == most
+    assert len(tried) <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chips", ["v5e:2x2", "h100:1"])
+def test_a_training_step_by_its_compiler_and_in_figures(chips, monkeypatch, capsys, tmp_path):
+    """Its memory, operations and least time; more than half of the least time are products of the models."""
+    topology(chips)
+    monkeypatch.setitem(presets.PAIRS, "cut", cut(2))
+    given = ["--target", "cut", "--topology", chips, "--training", "--batch-size", "4", "--max-length", "3072"]
+    given += ["--row-anchors", "512", "--tokens", "1000000", "--json", str(tmp_path / "f.json")]
+    assert plan.main(given) == 0
+    shown, figures = capsys.readouterr().out, json.loads((tmp_path / "f.json").read_text())
+    devices = figures["devices"]
+    raw, draft = presets.PAIRS["cut"]
+    width, inner, vocabulary = raw["hidden_size"], raw["intermediate_size"], raw["vocab_size"]
+    heads = (2 * raw["num_attention_heads"] + 2 * raw["num_key_value_heads"]) * raw["head_dim"]
+    layer, tapped = width * (heads + 3 * inner), len(draft["dflash_config"]["target_layer_ids"]) * width**2
+    trained = draft["num_hidden_layers"] * layer + tapped
+    tokens, slots = 4 * 3072, 4 * 512 * 16
+    asked = 2 * 2 * layer * tokens + 6 * trained * slots + 4 * width * vocabulary * 4 * 512 * 15
+    assert figures["model_flops"] * devices == pytest.approx(asked, rel=1e-3)  # norms
+    assert figures["model_flops"] < figures["flops"] < 1.4 * figures["model_flops"]
+    assert figures["again"] is False
+    assert figures["model_share"] > 0.6
+    assert figures["least_step_seconds"] >= figures["flops"] / CHIPS[chips.split(":")[0]].flops
+    assert figures["epoch_hours"] == pytest.approx(1e6 / tokens * figures["least_step_seconds"] / 3600)
+    assert "layers computed again  no" in shown
+    assert "an epoch" in shown
+    assert figures["fits"]

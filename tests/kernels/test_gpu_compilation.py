@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from dflash_jax.benchmarks import planning
+from dflash_jax.benchmarks import planning, training_plan
 from dflash_jax.benchmarks.compiled import launches
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.topologies import compiling_for, dtype_for
@@ -111,7 +111,7 @@ def test_products_of_a_training_step_are_bfloat16():
     devices = topology("h100")
     with compiling_for("h100"):
         mesh = make_mesh(parse_mesh("data=1", devices), devices)
-        text = planning.compile_training(pair, mesh, 1, 3072, 512).as_text()
+        text = training_plan.compile_training(pair, mesh, 1, 3072, 512).as_text()
     kinds = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", text))
     operands = [names.split(", ") for names in re.findall(r" dot\(([^)]*)\)", text)]
     assert len(operands) > 40
