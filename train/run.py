@@ -21,7 +21,7 @@ from dflash_jax.config import Raw
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.loading import load_drafter
 from dflash_jax.files import reading
-from dflash_jax.infer.engine.compiler_options import block_compiler_options
+from dflash_jax.infer.engine.compiler_options import training_compiler_options
 from dflash_jax.infer.interrupt import stop_signals
 from dflash_jax.mesh import ROWS, entered, gather, spread
 from dflash_jax.sharding import shardings
@@ -140,7 +140,7 @@ class Run:
         return jax.jit(
             partial(train_step, replace(self.config, remat=remat), self.steps),
             donate_argnums=2,
-            compiler_options=block_compiler_options(),
+            compiler_options=training_compiler_options(),
             out_shardings=placed,
         )
 

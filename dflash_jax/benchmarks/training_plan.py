@@ -19,6 +19,8 @@ from dflash_jax.benchmarks.random_weights import placed, random_pair
 from dflash_jax.chips import Chip
 from dflash_jax.config import Raw
 from dflash_jax.drafters.base import Drafter
+from dflash_jax.infer.engine.compiler_options import TRAINING_OPTIONS
+from dflash_jax.kernels.dispatch import platform
 from dflash_jax.mesh import ROWS
 from dflash_jax.target import Target
 from dflash_jax.train.config import TrainConfig
@@ -90,6 +92,7 @@ def _compiled(raws: Pair, mesh: Mesh, config: TrainConfig, remat: Remat, limit: 
         program = jax.jit(
             partial(train_step, replace(config, remat=again), 1000),
             donate_argnums=2,
+            compiler_options=TRAINING_OPTIONS.get(platform()),
             out_shardings=(sharding.shardings(state, mesh), None),
         )
         with jax.set_mesh(mesh):

@@ -18,6 +18,9 @@ BLOCK_OPTIONS: dict[str, Options] = {
     # Merging a draft layer's products of the same input copies its part of `kv_proj` in every step.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
 }
+# Of training steps, whose products are large: on a GPU they are cuBLAS's. With blocks of 10, those that XLA makes by
+# Triton do not compile, and to try their variants takes long.
+TRAINING_OPTIONS = BLOCK_OPTIONS | {"gpu": BLOCK_OPTIONS["gpu"] | {"xla_gpu_enable_triton_gemm": False}}
 LARGE = 4 << 20  # bytes of a layer's MLP from which the options are measured
 MEASURED = 64 << 20  # bytes of weights to measure with: more than a processor's own caches hold
 ROUNDS = 7
@@ -27,7 +30,17 @@ GAIN = 0.95  # of the time, at most, for which the options are left out
 @cache
 def block_compiler_options() -> Options | None:
     """The options of this platform; None where there are none, or this XLA does not know them."""
-    options = BLOCK_OPTIONS.get(jax.default_backend())
+    return _known(BLOCK_OPTIONS)
+
+
+@cache
+def training_compiler_options() -> Options | None:
+    """The same for a training step."""
+    return _known(TRAINING_OPTIONS)
+
+
+def _known(by_platform: dict[str, Options]) -> Options | None:
+    options = by_platform.get(jax.default_backend())
     return None if options is None or unknown(options) else options
 
 

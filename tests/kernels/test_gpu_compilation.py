@@ -14,7 +14,7 @@ from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.topologies import compiling_for, dtype_for
 from dflash_jax.chips import CHIPS
 from dflash_jax.infer.engine.chooser import Draft
-from dflash_jax.infer.engine.compiler_options import BLOCK_OPTIONS
+from dflash_jax.infer.engine.compiler_options import BLOCK_OPTIONS, TRAINING_OPTIONS
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.graphs import GRAPH_OPTIONS
 from dflash_jax.infer.engine.programs import decode_call
@@ -104,7 +104,7 @@ def test_all_steps_of_a_call_are_one_graph(policy, tmp_path):
 
 @pytest.mark.slow
 def test_products_of_a_training_step_are_bfloat16():
-    """As compiled, in both directions: no operand of one is float32."""
+    """As compiled, in both directions: no operand of one is float32. All are cuBLAS's."""
     target, drafter = PAIRS["qwen3-8b"]
     taps = {"dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0]}}
     pair = cut(target, 2), cut(drafter | taps, 1) | {"num_target_layers": 2}
@@ -113,9 +113,37 @@ def test_products_of_a_training_step_are_bfloat16():
         mesh = make_mesh(parse_mesh("data=1", devices), devices)
         text = training_plan.compile_training(pair, mesh, 1, 3072, 512).as_text()
     kinds = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", text))
-    operands = [names.split(", ") for names in re.findall(r" dot\(([^)]*)\)", text)]
-    assert len(operands) > 40
+    products = r' custom-call\(([^)]*)\), custom_call_target="__cublas'
+    operands = [names.split(", ") for names in re.findall(products, text)]
+    assert " dot(" not in text
+    assert len(operands) > 20
     assert {kinds[name.lstrip("%")] for names in operands for name in names} == {"bf16"}
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.1-8b"])
+@pytest.mark.slow
+def test_a_training_step_on_a_gpu(name, tmp_path, monkeypatch):
+    """With blocks of 16 and of 10: few kernels in a layer, one loop, whose length is known, and no array as wide as the
+    vocabulary beyond a chunk."""
+    target, drafter = PAIRS[name]
+    found = {}
+    for layers, depth in [(2, 1), (3, 1), (2, 2)]:
+        dump = tmp_path / f"{layers} {depth}"
+        monkeypatch.setitem(TRAINING_OPTIONS, "gpu", TRAINING_OPTIONS["gpu"] | {"xla_dump_to": str(dump)})
+        taps = {"dflash_config": drafter["dflash_config"] | {"target_layer_ids": [layers - 2]}}
+        pair = cut(target, layers), cut(drafter | taps, depth) | {"num_target_layers": layers}
+        devices = topology("h100")
+        with compiling_for("h100"):
+            mesh = make_mesh(parse_mesh("data=1", devices), devices)
+            text = training_plan.compile_training(pair, mesh, 1, 3072, 1024, remat=False).as_text()
+        found[layers, depth] = launches(dump)["kernels"]
+        loops = [line for line in text.splitlines() if " while(" in line]
+        assert len(loops) == 1
+        assert '"known_trip_count":{' in loops[0]
+        wide = {int(rows) for rows in re.findall(rf"f32\[(?:1,)?(\d+),{target['vocab_size']}\]", text)}
+        assert wide == {2048}
+    assert found[3, 1] - found[2, 1] <= 20  # a layer of the target
+    assert found[2, 2] - found[2, 1] <= 120  # of the drafter, in both directions
 
 
 def cut(raw, layers):

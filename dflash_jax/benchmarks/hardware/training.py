@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Lowered
 
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.bench import Bench
 from dflash_jax.benchmarks.hardware.report import SkippedError
+from dflash_jax.infer.engine.compiler_options import training_compiler_options
 
 LENGTH, ANCHORS = 3072, 512
 
@@ -35,8 +37,12 @@ def training(bench: Bench) -> Iterator[Figures]:
     batch = Batch(jnp.asarray(tokens, jnp.int32), jnp.zeros((1, length), jnp.int32), jnp.asarray(answer))
     state = init_state(drafter, config, 100)
     begin = time.perf_counter()
-    jitted = lambda remat: jax.jit(partial(train_step, replace(config, remat=remat), 100), donate_argnums=2)
-    lower = lambda remat: jitted(remat).lower(target, drafter, state, batch)
+
+    def lower(remat: bool) -> Lowered:
+        step = partial(train_step, replace(config, remat=remat), 100)
+        program = jax.jit(step, donate_argnums=2, compiler_options=training_compiler_options())
+        return program.lower(target, drafter, state, batch)
+
     step, again = compiled_step(lower, config.remat, memory_limit())
     compiling = time.perf_counter() - begin
     times: list[float] = []
