@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.benchmarks import planning, training_plan
-from dflash_jax.benchmarks.compiled import launches
+from dflash_jax.benchmarks.compiled import collectives, launches
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.topologies import compiling_for, dtype_for
 from dflash_jax.chips import CHIPS
@@ -54,7 +54,7 @@ def step(pair, chips, mesh, rows, slots, **more):
 def test_nothing_of_the_vocabularys_size_changes_places():
     """XLA:GPU had gathered the logits of all devices, at every condition on what some row asks for."""
     program = step(PAIRS["qwen3-4b"], "h100:4", "model=4", 4, 2048)
-    found = planning.collectives(program.as_text())
+    found = collectives(program.as_text())
     assert {c["kind"] for c in found} <= {"all-reduce", "all-to-all"}
     assert max(c["bytes"] for c in found) <= 1.01 * 2 * (4 * 2560 * 4 * 16)  # two sums of hidden states at once
 
