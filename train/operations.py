@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from dflash_jax.chips import chip_of
+from dflash_jax.config import AttentionConfig
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.quantised import Quantised
 from dflash_jax.target import Target
@@ -45,10 +46,9 @@ def attention_operations(config: TrainConfig, drafter: Drafter, *, again: bool) 
     """
     queries = config.batch_size * config.blocks * config.block_size
     products = 2 + 7 + (2 if again else 0)  # forward, backward (scores twice), and forward again
-    pairs = sum(
-        mixer.num_heads * mixer.head_dim * (min(config.length / 2, mixer.window or math.inf) + config.block_size)
-        for mixer in drafter.config.mixers
-    )
+    layers = [mixer for mixer in drafter.config.mixers if isinstance(mixer, AttentionConfig)]
+    seen = lambda layer: min(config.length / 2, layer.window or math.inf) + config.block_size
+    pairs = sum(layer.num_heads * layer.head_dim * seen(layer) for layer in layers)
     return 2 * products * queries * pairs
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.stages import Compiled
+from jax.stages import Compiled, Wrapped
 
 from dflash_jax.checkpoint import read_json
 from dflash_jax.config import Raw
@@ -125,7 +125,7 @@ class Run:
     remat: bool | None = None
     _compiled: Compiled | None = None
 
-    def _step(self, *arguments: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _step(self, *arguments: object) -> tuple[TrainState, dict[str, jax.Array]]:
         """`train_step` compiled; the first call compiles it."""
         if self._compiled is None:
             self._compiled, self.remat = compiled_step(
@@ -133,7 +133,7 @@ class Run:
             )
         return self._compiled(*arguments)
 
-    def _jitted(self, remat: bool) -> Any:
+    def _jitted(self, remat: bool) -> Wrapped:
         placed = None
         if self.mesh is not None:
             placed = shardings(self.state, self.mesh), NamedSharding(self.mesh, P())

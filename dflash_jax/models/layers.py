@@ -67,8 +67,8 @@ def unfuse(x: Float[Array, "B T M"], sizes: Sequence[int], shards: int) -> list[
 
 def matmul(x: Float[Array, "B T D"] | Normed, weight: Weight) -> Float[Array, "B T M"]:
     """`x @ weight.T` in the dtype of `x`; see `project`."""
-    plain = isinstance(x, jax.Array) and isinstance(weight, jax.Array)
-    if plain and platform() == "gpu" and x.shape[0] * x.shape[1] > FEW_ROWS:  # cuBLAS would write float32 otherwise
+    many = x.shape[0] * x.shape[1] > FEW_ROWS and platform() == "gpu"
+    if many and isinstance(x, jax.Array) and isinstance(weight, jax.Array):  # cuBLAS would write float32 otherwise
         return product("btd,md->btm", x, weight, rounded=True)
     return project(x, weight).astype(x.dtype)
 

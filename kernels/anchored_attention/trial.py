@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +72,7 @@ class Trial(NamedTuple):
 
     def call(self, function: Callable[..., Array], *arrays: Array) -> Array:
         """The function's result for these arrays, with this call's options."""
-        options: dict[str, Any] = {"visible": self.visible, "window": self.window, "scale": self.scale}
-        return function(*arrays, **options)
+        return function(*arrays, visible=self.visible, window=self.window, scale=self.scale)
 
     def gradients(self, function: Callable[..., Array], *arrays: Array) -> tuple[Array, ...]:
         """The same, and the gradients of all arrays but the bounds."""

@@ -8,7 +8,7 @@ Shapes: B rows, R queries of a row, N query heads, K key-value heads, S keys, H 
 
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,8 @@ def attend(
         bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, 0), (0, more)))
     if short:
         k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) for x in (k, v))
-    out, lse = _attend(Options(kernel, context, scale), q, k, v, bounds)
+    options = Options(cast(Kernel, kernel), context, scale)
+    out, lse = cast(tuple[Array, Array], _attend(options, q, k, v, bounds))
     return out[:, :R], lse[:, :, :R]
 
 
@@ -103,7 +104,7 @@ def _attend(
 
 
 def _forward(options, q, k, v, bounds):
-    out, lse = _attend(options, q, k, v, bounds)
+    out, lse = options.kernel.forward(q, k, v, bounds, context=options.context, scale=options.scale)
     return (out, lse), (q, k, v, bounds, out, lse)
 
 

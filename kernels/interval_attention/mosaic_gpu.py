@@ -226,8 +226,9 @@ def _forward(
             begin = 0 if which == 0 else spans[0][1]
             return jax.lax.fori_loop(begin, begin + spans[which][1], body, carry)
 
-        carry = [tensor_cores.full(*x) for x in (((ROWS, H), 0.0), ((ROWS,), MASKED, 1), ((ROWS,), 0.0, 1))]
-        acc, top, sums = visit(1, visit(0, tuple(carry)))
+        full = tensor_cores.full
+        carry = full((ROWS, H), 0.0), full((ROWS,), MASKED, axis=1), full((ROWS,), 0.0, axis=1)
+        acc, top, sums = visit(1, visit(0, carry))
         sums = jnp.where(sums > 0.0, sums, 1.0)  # of a query that sees nothing
         smem[...] = (acc / jax.lax.broadcast_in_dim(sums, acc.shape, [0])).astype(out.dtype)
         lse_smem[mine] = top / LOG2E + jnp.log(sums)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.device import timed
@@ -62,8 +62,7 @@ def anchored(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
         A, T, F, N, K, H, S, causal, window = shape
         if small:
             A, N, K, H, S = 8, 4, 2, 16, 128
-        options: dict[str, Any] = {"visible": "causal" if causal else "full", "window": window, "scale": H**-0.5}
-        case = Trial(1, A, T, F, N, K, H, S, str(dtype), **options)
+        case = Trial(1, A, T, F, N, K, H, S, str(dtype), "causal" if causal else "full", window, H**-0.5)
         arrays = jax.jit(case.arrays)(jax.random.key(0))
         called = lambda name: partial(attend_anchored, implementation=name)
         with jax.default_matmul_precision("highest"):
@@ -106,7 +105,7 @@ def products(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
         yield row
 
 
-def _compared(name: str, call: Callable[[], Any], truth: Any) -> Figures:
+def _compared(name: str, call: Callable[[], PyTree], truth: PyTree) -> Figures:
     """Of an array, or of several together."""
     numbers = lambda tree: [np.asarray(x.astype(jnp.float32), np.float64) for x in jax.tree.leaves(tree)]
     runs, expected = [numbers(call()) for _ in range(REPEATS)], numbers(truth)
