@@ -143,5 +143,6 @@ def lines(figures: Figures) -> list[str]:
         found.append(f"  {'an epoch':22} {figures['epoch_hours']:.1f} hours at the least time")
     if "largest_batch" in figures:
         found.append(f"  {'largest that fit':22} {figures['largest_batch']} rows of this length")
-        found.append(f"  {'':22} {figures['largest_length']} tokens in this many rows")
+        more = " or more" if figures["largest_length"] == MOST * UNIT else ""
+        found.append(f"  {'':22} {figures['largest_length']} tokens{more} in this many rows")
     return found
