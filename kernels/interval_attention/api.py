@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 ROUNDED = 128  # queries and keys are filled up to multiples of it
+MASKED = -1e30  # the score of a key that is not seen, and what is left of no score
 
 
 class Kernel(Protocol):
@@ -46,7 +47,10 @@ class Kernel(Protocol):
         context: int,
         scale: float,
     ) -> tuple[Float[Array, "B R N H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-        """The gradients of queries, keys and values. `delta` is each query's output times its gradient, summed."""
+        """The gradients of queries, keys and values.
+
+        `delta` is each query's output times its gradient, summed; `lse` is beyond any score where a query sees nothing.
+        """
         ...
 
 
@@ -113,6 +117,7 @@ def _backward(options, kept, gradients):
     d_out, d_lse = gradients
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
     where = {"context": options.context, "scale": options.scale}
+    lse = jnp.where(lse > MASKED / 2, lse, -MASKED)
     return *options.kernel.backward(*arrays, lse, delta, d_out, **where), None
 
 

@@ -1,10 +1,10 @@
 """Implementation for Hopper (Pallas, Mosaic GPU), forward and backward: queries with two intervals of keys each.
 
-A thread block has two warpgroups that compute and one that copies. The computing ones take 64 queries of a head each
-(or 64 keys, where these are differentiated) and share what the third copies to shared memory a few chunks ahead (TMA).
-They multiply on the tensor cores (WGMMA) and keep sums and the online softmax in registers. Chunks that nobody in the
-thread block sees are not visited. Keys are differentiated for all query heads of theirs at once, so no sum is left to
-another launch.
+A thread block has two warpgroups. Each takes 64 queries of a head, or 64 keys where these are differentiated. Both
+share what the first one copies to shared memory two chunks ahead (TMA); a third one for that would leave them too few
+registers. They multiply on the tensor cores (WGMMA) and keep sums and the online softmax in registers. Chunks that
+nobody in the thread block sees are not visited. Keys are differentiated for all query heads of theirs at once, so no
+sum is left to another launch.
 """
 
 import math
@@ -16,16 +16,15 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from .. import tensor_cores
-from .api import seeing_tiles, seen_chunks
+from .api import MASKED, seeing_tiles, seen_chunks
 
 HEAD_DIMS = (64, 128)
 ROWS = 64  # queries or keys of a warpgroup: the rows of one WGMMA
-COMPUTING = 2  # warpgroups
-TILE = COMPUTING * ROWS  # queries or keys of a thread block
-CHUNK = {"forward": 128, "queries": 64, "keys": 64}  # keys, keys and queries that are copied at once, in each kernel
-DEPTH = {"forward": 2, "queries": 3, "keys": 2}  # chunks in flight
-REGISTERS = 232, 40  # of a computing thread and of a copying one
-MASKED = -1e30
+GROUPS = 2  # warpgroups
+TILE = GROUPS * ROWS  # queries or keys of a thread block
+CHUNK = 64  # keys or queries that are copied at once
+DEPTH = 4, 3, 3  # chunks that shared memory holds: forward, backward by queries and by keys
+AHEAD = 2  # visits before which a chunk is asked for
 LOG2E = math.log2(math.e)
 
 
@@ -50,19 +49,19 @@ def forward(
     """See `api.Kernel`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    (B, R, N, H), chunk, depth = q.shape, CHUNK["forward"], DEPTH["forward"]
+    (B, R, N, H), depth = q.shape, DEPTH[0]
     scratch = {
-        "q_smem": _matrix((COMPUTING, ROWS, H), q.dtype),
-        "k_smem": _matrix((depth, chunk, H), q.dtype),
-        "v_smem": _matrix((depth, chunk, H), q.dtype),
-        "bounds_smem": plgpu.SMEM((COMPUTING, 2, 2, ROWS), jnp.int32),
-        "lse_smem": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
-        "ready": plgpu.Barrier(num_arrivals=5, num_barriers=COMPUTING),
+        "q_smem": _matrix((GROUPS, ROWS, H), q.dtype),
+        "k_smem": _matrix((depth, CHUNK, H), q.dtype),
+        "v_smem": _matrix((depth, CHUNK, H), q.dtype),
+        "bounds_smem": plgpu.SMEM((GROUPS, 2, 2, ROWS), jnp.int32),
+        "lse_smem": plgpu.SMEM((GROUPS, ROWS), jnp.float32),
+        "ready": plgpu.Barrier(num_arrivals=5, num_barriers=GROUPS),
         **_pipeline(depth, copies=2),
     }
     out = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, R), jnp.float32)
     run = _launched(partial(_forward, scale=scale), out, scratch, (R // TILE, B, N))
-    return run(seen_chunks(bounds, TILE, chunk), bounds, q, k, v)
+    return run(seen_chunks(bounds, TILE, CHUNK), bounds, q, k, v)
 
 
 def backward(
@@ -80,40 +79,39 @@ def backward(
     """See `api.Kernel`; one launch for the gradient of queries, and one for those of keys and values."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    (B, R, N, H), (K, S) = q.shape, k.shape[1:3]
-    chunk, depth = CHUNK["queries"], DEPTH["queries"]
+    (B, R, N, H), (K, S), depth = q.shape, k.shape[1:3], DEPTH[1]
     scratch = {
-        "q_smem": _matrix((COMPUTING, ROWS, H), q.dtype),
-        "d_smem": _matrix((COMPUTING, ROWS, H), q.dtype),
-        "k_smem": _matrix((depth, chunk, H), q.dtype),
-        "v_smem": _matrix((depth, chunk, H), q.dtype),
-        "bounds_smem": plgpu.SMEM((COMPUTING, 2, 2, ROWS), jnp.int32),
-        "lse_smem": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
-        "delta_smem": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
-        "ready": plgpu.Barrier(num_arrivals=8, num_barriers=COMPUTING),
+        "q_smem": _matrix((GROUPS, ROWS, H), q.dtype),
+        "d_smem": _matrix((GROUPS, ROWS, H), q.dtype),
+        "k_smem": _matrix((depth, CHUNK, H), q.dtype),
+        "v_smem": _matrix((depth, CHUNK, H), q.dtype),
+        "bounds_smem": plgpu.SMEM((GROUPS, 2, 2, ROWS), jnp.int32),
+        "lse_smem": plgpu.SMEM((GROUPS, ROWS), jnp.float32),
+        "delta_smem": plgpu.SMEM((GROUPS, ROWS), jnp.float32),
+        "ready": plgpu.Barrier(num_arrivals=8, num_barriers=GROUPS),
         **_pipeline(depth, copies=2),
     }
     run = _launched(
         partial(_of_queries, scale=scale), jax.ShapeDtypeStruct(q.shape, q.dtype), scratch, (R // TILE, B, N)
     )
-    d_q = run(seen_chunks(bounds, TILE, chunk), bounds, q, d_out, lse, delta, k, v)
+    d_q = run(seen_chunks(bounds, TILE, CHUNK), bounds, q, d_out, lse, delta, k, v)
 
-    chunk, depth = CHUNK["keys"], DEPTH["keys"]
+    depth = DEPTH[2]
     scratch = {
-        "k_smem": _matrix((COMPUTING, ROWS, H), q.dtype),
-        "v_smem": _matrix((COMPUTING, ROWS, H), q.dtype),
-        "q_smem": _matrix((depth, chunk, H), q.dtype),
-        "d_smem": _matrix((depth, chunk, H), q.dtype),
-        "lse_smem": plgpu.SMEM((depth, chunk), jnp.float32),
-        "delta_smem": plgpu.SMEM((depth, chunk), jnp.float32),
-        "low_smem": plgpu.SMEM((depth, chunk), jnp.int32),
-        "end_smem": plgpu.SMEM((depth, chunk), jnp.int32),
-        "ready": plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING),
+        "k_smem": _matrix((GROUPS, ROWS, H), q.dtype),
+        "v_smem": _matrix((GROUPS, ROWS, H), q.dtype),
+        "q_smem": _matrix((depth, CHUNK, H), q.dtype),
+        "d_smem": _matrix((depth, CHUNK, H), q.dtype),
+        "lse_smem": plgpu.SMEM((depth, CHUNK), jnp.float32),
+        "delta_smem": plgpu.SMEM((depth, CHUNK), jnp.float32),
+        "low_smem": plgpu.SMEM((depth, CHUNK), jnp.int32),
+        "end_smem": plgpu.SMEM((depth, CHUNK), jnp.int32),
+        "ready": plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
         **_pipeline(depth, copies=6),
     }
     out = (jax.ShapeDtypeStruct(k.shape, k.dtype),) * 2
     run = _launched(partial(_of_keys, context=context, scale=scale), out, scratch, (S // TILE, B, K))
-    return d_q, *run(seeing_tiles(bounds, chunk, TILE, context, S), bounds, q, d_out, lse, delta, k, v)
+    return d_q, *run(seeing_tiles(bounds, CHUNK, TILE, context, S), bounds, q, d_out, lse, delta, k, v)
 
 
 def _matrix(shape, dtype):
@@ -124,12 +122,12 @@ def _matrix(shape, dtype):
 
 
 def _pipeline(depth: int, copies: int):
-    """What says that a stage was filled, by so many copies, and that all who compute are done with it."""
+    """What says that a stage was filled, by so many copies, and that both warpgroups are done with it."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return {
         "arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=depth),
-        "consumed": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=depth),
+        "consumed": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=depth),
     }
 
 
@@ -143,7 +141,7 @@ def _launched(kernel, out, scratch, grid: tuple[int, int, int]):
         scratch_types=scratch,
         grid=grid,
         grid_names=("tile", "b", "head"),
-        num_threads=COMPUTING + 1,
+        num_threads=GROUPS,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -154,37 +152,33 @@ def _place():
     return tuple(jax.lax.axis_index(name) for name in ("tile", "b", "head", "warpgroup"))
 
 
-def _roles(plgpu, compute, fetch, count, depth: int, consumed) -> None:
-    """Lets the last warpgroup copy, a few chunks ahead, and the others compute.
+def _begin(fetch, count, depth: int) -> None:
+    """Asks for the first chunks; `fetch(i, stage)` starts the copies of chunk i of so many."""
+    for i in range(depth - AHEAD):
+        first = (jax.lax.axis_index("warpgroup") == 0) & (i < count)
+        pl.when(first)(lambda i=i: fetch(jnp.int32(i), jnp.int32(i)))
 
-    Args:
-        fetch: `fetch(i, stage)` starts the copies of chunk i.
-        count: of chunks.
-    """
-    mine, most = jax.lax.axis_index("warpgroup"), jnp.int32(depth)
 
-    @pl.when(mine < COMPUTING)
+def _wait(plgpu, fetch, i, count, depth: int, arrived, consumed):
+    """Waits for chunk i and returns its stage; before that, asks for a later one, once its place is free."""
+    later, most = i + depth - AHEAD, jnp.int32(depth)
+
+    @pl.when((jax.lax.axis_index("warpgroup") == 0) & (later < count))
     def _():
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
-        compute()
+        place = jax.lax.rem(later, most)
+        pl.when(later >= most)(lambda: plgpu.barrier_wait(consumed.at[place]))
+        fetch(later, place)
 
-    @pl.when(mine == COMPUTING)
-    def _():
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
-
-        def body(i, _):
-            stage = jax.lax.rem(i, most)
-            pl.when(i >= most)(lambda: plgpu.barrier_wait(consumed.at[stage]))
-            fetch(i, stage)
-
-        jax.lax.fori_loop(0, count, body, None)
+    stage = jax.lax.rem(i, most)
+    plgpu.barrier_wait(arrived.at[stage])
+    return stage
 
 
-def _seen(plgpu, shape, begin, low, end, keys: int):
-    """Which keys, of a matrix of scores whose axis `keys` they lie along from `begin` on, a query sees."""
-    key = begin + plgpu.broadcasted_iota(jnp.int32, shape, keys, layout=plgpu.Layout.WGMMA)
-    low, end = (jax.lax.broadcast_in_dim(x, shape, [1 - keys]) for x in (low, end))
-    return (key >= low) & (key < end)
+def _masked(plgpu, s, begin, low, end, keys: int):
+    """Scores, `MASKED` where a query does not see the key; keys lie along this axis of theirs, from `begin` on."""
+    key = begin + plgpu.broadcasted_iota(jnp.int32, s.shape, keys, layout=plgpu.Layout.WGMMA)
+    s = jnp.where(key >= jax.lax.broadcast_in_dim(low, s.shape, [1 - keys]), s, MASKED)
+    return jnp.where(key < jax.lax.broadcast_in_dim(end, s.shape, [1 - keys]), s, MASKED)
 
 
 def _forward(
@@ -195,50 +189,47 @@ def _forward(
     at, b, head, mine = _place()
     tile, (depth, C, H) = chunks.shape[2] - 1 - at, k_smem.shape
     spans = [(chunks[b, i, tile, 0], chunks[b, i, tile, 1]) for i in range(2)]
-    total = spans[0][1] + spans[1][1]
+    count = spans[0][1] + spans[1][1]
     rows = pl.ds(tile * TILE + mine * ROWS, ROWS)
 
-    def compute():
-        smem = q_smem.at[mine]
-        plgpu.copy_gmem_to_smem(q.at[b, rows, head], smem, ready.at[mine])
-        _copy_bounds(plgpu, bounds, b, rows, bounds_smem.at[mine], ready.at[mine])
-        plgpu.barrier_wait(ready.at[mine])
-
-        def visit(which, carry):
-            low, end = (tensor_cores.load(bounds_smem.at[mine, which, i], axis=1) for i in range(2))
-
-            def body(i, carry):
-                acc, top, total = carry
-                stage = jax.lax.rem(i, jnp.int32(depth))
-                plgpu.barrier_wait(arrived.at[stage])
-                s = tensor_cores.product(smem, k_smem.at[stage]) * (scale * LOG2E)
-                seen = _seen(plgpu, s.shape, _chunk_at(spans, i) * C, low, end, keys=1)
-                s = jnp.where(seen, s, MASKED)
-                higher = jnp.maximum(top, s.max(axis=1))
-                keep = jnp.exp2(top - higher)
-                p = jnp.where(seen, jnp.exp2(s - jax.lax.broadcast_in_dim(higher, s.shape, [0])), 0.0)
-                acc = acc * jax.lax.broadcast_in_dim(keep, acc.shape, [0])
-                total = total * keep + p.sum(axis=1)
-                acc = tensor_cores.add_product(acc, p.astype(v.dtype), v_smem.at[stage])
-                plgpu.barrier_arrive(consumed.at[stage])
-                return acc, higher, total
-
-            begin = 0 if which == 0 else spans[0][1]
-            return jax.lax.fori_loop(begin, begin + spans[which][1], body, carry)
-
-        full = tensor_cores.full
-        carry = full((ROWS, H), 0.0), full((ROWS,), MASKED, axis=1), full((ROWS,), 0.0, axis=1)
-        acc, top, sums = visit(1, visit(0, carry))
-        sums = jnp.where(sums > 0.0, sums, 1.0)  # of a query that sees nothing
-        smem[...] = (acc / jax.lax.broadcast_in_dim(sums, acc.shape, [0])).astype(out.dtype)
-        lse_smem[mine] = top / LOG2E + jnp.log(sums)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem, out.at[b, rows, head])
-        plgpu.copy_smem_to_gmem(lse_smem.at[mine], lse.at[b, head, rows])
-        plgpu.wait_smem_to_gmem(0)
-
     fetch = _fetching(plgpu, spans, k, v, q.shape[2], k_smem, v_smem, arrived)
-    _roles(plgpu, compute, fetch, total, depth, consumed)
+    _begin(fetch, count, depth)
+    smem = q_smem.at[mine]
+    plgpu.copy_gmem_to_smem(q.at[b, rows, head], smem, ready.at[mine])
+    _copy_bounds(plgpu, bounds, b, rows, bounds_smem.at[mine], ready.at[mine])
+    plgpu.barrier_wait(ready.at[mine])
+
+    def visit(which, carry):
+        low, end = (tensor_cores.load(bounds_smem.at[mine, which, i], axis=1) for i in range(2))
+
+        def body(i, carry):
+            acc, top, total = carry
+            stage = _wait(plgpu, fetch, i, count, depth, arrived, consumed)
+            s = tensor_cores.product(smem, k_smem.at[stage]) * (scale * LOG2E)
+            s = _masked(plgpu, s, _chunk_at(spans, i) * C, low, end, keys=1)
+            higher = jnp.maximum(top, s.max(axis=1))
+            least = jnp.where(higher > MASKED, higher, 0.0)  # of a query that has seen nothing yet
+            keep = jnp.exp2(top - least)
+            p = jnp.exp2(s - jax.lax.broadcast_in_dim(least, s.shape, [0]))
+            acc = acc * jax.lax.broadcast_in_dim(keep, acc.shape, [0])
+            total = total * keep + p.sum(axis=1)
+            acc = tensor_cores.add_product(acc, p.astype(v.dtype), v_smem.at[stage])
+            plgpu.barrier_arrive(consumed.at[stage])
+            return acc, higher, total
+
+        begin = 0 if which == 0 else spans[0][1]
+        return jax.lax.fori_loop(begin, begin + spans[which][1], body, carry)
+
+    full = tensor_cores.full
+    carry = full((ROWS, H), 0.0), full((ROWS,), MASKED, axis=1), full((ROWS,), 0.0, axis=1)
+    acc, top, sums = visit(1, visit(0, carry))
+    sums = jnp.where(sums > 0.0, sums, 1.0)  # of a query that sees nothing
+    smem[...] = (acc / jax.lax.broadcast_in_dim(sums, acc.shape, [0])).astype(out.dtype)
+    lse_smem[mine] = top / LOG2E + jnp.log(sums)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, out.at[b, rows, head])
+    plgpu.copy_smem_to_gmem(lse_smem.at[mine], lse.at[b, head, rows])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _of_queries(
@@ -249,45 +240,42 @@ def _of_queries(
     at, b, head, mine = _place()
     tile, (depth, C, H) = chunks.shape[2] - 1 - at, k_smem.shape
     spans = [(chunks[b, i, tile, 0], chunks[b, i, tile, 1]) for i in range(2)]
-    total = spans[0][1] + spans[1][1]
+    count = spans[0][1] + spans[1][1]
     rows = pl.ds(tile * TILE + mine * ROWS, ROWS)
 
-    def compute():
-        plgpu.copy_gmem_to_smem(q.at[b, rows, head], q_smem.at[mine], ready.at[mine])
-        plgpu.copy_gmem_to_smem(d_out.at[b, rows, head], d_smem.at[mine], ready.at[mine])
-        plgpu.copy_gmem_to_smem(lse.at[b, head, rows], lse_smem.at[mine], ready.at[mine])
-        plgpu.copy_gmem_to_smem(delta.at[b, head, rows], delta_smem.at[mine], ready.at[mine])
-        _copy_bounds(plgpu, bounds, b, rows, bounds_smem.at[mine], ready.at[mine])
-        plgpu.barrier_wait(ready.at[mine])
-        top = tensor_cores.load(lse_smem.at[mine], axis=1) * LOG2E
-        less = tensor_cores.load(delta_smem.at[mine], axis=1)
-
-        def visit(which, acc):
-            low, end = (tensor_cores.load(bounds_smem.at[mine, which, i], axis=1) for i in range(2))
-
-            def body(i, acc):
-                stage = jax.lax.rem(i, jnp.int32(depth))
-                plgpu.barrier_wait(arrived.at[stage])
-                s = tensor_cores.product(q_smem.at[mine], k_smem.at[stage]) * (scale * LOG2E)
-                seen = _seen(plgpu, s.shape, _chunk_at(spans, i) * C, low, end, keys=1)
-                p = jnp.where(seen, jnp.exp2(s - jax.lax.broadcast_in_dim(top, s.shape, [0])), 0.0)
-                d_p = tensor_cores.product(d_smem.at[mine], v_smem.at[stage])
-                d_s = p * (d_p - jax.lax.broadcast_in_dim(less, s.shape, [0])) * scale
-                acc = tensor_cores.add_product(acc, d_s.astype(k.dtype), k_smem.at[stage])
-                plgpu.barrier_arrive(consumed.at[stage])
-                return acc
-
-            begin = 0 if which == 0 else spans[0][1]
-            return jax.lax.fori_loop(begin, begin + spans[which][1], body, acc)
-
-        acc = visit(1, visit(0, tensor_cores.full((ROWS, H), 0.0)))
-        q_smem[mine] = acc.astype(d_q.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_smem.at[mine], d_q.at[b, rows, head])
-        plgpu.wait_smem_to_gmem(0)
-
     fetch = _fetching(plgpu, spans, k, v, q.shape[2], k_smem, v_smem, arrived)
-    _roles(plgpu, compute, fetch, total, depth, consumed)
+    _begin(fetch, count, depth)
+    plgpu.copy_gmem_to_smem(q.at[b, rows, head], q_smem.at[mine], ready.at[mine])
+    plgpu.copy_gmem_to_smem(d_out.at[b, rows, head], d_smem.at[mine], ready.at[mine])
+    plgpu.copy_gmem_to_smem(lse.at[b, head, rows], lse_smem.at[mine], ready.at[mine])
+    plgpu.copy_gmem_to_smem(delta.at[b, head, rows], delta_smem.at[mine], ready.at[mine])
+    _copy_bounds(plgpu, bounds, b, rows, bounds_smem.at[mine], ready.at[mine])
+    plgpu.barrier_wait(ready.at[mine])
+    top = tensor_cores.load(lse_smem.at[mine], axis=1) * LOG2E
+    less = tensor_cores.load(delta_smem.at[mine], axis=1)
+
+    def visit(which, acc):
+        low, end = (tensor_cores.load(bounds_smem.at[mine, which, i], axis=1) for i in range(2))
+
+        def body(i, acc):
+            stage = _wait(plgpu, fetch, i, count, depth, arrived, consumed)
+            s = tensor_cores.product(q_smem.at[mine], k_smem.at[stage]) * (scale * LOG2E)
+            s = _masked(plgpu, s, _chunk_at(spans, i) * C, low, end, keys=1)
+            p = jnp.exp2(s - jax.lax.broadcast_in_dim(top, s.shape, [0]))
+            d_p = tensor_cores.product(d_smem.at[mine], v_smem.at[stage])
+            d_s = p * (d_p - jax.lax.broadcast_in_dim(less, s.shape, [0])) * scale
+            acc = tensor_cores.add_product(acc, d_s.astype(k.dtype), k_smem.at[stage])
+            plgpu.barrier_arrive(consumed.at[stage])
+            return acc
+
+        begin = 0 if which == 0 else spans[0][1]
+        return jax.lax.fori_loop(begin, begin + spans[which][1], body, acc)
+
+    acc = visit(1, visit(0, tensor_cores.full((ROWS, H), 0.0)))
+    q_smem[mine] = acc.astype(d_q.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q_smem.at[mine], d_q.at[b, rows, head])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _copy_bounds(plgpu, bounds, b, rows, smem, barrier) -> None:
@@ -304,7 +292,7 @@ def _chunk_at(spans, i):
 
 
 def _fetching(plgpu, spans, k, v, heads: int, k_smem, v_smem, arrived):
-    """`_roles`'s `fetch` of keys and values, for one of so many query heads."""
+    """What starts the copies of a chunk of keys and values, for one of so many query heads."""
     _, b, head, _ = _place()
     own, C = jax.lax.div(head, jnp.int32(heads // k.shape[1])), k_smem.shape[1]
 
@@ -328,37 +316,6 @@ def _of_keys(
     begin = tile * TILE + mine * ROWS
     which = jnp.where(tile * TILE >= context, 1, 0)  # the interval of these keys
 
-    def compute():
-        plgpu.copy_gmem_to_smem(k.at[b, head, pl.ds(begin, ROWS)], k_smem.at[mine], ready.at[mine])
-        plgpu.copy_gmem_to_smem(v.at[b, head, pl.ds(begin, ROWS)], v_smem.at[mine], ready.at[mine])
-        plgpu.barrier_wait(ready.at[mine])
-
-        def body(i, carry):
-            of_keys, of_values = carry
-            stage = jax.lax.rem(i, jnp.int32(depth))
-            plgpu.barrier_wait(arrived.at[stage])
-            s = tensor_cores.product(k_smem.at[mine], q_smem.at[stage]) * (scale * LOG2E)
-            low, end = (tensor_cores.load(x.at[stage], axis=0) for x in (low_smem, end_smem))
-            top = tensor_cores.load(lse_smem.at[stage], axis=0) * LOG2E
-            seen = _seen(plgpu, s.shape, begin, low, end, keys=0)
-            p = jnp.where(seen, jnp.exp2(s - jax.lax.broadcast_in_dim(top, s.shape, [1])), 0.0)
-            of_values = tensor_cores.add_product(of_values, p.astype(d_out.dtype), d_smem.at[stage])
-            d_p = tensor_cores.product(v_smem.at[mine], d_smem.at[stage])
-            less = tensor_cores.load(delta_smem.at[stage], axis=0)
-            d_s = p * (d_p - jax.lax.broadcast_in_dim(less, s.shape, [1])) * scale
-            of_keys = tensor_cores.add_product(of_keys, d_s.astype(q.dtype), q_smem.at[stage])
-            plgpu.barrier_arrive(consumed.at[stage])
-            return of_keys, of_values
-
-        zeros = tensor_cores.full((ROWS, H), 0.0)
-        of_keys, of_values = jax.lax.fori_loop(0, group * count, body, (zeros, zeros))
-        k_smem[mine] = of_keys.astype(d_k.dtype)
-        v_smem[mine] = of_values.astype(d_v.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(k_smem.at[mine], d_k.at[b, head, pl.ds(begin, ROWS)])
-        plgpu.copy_smem_to_gmem(v_smem.at[mine], d_v.at[b, head, pl.ds(begin, ROWS)])
-        plgpu.wait_smem_to_gmem(0)
-
     def fetch(i, stage):
         other = head * group + jax.lax.div(i, jnp.maximum(count, 1))  # of the query heads
         rows = pl.ds((first + jax.lax.rem(i, jnp.maximum(count, 1))) * C, C)
@@ -373,4 +330,32 @@ def _of_keys(
         for source, smem in copies:
             plgpu.copy_gmem_to_smem(source, smem.at[stage], arrived.at[stage])
 
-    _roles(plgpu, compute, fetch, group * count, depth, consumed)
+    _begin(fetch, group * count, depth)
+    plgpu.copy_gmem_to_smem(k.at[b, head, pl.ds(begin, ROWS)], k_smem.at[mine], ready.at[mine])
+    plgpu.copy_gmem_to_smem(v.at[b, head, pl.ds(begin, ROWS)], v_smem.at[mine], ready.at[mine])
+    plgpu.barrier_wait(ready.at[mine])
+
+    def body(i, carry):
+        of_keys, of_values = carry
+        stage = _wait(plgpu, fetch, i, group * count, depth, arrived, consumed)
+        s = tensor_cores.product(k_smem.at[mine], q_smem.at[stage]) * (scale * LOG2E)
+        low, end = (tensor_cores.load(x.at[stage], axis=0) for x in (low_smem, end_smem))
+        s = _masked(plgpu, s, begin, low, end, keys=0)
+        top = tensor_cores.load(lse_smem.at[stage], axis=0) * LOG2E
+        p = jnp.exp2(s - jax.lax.broadcast_in_dim(top, s.shape, [1]))
+        of_values = tensor_cores.add_product(of_values, p.astype(d_out.dtype), d_smem.at[stage])
+        d_p = tensor_cores.product(v_smem.at[mine], d_smem.at[stage])
+        less = tensor_cores.load(delta_smem.at[stage], axis=0)
+        d_s = p * (d_p - jax.lax.broadcast_in_dim(less, s.shape, [1])) * scale
+        of_keys = tensor_cores.add_product(of_keys, d_s.astype(q.dtype), q_smem.at[stage])
+        plgpu.barrier_arrive(consumed.at[stage])
+        return of_keys, of_values
+
+    zeros = tensor_cores.full((ROWS, H), 0.0)
+    of_keys, of_values = jax.lax.fori_loop(0, group * count, body, (zeros, zeros))
+    k_smem[mine] = of_keys.astype(d_k.dtype)
+    v_smem[mine] = of_values.astype(d_v.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(k_smem.at[mine], d_k.at[b, head, pl.ds(begin, ROWS)])
+    plgpu.copy_smem_to_gmem(v_smem.at[mine], d_v.at[b, head, pl.ds(begin, ROWS)])
+    plgpu.wait_smem_to_gmem(0)

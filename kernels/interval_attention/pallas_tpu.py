@@ -15,13 +15,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..products import precision
-from .api import seeing_tiles, seen_chunks
+from .api import MASKED, seeing_tiles, seen_chunks
 
 LANES = 128
 HEAD_DIMS = (64, 128, 256)
 ROWS = 1024, 512, 256, LANES  # queries of a tile; the first that fits
 CHUNKS = 512, 256, LANES  # keys at once
-MASKED = -1e30
 
 
 def declines(q: Float[Array, "... H"], *keys: Float[Array, "... H"]) -> str | None:
