@@ -140,7 +140,11 @@ def main(options: EvaluateOptions) -> int:
     )
     figures["chat_template_kwargs"] = dict(generation.chat_template_kwargs)
     rates = " ".join(f"{rate:.2f}" for rate in figures["acceptance_per_position"])
-    print(f"tau {figures['tau']:.3f}   speedup {figures['speedup']:.2f}   over {figures['samples']} prompts")
+    if figures["tau"] is None:
+        print(f"no steps were taken: every answer to the {figures['samples']} prompts ended with its first token")
+    else:
+        speedup = "not known" if figures["speedup"] is None else f"{figures['speedup']:.2f}"
+        print(f"tau {figures['tau']:.3f}   speedup {speedup}   over {figures['samples']} prompts")
     print(f"acceptance per position   {rates}")
     if options.json:
         write_json(Path(options.json), figures)

@@ -20,6 +20,7 @@ from dflash_jax.infer.engine.requests import Completion, Request
 from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.infer.jobs import journal
 from dflash_jax.infer.jobs.lines import Line
+from dflash_jax.train import evaluate
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.arguments import parse_stage, settings_given
 from dflash_jax.train.regenerate import answer_record
@@ -317,3 +318,26 @@ def test_regenerating_notes_the_arguments_of_the_chat_template(place, capsys):
     assert noted["deterministic"] == fixed
     assert regenerate(place, "chat-answers.jsonl", *given) == 2
     assert "chat_template_kwargs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tau", "speedup", "shown"), [(2.5, 1.2, "tau 2.500   speedup 1.20"), (2.5, None, "not known")]
+)
+def test_an_evaluation_is_printed(tau, speedup, shown, monkeypatch, capsys):
+    print_evaluation(tau, speedup, monkeypatch)
+    assert shown in capsys.readouterr().out
+
+
+def test_an_evaluation_whose_answers_end_at_once_says_so(monkeypatch, capsys):
+    print_evaluation(None, None, monkeypatch)
+    assert "no steps were taken: every answer to the 3 prompts ended" in capsys.readouterr().out
+
+
+def print_evaluation(tau, speedup, monkeypatch):
+    """The stage `evaluate` with these figures."""
+    figures = {"tau": tau, "speedup": speedup, "samples": 3, "acceptance_per_position": [0.5] if tau else []}
+    monkeypatch.setattr(evaluate, "_pair", lambda options: (None, None))
+    monkeypatch.setattr(evaluate, "read_prompts", lambda *given: [])
+    monkeypatch.setattr(evaluate, "evaluate", lambda *given, **options: dict(figures))
+    options = parse_stage(["evaluate", "--target", "t", "--drafter", "d", "--prompts", "p"])
+    assert evaluate.main(options) == 0
