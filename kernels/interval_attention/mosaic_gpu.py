@@ -1,7 +1,7 @@
 """Implementation for Hopper (Pallas, Mosaic GPU), forward and backward: queries with two intervals of keys each.
 
 A thread block has two warpgroups. Each takes 64 queries of a head, or 64 keys where these are differentiated. Both
-share what the first one copies to shared memory two chunks ahead (TMA); a third one for that would leave them too few
+share what the first one copies to shared memory a few chunks ahead (TMA); a third one for that would leave them too few
 registers. They multiply on the tensor cores (WGMMA) and keep sums and the online softmax in registers. Chunks that
 nobody in the thread block sees are not visited. Keys are differentiated for all query heads of theirs at once, so no
 sum is left to another launch.
@@ -23,8 +23,8 @@ ROWS = 64  # queries or keys of a warpgroup: the rows of one WGMMA
 GROUPS = 2  # warpgroups
 TILE = GROUPS * ROWS  # queries or keys of a thread block
 CHUNK = 64  # keys or queries that are copied at once
-DEPTH = 4, 3, 3  # chunks that shared memory holds: forward, backward by queries and by keys
-AHEAD = 2  # visits before which a chunk is asked for
+DEPTH = 5, 4, 4  # chunks that shared memory holds: forward, backward by queries and by keys
+SLACK = 2  # visits after which a chunk's place is filled anew; by then the other warpgroup is mostly done with it
 LOG2E = math.log2(math.e)
 
 
@@ -154,14 +154,14 @@ def _place():
 
 def _begin(fetch, count, depth: int) -> None:
     """Asks for the first chunks; `fetch(i, stage)` starts the copies of chunk i of so many."""
-    for i in range(depth - AHEAD):
+    for i in range(depth - SLACK):
         first = (jax.lax.axis_index("warpgroup") == 0) & (i < count)
         pl.when(first)(lambda i=i: fetch(jnp.int32(i), jnp.int32(i)))
 
 
 def _wait(plgpu, fetch, i, count, depth: int, arrived, consumed):
     """Waits for chunk i and returns its stage; before that, asks for a later one, once its place is free."""
-    later, most = i + depth - AHEAD, jnp.int32(depth)
+    later, most = i + depth - SLACK, jnp.int32(depth)
 
     @pl.when((jax.lax.axis_index("warpgroup") == 0) & (later < count))
     def _():
