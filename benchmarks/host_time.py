@@ -27,7 +27,7 @@ LAYERS, DRAFT_LAYERS, TOKENS = 36, 5, 400
 def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     rows = int(given[0]) if given else 32
-    pair = random_pair(*small_pair(LAYERS, DRAFT_LAYERS, width=32, head_dim=16, positions=1024), jnp.float32)
+    pair = random_pair(*small_pair(LAYERS, DRAFT_LAYERS, width=32, head_dim=16, positions=1024), dtype=jnp.float32)
     engine = Engine(*pair, slots=rows, max_length=TOKENS + 64, block_size=4)
     engine.warm_up()
     for i in range(rows):

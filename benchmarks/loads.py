@@ -47,7 +47,7 @@ def small_pair(layers: int, draft_layers: int, width: int, head_dim: int, positi
 
 def write_pair(directory: Path, pair: tuple[Raw, Raw]) -> None:
     """Writes `target` and `drafter` with random float32 weights; there is no tokenizer."""
-    target, drafter = random_pair(*pair, jnp.float32)
+    target, drafter = random_pair(*pair, dtype=jnp.float32)
     table = models.family(target.config.model_type).tensors(target.config)
     checkpoint.save(directory / "target", target.params, table, pair[0])
     table = drafters.KINDS[drafters.kind_of(pair[1])].tensors(drafter.config)

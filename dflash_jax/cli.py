@@ -9,6 +9,7 @@ import difflib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 import tyro
 from tyro.conf import arg
 from tyro.constructors import PrimitiveConstructorSpec
+
+from dflash_jax.quantize import parse_quantize
 
 if TYPE_CHECKING:
     from dflash_jax.infer.engine.params import SamplingParams
@@ -33,6 +36,8 @@ def parse(options: Any, argv: Sequence[str] | None, *, prog: str, description: s
 
     Wrong usage ends the process with status 2 and says why on stderr; an unknown flag names the nearest.
     """
+    words = sys.argv[1:] if argv is None else argv
+    argv = [re.sub(r"^--quantise(?=$|=)", "--quantize", word) for word in words]  # the British form
     config = (
         tyro.conf.OmitArgPrefixes,
         tyro.conf.OmitSubcommandPrefixes,
@@ -46,7 +51,7 @@ def parse(options: Any, argv: Sequence[str] | None, *, prog: str, description: s
         raise SystemExit(0) from None
     except SystemExit as wrong:
         if wrong.code:
-            for line in _misspelt(options, sys.argv[1:] if argv is None else argv):
+            for line in _misspelt(options, argv):
                 print(line, file=sys.stderr)
         raise
 
@@ -148,6 +153,9 @@ BlockSize = Annotated[int | Literal["auto"] | None, parsed(_block_size, "N|auto"
 TemplateArguments = Annotated[
     Mapping[str, Any], parsed(_template_arguments, "JSON"), arg(help_behavior_hint="(default: the template's own)")
 ]
+Quantization = Annotated[
+    Mapping[str, str], parsed(lambda given: parse_quantize(given[0]), "KEY=FORMAT,..."), arg(help_behavior_hint="")
+]
 Overrides = Annotated[Mapping[str, Any], parsed(_json_object, "JSON"), arg(help_behavior_hint="(default: none)")]
 TokenIds = Annotated[tuple[int, ...], arg(metavar="ID...", help_behavior_hint="(default: none)")]
 Kernels = Annotated[Literal["auto", "xla", "pallas"] | None, arg(metavar="auto|xla|pallas", help_behavior_hint="")]
@@ -169,6 +177,9 @@ class ModelOptions:
             devices of a host as far as they divide, rows over the others
         dtype: float32, bfloat16, float16, of all weights; auto: float32 on CPU, else bfloat16, or float16 on GPUs that
             lack it, and quantised weights (MXFP4, FP8, INT4) stay so
+        quantize: quantise weights as they are loaded, like target=int8,drafter=int8,head=int8 (int8, int4, fp8 or
+            none): the layers of the target, those of the drafter, and the head, each only if it is named. Weights that
+            are stored quantised stay as they are
         kernels: which implementation of the kernels runs; auto checks each Pallas kernel against XLA at its first use
             (also DFLASH_KERNELS)
     """
@@ -179,12 +190,14 @@ class ModelOptions:
     drafter_config: Overrides = field(default_factory=dict)
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
     dtype: str = "auto"
+    quantize: Quantization = field(default_factory=dict)
     kernels: Kernels = None
 
     @property
     def overrides(self) -> dict[str, dict[str, Any]]:
-        """Replaced fields of both configurations, by the option that names them."""
-        return {"target_config": dict(self.target_config), "drafter_config": dict(self.drafter_config)}
+        """Replaced fields of both configurations, and what is quantised, by the option that names them."""
+        names = "target_config", "drafter_config", "quantize"
+        return {name: dict(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)

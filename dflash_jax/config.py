@@ -3,9 +3,8 @@
 Families and drafters make them from a `config.json`; what they share for that is in `config_json`.
 """
 
-import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self
 
 import jax
@@ -14,7 +13,7 @@ from jax.typing import DTypeLike
 
 from dflash_jax.cache import KV, Mixer
 from dflash_jax.mesh import Layout
-from dflash_jax.quantised import BLOCK, GROUP
+from dflash_jax.storage import Storage
 
 Raw = Mapping[str, Any]
 
@@ -122,7 +121,7 @@ class AttentionConfig:
             return f"{self.num_kv_heads} key-value heads"
         for heads in (self.num_heads, self.kv_heads(layout)):
             if shards > 1 and heads * self.head_dim % (shards * block):
-                return f"{heads * self.head_dim} outputs in FP8 blocks of {block}"
+                return f"{heads * self.head_dim} outputs in quantised blocks of {block}"
         return None
 
 
@@ -142,7 +141,6 @@ class ExpertsConfig:
         swiglu_limit: where gpt-oss clamps its SwiGLU; None is the plain SwiGLU.
         activation: of the gate (`layers.ACTIVATIONS`).
         per_expert_scale: whether an expert's weight is multiplied by a number of its own.
-        stored: the format in groups that the products are stored in, and stay; None is as `TargetConfig.in_fp8` says.
 
     Raises:
         ValueError: more experts per token than there are.
@@ -159,7 +157,6 @@ class ExpertsConfig:
     swiglu_limit: float | None = None
     activation: str = "silu"
     per_expert_scale: bool = False
-    stored: Literal["INT4", "MXFP4"] | None = None
 
     def __post_init__(self):
         if self.num_experts_per_tok > self.num_experts:
@@ -195,28 +192,29 @@ class LayerConfig:
         return self.experts.intermediate_size if self.experts else self.intermediate_size
 
     def indivisible(self, layout: Layout, block: int = 1) -> str | None:
-        """Why it cannot be split so, or None; see `cache.Mixer`."""
-        if why := self.mixer.indivisible(layout, block):
-            return why
+        """Why its MLP or experts cannot be split so, or None; see `cache.Mixer`."""
         if self.experts and self.experts.num_experts % layout.experts:
             return f"{self.experts.num_experts} experts"
         if self.inner % (parts := layout.inner if self.experts else layout.shards):
             return f"an inner width of {self.inner}"
         if parts > 1 and self.inner % (parts * block):
-            return f"{self.inner} outputs in FP8 blocks of {block}"
-        if self.experts and self.experts.stored and self.inner % (GROUP * parts):
-            return f"an inner width of {self.inner} in {self.experts.stored} groups of {GROUP}"
+            return f"{self.inner} outputs in quantised blocks of {block}"
         return None
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What a target and a drafter have in common; the names are Hugging Face's. Nothing here depends on a mesh."""
+    """What a target and a drafter have in common; the names are Hugging Face's. Nothing here depends on a mesh.
+
+    Attributes:
+        storage: how their weights are stored, where they are quantised.
+    """
 
     vocab_size: int
     hidden_size: int
     rms_norm_eps: float
     layers: tuple[LayerConfig, ...]
+    storage: Storage = field(default=Storage(), kw_only=True)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -227,16 +225,17 @@ class DecoderConfig:
         """What each layer mixes positions with."""
         return tuple(layer.mixer for layer in self.layers)
 
-    @property
-    def block(self) -> int:
-        """Outputs of a layer's weight that cannot be parted."""
-        return 1
-
     def indivisible(self, layout: Layout) -> str | None:
         """Why the model cannot be split so, or None."""
         if self.vocab_size % layout.shards:
             return f"a vocabulary of {self.vocab_size}"
-        return next((why for layer in self.layers if (why := layer.indivisible(layout, self.block))), None)
+        for i, layer in enumerate(self.layers):
+            named = lambda *names, i=i: self.storage.unit_of(*(f"model.layers.{i}.{name}" for name in names))
+            mixing = named(getattr(layer.mixer, "last", "self_attn.o_proj"))
+            inner = self.storage.unit if layer.experts else named("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+            if why := layer.mixer.indivisible(layout, mixing) or layer.indivisible(layout, inner):
+                return why
+        return None
 
 
 @dataclass(frozen=True)
@@ -248,8 +247,6 @@ class TargetConfig(DecoderConfig):
         tie_word_embeddings: whether the head is the transposed embedding.
         eos_token_ids: stop tokens; `load_target` prefers those of `generation_config.json`.
         max_position_embeddings: trained context; 0 if the config does not say.
-        fp8: whether the weights of layers are stored in FP8 with block scales, and stay so.
-        not_fp8: patterns of the modules that are plain all the same.
         embedding_scale: of the embeddings that the first layer reads. A drafter whose config gives no scale reads them
             so, too.
     """
@@ -258,18 +255,11 @@ class TargetConfig(DecoderConfig):
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...] = ()
     max_position_embeddings: int = 0
-    fp8: bool = False
-    not_fp8: tuple[str, ...] = ()
     embedding_scale: float = 1.0
 
     def with_tensors(self, names: Collection[str]) -> Self:
         """The configuration of a checkpoint that has these tensors, where they may be stored in several ways."""
         return self
-
-    @property
-    def block(self) -> int:
-        """FP8 blocks are not cut."""
-        return BLOCK if self.fp8 else 1
 
     @property
     def most_positions(self) -> int:
@@ -278,14 +268,6 @@ class TargetConfig(DecoderConfig):
         ropes = [mixer.rotary[0] for mixer in self.mixers if mixer.rotary]
         scaled = {rope.factor * (rope.original_max_position_embeddings or trained) for rope in ropes}
         return int(max([trained, *scaled])) if trained else 0
-
-    def in_fp8(self, module: str) -> bool:
-        """Whether the weight of the module of this name is stored in FP8.
-
-        It is not if a pattern is its name, or the name of what it is part of, or the last words of its name.
-        """
-        named = lambda pattern: re.match(rf"(?:{pattern})(?:\.|$)", module) or module.endswith(f".{pattern}")
-        return self.fp8 and not any(map(named, self.not_fp8))
 
 
 def parse_dtype(name: str | None) -> Any:

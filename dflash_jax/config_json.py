@@ -3,14 +3,13 @@
 A field that would change the arithmetic and is not implemented raises; none is silently ignored.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from dflash_jax.config import AttentionConfig, Raw, RopeConfig
-from dflash_jax.quantised import BLOCK
-from dflash_jax.unsupported import check_needs, quantisation
+from dflash_jax.storage import storage
+from dflash_jax.unsupported import check_needs
 
 # What no real model exceeds: another number is a mistake, found before memory is asked for.
 _MOST = {"num_hidden_layers": 2**12, "num_target_layers": 2**12, "block_size": 2**10}
@@ -43,7 +42,7 @@ _INERT = frozenset(
 # A field belongs here only if off is how a model without it runs: `norm_topk_prob` or `use_qk_norm` do not.
 _INERT_WHEN_OFF = frozenset(
     """
-    quantization_config pruned_heads torchscript use_bfloat16 tf_legacy_loss is_decoder add_cross_attention
+    pruned_heads torchscript use_bfloat16 tf_legacy_loss is_decoder add_cross_attention
     tie_encoder_decoder task_specific_params output_scores output_router_logits remove_invalid_values
     do_sample early_stopping min_length no_repeat_ngram_size encoder_no_repeat_ngram_size diversity_penalty
     hidden_dropout hidden_dropout_prob residual_dropout resid_pdrop embd_pdrop attn_pdrop embedding_dropout
@@ -123,35 +122,6 @@ def mapping(raw: Raw, name: str) -> Raw:
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"config.json: {name} must be an object, got {value!r:.80}")
     return value or {}
-
-
-def fp8_fields(raw: Raw) -> dict[str, Any]:
-    """What `quantization_config` says of FP8 with block scales, as keyword arguments of a target's config.
-
-    Raises:
-        ValueError: another quantisation, or patterns that are none.
-    """
-    given = mapping(raw, "quantization_config")
-    if not given:
-        return {}
-    if given.get("quant_method") != "fp8":
-        raise ValueError(f"config.json: quantization_config asks for {quantisation(given)}")
-    expected = {"weight_block_size": [BLOCK, BLOCK], "scale_fmt": "float"}
-    found = {"weight_block_size": given.get("weight_block_size"), "scale_fmt": given.get("scale_fmt") or "float"}
-    if found != expected:
-        raise ValueError(f"config.json: quantization_config of FP8 weights must say {expected}, got {found}")
-    plain = given.get("modules_to_not_convert")
-    plain = given.get("ignored_layers") if plain is None else plain  # MiniMax's name for it
-    if not isinstance(plain, list | None) or not all(map(_is_pattern, plain or [])):
-        raise ValueError(f"config.json: modules_to_not_convert must be a list of names or patterns, got {plain!r:.200}")
-    return {"fp8": True, "not_fp8": tuple(plain or [])}
-
-
-def _is_pattern(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and bool(re.compile(value))
-    except re.error:
-        return False
 
 
 # What a config must give with each kind of rotary embedding.
@@ -277,6 +247,7 @@ def decoder_fields(raw: Raw) -> dict[str, Any]:
         "vocab_size": require(raw, "vocab_size"),
         "hidden_size": require(raw, "hidden_size"),
         "rms_norm_eps": require(raw, "rms_norm_eps", float),
+        "storage": storage(raw.get("quantization_config")),
     }
 
 
@@ -293,7 +264,7 @@ def target_fields(raw: Raw) -> dict[str, Any]:
 DECODER_FIELDS = """
     vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim
     rms_norm_eps num_hidden_layers attention_bias
-    tie_word_embeddings rope_theta rope_scaling rope_parameters is_neox_style rope_is_neox_style
+    tie_word_embeddings rope_theta rope_scaling rope_parameters is_neox_style rope_is_neox_style quantization_config
 """.split()
 
 WINDOW_FIELDS = "layer_types", "sliding_window", "use_sliding_window"

@@ -3,12 +3,15 @@
 Like `cli`, nothing here imports jax before there is work for it.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_jax.cli import GenerationOptions, ModelOptions
 from dflash_jax.files import reading
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -48,6 +51,8 @@ def load(
     generation.sampling().check()
     use_kernels(models.kernels)
     enable_compilation_cache()
+    import jax
+
     from dflash_jax import checkpoint
     from dflash_jax.drafters.loading import load_drafter
     from dflash_jax.target import load_target
@@ -64,12 +69,30 @@ def load(
             num_target_layers=config.num_hidden_layers,
             target=checkpoint.resolve(source, "target"),
             overrides=models.drafter_config,
+            quantize=models.quantize,
         )
-    target = load_target(source, dtype=models.dtype, mesh=mesh, overrides=models.target_config)
+    dtype = models.dtype
+    if dtype == "auto" and config.storage.method == "gguf" and jax.default_backend() == "cpu":
+        dtype = "float32"  # a CPU would widen packed weights at every step
+    how = {"overrides": models.target_config, "quantize": models.quantize}
+    target = load_target(source, dtype=dtype, mesh=mesh, **how)
+    _say_what_is_quantised(models, target, drafter)
     if drafter:
         with reading(Path(draft_source or "")):
             drafter.config.check_pair(target.config)
     return Loaded(target, drafter, *_text(target.directory, target.config, generation, max_length))
+
+
+def _say_what_is_quantised(models: ModelOptions, target: "Target", drafter: "Drafter | None") -> None:
+    """The formats of weights, and whether it costs time that they were quantised as they were loaded."""
+    from dflash_jax.quantised import forms
+    from dflash_jax.quantize_speed import slower_than_plain
+
+    found = {"target": forms(target.params), "drafter": forms(drafter.params) if drafter else []}
+    if said := [f"{name} {', '.join(formats)}" for name, formats in found.items() if formats]:
+        log.info("quantised weights: %s", "; ".join(said))
+    if models.quantize and (note := slower_than_plain(target, models.quantize)):
+        log.warning(note)
 
 
 class Described(NamedTuple):

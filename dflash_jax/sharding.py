@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,6 +23,7 @@ from dflash_jax.mesh import (
     on_every_device,
     parts_of,
 )
+from dflash_jax.quantised import Quantised
 
 TILE = 128  # of a product on TPU and GPU
 
@@ -61,17 +63,19 @@ def add_rules(rules: Iterable[Rule]) -> None:
 def spec(path: str, rank: int) -> P:
     """The mesh axes of a parameter, or of the optimizer's moments of it, by its path and number of dimensions.
 
-    The two arrays of a quantised weight follow the weight's rule; a scale has its first dimensions, or all of them.
+    The arrays of a quantised weight follow the weight's rule; a scale has its first dimensions, or all of them.
 
     Raises:
         ValueError: none or several rules match.
     """
-    weight = re.sub(r"/(values|scale)$", "", path)
-    scale = path.endswith("/scale")
-    found = [r for r in RULES if re.search(rf"(^|/){r.ending}$", weight) and (scale or r.rank == rank)]
+    weight = re.sub(r"/(values|scale|zero|offset|gain|order)$", "", path)
+    scale, ordered = path.endswith(("/scale", "/zero", "/offset", "/gain")), path.endswith("/order")
+    found = [r for r in RULES if re.search(rf"(^|/){r.ending}$", weight) and (scale or ordered or r.rank == rank)]
     if len(found) != 1:
         raise ValueError(f"{len(found)} sharding rules match parameter {path} of {rank} dimensions; exactly one must")
     axes = found[0].axes
+    if ordered:  # the inputs of a matrix, or of each of several, in another order
+        return P(*axes[: rank - 1])
     return P(*axes[:rank]) if scale else axes
 
 
@@ -149,15 +153,18 @@ def gathered(weight: Any, path: str) -> Any:
     return jax.tree_util.tree_map_with_path(lambda key, x: one(f"/{key[-1].name}", x), weight)
 
 
-def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows [B, T, D] of an embedding table [V, D].
+def lookup(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array:
+    """Rows [B, T, D] of an embedding table [V, D], which may be quantised.
 
     Each device looks up its slice of the embedding width for all tokens; an all-to-all then gives each device complete
     rows of its own tokens. The table itself is never gathered.
     """
+    rows = table.rows if isinstance(table, Quantised) else table.__getitem__
+    if isinstance(table, Quantised) and tokens.size == 1:  # of one row alone, a TPU copies all of the table
+        return lookup(table, jnp.concatenate([tokens, tokens], axis=1))[:, :1]
     if not gathers():
-        return table[tokens]
-    found = table[constrain(tokens, P(None, None))]
+        return rows(tokens)
+    found = rows(constrain(tokens, P(None, None)))
     return on_every_device(constrain(found, P(None, None, "fsdp")))
 
 

@@ -19,6 +19,7 @@ from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
 from dflash_jax.models.attention import Pass
 from dflash_jax.overrides import overridden
+from dflash_jax.quantize import Quantize, parse_quantize, rule
 from dflash_jax.vocabulary import decodable_tokens
 
 
@@ -118,8 +119,8 @@ def read_target_config(directory: Path, overrides: Mapping[str, Any] | None = No
     Raises:
         ValueError: unknown or unsupported fields, or files that cannot be read.
     """
-    with files.reading(directory / "config.json") as path:
-        config = models.target_config(overridden(checkpoint.read_json(path), overrides))
+    with files.reading(directory / "config.json"):
+        config = models.target_config(overridden(checkpoint.read_config(directory), overrides))
     with files.reading(directory / "generation_config.json") as path:
         if "eos_token_id" in (overrides or {}) or not path.exists():
             return config
@@ -133,6 +134,7 @@ def load_target(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     overrides: Mapping[str, Any] | None = None,
+    quantize: Quantize = None,
 ) -> Target:
     """Loads a target from a local directory, a GGUF file or a hub id.
 
@@ -143,12 +145,15 @@ def load_target(
             elsewhere, and leaves weights quantised that are stored so.
         mesh: devices to spread the weights over (see `mesh`); each shard is read straight to its device.
         overrides: fields of `config.json` to replace, by name.
+        quantize: what is quantised as it is loaded, weight after weight on its device, like "target=int8,head=int8" or
+            a mapping (see `quantize.parse_quantize`): the weights of products, one scale for each output. Weights that
+            are stored quantised stay as they are, unless a `dtype` is named.
 
     Raises:
         ValueError: unsupported configuration, a mesh that its heads cannot be split over, or files that are missing,
             corrupt or do not match it.
     """
-    array_type = parse_dtype(dtype)
+    array_type, quantised = parse_dtype(dtype), rule(parse_quantize(quantize), "target")
     directory = checkpoint.resolve(source, "target")
     config = read_target_config(directory, overrides)
     with files.reading(directory):
@@ -156,13 +161,17 @@ def load_target(
         config = config.with_tensors(reader.names())
         layout, family = sharding.check_layout(config, mesh), models.family(config.model_type)
         unread = family.ignored(config)
+        # GPTQ's files have biases of zeros where a layer has none.
+        quantised_bias = lambda name: bool(config.storage.rules) and name.endswith(".bias")
+        empty_bias = lambda name: quantised_bias(name) and not reader.read(name, None).any()
         params = checkpoint.load(
             reader,
             family.tensors(config, layout),
             array_type,
-            ignored=lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in unread),
+            ignored=lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in unread) or empty_bias(name),
             place=sharding.placement(mesh),
             dequantise=dtype not in (None, "auto"),
+            quantise=quantised,
         )
         decodable = decodable_tokens(directory, config.vocab_size)
     return Target(params, decodable, config=config, layout=layout, mesh=mesh, directory=str(directory))

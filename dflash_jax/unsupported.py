@@ -13,7 +13,6 @@ MODEL_TYPES = {
 }
 # Fields that say so, and what is needed where they have such a value.
 FIELDS: dict[str, Callable[[Any], str | None]] = {
-    "quantization_config": lambda value: quantisation(value),
     "vision_config": lambda value: "vision parts",
     "audio_config": lambda value: "audio parts",
     "text_config": lambda value: "the parts around a text model",
@@ -26,13 +25,6 @@ FIELDS: dict[str, Callable[[Any], str | None]] = {
     "linear_num_value_heads": lambda value: "gated delta rule layers",
     "hidden_activation": lambda value: f"the activation {value!r:.40}",
 }
-
-
-def quantisation(given: Any) -> str:
-    """What a `quantization_config` asks for."""
-    method = given.get("quant_method") if isinstance(given, Mapping) else given
-    how = "an unknown quantisation" if method is None else f"the quantisation {method!r:.60}"
-    return f"{how}; load the checkpoint that is not quantised, or one in a format that this family has"
 
 
 def check_needs(raw: Raw, unknown: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+FEW_ROWS = 256  # positions of a step, or of a chunk of a prompt, that are treated as few
 _unrounded = jax.make_user_context(False)  # a part of every jit cache key
 
 

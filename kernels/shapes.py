@@ -3,8 +3,6 @@ hardware report."""
 
 from typing import NamedTuple
 
-from dflash_jax.quantised import FP8, MXFP4, Quantised
-
 
 class Shape(NamedTuple):
     """One call of `block_attention.attend`.
@@ -88,22 +86,23 @@ class Product(NamedTuple):
     Attributes:
         rows: of all groups together: tokens times the experts of each.
         groups, outputs, inputs: of the weights.
-        quantised: how they are stored; None as plain numbers.
+        stored: in what: "MXFP4", "FP8" (blocks of 128 x 128), "INT8" (a scale for each output); empty as plain numbers.
     """
 
     rows: int
     groups: int
     outputs: int
     inputs: int
-    quantised: type[Quantised] | None = None
+    stored: str = ""
 
 
 PRODUCTS = {
-    "gpt-oss-20b up, decode": Product(4, 32, 5760, 2880, MXFP4),
-    "gpt-oss-20b up, verify": Product(32, 32, 5760, 2880, MXFP4),
-    "gpt-oss-20b down, verify": Product(32, 32, 2880, 2880, MXFP4),
+    "gpt-oss-20b up, decode": Product(4, 32, 5760, 2880, "MXFP4"),
+    "gpt-oss-20b up, verify": Product(32, 32, 5760, 2880, "MXFP4"),
+    "gpt-oss-20b down, verify": Product(32, 32, 2880, 2880, "MXFP4"),
     "qwen3-coder-30b-a3b up, decode": Product(8, 128, 1536, 2048),
     "qwen3-coder-30b-a3b up, verify": Product(128, 128, 1536, 2048),
     "qwen3-coder-30b-a3b down, verify": Product(128, 128, 2048, 768),
-    "minimax-m2 up, verify, one of 8 devices": Product(16, 32, 3072, 3072, FP8),
+    "qwen3-coder-30b-a3b up, verify, int8": Product(128, 128, 1536, 2048, "INT8"),
+    "minimax-m2 up, verify, one of 8 devices": Product(16, 32, 3072, 3072, "FP8"),
 }

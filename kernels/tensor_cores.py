@@ -17,26 +17,27 @@ def missing() -> str | None:
     return None
 
 
-def load(ref, axis: int | None = None):
-    """What stands in memory, in registers as a product has its operands.
+def load(ref, axis: int | None = None, layout=None):
+    """What stands in memory, in registers as a product has its operands, or in a layout of Mosaic's.
 
     Args:
         axis: of a product over which a vector is a sum, or None of a whole matrix.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    layout = plgpu.Layout.WGMMA if axis is None else plgpu.Layout.WGMMA.reduce(axis)
+    if layout is None:
+        layout = plgpu.Layout.WGMMA if axis is None else plgpu.Layout.WGMMA.reduce(axis)
     asked = inspect.signature(plgpu.load).parameters.get("idx")
     index = ((),) if asked and asked.default is inspect.Parameter.empty else ()  # jax 0.10 wants one, 0.11 warns at it
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
-def full(shape: tuple[int, ...], value: float, axis: int | None = None):
-    """float32 numbers, all alike, in registers; `axis` as for `load`."""
+def full(shape: tuple[int, ...], value, axis: int | None = None, dtype=jnp.float32):
+    """Numbers that are all alike, in registers; `axis` as for `load`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     layout = plgpu.Layout.WGMMA if axis is None else plgpu.Layout.WGMMA.reduce(axis)
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
 def product(a, b):

@@ -4,7 +4,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, quantize
 
-WIDTH, INNER, DEPTH, HEADS, KV_HEADS, VOCAB = 64, 96, 3, 4, 2, 64
+WIDTH, INNER, DEPTH, HEADS, KV_HEADS, VOCAB = 64, 128, 3, 4, 2, 64
 WORDS = [*"abcdefghijklmnopqrstuvwxyz", "ab", "abc"]
 TOKENS = [*WORDS, *(f"<{i}>" for i in range(VOCAB - 2 - len(WORDS))), "<begin>", "<end>"]
 

@@ -41,12 +41,13 @@ def test_what_can_change_an_answer_is_part_of_a_jobs_identity():
     )
     plain = noted()
     assert "min_tokens" not in plain  # outputs of earlier versions continue
-    assert noted(overrides={"target_config": {}, "drafter_config": {}}) == plain
+    assert noted(overrides={"target_config": {}, "drafter_config": {}, "quantize": {}}) == plain
     for other in (
         noted(SamplingParams(4, min_tokens=2)),
         noted(SamplingParams(4, stop_token_ids=(5,))),
         noted(overrides={"target_config": {"rope_theta": 5.0}}),
         noted(overrides={"drafter_config": {"sample_from_anchor": True}}),
+        noted(overrides={"quantize": {"target": "int8"}}),
     ):
         assert other != plain
     ends = noted(SamplingParams(4, eos_token_ids=(1,)))

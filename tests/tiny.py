@@ -88,8 +88,12 @@ INT4 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "config_groups": {
-        "group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}}
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+        }
     },
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*"],
 }
 # What makes `target_config()` one of each family, with every kind of parameter that it can have.
 FAMILIES = {
@@ -182,8 +186,19 @@ def random_tensors(table: checkpoint.Table, seed: int) -> dict[str, np.ndarray]:
                 continue
             norm = "norm" in path and x.ndim == 1
             value = 1 + 0.2 * x if norm else x / max(1, x.shape[-1]) ** 0.5
-            tensors |= part.source.write(value.astype(np.float32))
+            tensors |= part.source.write(_stored(path, leaf, part, x, value.astype(np.float32)))
     return tensors
+
+
+def _stored(path: str, leaf: checkpoint.Leaf, part: checkpoint.Part, x: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """What stands for a random array of a quantised weight; `value` for any other."""
+    if path.endswith("/values"):
+        kind = np.dtype(leaf.dtype)
+        return (40 * x).clip(-127, 127).astype(kind) if kind == np.int8 else (40 * np.abs(x)).astype(kind)
+    if path.endswith("/scale"):
+        size = 0.002 + 0.002 * np.abs(x)
+        return np.full(x.shape, 118, np.uint8) if leaf.dtype == "uint8" else size.astype(np.float32)
+    return value
 
 
 def write(directory: Path, raw: dict, tensors: dict[str, np.ndarray]) -> Path:

@@ -16,6 +16,7 @@ from dflash_jax.cli import (
     Kernels,
     NamedModelOptions,
     Overrides,
+    Quantization,
     TemplateArguments,
     optional,
     parse,
@@ -108,6 +109,7 @@ class DataOptions:
         init_from: begin with this drafter, which `export` wrote or others published
         target_config: fields of the target's config.json to replace, a JSON object
         drafter_config: fields to replace in the config.json of the drafter to begin with
+        quantize: quantise the target as it is loaded, like target=int8,head=int8, for a drafter of the quantised target
         kernels: which implementation of the kernels runs; auto checks each Pallas kernel against XLA at its first use
             (also DFLASH_KERNELS)
     """
@@ -120,6 +122,7 @@ class DataOptions:
     init_from: Annotated[str | None, optional(str, "DIR|ID")] = None
     target_config: Overrides = field(default_factory=dict)
     drafter_config: Overrides = field(default_factory=dict)
+    quantize: Quantization = field(default_factory=dict)
     kernels: Kernels = None
 
 

@@ -100,7 +100,7 @@ def _made(
         else:
             value = rng.standard_normal(leaf.shape, np.float32) * np.float32(INIT_STD)
         params[path] = jnp.asarray(value)
-    return kind.drafter(nested(params, table), parsed), raw
+    return kind.drafter(nested(params, table, jnp.float32), parsed), raw
 
 
 def converted(

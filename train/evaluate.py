@@ -178,7 +178,8 @@ def _pair(options: EvaluateOptions) -> tuple[Target, Drafter]:
     loading.enable_compilation_cache()
     described = target_config(models.target, models.target_config)
     mesh = choose_mesh(models.mesh, models_on_mesh(models, described))
-    target = load_target(models.target, dtype=models.dtype, mesh=mesh, overrides=models.target_config)
+    how = {"dtype": models.dtype, "mesh": mesh, "quantize": models.quantize}
+    target = load_target(models.target, overrides=models.target_config, **how)
     if options.run:
         drafter, _ = load_run(options.run, options.step)
         drafter = drafter.replace(params=cast(drafter.params, target.dtype))
@@ -187,6 +188,6 @@ def _pair(options: EvaluateOptions) -> tuple[Target, Drafter]:
     else:
         assert models.drafter
         where = {"num_target_layers": target.config.num_hidden_layers, "target": target.directory}
-        drafter = load_drafter(models.drafter, dtype=models.dtype, mesh=mesh, overrides=models.drafter_config, **where)
+        drafter = load_drafter(models.drafter, overrides=models.drafter_config, **how, **where)
     drafter.config.check_pair(target.config)
     return target, drafter

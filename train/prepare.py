@@ -57,7 +57,10 @@ def prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
             file=sys.stderr,
         )
     mesh = choose_mesh(options.mesh, training=True)
-    target = load_target(options.target, dtype=config.dtype, mesh=mesh, overrides=options.target_config)
+    if "drafter" in options.quantize:
+        raise ValueError("--quantize drafter=... is not for training, whose parameters are float32; leave it out")
+    how = {"overrides": options.target_config, "quantize": options.quantize}
+    target = load_target(options.target, dtype=config.dtype, mesh=mesh, **how)
     data = read_examples(options.data, config.length, target.config.vocab_size)
     print(
         f"{len(data.examples)} conversations; {data.cut} cut to {config.length} tokens, "

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from tyro.conf import arg, subcommand
 
-from dflash_jax.cli import GenerationOptions, ModelOptions, Overrides, optional, parsed
+from dflash_jax.cli import GenerationOptions, ModelOptions, Overrides, Quantization, optional, parsed
 
 Figures = dict[str, Any]  # what is measured or planned, as it is written to a JSON file
 Plot = Annotated[Path | None, optional(Path, "FILE.svg")]
@@ -181,6 +181,7 @@ class PlanOptions:
         drafter: config.json or its folder
         target_config: fields of the target's config.json to replace, a JSON object
         drafter_config: fields of the drafter's config.json to replace
+        quantize: what is quantised as it is loaded, like target=int8,drafter=int8,head=int8 (see serve)
         mesh: like data=2,model=4 (see serve)
         batch_size: rows; of training, packed rows of a step
         max_length: tokens of a row
@@ -200,6 +201,7 @@ class PlanOptions:
     drafter: Annotated[str | None, optional(str, "CONFIG", "the published one of a target given by name")] = None
     target_config: Overrides = field(default_factory=dict)
     drafter_config: Overrides = field(default_factory=dict)
+    quantize: Quantization = field(default_factory=dict)
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
     batch_size: int = 8
     max_length: int = 8192

@@ -14,6 +14,7 @@ from dflash_jax.train.memory import peak_bytes
 
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 _BITS = {"pred": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s64": 64, "u64": 64, "f64": 64}
+_BITS |= {"f8e4m3fn": 8, "f8e8m0fnu": 8, "s4": 4, "u4": 4}
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{[^{}]*?(S\(\d\))?\})?")  # type, shape, and a mark if it is on the chip
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\(([^()]*)\)(.*)")
 _ALIASED = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")

@@ -62,6 +62,9 @@ class _Count:
             if eqn.params.get("name") == "grouped_matmul":
                 self._experts(eqn, inputs, times)
                 continue
+            if eqn.params.get("name") == "linear":
+                self._quantised(eqn, inputs, times)
+                continue
             inner = _inner(eqn, inputs)
             outputs: list[int | None] = [None] * len(eqn.outvars)
             for program, sources, repeated in inner:
@@ -84,6 +87,14 @@ class _Count:
         for weight, origin in zip(weights, inputs[1:-1], strict=True):  # one array, or what a quantised weight has
             if origin is not None:
                 self.read[origin] += hit * weight.size * weight.dtype.itemsize * times
+
+    def _quantised(self, eqn: Any, inputs: list[int | None], times: int) -> None:
+        """A product with a quantised weight, of which all arrays are read."""
+        x, out = eqn.invars[0].aval, eqn.outvars[0].aval
+        self.flops += 2.0 * out.size * x.shape[-1] * times
+        for operand, origin in zip(eqn.invars, inputs, strict=True):
+            if origin is not None:
+                self.read[origin] += operand.aval.size * operand.aval.dtype.itemsize * times
 
     def _product(self, eqn: Any, inputs: list[int | None], times: int) -> None:
         (contracted, _), _ = eqn.params["dimension_numbers"]

@@ -45,7 +45,9 @@ def measure(options: DraftersOptions) -> Figures:
     where = {"num_target_layers": target.config.num_hidden_layers, "target": target.directory, "mesh": target.mesh}
     drafters: dict[str, Drafter | None] = {PLAIN: None}
     for name, source in sources.items():
-        drafter = load_drafter(source, dtype=models.dtype, overrides=models.drafter_config, **where)
+        drafter = load_drafter(
+            source, dtype=models.dtype, overrides=models.drafter_config, quantize=models.quantize, **where
+        )
         drafter.config.check_pair(target.config)
         drafters[name] = drafter
     names = (options.tasks or options.questions).split(",")

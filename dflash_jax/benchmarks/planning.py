@@ -23,7 +23,7 @@ from dflash_jax.benchmarks.arguments import Figures, PlanOptions
 from dflash_jax.benchmarks.compiled import launches, measured, memory_bytes, text_of
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.benchmarks.presets import PAIRS
-from dflash_jax.benchmarks.random_weights import placed, random_pair
+from dflash_jax.benchmarks.random_weights import Pair, placed, random_pair
 from dflash_jax.cache import size_in_bytes
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.chips import CHIPS, GIB, Chip
@@ -42,15 +42,13 @@ from dflash_jax.mesh import AXES, HEADS, ROWS, AnyMesh, make_mesh, parse_mesh, p
 from dflash_jax.overrides import overridden
 from dflash_jax.target import Target
 
-Pair = tuple[Raw, Raw]
-
 
 def plan(options: PlanOptions) -> Figures:
     """The figures of `table`; raises ValueError for what cannot be planned."""
     name, count = topologies.parse_topology(options.topology)
     chip, tau = CHIPS[name], None if options.training else options.tau
     target, drafter = _configs(options.target, options.drafter)
-    raws = overridden(target, options.target_config), overridden(drafter, options.drafter_config)
+    raws = overridden(target, options.target_config), overridden(drafter, options.drafter_config), options.quantize
     compiling = topologies.has_compiler(options.topology)
     devices = topologies.topology(options.topology) if compiling else list(range(count))
     if options.mesh != "auto":
@@ -65,10 +63,13 @@ def plan(options: PlanOptions) -> Figures:
             f"--batch-size {options.batch_size} must be a multiple of the {parts} parts the mesh splits rows in"
         )
     figures: Figures = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
+    figures |= {"quantize": dict(options.quantize)} if options.quantize else {}
     figures |= {"batch": options.batch_size, "max_length": options.max_length, "chip_bytes": chip.memory}
     shape = options.batch_size, options.max_length, options.block_size, options.tree
     if options.training and options.parts:
         raise ValueError("--parts are those of a decoding step; leave --training out")
+    if options.training and "drafter" in options.quantize:
+        raise ValueError("--quantize drafter=... is not for training, whose parameters are float32; leave it out")
     for flag in [flag for flag in ("training", "parts") if getattr(options, flag) and not compiling]:
         raise ValueError(f"--{flag} is planned by a compiler; install .[cuda-compiler], or name a TPU topology")
     if not compiling:
@@ -94,7 +95,7 @@ def plan(options: PlanOptions) -> Figures:
     return figures if options.training else figures | least_time(chip, figures, tau, options.batch_size)
 
 
-def _configs(target: str, drafter: str | None) -> Pair:
+def _configs(target: str, drafter: str | None) -> tuple[Raw, Raw]:
     def read(source: str, what: str, parse: Callable[[Raw], object]) -> Raw:
         path = Path(source) if Path(source).is_file() else resolve(source, what) / "config.json"
         with reading(path):
@@ -128,7 +129,7 @@ def shapes(
     """A pair on a mesh and its decoding state, as shapes; nothing is allocated."""
 
     def made() -> tuple[Target, Drafter, State]:
-        target, drafter = random_pair(*raws, jnp.dtype(dtype), mesh)
+        target, drafter = random_pair(*raws, dtype=jnp.dtype(dtype), mesh=mesh)
         return target, drafter, init_state(target, drafter, batch, max_length, STOP_WIDTH)
 
     return jax.eval_shape(made)
@@ -288,8 +289,9 @@ def table(figures: Figures) -> str:
     """The figures as text."""
     size = lambda n: f"{n / GIB:.2f} GiB" if n > GIB / 100 else f"{n / 2**20:.2f} MiB"
     axes = ", ".join(f"{name} {n}" for name, n in figures["mesh"].items() if n > 1) or "one device"
+    stored = "".join(f"   {key} in {how}" for key, how in figures.get("quantize", {}).items())
     source = "as compiled" if "argument_bytes" in figures else "as traced (for more: .[cuda-compiler])"
-    lines = [f"{figures['topology']}   {figures['devices']} devices   {axes}", "", f"per device, {source}"]
+    lines = [f"{figures['topology']}   {figures['devices']} devices   {axes}{stored}", "", f"per device, {source}"]
     shown = figures.get("parts", {}) | figures
     for key in ("weight_bytes", "cache_bytes", "argument_bytes", "temporary_bytes", "updated_in_place_bytes"):
         if key in shown:

@@ -245,7 +245,8 @@ def _kimi() -> tuple[Raw, Raw]:
         "quantization_config": {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
-            "config_groups": {"group_0": {"weights": numbers}},
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": numbers}},
+            "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*"],
         },
     }
     fields = {**shape, **_layers(6, 18432, 64, 8, 128), "model_type": "qwen3"}
@@ -255,6 +256,8 @@ def _kimi() -> tuple[Raw, Raw]:
 
 _GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 _EIGHT = (1, 5, 9, 13, 17, 21, 25, 29)
+_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 PAIRS: dict[str, tuple[Raw, Raw]] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, TAPS["z-lab/Qwen3-4B-DFlash-b16"], tied=True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, TAPS["z-lab/Qwen3-8B-DFlash-b16"], tied=False),
@@ -284,6 +287,8 @@ PAIRS: dict[str, tuple[Raw, Raw]] = {
     "gemma-4-26b-a4b": _gemma4(2816, 30, (16, 8, 2), 2112, (1, 6, 11, 17, 22, 27), 32, _GEMMA4_EXPERTS),
     "kimi-k2.5": _kimi(),
 }
+for _name, _stored in (("fp8", _FP8), ("awq", _AWQ)):  # Qwen's own files
+    PAIRS[f"qwen3-8b-{_name}"] = {**PAIRS["qwen3-8b"][0], "quantization_config": _stored}, PAIRS["qwen3-8b"][1]
 
 _TOY = {
     "vocab_size": 512,

@@ -15,9 +15,8 @@ from jax.stages import Compiled, Lowered
 from dflash_jax import sharding
 from dflash_jax.benchmarks.arguments import Figures, PlanOptions
 from dflash_jax.benchmarks.compiled import measured
-from dflash_jax.benchmarks.random_weights import placed, random_pair
+from dflash_jax.benchmarks.random_weights import Pair, placed, random_pair
 from dflash_jax.chips import Chip
-from dflash_jax.config import Raw
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.infer.engine.compiler_options import TRAINING_OPTIONS
 from dflash_jax.kernels.dispatch import platform
@@ -28,7 +27,6 @@ from dflash_jax.train.memory import Remat, compiled_step
 from dflash_jax.train.operations import attention_operations, operations, trained_operations
 from dflash_jax.train.step import Batch, TrainState, init_state, train_step
 
-Pair = tuple[Raw, Raw]
 MOST = 64  # times the first length or batch that are tried
 UNIT = 512  # tokens by which rows grow
 
@@ -103,7 +101,7 @@ def _compiled(raws: Pair, mesh: Mesh, config: TrainConfig, remat: Remat, limit: 
 
 def _shapes(raws: Pair, mesh: Mesh, config: TrainConfig) -> tuple[Target, Drafter, TrainState, Batch]:
     target, _ = jax.eval_shape(lambda: random_pair(*raws, mesh=mesh))
-    _, drafter = jax.eval_shape(lambda: random_pair(*raws, dtype=jnp.float32))
+    _, drafter = jax.eval_shape(lambda: random_pair(*raws[:2], dtype=jnp.float32))
     state = jax.eval_shape(lambda drafter: init_state(drafter, config, 1000), drafter)
     zeros = partial(jnp.zeros, (config.batch_size, config.length))
     batch = jax.eval_shape(lambda: Batch(zeros(jnp.int32), zeros(jnp.int32), zeros(bool)))

@@ -67,7 +67,7 @@ class Mixer(Protocol):
         """Why it cannot be split so, or None.
 
         Args:
-            block: outputs of a weight that cannot be parted (of FP8 blocks).
+            block: outputs, and inputs, of a weight that cannot be parted (of quantised blocks).
         """
         ...
 

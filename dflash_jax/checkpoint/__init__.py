@@ -1,5 +1,6 @@
 """Safetensors on disk <-> parameters in device memory, by a declarative table."""
 
+from .hub import read_config as read_config
 from .hub import read_json as read_json
 from .hub import resolve as resolve
 from .reader import Reader as Reader
@@ -7,18 +8,28 @@ from .reader import flat as flat
 from .reader import load as load
 from .reader import nested as nested
 from .reader import save as save
-from .table import BlockScaled as BlockScaled
+from .sources import Expected as Expected
+from .sources import Merged as Merged
+from .sources import PerOutput as PerOutput
+from .sources import Scaled as Scaled
+from .sources import Source as Source
+from .sources import Stored as Stored
 from .table import Leaf as Leaf
-from .table import Merged as Merged
-from .table import Packed as Packed
 from .table import Part as Part
 from .table import QuantisedLeaf as QuantisedLeaf
 from .table import Section as Section
-from .table import Source as Source
-from .table import Stored as Stored
 from .table import Table as Table
 from .table import copied as copied
 from .table import fused as fused
 from .table import fused_each as fused_each
 from .table import leaves as leaves
+from .table import of_product as of_product
 from .table import stacked as stacked
+from .words import Columns as Columns
+from .words import Ordered as Ordered
+from .words import Packed as Packed
+from .words import PackedZeros as PackedZeros
+from .words import Turned as Turned
+from .words import Unpacked as Unpacked
+from .words import Words as Words
+from .words import Zeros as Zeros

@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 
 from dflash_jax import files
+from dflash_jax.checkpoint import gguf_blocks
+from dflash_jax.checkpoint.words import in_bytes
+from dflash_jax.storage.gguf import FORMATS
 
-FORMAT = 1  # of the directories that are written
+FORMAT = 2  # of the directories that are written
 INDEX = "gguf.json"
 WIDENED = 2**16  # bytes of blocks that are taken as one row, at most
 
@@ -71,7 +74,8 @@ def unpack(path: Path) -> Path:
 
 
 class Weights:
-    """The tensors of an unpacked GGUF file under Hugging Face's names, dequantised to float32 where they are read."""
+    """The tensors of an unpacked GGUF file under Hugging Face's names. Those that stay packed are several, `PARTS` of a
+    weight; all others are dequantised to float32 where they are read."""
 
     def __init__(self, directory: Path):
         with files.reading(directory / INDEX) as path:
@@ -83,10 +87,36 @@ class Weights:
         self._data = np.memmap(self.path, np.uint8, mode="r")
 
     def keys(self) -> list[str]:
-        return list(self._tensors)
+        return [
+            f"{name}{part}"
+            for name, tensor in self._tensors.items()
+            for part in _parts(tensor["kind"], len(tensor["shape"])) or [""]
+        ]
 
-    def get_slice(self, name: str) -> "Tensor":
-        return Tensor(self._data, **self._tensors[name])
+    def get_slice(self, name: str) -> "Tensor | Part":
+        whole = name
+        for part in PARTS:
+            whole = whole.removesuffix(part)
+        tensor = Tensor(self._data, **self._tensors[whole])
+        return tensor if whole == name else Part(tensor, name.removeprefix(whole))
+
+
+PARTS = "_packed", "_scale", "_offset"
+
+
+def _kind_of(number: int) -> str:
+    """The name of a kind of blocks."""
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType(number).name
+
+
+def _parts(kind: int, axes: int) -> list[str]:
+    """What a tensor of so many axes is read as; nothing if it is one that is dequantised."""
+    form = FORMATS.get(_kind_of(kind))
+    if form is None or axes != 2:
+        return []
+    return [part for part in PARTS if part != "_offset" or form.zeros]
 
 
 class Tensor:
@@ -101,9 +131,9 @@ class Tensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         self._kind, self._shape, self._heads = GGMLQuantizationType(kind), tuple(shape), heads
-        block, size = GGML_QUANT_SIZES[self._kind]
+        block, self._size = GGML_QUANT_SIZES[self._kind]
         rows, width = (1, shape[0]) if len(shape) == 1 else shape
-        row = width // block * size
+        row = width // block * self._size
         self._rows = data[offset : offset + rows * row].reshape(rows, row)
 
     def get_shape(self) -> tuple[int, ...]:
@@ -113,13 +143,23 @@ class Tensor:
         return "F32"
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        order = np.arange(self._shape[0])
-        if self._heads:
-            order = order.reshape(self._heads, -1, 2).swapaxes(1, 2).reshape(-1)
         if len(self._shape) == 1:
-            return self._widened(self._rows).reshape(-1)[order][index]
-        rows = self._rows[index[0]] if not self._heads else self._rows[order[index[0]]]
+            return self._widened(self._rows).reshape(-1)[self._order()][index]
+        rows = self._rows[index[0]] if not self._heads else self._rows[self._order()[index[0]]]
         return self._widened(rows)[:, index[1]]
+
+    @property
+    def kind(self) -> str:
+        return self._kind.name
+
+    def blocks(self, index: slice) -> gguf_blocks.Blocks:
+        """The blocks of some rows."""
+        rows = np.ascontiguousarray(self._rows[self._order()[index]])
+        return gguf_blocks.KINDS[self.kind](rows.reshape(-1, self._size))
+
+    def _order(self) -> np.ndarray:
+        order = np.arange(self._shape[0])
+        return order.reshape(self._heads, -1, 2).swapaxes(1, 2).reshape(-1) if self._heads else order
 
     def _widened(self, rows: np.ndarray) -> np.ndarray:
         """The numbers of these rows of blocks. Several are given as one, for `gguf` takes 16 at a time."""
@@ -129,6 +169,34 @@ class Tensor:
         together = next((n for n in (64, 16, 4) if count % n == 0 and n * size <= WIDENED), 1)
         long = np.ascontiguousarray(rows).reshape(count // together, -1)
         return dequantize(long, self._kind).reshape(count, -1).astype(np.float32, copy=False)
+
+
+class Part:
+    """One array of a tensor that stays packed, a name of `PARTS`; it is read by rows, too."""
+
+    def __init__(self, tensor: Tensor, name: str):
+        self._tensor, self._name, self._format = tensor, name, FORMATS[tensor.kind]
+
+    def get_shape(self) -> tuple[int, ...]:
+        rows, width = self._tensor.get_shape()
+        assert self._format.block is not None
+        if self._name != "_packed":
+            return rows, width // self._format.block[1]
+        return rows, width // (2 if self._format.numbers == "int4" else 1)
+
+    def get_dtype(self) -> str:
+        if self._name == "_packed":
+            return "U8" if self._format.numbers == "int4" else "I8"
+        return "F32" if self._name == "_offset" or self._tensor.kind.endswith("_K") else "F16"
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        numbers, scale, offset = self._tensor.blocks(index[0])
+        if self._name == "_packed":
+            found = in_bytes(numbers) if self._format.numbers == "int4" else numbers
+        else:
+            found = scale if self._name == "_scale" else offset
+        assert found is not None
+        return found.reshape(-1, self.get_shape()[1])[:, index[1]]
 
 
 def _write(path: Path, directory: Path) -> None:
@@ -151,7 +219,6 @@ def _write(path: Path, directory: Path) -> None:
         raise ValueError(f"{path} must give {error}, found none; is it a language model?") from error
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     config["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None)) or None
-    files.write_json(directory / "config.json", config)
     files.write_json(directory / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
     _write_tokenizer({name.removeprefix("tokenizer."): value for name, value in fields.items()}, directory)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -165,6 +232,12 @@ def _write(path: Path, directory: Path) -> None:
         for name, tensor in stored.items()
         if name != _FREQUENCIES
     }
+    about = lambda tensor: (tensor["kind"], len(tensor["shape"]))
+    kept = {name.removesuffix(".weight"): tensor for name, tensor in tensors.items() if _parts(*about(tensor))}
+    if kept:
+        modules = {name: _kind_of(tensor["kind"]) for name, tensor in kept.items()}
+        config["quantization_config"] = {"quant_method": "gguf", "modules": modules}
+    files.write_json(directory / "config.json", config)
     index = {"format": FORMAT, "file": str(path), "size": path.stat().st_size, "tensors": tensors}
     files.write_json(directory / INDEX, index)
 

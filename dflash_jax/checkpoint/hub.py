@@ -40,3 +40,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{path.parent} must hold {path.name}, found none; is this a checkpoint directory?")
     return files.read_json(path)
+
+
+def read_config(directory: Path) -> dict[str, object]:
+    """The object in a checkpoint's `config.json`, with what `hf_quant_config.json` beside it says of its weights."""
+    raw, quantised = read_json(directory / "config.json"), directory / "hf_quant_config.json"
+    if raw.get("quantization_config") or not quantised.is_file():
+        return raw
+    return {**raw, "quantization_config": {"quant_method": "modelopt", **read_json(quantised)}}

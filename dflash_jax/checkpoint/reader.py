@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from safetensors.numpy import save_file
 from dflash_jax import files
 from dflash_jax.checkpoint import gguf
 from dflash_jax.checkpoint.hub import read_json
-from dflash_jax.checkpoint.table import DTYPES, Leaf, Part, QuantisedLeaf, Table, leaves
-from dflash_jax.quantised import Quantised
+from dflash_jax.checkpoint.sources import DTYPES
+from dflash_jax.checkpoint.table import Leaf, Part, QuantisedLeaf, Table, leaves
+from dflash_jax.quantised import Quantised, quantised
 
 
 class Reader:
@@ -51,17 +53,21 @@ class Reader:
         handle, stored, _ = self._tensors[name]
         return handle.get_slice(stored).get_dtype()
 
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a tensor; nothing else of it is read.
+    def read(self, name: str, index: tuple[slice, ...] | None) -> np.ndarray:
+        """A slice of a tensor; nothing else of it is read. None is all of it.
 
         Raises:
             ValueError: numbers in it are infinite or NaN.
         """
         handle, stored, path = self._tensors[name]
+        index = (slice(None),) * len(self.shape(name)) if index is None else index
         with files.reading(self.directory / path):
             part = handle.get_slice(stored)
             narrow = part.get_dtype().startswith("F8")  # safetensors asks numpy for these types
-            values = self._mapped(self.directory / path, stored)[index] if narrow else part[index]
+            if narrow:
+                values = self._mapped(self.directory / path, stored)[index]
+            else:
+                values = part[index] if index else handle.get_tensor(stored)  # which is a single number
             if not _finite(values):
                 raise ValueError(f"{stored!r} holds infinite numbers or NaN; download it again")
         return values
@@ -108,6 +114,7 @@ _NOT_FINITE = {
     "bfloat16": (np.uint16, 0x7F80),
     "float16": (np.uint16, 0x7C00),
     "float8_e4m3fn": (np.uint8, 0x7F),
+    "float8_e8m0fnu": (np.uint8, 0xFF),
 }
 
 
@@ -136,6 +143,7 @@ def load(
     ignored: Callable[[str], bool] = lambda name: False,
     place: Place = lambda path, shape: None,
     dequantise: bool = False,
+    quantise: Callable[[str], str | None] = lambda path: None,
 ) -> dict[str, Any]:
     """Reads every parameter of `table` as a nested dict of device arrays.
 
@@ -145,6 +153,8 @@ def load(
         place: the sharding of a parameter by its path and shape. Each shard goes from the file to its device; only
             one is on the host at a time.
         dequantise: whether weights that are stored quantised become plain ones of `dtype`, one after the other.
+        quantise: how the plain weight of a product is quantised, by its path (see `quantised.quantised`); None leaves
+            it. That is done where it lies, one weight after the other.
 
     Raises:
         ValueError: one message listing what is missing, unexpected and misshapen, with counts.
@@ -152,7 +162,7 @@ def load(
     _check(reader, table, ignored)
 
     def read(path: str, leaf: Leaf) -> jax.Array:
-        sharding, kind = place(path, leaf.shape), dtype if leaf.dtype is None else jnp.dtype(leaf.dtype)
+        sharding, kind = place(path, leaf.shape), _dtype(reader, leaf, dtype)
         if sharding is None:
             return jax.device_put(assemble(reader, leaf, None, kind))
         shard = lambda index: assemble(reader, leaf, index, kind)
@@ -160,20 +170,60 @@ def load(
 
     def weight(path: str, leaf: Leaf | QuantisedLeaf) -> jax.Array | Quantised:
         if isinstance(leaf, Leaf):
-            return read(path, leaf)
-        found = leaf.kind(read(f"{path}/values", leaf.values), read(f"{path}/scale", leaf.scale))
-        if not dequantise:
-            return found
-        plain = jax.jit(lambda weight: weight.astype(dtype), out_shardings=place(path, found.shape))
-        return jax.block_until_ready(plain(found))
+            found = read(path, leaf)
+        else:
+            arrays = {name: read(f"{path}/{name}", part) for name, part in leaf.arrays.items()}
+            made = leaf.made(arrays, jnp.dtype(dtype))
+            if not dequantise:
+                return made
+            found = jax.block_until_ready(_plain(jnp.dtype(dtype), place(path, made.shape))(made))
+        how = quantise(path) if isinstance(leaf, QuantisedLeaf) or leaf.product else None
+        return found if how is None else _quantised(path, found, how, place)
 
     return unflatten_dict({path: weight(path, leaf) for path, leaf in table.items()}, sep="/")
 
 
-def nested(params: Mapping[str, Any], table: Table) -> dict[str, Any]:
-    """Parameters by their paths as a nested dict, with `Quantised` where the table has two arrays for a weight."""
-    made = lambda path, leaf: leaf.kind(params[f"{path}/values"], params[f"{path}/scale"])
-    stored = lambda path, leaf: made(path, leaf) if isinstance(leaf, QuantisedLeaf) else params[path]
+@lru_cache
+def _plain(dtype: jnp.dtype, sharding: jax.sharding.Sharding | None) -> Callable[[Quantised], jax.Array]:
+    """What makes quantised weights plain; compiled once for all that are alike."""
+    return jax.jit(lambda weight: weight.astype(dtype), out_shardings=sharding)
+
+
+def _dtype(reader: Reader, leaf: Leaf, dtype: DTypeLike) -> DTypeLike:
+    """The dtype of a parameter of a model of this one."""
+    if leaf.dtype == "stored":
+        (name, *_) = leaf.parts[0].source.stored
+        return DTYPES[reader.dtype(name)]
+    return dtype if leaf.dtype is None else jnp.dtype(leaf.dtype)
+
+
+def _quantised(path: str, weight: jax.Array, how: str, place: Place) -> Quantised:
+    """A weight quantised where it lies, placed as a stored one would be."""
+    make = partial(quantised, how=how)
+    shapes = jax.eval_shape(make, weight)
+    where = jax.tree_util.tree_map_with_path(lambda key, x: place(f"{path}/{key[-1].name}", x.shape), shapes)
+    placed = {} if place(path, weight.shape) is None else {"out_shardings": where}
+    for shape, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=False):
+        try:
+            sharding.shard_shape(shape.shape)
+        except ValueError as error:
+            sizes = list(shape.shape)
+            raise ValueError(f"{path} in {how}: an array of {sizes} cannot be split over this mesh") from error
+    return jax.block_until_ready(jax.jit(make, **placed)(weight))
+
+
+def nested(params: Mapping[str, Any], table: Table, dtype: DTypeLike) -> dict[str, Any]:
+    """Parameters by their paths as a nested dict, with `Quantised` where the table has several arrays for a weight.
+
+    Args:
+        dtype: of products with quantised weights.
+    """
+
+    def stored(path: str, leaf: Leaf | QuantisedLeaf) -> jax.Array | Quantised:
+        if isinstance(leaf, Leaf):
+            return params[path]
+        return leaf.made({name: params[f"{path}/{name}"] for name in leaf.arrays}, jnp.dtype(dtype))
+
     return unflatten_dict({path: stored(path, leaf) for path, leaf in table.items()}, sep="/")
 
 
@@ -249,16 +299,16 @@ def _check(reader: Reader, table: Table, ignored: Callable[[str], bool]) -> None
         name: how for _, leaf in leaves(table) for part in leaf.parts for name, how in part.source.stored.items()
     }
     names = reader.names()
-    problems = [(name, f"missing {name} {list(shape)}") for name, (shape, _) in expected.items() if name not in names]
+    problems = [(name, f"missing {name} {list(how.shape)}") for name, how in expected.items() if name not in names]
     for name in sorted(names - set(expected)):
         if not ignored(name):
             problems.append((name, f"unexpected {name if name.isprintable() else repr(name)}"))
     for name in sorted(names & set(expected)):
-        shape, dtypes = expected[name]
-        if reader.shape(name) != shape:
-            problems.append((name, f"{name} must have shape {list(shape)}, got {list(reader.shape(name))}"))
-        if reader.dtype(name) not in dtypes:
-            problems.append((name, f"{name} must be one of {', '.join(dtypes)}, got {reader.dtype(name)}"))
+        how, shape, found = expected[name], reader.shape(name), reader.dtype(name)
+        if not how.fits(shape):
+            problems.append((name, f"{name} must have shape {list(how.shape)}, got {list(shape)}"))
+        if found not in how.dtypes:
+            problems.append((name, f"{name} must be one of {', '.join(how.dtypes)}, got {found}"))
     if problems:
         raise ValueError(files.one_line(f"{reader.directory} does not match its config.json: {_listed(problems)}"))
 

@@ -4,177 +4,18 @@ Loading goes along the table, saving takes it backwards. Nothing here reads a fi
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, replace
+from typing import Any
 
-import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
+from dflash_jax.checkpoint.sources import Source, Stored
 from dflash_jax.quantised import Quantised
-
-# What safetensors calls them, and what they are.
-DTYPES: dict[str, Any] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
-FLOATS = ("F32", "F16", "BF16")
 
 Order = tuple[int, ...] | None  # axes of what is taken, in the parameter's order; None leaves them
 Take = int | slice | tuple[int, ...]  # along one axis: one place, a slice (with a step), or places in any order
-Read = Callable[[str, tuple[slice, ...]], np.ndarray]  # a box of a stored tensor
-
-
-class Source(Protocol):
-    """A tensor as the model understands it, whatever it is stored as.
-
-    Attributes:
-        shape: of the tensor.
-        stored: names, shapes and allowed dtypes of the checkpoint tensors that hold it.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def stored(self) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]: ...
-    def read(self, read: Read, box: tuple[slice, ...]) -> np.ndarray:
-        """A box (slices without a step) of the tensor."""
-        ...
-
-    def write(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
-        """The checkpoint tensors that hold `tensor`."""
-        ...
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor that is stored as it is."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtypes: tuple[str, ...] = FLOATS
-
-    @property
-    def stored(self) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        return {self.name: (self.shape, self.dtypes)}
-
-    def read(self, read: Read, box: tuple[slice, ...]) -> np.ndarray:
-        return read(self.name, box)
-
-    def write(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
-        return {self.name: tensor}
-
-
-@dataclass(frozen=True)
-class BlockScaled:
-    """A matrix stored as small numbers and a scale for every block of them: `values * scale` (fp8 checkpoints).
-
-    Attributes:
-        values, scale: names of the two tensors.
-        shape: of the matrix.
-        block: rows and columns that share a scale; the last block of an axis may be smaller.
-        dtype: of the stored values.
-    """
-
-    values: str
-    scale: str
-    shape: tuple[int, ...]
-    block: tuple[int, int] = (128, 128)
-    dtype: str = "F8_E4M3"
-
-    @property
-    def stored(self) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        blocks = tuple(-(-size // side) for size, side in zip(self.shape, self.block, strict=True))
-        return {self.values: (self.shape, (self.dtype,)), self.scale: (blocks, FLOATS)}
-
-    def read(self, read: Read, box: tuple[slice, ...]) -> np.ndarray:
-        values = read(self.values, box).astype(np.float32)
-        outer = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(box, self.block, strict=True))
-        scale = read(self.scale, outer).astype(np.float32)
-        for axis, (inside, side) in enumerate(zip(box, self.block, strict=True)):
-            first = inside.start - inside.start // side * side
-            size = inside.stop - inside.start
-            scale = np.repeat(scale, side, axis=axis).take(np.arange(first, first + size), axis=axis)
-        return values * scale
-
-    def write(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
-        kind, (rows, columns) = DTYPES[self.dtype], self.block
-        largest = float(ml_dtypes.finfo(kind).max if self.dtype.startswith("F8") else np.iinfo(kind).max)
-        shape = self.stored[self.scale][0]
-        scale, values = np.empty(shape, np.float32), np.empty(self.shape, kind)
-        for i, j in np.ndindex(*shape):
-            at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-            piece = np.asarray(tensor[at], np.float32)
-            scale[i, j] = max(float(np.abs(piece).max()), 1e-30) / largest
-            small = piece / scale[i, j]
-            values[at] = (small if self.dtype.startswith("F8") else np.rint(small)).astype(kind)
-        return {self.values: values, self.scale: scale}
-
-
-@dataclass(frozen=True)
-class Merged:
-    """A tensor whose last two axes are stored apart: blocks of a row, and what is in a block.
-
-    Attributes:
-        shape: with the two as one.
-        block: size of the last stored axis.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    block: int
-    dtypes: tuple[str, ...] = FLOATS
-
-    @property
-    def stored(self) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        return {self.name: ((*self.shape[:-1], self.shape[-1] // self.block, self.block), self.dtypes)}
-
-    def read(self, read: Read, box: tuple[slice, ...]) -> np.ndarray:
-        *outer, last = box
-        blocks = slice(last.start // self.block, -(-last.stop // self.block))
-        found = read(self.name, (*outer, blocks, slice(0, self.block)))
-        start = last.start - blocks.start * self.block
-        return found.reshape(*found.shape[:-2], -1)[..., start : start + last.stop - last.start]
-
-    def write(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
-        return {self.name: tensor.reshape(*tensor.shape[:-1], -1, self.block)}
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A matrix of small whole numbers, several of them in a word, beside the shape that they have.
-
-    Attributes:
-        name: of the matrix; its words are under `{name}_packed`, its shape under `{name}_shape`.
-        shape: of the words.
-        numbers: in a word.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    numbers: int
-
-    @property
-    def stored(self) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-        return {f"{self.name}_packed": (self.shape, ("I32",)), f"{self.name}_shape": ((2,), ("I32", "I64"))}
-
-    def read(self, read: Read, box: tuple[slice, ...]) -> np.ndarray:
-        return read(f"{self.name}_packed", box)
-
-    def write(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
-        rows, words = self.shape
-        shape = np.asarray([rows, words * self.numbers], np.int32)
-        return {f"{self.name}_packed": tensor, f"{self.name}_shape": shape}
 
 
 @dataclass(frozen=True)
@@ -215,13 +56,15 @@ class Leaf:
     Attributes:
         shape: of the parameter.
         parts: together they fill it.
-        dtype: of the parameter; None is the model's.
+        dtype: of the parameter; None is the model's, and "stored" the one that it has in the file.
+        product: whether it is the weight of a product, which may be quantised as it is loaded.
         known: that they do, so that it need not be checked.
     """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     dtype: str | None = None
+    product: bool = False
     known: InitVar[bool] = False
 
     def __post_init__(self, known: bool):
@@ -260,24 +103,38 @@ class Leaf:
 
 @dataclass(frozen=True)
 class QuantisedLeaf:
-    """A weight that stays quantised: two parameters, which make a `Quantised`, or the kind of it that is named."""
+    """A weight that stays quantised.
 
-    values: Leaf
-    scale: Leaf
-    kind: type[Quantised] = Quantised
+    Attributes:
+        arrays: the parameters that it is made of, by their names in `kind`.
+        kind: of the weight.
+        how: what else makes one of its kind.
+    """
+
+    arrays: Mapping[str, Leaf]
+    kind: type[Quantised]
+    how: Mapping[str, Any] = field(default_factory=dict)
+
+    def made(self, arrays: Mapping[str, Any], dtype: DTypeLike | None) -> Quantised:
+        """The weight of these arrays, for products in this dtype."""
+        return self.kind(**arrays, dtype=dtype, **self.how)
 
 
 Table = dict[str, Leaf | QuantisedLeaf]
 
 
 def leaves(table: Table) -> Iterator[tuple[str, Leaf]]:
-    """Every parameter array by its path; those of a quantised weight are `path/values` and `path/scale`."""
+    """Every parameter array by its path; those of a quantised weight are `path/values`, `path/scale` and so on."""
     for path, leaf in table.items():
         if isinstance(leaf, QuantisedLeaf):
-            yield f"{path}/values", leaf.values
-            yield f"{path}/scale", leaf.scale
+            yield from ((f"{path}/{name}", part) for name, part in leaf.arrays.items())
         else:
             yield path, leaf
+
+
+def of_product(leaf: Leaf) -> Leaf:
+    """The weight of a product, which may be quantised as it is loaded."""
+    return replace(leaf, product=True, known=True)
 
 
 @dataclass(frozen=True)
@@ -335,12 +192,6 @@ def fused(
     return Leaf(tuple(shape), tuple(parts), dtype)
 
 
-def stacked(leaves: Sequence[Leaf]) -> Leaf:
-    """Leaves of one shape along a new first axis."""
-    parts = tuple(replace(part, index=(i, *part.index)) for i, leaf in enumerate(leaves) for part in leaf.parts)
-    return Leaf((len(leaves), *leaves[0].shape), parts, leaves[0].dtype)
-
-
 def fused_each(rows: Sequence[Sequence[Section]], shards: int = 1, dtype: str | None = None) -> Leaf:
     """`fused` sections of each along a new first axis, where they differ in their sources alone. Of many thousands of
     tensors, as experts have, only the first ones are checked.
@@ -359,3 +210,9 @@ def fused_each(rows: Sequence[Sequence[Section]], shards: int = 1, dtype: str | 
         for of, part in zip(section_of, first.parts, strict=True)
     )
     return Leaf((len(rows), *first.shape), parts, dtype, known=True)
+
+
+def stacked(leaves: Sequence[Leaf]) -> Leaf:
+    """Leaves of one shape along a new first axis."""
+    parts = tuple(replace(part, index=(i, *part.index)) for i, leaf in enumerate(leaves) for part in leaf.parts)
+    return Leaf((len(leaves), *leaves[0].shape), parts, leaves[0].dtype)

@@ -4,7 +4,7 @@ Shapes: B rows, T tokens, J committed positions, P predictions, D width, V vocab
 side by side.
 """
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from dflash_jax.decoding.state import Drafting, TargetModel
 from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
 from dflash_jax.models.layers import project
+from dflash_jax.models.weights import Outputs, linear
 from dflash_jax.sharding import Rule
 
 # Tensors that published checkpoints carry and nobody reads: the target's own, and what follows from `d2t`.
@@ -143,22 +144,21 @@ class Drafter(Drafting, struct.PyTreeNode):
             return self.model(self.config, self.layout).apply({"params": params}, *args, method=method)
 
 
-def keys_and_values(
-    prefix: str, mixer: AttentionConfig, layout: Layout, kind: Literal["weight", "bias"], *rest: int
-) -> checkpoint.Leaf:
-    """The projections of keys and values of the layer of this prefix, as one."""
+def keys_and_values(prefix: str, mixer: AttentionConfig, layout: Layout) -> list[Outputs]:
+    """The projections of keys and values of the layer of this prefix."""
     size, copies = mixer.num_kv_heads * mixer.head_dim, layout.copies(mixer.num_kv_heads)
-    both = [checkpoint.Stored(f"{prefix}.{name}_proj.{kind}", (size, *rest)) for name in "kv"]
-    return checkpoint.fused([checkpoint.Section(stored, copies=copies) for stored in both], layout.shards)
+    return [Outputs(f"{prefix}.{name}_proj", size, copies) for name in "kv"]
 
 
 def vocabulary_tensors(config: DrafterConfig) -> checkpoint.Table:
     """Embedding, head and vocabulary of a drafter that has its own."""
     table: checkpoint.Table = {}
+    D, formats = config.hidden_size, config.storage.of
     if config.own_embedding:
-        table["embed_tokens"] = checkpoint.copied("embed_tokens.weight", config.vocab_size, config.hidden_size)
+        embedding = [Outputs("embed_tokens", config.vocab_size)]
+        table["embed_tokens"] = linear(embedding, D, formats=formats, product=False)
     if config.own_head:
-        table["lm_head"] = checkpoint.copied("lm_head.weight", config.draft_vocab_size, config.hidden_size)
+        table["lm_head"] = linear([Outputs("lm_head", config.draft_vocab_size)], D, formats=formats)
     if (size := config.draft_vocab_size) != config.vocab_size or config.own_vocabulary:
         source = checkpoint.Stored("d2t", (size,), ("I64", "I32"))
         table["d2t"] = checkpoint.Leaf((size,), (checkpoint.Part(source, (slice(0, size),)),), "int32")

@@ -63,7 +63,8 @@ class DrafterConfig(DecoderConfig):
         Raises:
             ValueError: it lacks the head of its reduced vocabulary.
         """
-        brought = {"own_embedding": "embed_tokens.weight" in shapes, "own_head": "lm_head.weight" in shapes}
+        parts = {name.rpartition(".")[0] for name in shapes}
+        brought = {"own_embedding": "embed_tokens" in parts, "own_head": "lm_head" in parts}
         if self.draft_vocab_size != self.vocab_size and not brought["own_head"]:
             raise ValueError(f"a drafter with a vocabulary of {self.draft_vocab_size} must have lm_head.weight")
         brought["own_vocabulary"] = "d2t" in shapes

@@ -29,13 +29,14 @@ from dflash_jax.drafters.config import DFlashConfig, DrafterConfig, default_targ
 from dflash_jax.drafters.fields import classes_of
 from dflash_jax.drafters.kind import Kind, KindSettings, Settings
 from dflash_jax.kernels.dispatch import platform
-from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, keys_and_values
-from dflash_jax.models.layers import MLP, Linear, matmul, unfuse
+from dflash_jax.models.layers import MLP, Linear, matmul, parameter, unfuse
 from dflash_jax.models.norms import RMSNorm, mean_square, rms_norm
 from dflash_jax.models.rope import Rope
 from dflash_jax.models.tables import decoder_layer
+from dflash_jax.models.weights import Outputs, biases, linear, linears
+from dflash_jax.quantised import Quantised, each, joined
 from dflash_jax.sharding import Rule
 
 Config = TypeVar("Config", bound=DFlashConfig)
@@ -45,7 +46,7 @@ LONG = 1024  # positions of a context that no decoding step has at once
 class Injection(NamedTuple):
     """How a layer makes keys and values, of block slots and of the context alike."""
 
-    weight: Float[Array, "M D"]
+    weight: Float[Array, "M D"] | Quantised
     bias: Float[Array, " M"] | None
     norm: Float[Array, " H"]  # of keys
 
@@ -119,7 +120,7 @@ class Model(nn.Module):
         c, mixer = self.config, self.config.layers[0].attention
         kv = 2 * mixer.kv_heads(self.layout) * mixer.head_dim
         self.layers = [self.layer(c, layer, self.layout) for layer in c.layers]
-        self.kv_proj = self.param("kv_proj", nn.initializers.normal(0.02), (len(c.layers), kv, c.hidden_size))
+        self.kv_proj = parameter(self, "kv_proj", (len(c.layers), kv, c.hidden_size), gather=False)
         self.k_norm = self.param("k_norm", nn.initializers.ones, (len(c.layers), mixer.head_dim))
         if c.attention_bias:
             self.kv_bias = self.param("kv_bias", nn.initializers.zeros, (len(c.layers), kv))
@@ -143,7 +144,7 @@ class Model(nn.Module):
         return self.final(x), tuple(blocks)
 
     def _injections(self) -> list[Injection]:
-        weights = sharding.gathered(self.kv_proj, "kv_proj")
+        weights = each(sharding.gathered(self.kv_proj, "kv_proj"))
         biases = self.kv_bias if self.config.attention_bias else [None] * len(self.layers)
         return [Injection(*parts) for parts in zip(weights, biases, self.k_norm, strict=True)]
 
@@ -161,15 +162,14 @@ class Model(nn.Module):
         rope = at.tables(self.config.layers[0].attention, fused.dtype)
         squares: list[Array | None] = [None] * len(self.layers)
         if self.layout.shards == 1:
-            kv = matmul(fused, kv_proj.reshape(-1, fused.shape[-1]))
+            kv = matmul(fused, joined(kv_proj))
             layers = jnp.split(kv, len(self.layers), axis=-1)
             if platform() == "gpu" and not self.config.attention_bias:  # of all layers by one launch
                 H = self.config.layers[0].attention.head_dim
                 both = mean_square(kv.reshape(*kv.shape[:2], 2 * len(layers), -1, H))
                 squares = [both[:, :, 2 * i] for i in range(len(layers))]
         else:  # rows are sharded within a layer, and would have to move to be one axis with the layers
-            kv = product("btd,lmd->lbtm", fused, kv_proj)
-            layers = list(kv.astype(fused.dtype))
+            layers = [matmul(fused, weight) for weight in each(kv_proj)]
         parts = zip(self._injections(), layers, squares, strict=True)
         return tuple(injection.heads(kv, self.config, self.layout, rope, known) for injection, kv, known in parts)
 
@@ -330,19 +330,20 @@ class DFlashKind(Kind[Config, KindSettings]):
         D, mixer = config.hidden_size, config.layers[0].attention
         features = len(config.target_layer_ids) * config.target_hidden_size
         layers = [f"layers.{i}" for i in range(config.num_hidden_layers)]
-        of_layers = [partial(base.keys_and_values, f"{layer}.self_attn", mixer, layout) for layer in layers]
+        of_layers = [base.keys_and_values(f"{layer}.self_attn", mixer, layout) for layer in layers]
+        formats = config.storage.of
         norms = [checkpoint.copied(f"{layer}.self_attn.k_norm.weight", mixer.head_dim) for layer in layers]
         table: checkpoint.Table = {
-            "kv_proj": checkpoint.stacked([keys_and_values("weight", D) for keys_and_values in of_layers]),
+            "kv_proj": linears(of_layers, D, layout.shards, formats=formats),
             "k_norm": checkpoint.stacked(norms),
-            "fc/weight": checkpoint.copied("fc.weight", D, features),
+            "fc/weight": linear([Outputs("fc", D)], features, formats=formats, product=False),
             "hidden_norm/weight": checkpoint.copied("hidden_norm.weight", D),
             "norm/weight": checkpoint.copied("norm.weight", D),
         }
         if config.attention_bias:
-            table["kv_bias"] = checkpoint.stacked([keys_and_values("bias") for keys_and_values in of_layers])
+            table["kv_bias"] = checkpoint.stacked([biases(both, layout.shards) for both in of_layers])
         for name, layer in zip(layers, config.layers, strict=True):
-            table |= decoder_layer(name.replace(".", "_"), name, D, layer, layout, fuse_qkv=False)
+            table |= decoder_layer(name.replace(".", "_"), name, D, layer, layout, fuse_qkv=False, formats=formats)
         return table | base.vocabulary_tensors(config)
 
 

@@ -34,6 +34,7 @@ from dflash_jax.models.attention import Attention, Pass, keys_and_values
 from dflash_jax.models.layers import MLP, Linear, unfuse
 from dflash_jax.models.norms import RMSNorm
 from dflash_jax.models.tables import swiglu
+from dflash_jax.models.weights import Outputs, biases, linear
 
 TREE_WIDTH = 10  # nodes of a depth that a tree goes on from (reference `eagle/model/cnets.py`, `top_k`)
 
@@ -294,21 +295,23 @@ class Eagle3(Kind[Eagle3Config, Settings]):
         """Drafting, section 3.1."""
         c, layer, (D, copied) = config, config.layers[0], (config.hidden_size, checkpoint.copied)
         mixer, taps, attention = layer.attention, len(c.target_layer_ids), "layers.0.self_attn"
-        queries, kv = mixer.num_heads * mixer.head_dim, partial(base.keys_and_values, attention, mixer, layout)
+        queries, kv = mixer.num_heads * mixer.head_dim, base.keys_and_values(attention, mixer, layout)
+        formats = config.storage.of
+        one = partial(linear, formats=formats)
         table: checkpoint.Table = {
-            "fc/weight": copied("fc.weight", D, taps * c.target_hidden_size),
+            "fc/weight": one([Outputs("fc", D)], taps * c.target_hidden_size, product=False),
             "norm/weight": copied("norm.weight", D),
-            "self_attn/q_proj/weight": copied(f"{attention}.q_proj.weight", queries, 2 * D),
-            "self_attn/o_proj/weight": copied(f"{attention}.o_proj.weight", D, queries),
-            "kv_proj/weight": kv("weight", 2 * D),
-            **swiglu("mlp", "layers.0.mlp", D, layer.intermediate_size, layout),
+            "self_attn/q_proj/weight": one([Outputs(f"{attention}.q_proj", queries)], 2 * D),
+            "self_attn/o_proj/weight": one([Outputs(f"{attention}.o_proj", D)], queries),
+            "kv_proj/weight": one(kv, 2 * D, layout.shards),
+            **swiglu("mlp", "layers.0.mlp", D, layer.intermediate_size, layout, formats=formats),
         }
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             table[f"{name}/weight"] = copied(f"layers.0.{name}.weight", D)
         if c.attention_bias:
             table["self_attn/q_proj/bias"] = copied(f"{attention}.q_proj.bias", queries)
             table["self_attn/o_proj/bias"] = copied(f"{attention}.o_proj.bias", D)
-            table["kv_proj/bias"] = kv("bias")
+            table["kv_proj/bias"] = biases(kv, layout.shards)
         if c.qk_norm:
             table["self_attn/q_norm/weight"] = copied(f"{attention}.q_norm.weight", mixer.head_dim)
             table["k_norm/weight"] = copied(f"{attention}.k_norm.weight", mixer.head_dim)

@@ -17,7 +17,6 @@ REFUSED_FIELDS = {
     "has_lm_head": "Nemotron's own head",
     "gating": "Laguna's gates",
     "use_gemma_norm": "norms that scale by one plus their weight, as MiniMax-M3's drafters have",
-    "quantization_config": "quantised weights",
 }
 # Beginnings of the names of such fields.
 _REFUSED_PREFIXES = {"lilicorr_": "LiLiCorr's lattice of candidates", "dflare_": "DFlare's mixtures of tapped layers"}

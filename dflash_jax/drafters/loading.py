@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from dflash_jax import checkpoint, drafters, files, sharding
 from dflash_jax.config import Raw, parse_dtype
 from dflash_jax.drafters import published
 from dflash_jax.drafters.base import UNREAD, Drafter
+from dflash_jax.models.tables import unread_scales
 from dflash_jax.overrides import overridden
+from dflash_jax.quantize import Quantize, parse_quantize, rule
 
 
 def load_drafter(
@@ -22,6 +25,7 @@ def load_drafter(
     num_target_layers: int | None = None,
     target: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
+    quantize: Quantize = None,
 ) -> Drafter:
     """Loads a drafter of any kind from a local directory or a hub id; see `load_target` for the arguments.
 
@@ -30,12 +34,14 @@ def load_drafter(
             follows from this.
         target: the target's directory. Some drafters have their mask token as text only; its tokenizer knows the id.
         overrides: fields of `config.json` to replace, by name.
+        quantize: as of `load_target`, with the keys "drafter", of its layers, and "head", if it has its own. What fuses
+            the target's features, and small heads, stay as they are.
 
     Raises:
         ValueError: as `load_target`; or the layers that it taps are not known, or its mask token, or which of its slots
             predict.
     """
-    array_type = parse_dtype(dtype)
+    array_type, quantised = parse_dtype(dtype), rule(parse_quantize(quantize), "drafter")
     directory = checkpoint.resolve(source, "drafter")
     with files.reading(directory / "config.json"):
         raw = read_drafter_config(source, overrides)
@@ -44,9 +50,10 @@ def load_drafter(
         reader = checkpoint.Reader(directory, kind.canonical_name)
         config = config.with_tensors({name: reader.shape(name) for name in reader.names()})
         layout = sharding.check_layout(config, mesh)
-        unread = lambda name: name.endswith(UNREAD)
+        unread = lambda name: name.endswith(UNREAD) or any(fnmatch(name, pattern) for pattern in unread_scales(config))
         table = kind.tensors(config, layout)
-        params = checkpoint.load(reader, table, array_type, ignored=unread, place=sharding.placement(mesh))
+        how = {"dequantise": dtype not in (None, "auto"), "quantise": quantised}
+        params = checkpoint.load(reader, table, array_type, ignored=unread, place=sharding.placement(mesh), **how)
         if config.own_vocabulary and config.draft_vocab_size == config.vocab_size and not params["d2t"].any():
             del params["d2t"]  # all tokens, in the target's order
             config = replace(config, own_vocabulary=False)
@@ -63,5 +70,5 @@ def read_drafter_config(source: str | Path, overrides: Mapping[str, Any] | None 
     Raises:
         ValueError: there is no such file.
     """
-    raw = checkpoint.read_json(checkpoint.resolve(source, "drafter") / "config.json")
+    raw = checkpoint.read_config(checkpoint.resolve(source, "drafter"))
     return overridden(published.completed(raw, str(source)), overrides)

@@ -16,7 +16,7 @@ from dflash_jax.config import LayerConfig, TargetConfig
 from dflash_jax.mesh import Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, run_layers
 from dflash_jax.models.experts import Experts
-from dflash_jax.models.layers import MLP, project
+from dflash_jax.models.layers import MLP, parameter, project
 from dflash_jax.models.norms import RMSNorm
 from dflash_jax.sharding import gathered, lookup
 
@@ -76,11 +76,11 @@ class Decoder(nn.Module):
 
     def setup(self):
         c, table = self.config, (self.config.vocab_size, self.config.hidden_size)
-        self.embed_tokens = self.param("embed_tokens", nn.initializers.normal(0.02), table)
+        self.embed_tokens = parameter(self, "embed_tokens", table, gather=False)
         self.layers = [self.layer(c, layer, self.layout) for layer in c.layers]
         self.norm = self.layer.norm_class(c.hidden_size, c.rms_norm_eps)
         if not c.tie_word_embeddings:
-            self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), table)
+            self.lm_head = parameter(self, "lm_head", table, gather=False)
 
     def table(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the embedding table, as a drafter reads them."""

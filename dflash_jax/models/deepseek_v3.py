@@ -15,25 +15,22 @@ from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
     DECODER_FIELDS,
     check_fields,
-    fp8_fields,
-    mapping,
     require,
     rope_config,
     target_fields,
     text_config,
 )
 from dflash_jax.mesh import HEADS, WHOLE, Layout
-from dflash_jax.models import decoder, tables
+from dflash_jax.models import decoder, tables, weights
 from dflash_jax.models.attention import Pass
 from dflash_jax.models.latent_attention import LatentAttention, LatentAttentionConfig
 from dflash_jax.models.layers import MLP
-from dflash_jax.quantised import GROUP
 from dflash_jax.sharding import Rule
 
 _FIELDS = """
     q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave latent_norm_eps
     n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace norm_topk_prob
-    routed_scaling_factor num_nextn_predict_layers num_mtp_layers quantization_config
+    routed_scaling_factor num_nextn_predict_layers num_mtp_layers
     aux_loss_alpha router_aux_loss_coef seq_aux ep_size
 """.split()
 # What published configs say that the family has anyway; another value is another model.
@@ -52,7 +49,6 @@ _OUTSIDE = """
     image_token_id video_token_id vision_start_token_id vision_end_token_id video_placeholder use_unified_vision_chunk
     projection_hidden_size projection_layer_norm_eps
 """.split()
-_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 # Heads are split. What all heads share has its inputs split instead.
 RULES = (
     Rule(r"(qkv|kv)_a_proj/weight", 2, P(None, HEADS)),
@@ -80,9 +76,12 @@ class DeepseekV3Config(TargetConfig):
     def indivisible(self, layout: Layout) -> str | None:
         if why := super().indivisible(layout):
             return why
+        last = f"model.layers.{len(self.layers) - 1}"
+        outside = [f"{last}.{name}_proj" for name in ("self_attn.q_a", "self_attn.q", "self_attn.o")]
+        unit = self.storage.unit_of(*outside, *(f"{last}.mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")))
         for what, size in (("a shared inner width", self.shared_inner), ("a hidden size", self.hidden_size)):
-            if layout.shards > 1 and size % (layout.shards * self.block):
-                return f"{what} of {size}" + (f" in FP8 blocks of {self.block}" if self.fp8 else "")
+            if layout.shards > 1 and size % (layout.shards * unit):
+                return f"{what} of {size}" + (f" in quantised blocks of {unit}" if unit > 1 else "")
         return None
 
 
@@ -110,7 +109,6 @@ def config(raw: Raw) -> DeepseekV3Config:
         scores="sigmoid",
         correction_bias=True,
         routed_scaling_factor=require(raw, "routed_scaling_factor", float),
-        stored="INT4" if (int4 := _has_int4(raw)) else None,
     )
     depth, inner = require(raw, "num_hidden_layers"), require(raw, "intermediate_size")
     dense = raw["first_k_dense_replace"]  # layers without experts, the first ones
@@ -118,7 +116,6 @@ def config(raw: Raw) -> DeepseekV3Config:
         **target_fields(raw),
         layers=tuple(LayerConfig(attention, inner, experts if i >= dense else None) for i in range(depth)),
         model_type=model_type,
-        **({} if int4 else fp8_fields(raw)),
         shared_inner=require(raw, "n_shared_experts") * experts.intermediate_size,
         interleaved=_flag(raw, "rope_interleave"),
         nested=nested,
@@ -149,28 +146,6 @@ def _flag(raw: Raw, name: str) -> bool:
     return value is not False
 
 
-def _has_int4(raw: Raw) -> bool:
-    """Whether `quantization_config` says that weights are in INT4, packed by compressed-tensors.
-
-    Raises:
-        ValueError: by compressed-tensors, but otherwise.
-    """
-    given = mapping(raw, "quantization_config")
-    if given.get("quant_method") != "compressed-tensors":
-        return False
-    groups = [mapping(container, name) for container in [mapping(given, "config_groups")] for name in container]
-    weights = [mapping(group, "weights") for group in groups]
-    found = [{name: scheme.get(name) for name in _INT4} for scheme in weights]
-    more = [given.get("kv_cache_scheme"), *(scheme.get("actorder") for scheme in weights)]
-    more += [group.get(name) for group in groups for name in ("input_activations", "output_activations")]
-    if given.get("format") != "pack-quantized" or found != [_INT4] or any(more):
-        raise ValueError(
-            f"config.json: a quantization_config of compressed-tensors must have the format 'pack-quantized' and one "
-            f"group of weights with {_INT4}, and no quantised activations; got {given!r:.800}"
-        )
-    return True
-
-
 class Layer(decoder.Layer):
     """A layer with latent attention; experts have one beside them that every token goes through."""
 
@@ -193,7 +168,7 @@ class Model(decoder.Decoder):
 
 
 def tensors(config: DeepseekV3Config, layout: Layout = WHOLE) -> Table:
-    D, fp8 = config.hidden_size, config.in_fp8
+    D, formats = config.hidden_size, config.storage.of
 
     def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
         assert isinstance(layer.mixer, LatentAttentionConfig)
@@ -201,11 +176,13 @@ def tensors(config: DeepseekV3Config, layout: Layout = WHOLE) -> Table:
         table |= tables.norms(path, prefix, D, "input_layernorm", "post_attention_layernorm")
         mlp = f"{prefix}.mlp"
         if layer.experts is None:
-            return table | tables.swiglu(f"{path}/mlp", mlp, D, layer.intermediate_size, layout, fp8=fp8)
+            return table | tables.swiglu(f"{path}/mlp", mlp, D, layer.intermediate_size, layout, formats=formats)
         correction = "gate.e_score_correction_bias"
-        table |= tables.experts(f"{path}/experts", mlp, D, layer.experts, layout, correction=correction, fp8=fp8)
+        table |= tables.experts(
+            f"{path}/experts", mlp, D, layer.experts, layout, correction=correction, formats=formats
+        )
         shared = f"{path}/shared_experts", f"{mlp}.shared_experts"
-        return table | tables.swiglu(*shared, D, config.shared_inner, layout, fp8=fp8)
+        return table | tables.swiglu(*shared, D, config.shared_inner, layout, formats=formats)
 
     outside = "language_model." if config.nested else ""
     return tables.decoder(config, layer_table, f"{outside}model", f"{outside}lm_head")
@@ -213,20 +190,20 @@ def tensors(config: DeepseekV3Config, layout: Layout = WHOLE) -> Table:
 
 def _attention(config: DeepseekV3Config, c: LatentAttentionConfig, path: str, prefix: str, layout: Layout) -> Table:
     """Rotated dimensions that are stored side by side get the order in which they are rotated: halves."""
-    D, N, R, fp8, shards = config.hidden_size, c.num_heads, c.qk_rope_head_dim, config.in_fp8, layout.shards
+    D, N, R, shards = config.hidden_size, c.num_heads, c.qk_rope_head_dim, layout.shards
     halves = [*range(0, R, 2), *range(1, R, 2)] if config.interleaved else list(range(R))
     of_head = [*range(c.qk_nope_head_dim), *(c.qk_nope_head_dim + i for i in halves)]
     of_heads = [head * c.head_dim + i for head in range(N) for i in of_head]
     of_vector = [*range(c.kv_lora_rank), *(c.kv_lora_rank + i for i in halves)]
 
-    def weight(shards: int, width: int, *layers: tuple) -> Leaf | QuantisedLeaf:
-        named = [tables.Outputs(f"{prefix}.{name}", *rest) for name, *rest in layers]
-        return tables.linear(named, width, shards, fp8=fp8)
+    def weight(shards: int, width: int, *layers: tuple, product: bool = True) -> Leaf | QuantisedLeaf:
+        named = [weights.Outputs(f"{prefix}.{name}", *rest) for name, *rest in layers]
+        return weights.linear(named, width, shards, formats=config.storage.of, product=product)
 
     vectors = "kv_a_proj_with_mqa", c.vector, 1, of_vector
     table: Table = {
         **tables.norms(path, prefix, c.kv_lora_rank, "kv_a_layernorm"),
-        f"{path}/kv_b_proj": weight(shards, c.kv_lora_rank, ("kv_b_proj", N * c.up_dim)),
+        f"{path}/kv_b_proj": weight(shards, c.kv_lora_rank, ("kv_b_proj", N * c.up_dim), product=False),
         f"{path}/o_proj/weight": weight(1, N * c.v_head_dim, ("o_proj", D)),
     }
     if c.q_lora_rank is None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import ExpertsConfig
+from dflash_jax.kernels import active_experts
 from dflash_jax.kernels.grouped_matmul import grouped_matmul
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, WHOLE, Layout, current_mesh, on_each_device, split_rows
@@ -125,18 +126,30 @@ def apply_experts(
     limit: float | None = None,
     activation: str = "silu",
 ) -> Float[Array, "B T D"]:
-    """Rows sorted by expert, two grouped products, and the sum over the experts of each token in their order."""
+    """Two products with the weights of experts, of all rows or of those that are sorted by expert, and the sum over the
+    experts of each token in their order."""
     (B, T, D), k, experts = x.shape, chosen.shape[2], gate_up.shape[0]
-    flat = chosen.reshape(-1)
-    order, back, ends = by_expert(flat, experts)
-    rows = x.reshape(B * T, D)[order // k]
-    both = grouped_matmul(rows, gate_up, ends)
-    if gate_up_bias is not None:
-        both = both + gate_up_bias[flat[order]].astype(jnp.float32)
-    gate, up = jnp.split(both.astype(x.dtype), 2, axis=-1)
-    inside = ACTIVATIONS[activation](gate) * up if limit is None else clamped_swiglu(gate, up, limit)
-    out = grouped_matmul(inside, down, ends).astype(x.dtype)
-    return product("btkd,btk->btd", out[back].reshape(B, T, k, D).astype(jnp.float32), weights)
+    flat, rows = chosen.reshape(-1), x.reshape(B * T, D)
+
+    def between(both: Float[Array, "... J"]) -> Float[Array, "... I"]:
+        gate, up = jnp.split(both.astype(x.dtype), 2, axis=-1)
+        return ACTIVATIONS[activation](gate) * up if limit is None else clamped_swiglu(gate, up, limit)
+
+    if active_experts.serves(B * T, B * T * k, x.dtype, gate_up, down):
+        slots, slot = active_experts.active(flat, experts)
+        both = active_experts.multiply(rows[None], gate_up, slots)
+        if gate_up_bias is not None:
+            both = both + gate_up_bias[slots[:-1], None].astype(jnp.float32)
+        out = active_experts.multiply(between(both), down, slots).astype(x.dtype)
+        valid, token = flat < experts, jnp.arange(B * T * k) // k
+        found = jnp.where(valid[:, None], out[slot[jnp.minimum(flat, experts - 1)], token], 0)
+    else:
+        order, back, ends = by_expert(flat, experts)
+        both = grouped_matmul(rows[order // k], gate_up, ends)
+        if gate_up_bias is not None:
+            both = both + gate_up_bias[flat[order]].astype(jnp.float32)
+        found = grouped_matmul(between(both), down, ends).astype(x.dtype)[back]
+    return product("btkd,btk->btd", found.reshape(B, T, k, D).astype(jnp.float32), weights)
 
 
 def by_expert(chosen: Int[Array, " M"], experts: int) -> tuple[Int[Array, " M"], Int[Array, " M"], Int[Array, " E"]]:
@@ -157,7 +170,7 @@ def by_expert(chosen: Int[Array, " M"], experts: int) -> tuple[Int[Array, " M"],
     return jnp.sum(jnp.where(back[None] == row[:, None], row[None], 0), axis=1), back, ends
 
 
-def clamped_swiglu(gate: Float[Array, "M I"], up: Float[Array, "M I"], limit: float) -> Float[Array, "M I"]:
+def clamped_swiglu(gate: Float[Array, "... I"], up: Float[Array, "... I"], limit: float) -> Float[Array, "... I"]:
     """gpt-oss's activation."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * nn.sigmoid(1.702 * gate)

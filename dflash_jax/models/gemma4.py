@@ -195,12 +195,13 @@ class Model(decoder.Decoder):
 
 
 def tensors(config: Gemma4Config, layout: Layout = WHOLE) -> Table:
-    D = config.hidden_size
+    D, formats = config.hidden_size, config.storage.of
 
     def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
-        table = tables.attention(f"{path}/self_attn", f"{prefix}.self_attn", D, layer.attention, layout)
+        attention = f"{path}/self_attn", f"{prefix}.self_attn"
+        table = tables.attention(*attention, D, layer.attention, layout, formats=formats)
         table |= tables.norms(path, prefix, D, *_NORMS, *(_EXPERT_NORMS if layer.experts else ()))
-        table |= tables.swiglu(f"{path}/mlp", f"{prefix}.mlp", D, layer.intermediate_size, layout)
+        table |= tables.swiglu(f"{path}/mlp", f"{prefix}.mlp", D, layer.intermediate_size, layout, formats=formats)
         table[f"{path}/layer_scalar"] = copied(f"{prefix}.layer_scalar", 1)
         if layer.experts is None:
             return table

@@ -5,26 +5,24 @@ Reference: transformers `models/gpt_oss/modeling_gpt_oss.py`; MXFP4 in `integrat
 
 from dataclasses import replace
 
-from dflash_jax.checkpoint import Leaf, Merged, QuantisedLeaf, Section, Source, Stored, Table, copied, fused
+from dflash_jax.checkpoint import Leaf, Merged, QuantisedLeaf, Section, Source, Stored, Table, copied, fused, of_product
 from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
     DECODER_FIELDS,
     attention_config,
     check_fields,
     layer_types,
-    mapping,
     require,
     target_fields,
 )
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models import decoder, tables
 from dflash_jax.models.norms import Float32RMSNorm
-from dflash_jax.quantised import GROUP, MXFP4
-from dflash_jax.unsupported import quantisation
+from dflash_jax.quantised import GROUP, FourBit
 
 _FIELDS = """
     layer_types sliding_window num_local_experts num_experts_per_tok router_aux_loss_coef initial_context_length
-    swiglu_limit swiglu_alpha quantization_config
+    swiglu_limit swiglu_alpha
 """.split()
 
 
@@ -35,17 +33,13 @@ def config(raw: Raw) -> TargetConfig:
     check_fields(raw, [*DECODER_FIELDS, *_FIELDS], fixed)
     if raw.get("attention_bias") is False:
         raise ValueError("config.json: attention_bias = False is not supported for gpt_oss, expected True")
-    given = mapping(raw, "quantization_config")
-    if given and given.get("quant_method") != "mxfp4":
-        raise ValueError(f"config.json: quantization_config asks for {quantisation(given)}")
     depth, inner = require(raw, "num_hidden_layers"), require(raw, "intermediate_size")
     default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(depth)]
     types = layer_types(raw, depth, default=default)
     window = require(raw, "sliding_window") if "sliding_attention" in types else None
     count, chosen = require(raw, "num_local_experts"), require(raw, "num_experts_per_tok")
     limit = 7.0 if raw.get("swiglu_limit") is None else require(raw, "swiglu_limit", float)
-    how = {"bias": True, "swiglu_limit": limit, "stored": "MXFP4" if given else None}
-    experts = ExpertsConfig(count, chosen, inner, scores="softmax_topk", **how)
+    experts = ExpertsConfig(count, chosen, inner, scores="softmax_topk", bias=True, swiglu_limit=limit)
     attention = attention_config({**raw, "attention_bias": True}, sinks=True)
     mixers = (replace(attention, window=window if kind == "sliding_attention" else None) for kind in types)
     return TargetConfig(
@@ -79,21 +73,26 @@ def tensors(config: TargetConfig, layout: Layout = WHOLE) -> Table:
         E, inner = c.num_experts, c.intermediate_size
         mlp, ours = f"{prefix}.mlp", f"{path}/experts"
         names = f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj"
-        table = tables.decoder_layer(path, prefix, D, layer, layout) | {
+        table = tables.decoder_layer(path, prefix, D, layer, layout, formats=config.storage.of) | {
             f"{ours}/router": copied(f"{mlp}.router.weight", E, D),
             f"{ours}/router_bias": copied(f"{mlp}.router.bias", E),
             f"{ours}/gate_up_bias": turned(Stored(f"{names[0]}_bias", (E, 2 * inner))),
             f"{ours}/down_bias": copied(f"{names[1]}_bias", E, D),
         }
-        if c.stored is None:  # [experts, in, out]
+        if (form := config.storage.of(f"{mlp}.experts")) and (form.numbers, form.packing) != ("mxfp4", ""):
+            raise ValueError(
+                f"config.json: experts of gpt-oss are stored in MXFP4 or plain, got {config.storage.method}"
+            )
+        if form is None:  # [experts, in, out]
             down = Section(Stored(names[1], (E, inner, D)))
-            table[f"{ours}/gate_up_proj"] = turned(Stored(names[0], (E, D, 2 * inner)), axis=2)
-            table[f"{ours}/down_proj"] = fused([down], order=(0, 2, 1))
+            table[f"{ours}/gate_up_proj"] = of_product(turned(Stored(names[0], (E, D, 2 * inner)), axis=2))
+            table[f"{ours}/down_proj"] = of_product(fused([down], order=(0, 2, 1)))
             return table
         gate_up = [turned(source, dtype="uint8") for source in _blocks(names[0], (E, 2 * inner, D))]
         down = [fused([Section(source)], dtype="uint8") for source in _blocks(names[1], (E, D, inner))]
-        table[f"{ours}/gate_up_proj"] = QuantisedLeaf(*gate_up, kind=MXFP4)
-        table[f"{ours}/down_proj"] = QuantisedLeaf(*down, kind=MXFP4)
+        for name, leaves in (("gate_up_proj", gate_up), ("down_proj", down)):
+            arrays = {"values": leaves[0], "scale": leaves[1]}
+            table[f"{ours}/{name}"] = QuantisedLeaf(arrays, FourBit, {"code": "e2m1"})
         return table
 
     return tables.decoder(config, layer_table)

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dflash_jax.kernels.dispatch import platform
-from dflash_jax.kernels.products import product
+from dflash_jax.kernels.linear import dense, linear
+from dflash_jax.kernels.products import FEW_ROWS, product
 from dflash_jax.mesh import WHOLE, Layout
-from dflash_jax.models.norms import FEW_ROWS, Normed
-from dflash_jax.quantised import Quantised
+from dflash_jax.models.norms import Normed
+from dflash_jax.quantised import FourBit, Quantised
 from dflash_jax.sharding import gathered
 
 # By the names of `hidden_act` in a config.
@@ -42,8 +43,11 @@ class Linear(nn.Module):
         return y
 
 
-def parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> Float[Array, "..."] | Quantised:
-    """The parameter of this shape, which may be quantised where one is given, gathered for its use."""
+def parameter(
+    module: nn.Module, name: str, shape: tuple[int, ...], *, gather: bool = True
+) -> Float[Array, "..."] | Quantised:
+    """The parameter of this shape, which may be quantised where one is given, gathered for its use unless that comes
+    later."""
     path, found = "/".join((*module.path, name)), None
     if module.has_variable("params", name):
         found = module.get_variable("params", name)
@@ -51,7 +55,7 @@ def parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> Float[Arr
         found = module.param(name, nn.initializers.normal(0.02), shape)
     elif found.shape != shape:
         raise ValueError(f"{path} must have shape {shape}, got {found.shape}")
-    return gathered(found, path)
+    return gathered(found, path) if gather else found
 
 
 def unfuse(x: Float[Array, "B T M"], sizes: Sequence[int], shards: int) -> list[Float[Array, "B T _"]]:
@@ -68,28 +72,18 @@ def unfuse(x: Float[Array, "B T M"], sizes: Sequence[int], shards: int) -> list[
 def matmul(x: Float[Array, "B T D"] | Normed, weight: Weight) -> Float[Array, "B T M"]:
     """`x @ weight.T` in the dtype of `x`; see `project`."""
     many = x.shape[0] * x.shape[1] > FEW_ROWS and platform() == "gpu"
-    if many and isinstance(x, jax.Array) and isinstance(weight, jax.Array):  # cuBLAS would write float32 otherwise
-        return product("btd,md->btm", x, weight, rounded=True)
+    if many and isinstance(x, jax.Array):  # cuBLAS would write float32 otherwise
+        plain = weight.astype(x.dtype) if isinstance(weight, Quantised) else weight
+        return product("btd,md->btm", x, plain, rounded=True)
     return project(x, weight).astype(x.dtype)
 
 
 def project(x: Float[Array, "B T D"] | Normed, weight: Weight) -> Float[Array, "B T M"]:
-    """`x @ weight.T` accumulated and returned in float32.
-
-    For a decoding block the weight stands on the left, because on CPU a [M, D] x [D, 16] product runs up
-    to twice as fast as the same product written [16, D] x [D, M]. Beyond `FEW_ROWS` it is the other way round, and on
-    GPUs, too, where it spares the kernels that turn what comes out. Products of float32 are exact to float32.
-    """
+    """`x @ weight.T` accumulated and returned in float32."""
     if isinstance(x, Normed):
-        y = project(x.rows, weight)
-        return (jax.lax.optimization_barrier(y) if x.apart else y) * x.factor
-    if isinstance(weight, Quantised):
-        if weight.scale.ndim == 1:  # the products of small numbers are scaled, not the numbers
-            return project(x, weight.values.astype(x.dtype)) * weight.scale.astype(jnp.float32)[None, None]
-        weight = weight.astype(x.dtype)
-    if x.shape[0] * x.shape[1] > FEW_ROWS or platform() == "gpu":
-        return product("btd,md->btm", x, weight)
-    return jnp.moveaxis(product("md,btd->mbt", weight, x), 0, -1)
+        y, apart = project(x.rows, weight), x.apart and not isinstance(weight, FourBit)
+        return (jax.lax.optimization_barrier(y) if apart else y) * x.factor
+    return linear(x, weight) if isinstance(weight, Quantised) else dense(x, weight)
 
 
 class MLP(nn.Module):

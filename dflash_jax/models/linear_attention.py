@@ -42,6 +42,7 @@ class LinearAttentionConfig:
     conv_kernel_dim: int
     shares: None = None
     rotary: None = None
+    last: str = "linear_attn.out_proj"  # its last weight, whose inputs devices share
 
     @property
     def key_size(self) -> int:
@@ -70,6 +71,8 @@ class LinearAttentionConfig:
     def indivisible(self, layout: Layout, block: int = 1) -> str | None:
         if self.num_key_heads % layout.shards:
             return f"{self.num_key_heads} key heads of linear attention"
+        if layout.shards > 1 and self.value_size % (layout.shards * block):
+            return f"{self.value_size} outputs in quantised blocks of {block}"
         return None
 
 

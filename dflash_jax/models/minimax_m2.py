@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
-from dflash_jax.config_json import DECODER_FIELDS, check_fields, fp8_fields, partly_rotated, require, target_fields
+from dflash_jax.config_json import DECODER_FIELDS, check_fields, partly_rotated, require, target_fields
 from dflash_jax.models import decoder, tables
 
 _FIELDS = """
-    num_local_experts num_experts_per_tok rotary_dim router_aux_loss_coef router_jitter_noise quantization_config
+    num_local_experts num_experts_per_tok rotary_dim router_aux_loss_coef router_jitter_noise
     mlp_intermediate_size max_model_len use_mtp num_mtp_modules mtp_transformer_layers
 """.split()
 _SCALED = "full_attention", "linear_attention", "mlp"
@@ -42,7 +42,6 @@ def config(raw: Raw) -> TargetConfig:
         **target_fields(raw),
         layers=(LayerConfig(attention, experts.intermediate_size, experts),) * depth,
         model_type="minimax_m2",
-        **fp8_fields(raw),
     )
 
 

@@ -17,8 +17,8 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from dflash_jax.kernels.dispatch import platform
+from dflash_jax.kernels.products import FEW_ROWS
 
-FEW_ROWS = 256  # positions of a step, or of a chunk of a prompt, that are treated as few
 # Squares are summed in pieces first. A piece has at most 256 numbers in a block and 128 in a single position, or XLA
 # does not sum it where they are made. There are at most 64 pieces, or XLA does not add their sums where they are read.
 PIECES, MOST = (256, 128), 64

@@ -11,7 +11,6 @@ from dflash_jax.config_json import (
     WINDOW_FIELDS,
     attention_config,
     check_fields,
-    fp8_fields,
     qwen3_layer_types,
     require,
     target_fields,
@@ -21,9 +20,7 @@ from dflash_jax.models import decoder, tables
 
 def config(raw: Raw) -> TargetConfig:
     """Reads `config.json`; windows follow `layer_types`, and only where `use_sliding_window` is set."""
-    check_fields(
-        raw, [*DECODER_FIELDS, *WINDOW_FIELDS, "quantization_config"], {"hidden_act": "silu", "mlp_bias": False}
-    )
+    check_fields(raw, [*DECODER_FIELDS, *WINDOW_FIELDS], {"hidden_act": "silu", "mlp_bias": False})
     depth = require(raw, "num_hidden_layers")
     if raw.get("use_sliding_window") and "sliding_window" not in raw:
         raise ValueError("config.json: use_sliding_window needs sliding_window, a number or null (no window)")
@@ -40,7 +37,6 @@ def config(raw: Raw) -> TargetConfig:
         **target_fields(raw),
         layers=tuple(LayerConfig(replace(attention, window=width), inner) for width in windows),
         model_type="qwen3",
-        **fp8_fields(raw),
     )
 
 

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from dflash_jax.checkpoint import Merged, Section, Source, Stored, Table, copied, fused
+from dflash_jax.checkpoint import Merged, Section, Source, Table, copied, fused, of_product
 from dflash_jax.config import ExpertsConfig, LayerConfig, Raw, TargetConfig
 from dflash_jax.config_json import (
     DECODER_FIELDS,
@@ -32,6 +32,7 @@ from dflash_jax.models.attention import Pass
 from dflash_jax.models.layers import MLP, project
 from dflash_jax.models.linear_attention import LinearAttention, LinearAttentionConfig
 from dflash_jax.models.norms import RMSNorm
+from dflash_jax.models.weights import Outputs, linear, source
 from dflash_jax.sharding import Rule
 
 _FIELDS = """
@@ -167,53 +168,58 @@ class Model(decoder.Decoder):
 
 
 def tensors(config: Qwen3NextConfig, layout: Layout = WHOLE) -> Table:
+    formats = config.storage.of
+
     def layer_table(path: str, prefix: str, layer: LayerConfig) -> Table:
         D = config.hidden_size
         table = tables.norms(path, prefix, D, "input_layernorm", "post_attention_layernorm")
         if isinstance(layer.mixer, LinearAttentionConfig):
-            mixing = _linear_attention(f"{prefix}.linear_attn", D, layer.mixer, layout, grouped=config.grouped)
+            mixing = _linear_attention(f"{prefix}.linear_attn", D, layer.mixer, layout, config)
             table |= {f"{path}/linear_attn/{name}": leaf for name, leaf in mixing.items()}
         else:
-            table |= tables.attention(f"{path}/self_attn", f"{prefix}.self_attn", D, layer.attention, layout)
+            table |= tables.attention(
+                f"{path}/self_attn", f"{prefix}.self_attn", D, layer.attention, layout, formats=formats
+            )
         mlp = f"{prefix}.mlp"
         if layer.experts is None:
-            return table | tables.swiglu(f"{path}/mlp", mlp, D, layer.intermediate_size, layout)
+            return table | tables.swiglu(f"{path}/mlp", mlp, D, layer.intermediate_size, layout, formats=formats)
         if config.apart:
-            table |= tables.experts(f"{path}/experts", mlp, D, layer.experts, layout)
+            table |= tables.experts(f"{path}/experts", mlp, D, layer.experts, layout, formats=formats)
         else:
             table[f"{path}/experts/router"] = copied(f"{mlp}.gate.weight", layer.experts.num_experts, D)
             table |= tables.stored_together(f"{path}/experts", f"{mlp}.experts", D, layer.experts, layout)
         table[f"{path}/shared_gate"] = copied(f"{mlp}.shared_expert_gate.weight", 1, D)
-        return table | tables.swiglu(f"{path}/shared_expert", f"{mlp}.shared_expert", D, config.shared_inner, layout)
+        return table | tables.swiglu(
+            f"{path}/shared_expert", f"{mlp}.shared_expert", D, config.shared_inner, layout, formats=formats
+        )
 
     return tables.decoder(config, layer_table, "model.language_model" if config.nested else "model")
 
 
-def _linear_attention(prefix: str, width: int, c: LinearAttentionConfig, layout: Layout, *, grouped: bool) -> Table:
-    """Queries, keys, values, gates, betas and decays as one weight.
-
-    Args:
-        grouped: whether they are stored by key head, in two tensors.
-    """
+def _linear_attention(
+    prefix: str, width: int, c: LinearAttentionConfig, layout: Layout, config: Qwen3NextConfig
+) -> Table:
+    """Queries, keys, values, gates, betas and decays as one weight. Quantised ones are dequantised as they are read,
+    for betas and decays are plain."""
+    formats = config.storage.of
+    stored = lambda name, size: source(Outputs(f"{prefix}.in_proj_{name}", size), width, formats)
     qkv, heads, channels = [c.key_size, c.key_size, c.value_size], c.num_value_heads, c.channels
-    if grouped:
-        sections = [
-            *_by_key_head(f"{prefix}.in_proj_qkvz.weight", width, c.num_key_heads, [*qkv, c.value_size]),
-            *_by_key_head(f"{prefix}.in_proj_ba.weight", width, c.num_key_heads, [heads, heads]),
-        ]
+    if config.grouped:  # by key head, in two tensors
+        groups = ("qkvz", [*qkv, c.value_size]), ("ba", [heads, heads])
+        sections = [x for name, sizes in groups for x in _by_key_head(stored(name, sum(sizes)), c.num_key_heads, sizes)]
     else:
         rest = ("z", c.value_size), ("b", heads), ("a", heads)
-        sections = _one_after_another(Stored(f"{prefix}.in_proj_qkv.weight", (channels, width)), qkv)
-        sections += [Section(Stored(f"{prefix}.in_proj_{name}.weight", (size, width))) for name, size in rest]
+        sections = _one_after_another(stored("qkv", channels), qkv)
+        sections += [Section(stored(name, size)) for name, size in rest]
     # The convolution's channels are always all queries, all keys, all values.
     taps = Merged(f"{prefix}.conv1d.weight", (channels, c.conv_kernel_dim), c.conv_kernel_dim)
     return {
-        "in_proj/weight": fused(sections, layout.shards),
+        "in_proj/weight": of_product(fused(sections, layout.shards)),
         "conv": fused(_one_after_another(taps, qkv), layout.shards),
         "A_log": copied(f"{prefix}.A_log", heads, dtype="float32"),
         "dt_bias": copied(f"{prefix}.dt_bias", heads, dtype="float32"),
         "norm": copied(f"{prefix}.norm.weight", c.value_head_dim),
-        "out_proj/weight": copied(f"{prefix}.out_proj.weight", width, c.value_size),
+        "out_proj/weight": linear([Outputs(f"{prefix}.out_proj", width)], c.value_size, formats=formats),
     }
 
 
@@ -222,9 +228,9 @@ def _one_after_another(source: Source, sizes: list[int]) -> list[Section]:
     return [Section(source, rows) for rows in _stretches(sizes)]
 
 
-def _by_key_head(name: str, width: int, heads: int, sizes: list[int]) -> list[Section]:
+def _by_key_head(source: Source, heads: int, sizes: list[int]) -> list[Section]:
     """Sections of a tensor that has the rows of every section for a key head, then for the next."""
-    per_head, source = sum(sizes) // heads, Stored(name, (sum(sizes), width))
+    per_head = sum(sizes) // heads
     of_head = _stretches([size // heads for size in sizes])
     return [Section(source, [per_head * head + row for head in range(heads) for row in rows]) for rows in of_head]
 

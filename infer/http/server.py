@@ -33,6 +33,7 @@ from dflash_jax.infer.http.responses import SentAnswer, parts_of
 from dflash_jax.infer.http.worker import OverloadedError, Progress, Worker
 from dflash_jax.infer.plain import refusal
 from dflash_jax.infer.text import Text
+from dflash_jax.quantised import forms
 
 T = TypeVar("T")
 RETRY_SECONDS = "5"  # after which a client may try again when the queue was full
@@ -79,6 +80,7 @@ def make_app(
         "speculation": worker.engine.drafter is not None,
         "switchable": worker.engine.drafter is not None and worker.engine.config.plain,
         "dtype": worker.engine.target.dtype.name,
+        "weights": forms(worker.engine.target.params),
         "max_length": worker.engine.max_length,
     }
 

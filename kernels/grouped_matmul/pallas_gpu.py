@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
-from dflash_jax.quantised import BLOCK, FP8, GROUP, MXFP4, Quantised
+from dflash_jax.quantised import BLOCK, GROUP, EightBit, FourBit, Quantised
 
 from ..abstract_gpu import named
 from .small_floats import E2M1, E4M3, WIDE, numbers
@@ -40,43 +40,56 @@ class Tile(NamedTuple):
 
 
 # As measured on an H100 with the experts of gpt-oss-20b.
-TILES: dict[type, Tile] = {MXFP4: Tile(64, 64), FP8: Tile(128, 128), jax.Array: Tile(64, 128)}
+TILES = {"MXFP4": Tile(64, 64), "blocks": Tile(128, 128), "small": Tile(128, 128), "plain": Tile(64, 128)}
 MOST_PARTS = 8  # of the inputs
 # By what power of two weights in MXFP4 are smaller than they are, so that a factor of them fits its dtype.
 SMALLER = {"bfloat16": 64, "float16": 0}
 
 
-def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> str | None:
+def declines(x: Float[Array, "M D"], weights: Num[Array, "E N D"] | Quantised) -> str | None:
     """Why these shapes are not served, or None."""
     if x.dtype not in TYPES:
         return f"rows in {x.dtype}; it serves bfloat16 and float16"
-    if isinstance(weights, Quantised):
-        if type(weights) not in (MXFP4, FP8):
-            return f"weights in {type(weights).__name__}"
-        if 2**31 <= weights.values.size <= 2**32:  # Pallas counts in 64 bits from there on
-            return f"{weights.values.size} bytes of weights; it serves less than {2**31}"
-        return None
-    return None if weights.dtype == x.dtype else f"weights in {weights.dtype} for rows in {x.dtype}"
+    kind, values = _kind(x, weights), weights.values if isinstance(weights, Quantised) else weights
+    if kind is None:
+        return f"weights in {weights.form if isinstance(weights, Quantised) else weights.dtype} for rows in {x.dtype}"
+    if kind != "plain" and 2**31 <= values.size <= 2**32:  # Pallas counts in 64 bits from there on
+        return f"{values.size} bytes of weights; it serves less than {2**31}"
+    return None
+
+
+def _kind(x: Float[Array, "M D"], weights: Array | Quantised) -> str | None:
+    """How weights are multiplied; None if they are not."""
+    if isinstance(weights, FourBit):
+        return "MXFP4" if weights.form == "MXFP4" and weights.zero is None and weights.gain is None else None
+    if isinstance(weights, EightBit):
+        rows = (1, BLOCK), (BLOCK, BLOCK)
+        return "blocks" if weights.block in rows and weights.values.dtype == jnp.float8_e4m3fn else None
+    if weights.dtype == x.dtype:
+        return "plain"
+    return "small" if weights.dtype in (jnp.int8, jnp.float8_e4m3fn) else None
 
 
 def grouped_matmul(
-    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, ends: Int[Array, " E"]
+    x: Float[Array, "M D"], weights: Num[Array, "E N D"] | Quantised, ends: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """See `api.grouped_matmul`."""
     M, (E, N, _) = x.shape[0], weights.shape
     height = tile_height(M, E, ROWS, 64)
     where = visits(ends, M, height)
-    if isinstance(weights, MXFP4):
+    kind = _kind(x, weights)
+    assert kind is not None
+    bits = lambda values: jax.lax.bitcast_convert_type(values, jnp.uint8) if values.dtype != jnp.int8 else values
+    if isinstance(weights, FourBit):
         operands = x[:, ::2], x[:, 1::2], weights.values, weights.scale
-    elif isinstance(weights, FP8):
-        operands = x, jax.lax.bitcast_convert_type(weights.values, jnp.uint8), weights.scale
+    elif isinstance(weights, Quantised):
+        operands = x, bits(weights.values), weights.scale
     else:
-        operands = x, weights
-    kind = type(weights) if isinstance(weights, Quantised) else jax.Array
+        operands = x, weights if kind == "plain" else bits(weights)
     tile, columns = TILES[kind], operands[0].shape[1]
     grid = where.tile.shape[0], pl.cdiv(N, tile.outputs)
     parts = max(1, min(MOST_PARTS, tile.programs // (grid[0] * grid[1]), columns // (2 * tile.columns)))
-    smaller = SMALLER[x.dtype.name] if isinstance(weights, MXFP4) else 0
+    smaller = SMALLER[x.dtype.name] if kind == "MXFP4" else 0
     how = {"add": _ADD[kind], "tile": tile, "height": height, "total": (M, N), "parts": parts, "smaller": smaller}
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     call = pl.pallas_call(
@@ -151,6 +164,15 @@ def _mxfp4(total: Array, rows: Load, weights: Load, low: Ref, high: Ref, values:
     return total
 
 
+def _small(total: Array, rows: Load, weights: Load, x: Ref, values: Ref) -> Array:
+    """Whole numbers, or E4M3 in bytes; their sums are multiplied by the scale of each output elsewhere."""
+    found = weights(values)
+    if found.dtype == jnp.int8:
+        return total + _dot(rows(x), found.astype(x.dtype))
+    numbers_of, exponent = numbers(found, E4M3, 0, x.dtype)
+    return total + _dot(rows(x), numbers_of * jnp.asarray(2.0**exponent, x.dtype))
+
+
 def _fp8(total: Array, rows: Load, weights: Load, x: Ref, values: Ref, scale: Ref) -> Array:
     """128 inputs, and as many outputs or one, share a factor, which their sums are multiplied by."""
     found, exponent = numbers(weights(values, BLOCK), E4M3, 0, x.dtype)
@@ -159,7 +181,7 @@ def _fp8(total: Array, rows: Load, weights: Load, x: Ref, values: Ref, scale: Re
     return total + sums * factor.reshape(1, -1)
 
 
-_ADD = {MXFP4: _mxfp4, FP8: _fp8, jax.Array: _plain}
+_ADD = {"MXFP4": _mxfp4, "blocks": _fp8, "small": _small, "plain": _plain}
 
 
 def _dot(x: Array, weights: Array) -> Array:

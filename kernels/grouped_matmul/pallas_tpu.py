@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
-from dflash_jax.quantised import BLOCK, FP8, GROUP, MXFP4, Quantised, e2m1, e4m3, e8m0
+from dflash_jax.quantised import BLOCK, GROUP, EightBit, FourBit, Quantised, e2m1, e4m3, e8m0
 
 from .visits import Visits, tile_height, visits
 
@@ -20,33 +20,41 @@ ROWS = 16  # of a tile, at least: what bfloat16 numbers are kept in
 _Call = tuple[Callable[..., Array], list[Array], list[pl.BlockSpec]]  # a product of tiles, its operands, their tiles
 
 
-def declines(x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> str | None:
+def declines(x: Float[Array, "M D"], weights: Num[Array, "E N D"] | Quantised) -> str | None:
     """Why these shapes are not served, or None."""
     _, outputs, inputs = weights.shape
     if x.dtype != jnp.bfloat16:
         return f"rows in {x.dtype}; it serves bfloat16, and rounds float32 to it"
-    if isinstance(weights, Quantised):
-        if type(weights) not in _KERNELS:
-            return f"weights in {type(weights).__name__}"
-        if isinstance(weights, FP8) and weights.block_rows != BLOCK:
-            return "scales of single outputs; it serves those of blocks"
-        unit = BLOCK if isinstance(weights, FP8) else GROUP
+    if (kind := _kind(weights)) is None:
+        return f"weights in {weights.form if isinstance(weights, Quantised) else weights.dtype}"
+    if kind != "plain":
+        unit = GROUP if kind == "MXFP4" else BLOCK
         return f"{inputs} inputs; it serves multiples of {unit}" if inputs % unit else None
-    if weights.dtype != jnp.bfloat16:
-        return f"weights in {weights.dtype}; it serves bfloat16, and rounds float32 to it"
     if outputs % LANES or inputs % LANES:
         return f"weights of {outputs} x {inputs}; it serves multiples of {LANES}"
     return None
 
 
+def _kind(weights: Array | Quantised) -> str | None:
+    """How weights are multiplied; None if they are not."""
+    if isinstance(weights, FourBit):
+        return "MXFP4" if weights.form == "MXFP4" and weights.zero is None and weights.gain is None else None
+    if isinstance(weights, EightBit):
+        same = weights.block == (BLOCK, BLOCK) and weights.values.dtype == jnp.float8_e4m3fn
+        return "blocks" if same else None
+    if weights.dtype in (jnp.int8, jnp.float8_e4m3fn):
+        return "small"
+    return "plain" if weights.dtype == jnp.bfloat16 else None
+
+
 def grouped_matmul(
-    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, ends: Int[Array, " E"]
+    x: Float[Array, "M D"], weights: Num[Array, "E N D"] | Quantised, ends: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """See `api.grouped_matmul`."""
     (M, D), (E, N, _) = x.shape, weights.shape
     height = tile_height(M, E, ROWS)
     padded = jnp.pad(x, ((0, -M % height), (0, 0)))
-    if isinstance(weights, Quantised):
+    if _kind(weights) != "plain":
         return _packed(padded, weights, visits(ends, M, height), height)[:M]
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
@@ -59,10 +67,10 @@ def _tile(size: int) -> int:
     return next(tile for tile in range(MOST, 0, -LANES) if size % tile == 0)
 
 
-def _packed(x: Float[Array, "P D"], weights: Quantised, where: Visits, height: int) -> Float[Array, "P N"]:
+def _packed(x: Float[Array, "P D"], weights: Array | Quantised, where: Visits, height: int) -> Float[Array, "P N"]:
     """A program per visit and tile of outputs, with all inputs; the visits of a tile of rows share its output."""
     N = weights.shape[1]
-    product, operands, specs = _KERNELS[type(weights)](x, weights, where, height)
+    product, operands, specs = _KERNELS[_kind(weights) or ""](x, weights, where, height)
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=4,
         grid=(pl.cdiv(N, BLOCK), where.tile.shape[0]),
@@ -120,6 +128,22 @@ def _mxfp4(x: Float[Array, "P D"], weights: Quantised, where: Visits, height: in
     return product, [x[:, ::2], x[:, 1::2], values, scale[where.group], spread], specs
 
 
+def _small(x: Float[Array, "P D"], weights: Array, where: Visits, height: int) -> _Call:
+    """Whole numbers, or E4M3; their sums are multiplied by the scale of each output elsewhere."""
+
+    def product(x: Ref, values: Ref) -> Float[Array, "P N"]:
+        found = values[0]
+        if found.dtype != jnp.int8:
+            found = e4m3(pltpu.bitcast(found, jnp.uint8).astype(jnp.int32))
+        return _dot(x[...], found.astype(jnp.float32).astype(jnp.bfloat16), 1)
+
+    specs = [
+        pl.BlockSpec((height, x.shape[1]), lambda n, v, tile, *_: (tile[v], 0)),
+        pl.BlockSpec((1, BLOCK, x.shape[1]), lambda n, v, tile, group, *_: (group[v], n, 0)),
+    ]
+    return product, [x, weights], specs
+
+
 def _fp8(x: Float[Array, "P D"], weights: Quantised, where: Visits, height: int) -> _Call:
     E, outer, blocks = weights.scale.shape
 
@@ -144,4 +168,4 @@ def _dot(a: Array, b: Array, axis: int) -> Float[Array, "_ _"]:
     return jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-_KERNELS = {MXFP4: _mxfp4, FP8: _fp8}
+_KERNELS: dict[str, Callable[..., _Call]] = {"MXFP4": _mxfp4, "blocks": _fp8, "small": _small}

@@ -5,7 +5,7 @@ On CPU and GPU `ragged_dot` multiplies every row with every group's weights, and
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from dflash_jax.quantised import Quantised
 
@@ -15,15 +15,15 @@ from .visits import tile_height
 
 
 def grouped_matmul(
-    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, ends: Int[Array, " E"]
+    x: Float[Array, "M D"], weights: Num[Array, "E N D"] | Quantised, ends: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """See `api.grouped_matmul`."""
-    if isinstance(weights, Quantised) or platform() != "tpu":
+    if weights.dtype != x.dtype or isinstance(weights, Quantised) or platform() != "tpu":
         return loop(x, weights, ends)
     return ragged(x, weights, ends)
 
 
-def ragged(x: Float[Array, "M D"], weights: Float[Array, "E N D"], ends: Int[Array, " E"]) -> Float[Array, "M N"]:
+def ragged(x: Float[Array, "M D"], weights: Num[Array, "E N D"], ends: Int[Array, " E"]) -> Float[Array, "M N"]:
     """XLA's own operation."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -34,7 +34,7 @@ def ragged(x: Float[Array, "M D"], weights: Float[Array, "E N D"], ends: Int[Arr
 
 
 def loop(
-    x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised, ends: Int[Array, " E"]
+    x: Float[Array, "M D"], weights: Num[Array, "E N D"] | Quantised, ends: Int[Array, " E"]
 ) -> Float[Array, "M N"]:
     """Tiles of some rows of one group, one after the other.
 
@@ -52,9 +52,8 @@ def loop(
         begin = begins[group] + (t - (last[group] - tiles[group])) * height
         rows = jax.lax.dynamic_slice_in_dim(padded, begin, height)
         weight = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, group, keepdims=False), weights)
-        if isinstance(weight, Quantised):
-            weight = weight.astype(x.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(out, product("nd,md->mn", weight, rows), begin, 0)
+        found = product("nd,md->mn", weight.astype(x.dtype), rows)
+        return jax.lax.dynamic_update_slice_in_dim(out, found, begin, 0)
 
     out = jax.lax.fori_loop(0, last[-1], one, jnp.zeros((M + height, N), jnp.float32))
     return out[:M]

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Num, PRNGKeyArray
 
-from dflash_jax.quantised import BLOCK, FP8, GROUP, MXFP4, Quantised
+from dflash_jax.quantised import GROUP, EightBit, FourBit, Quantised
 
 from ..verify import TOLERANCE
 
@@ -22,16 +22,19 @@ class Trial(NamedTuple):
     outputs: int
     inputs: int
     dtype: str
-    quantised: type[Quantised] | None = None
-    block_rows: int = BLOCK  # outputs that share a scale in FP8
+    stored: str = ""  # what weights are stored in, if not in that type
+    block: tuple[int, int] | None = None  # outputs and inputs that share a scale of eight bits
 
     @classmethod
-    def of(cls, x: Float[Array, "M D"], weights: Float[Array, "E N D"] | Quantised) -> "Trial":
+    def of(cls, x: Float[Array, "M D"], weights: Num[Array, "E N D"] | Quantised) -> "Trial":
         """The trial of a call with arrays of these shapes."""
         groups, outputs, inputs = weights.shape
-        kind = type(weights) if isinstance(weights, Quantised) else None
-        block_rows = weights.block_rows if isinstance(weights, FP8) else BLOCK
-        return cls(min(x.shape[0], ROWS), min(groups, GROUPS), outputs, inputs, str(x.dtype), kind, block_rows)
+        block, stored = None, "" if weights.dtype == x.dtype else str(weights.dtype)
+        if isinstance(weights, EightBit):
+            block, stored = weights.block, str(weights.values.dtype)
+        elif isinstance(weights, FourBit):
+            stored = weights.form
+        return cls(min(x.shape[0], ROWS), min(groups, GROUPS), outputs, inputs, str(x.dtype), stored, block)
 
     @property
     def tolerance(self) -> float:
@@ -52,11 +55,15 @@ class Trial(NamedTuple):
     def _weights(self, key: PRNGKeyArray) -> Array | Quantised:
         """Random ones, about as large as those of a layer."""
         shape = self.groups, self.outputs, self.inputs
-        if self.quantised is MXFP4:
+        if self.stored == "MXFP4":
             bits = jax.random.bits(key, (*shape[:2], self.inputs // 2), jnp.uint8)
-            return MXFP4(bits, jnp.full((*shape[:2], self.inputs // GROUP), 125, jnp.uint8))
+            scale = jnp.full((*shape[:2], self.inputs // GROUP), 125, jnp.uint8)
+            return FourBit(bits, scale, code="e2m1")
         weights = jax.random.normal(key, shape, self.dtype)
-        if self.quantised is FP8:
-            blocks = (self.groups, -(-self.outputs // self.block_rows), -(-self.inputs // BLOCK))
-            return FP8(weights.astype(jnp.float8_e4m3fn), jnp.ones(blocks, jnp.float32))
-        return weights
+        if not self.stored:
+            return weights
+        values = jnp.round(weights * 16).astype(self.stored) if self.stored == "int8" else weights.astype(self.stored)
+        if self.block is None:
+            return values
+        blocks = (self.groups, *(-(-size // side) for size, side in zip(shape[1:], self.block, strict=True)))
+        return EightBit(values, jnp.ones(blocks, jnp.float32), block=self.block)

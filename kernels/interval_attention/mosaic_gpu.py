@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from .. import tensor_cores
+from .. import stages, tensor_cores
 from .api import MASKED, seeing_tiles, seen_chunks
 
 HEAD_DIMS = (64, 128)
@@ -24,7 +24,6 @@ GROUPS = 2  # warpgroups
 TILE = GROUPS * ROWS  # queries or keys of a thread block
 CHUNK = 64  # keys or queries that are copied at once
 DEPTH = 5, 4, 4  # chunks that shared memory holds: forward, backward by queries and by keys
-SLACK = 2  # visits after which a chunk's place is filled anew; by then the other warpgroup is mostly done with it
 LOG2E = math.log2(math.e)
 
 
@@ -57,7 +56,7 @@ def forward(
         "bounds_smem": plgpu.SMEM((GROUPS, 2, 2, ROWS), jnp.int32),
         "lse_smem": plgpu.SMEM((GROUPS, ROWS), jnp.float32),
         "ready": plgpu.Barrier(num_arrivals=5, num_barriers=GROUPS),
-        **_pipeline(depth, copies=2),
+        **stages.pipeline(depth, 2, GROUPS),
     }
     out = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, R), jnp.float32)
     run = _launched(partial(_forward, scale=scale), out, scratch, (R // TILE, B, N))
@@ -89,7 +88,7 @@ def backward(
         "lse_smem": plgpu.SMEM((GROUPS, ROWS), jnp.float32),
         "delta_smem": plgpu.SMEM((GROUPS, ROWS), jnp.float32),
         "ready": plgpu.Barrier(num_arrivals=8, num_barriers=GROUPS),
-        **_pipeline(depth, copies=2),
+        **stages.pipeline(depth, 2, GROUPS),
     }
     run = _launched(
         partial(_of_queries, scale=scale), jax.ShapeDtypeStruct(q.shape, q.dtype), scratch, (R // TILE, B, N)
@@ -107,7 +106,7 @@ def backward(
         "low_smem": plgpu.SMEM((depth, CHUNK), jnp.int32),
         "end_smem": plgpu.SMEM((depth, CHUNK), jnp.int32),
         "ready": plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
-        **_pipeline(depth, copies=6),
+        **stages.pipeline(depth, 6, GROUPS),
     }
     out = (jax.ShapeDtypeStruct(k.shape, k.dtype),) * 2
     run = _launched(partial(_of_keys, context=context, scale=scale), out, scratch, (S // TILE, B, K))
@@ -119,16 +118,6 @@ def _matrix(shape, dtype):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
-
-
-def _pipeline(depth: int, copies: int):
-    """What says that a stage was filled, by so many copies, and that both warpgroups are done with it."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return {
-        "arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=depth),
-        "consumed": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=depth),
-    }
 
 
 def _launched(kernel, out, scratch, grid: tuple[int, int, int]):
@@ -152,28 +141,6 @@ def _place():
     return tuple(jax.lax.axis_index(name) for name in ("tile", "b", "head", "warpgroup"))
 
 
-def _begin(fetch, count, depth: int) -> None:
-    """Asks for the first chunks; `fetch(i, stage)` starts the copies of chunk i of so many."""
-    for i in range(depth - SLACK):
-        first = (jax.lax.axis_index("warpgroup") == 0) & (i < count)
-        pl.when(first)(lambda i=i: fetch(jnp.int32(i), jnp.int32(i)))
-
-
-def _wait(plgpu, fetch, i, count, depth: int, arrived, consumed):
-    """Waits for chunk i and returns its stage; before that, asks for a later one, once its place is free."""
-    later, most = i + depth - SLACK, jnp.int32(depth)
-
-    @pl.when((jax.lax.axis_index("warpgroup") == 0) & (later < count))
-    def _():
-        place = jax.lax.rem(later, most)
-        pl.when(later >= most)(lambda: plgpu.barrier_wait(consumed.at[place]))
-        fetch(later, place)
-
-    stage = jax.lax.rem(i, most)
-    plgpu.barrier_wait(arrived.at[stage])
-    return stage
-
-
 def _masked(plgpu, s, begin, low, end, keys: int):
     """Scores, `MASKED` where a query does not see the key; keys lie along this axis of theirs, from `begin` on."""
     key = begin + plgpu.broadcasted_iota(jnp.int32, s.shape, keys, layout=plgpu.Layout.WGMMA)
@@ -193,7 +160,7 @@ def _forward(
     rows = pl.ds(tile * TILE + mine * ROWS, ROWS)
 
     fetch = _fetching(plgpu, spans, k, v, q.shape[2], k_smem, v_smem, arrived)
-    _begin(fetch, count, depth)
+    stages.begin(fetch, count, depth)
     smem = q_smem.at[mine]
     plgpu.copy_gmem_to_smem(q.at[b, rows, head], smem, ready.at[mine])
     _copy_bounds(plgpu, bounds, b, rows, bounds_smem.at[mine], ready.at[mine])
@@ -204,7 +171,7 @@ def _forward(
 
         def body(i, carry):
             acc, top, total = carry
-            stage = _wait(plgpu, fetch, i, count, depth, arrived, consumed)
+            stage = stages.wait(fetch, i, count, depth, arrived, consumed)
             s = tensor_cores.product(smem, k_smem.at[stage]) * (scale * LOG2E)
             s = _masked(plgpu, s, _chunk_at(spans, i) * C, low, end, keys=1)
             higher = jnp.maximum(top, s.max(axis=1))
@@ -244,7 +211,7 @@ def _of_queries(
     rows = pl.ds(tile * TILE + mine * ROWS, ROWS)
 
     fetch = _fetching(plgpu, spans, k, v, q.shape[2], k_smem, v_smem, arrived)
-    _begin(fetch, count, depth)
+    stages.begin(fetch, count, depth)
     plgpu.copy_gmem_to_smem(q.at[b, rows, head], q_smem.at[mine], ready.at[mine])
     plgpu.copy_gmem_to_smem(d_out.at[b, rows, head], d_smem.at[mine], ready.at[mine])
     plgpu.copy_gmem_to_smem(lse.at[b, head, rows], lse_smem.at[mine], ready.at[mine])
@@ -258,7 +225,7 @@ def _of_queries(
         low, end = (tensor_cores.load(bounds_smem.at[mine, which, i], axis=1) for i in range(2))
 
         def body(i, acc):
-            stage = _wait(plgpu, fetch, i, count, depth, arrived, consumed)
+            stage = stages.wait(fetch, i, count, depth, arrived, consumed)
             s = tensor_cores.product(q_smem.at[mine], k_smem.at[stage]) * (scale * LOG2E)
             s = _masked(plgpu, s, _chunk_at(spans, i) * C, low, end, keys=1)
             p = jnp.exp2(s - jax.lax.broadcast_in_dim(top, s.shape, [0]))
@@ -330,14 +297,14 @@ def _of_keys(
         for source, smem in copies:
             plgpu.copy_gmem_to_smem(source, smem.at[stage], arrived.at[stage])
 
-    _begin(fetch, group * count, depth)
+    stages.begin(fetch, group * count, depth)
     plgpu.copy_gmem_to_smem(k.at[b, head, pl.ds(begin, ROWS)], k_smem.at[mine], ready.at[mine])
     plgpu.copy_gmem_to_smem(v.at[b, head, pl.ds(begin, ROWS)], v_smem.at[mine], ready.at[mine])
     plgpu.barrier_wait(ready.at[mine])
 
     def body(i, carry):
         of_keys, of_values = carry
-        stage = _wait(plgpu, fetch, i, group * count, depth, arrived, consumed)
+        stage = stages.wait(fetch, i, group * count, depth, arrived, consumed)
         s = tensor_cores.product(k_smem.at[mine], q_smem.at[stage]) * (scale * LOG2E)
         low, end = (tensor_cores.load(x.at[stage], axis=0) for x in (low_smem, end_smem))
         s = _masked(plgpu, s, begin, low, end, keys=0)

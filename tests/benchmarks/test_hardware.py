@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dflash_jax.benchmarks.hardware import __main__ as hardware
-from dflash_jax.benchmarks.hardware import profiles
+from dflash_jax.benchmarks.hardware import profiles, quantised
 from dflash_jax.benchmarks.hardware.report import Item, SkippedError, markdown, measure
 from dflash_jax.chips import chip_of
 from dflash_jax.kernels.shapes import PRODUCTS, SHAPES, TRAINING
@@ -151,6 +151,10 @@ def test_every_item_in_toy_sizes(tmp_path):
     assert [row["blocks"] for row in report["items"]["anchored"]["rows"]] == list(TRAINING)
     for name in ("attention", "anchored", "products"):
         assert all(row["xla same bits"] and row["xla error"] < 1e-5 for row in report["items"][name]["rows"])
+    found = report["items"]["weights"]["rows"]
+    assert len(found) == len(quantised.SHAPES) * len(quantised.KINDS) + 3 * len(quantised.EXPERTS)
+    assert all(row["xla error"] < 1e-5 for row in found)
+    assert all(row["xla same bits"] for row in found if "INT8" in row["weights"])  # of a CPU's forms, this one's alone
     (row,) = report["items"]["training"]["rows"]
     assert row["finite"]
 

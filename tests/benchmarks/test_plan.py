@@ -40,6 +40,27 @@ def test_collectives_are_read_from_a_program():
     ]
 
 
+def test_quantised_weights_are_planned_as_they_are_stored(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(topologies, "has_compiler", lambda name: False)
+    (target, drafter), paths = cut(2), (tmp_path / "target.json", tmp_path / "drafter.json")
+    for path, raw in zip(paths, (target, drafter), strict=True):
+        path.write_text(json.dumps(raw))
+    layers = 2 * (6144 * 4096 + 4096 * 4096 + 3 * 12288 * 4096) + 4096 * 12288 + 2048 * 4096 + 2 * 4096 * 4096
+    layers += 3 * 12288 * 4096 - 4096 * 12288  # of the drafter: its queries, output, keys and values, and MLP
+    vocabulary, fusion = 151936 * 4096, 4096 * 4096
+    found = {}
+    for how in ("none", "int8"):
+        given = ["--quantize", f"target={how},drafter={how},head={how}", "--topology", "h100", "--batch-size", "1"]
+        files = ["--target", str(paths[0]), "--drafter", str(paths[1]), "--json", str(tmp_path / "f.json")]
+        assert plan.main([*files, *given, "--max-length", "1024"]) == 0
+        found[how] = json.loads((tmp_path / "f.json").read_text())
+    assert "target in int8   drafter in int8   head in int8" in capsys.readouterr().out
+    assert found["none"]["weight_bytes"] == pytest.approx(2 * (layers + 2 * vocabulary + fusion), rel=0.01)
+    assert found["int8"]["weight_bytes"] == pytest.approx(layers + 3 * vocabulary + 2 * fusion, rel=0.01)
+    read = {how: figures["bytes_accessed"] for how, figures in found.items()}
+    assert read["none"] - read["int8"] == pytest.approx(layers + 2 * vocabulary, rel=0.02)  # two heads, and no table
+
+
 @pytest.mark.slow
 def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(topologies, "has_compiler", lambda name: False)

@@ -149,8 +149,8 @@ def test_very_many_tensors_are_opened_fast(tmp_path):
     tensors = {}
     for _, leaf in checkpoint.leaves(models.family("kimi_k25").tensors(config)):
         for part in leaf.parts:
-            for name, (shape, dtypes) in part.source.stored.items():
-                tensors[name] = np.zeros(shape, checkpoint.table.DTYPES[dtypes[0]])
+            for name, how in part.source.stored.items():
+                tensors[name] = np.zeros(how.shape, checkpoint.sources.DTYPES[how.dtypes[0]])
     tiny.write(tmp_path, raw, tensors)
     load_target(tmp_path)  # imports and programs
     begin = time.process_time()

@@ -1,16 +1,21 @@
 """GGUF files of the llama family as targets. `tests/oracle/test_llama.py` compares them with transformers."""
 
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
 
-from dflash_jax import generate, load_target, serve
-from dflash_jax.checkpoint import Reader, resolve
+from dflash_jax import checkpoint, generate, load_target, models, serve
+from dflash_jax.checkpoint import Reader, gguf_blocks, resolve
 from dflash_jax.checkpoint.fingerprint import fingerprint
+from dflash_jax.checkpoint.gguf import Weights
 from dflash_jax.mesh import make_mesh, parse_mesh
+from dflash_jax.quantised import EightBit, FourBit
+from dflash_jax.storage.gguf import FORMATS
 from tests import gguf_files, tiny
+from tests.gguf_files import Kind
 
 
 @pytest.fixture(autouse=True)
@@ -20,16 +25,83 @@ def cache(tmp_path, monkeypatch):
 
 def test_tensors_have_their_names_and_their_row_order(tmp_path):
     expected = gguf_files.write(tmp_path / "model.gguf", tied=False)
-    reader = Reader(resolve(tmp_path / "model.gguf", "target"))
-    assert reader.names() == set(expected)
+    weights = Weights(resolve(tmp_path / "model.gguf", "target"))
+    assert {re.sub("_(packed|scale|offset)$", "", name) for name in weights.keys()} == set(expected)  # noqa: SIM118
     for name, value in expected.items():
-        assert reader.shape(name) == value.shape
-        got = reader.read(name, (slice(None),) * value.ndim)
+        whole = weights.get_slice(name)
+        assert whole.get_shape() == value.shape
+        got = whole[(slice(None),) * value.ndim]
         assert got.dtype == np.float32
         # Four bits for numbers whose range is some six standard deviations of 1 / sqrt(width).
         np.testing.assert_allclose(got, value, atol=0.05, err_msg=name)
         box = (slice(5, 17), slice(3, 40))[: value.ndim]
-        np.testing.assert_array_equal(reader.read(name, box), got[box])
+        np.testing.assert_array_equal(whole[box], got[box])
+
+
+SIZES = {"Q4_0": 32, "Q4_1": 32, "Q4_K": 256, "Q8_0": 32, "Q6_K": 256}  # of blocks
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_blocks_are_taken_apart_exactly(kind):
+    """Of any bytes, whatever wrote them; scales are numbers."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    assert set(FORMATS) == set(gguf_blocks.KINDS)
+    size, stored = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (64, stored), np.uint8)
+    halves = rng.uniform(0.01, 1, (64, 2)).astype(np.float16).view(np.uint8)
+    places = {"Q6_K": (208,), "Q4_1": (0, 2), "Q4_K": (0, 2)}.get(kind, (0,))
+    for i, at in enumerate(places):
+        blocks[:, at : at + 2] = halves[:, 2 * i : 2 * i + 2]
+    numbers, scale, offset = gguf_blocks.KINDS[kind](blocks)
+    form = FORMATS[kind]
+    assert size == SIZES[kind]
+    assert numbers.shape == (64, size)
+    assert scale.shape == (64, size // form.block[1])
+    wide = numbers.reshape(*scale.shape, -1).astype(np.float32)
+    wide = wide - 8 if form.numbers == "int4" and offset is None else wide
+    found = wide * scale[..., None].astype(np.float32) - (0 if offset is None else offset[..., None])
+    expected = dequantize(blocks, GGMLQuantizationType[kind])
+    np.testing.assert_array_equal(found.reshape(64, size), expected)
+
+
+def test_what_stays_packed(tmp_path):
+    """All that is in blocks of these kinds."""
+    gguf_files.write(tmp_path / "model.gguf", kinds=(Kind.Q4_0,))
+    target = load_target(tmp_path / "model.gguf")
+    for weight in (target.params["embed_tokens"], target.params["layers_0"]["self_attn"]["qkv_proj"]["weight"]):
+        assert isinstance(weight, FourBit)
+        assert weight.values.nbytes * 2 == np.prod(weight.shape)
+    gguf_files.write(tmp_path / "eight.gguf", kinds=(Kind.Q8_0,))
+    target, plain = (load_target(tmp_path / "eight.gguf", dtype=dtype) for dtype in ("auto", "float32"))
+    for layer in range(3):
+        assert all(isinstance(x, EightBit) and x.block == (1, 32) for x in products(target.params[f"layers_{layer}"]))
+        assert all(isinstance(x, jax.Array) for x in products(plain.params[f"layers_{layer}"]))
+
+
+def products(layer):
+    return [layer["mlp"][name]["weight"] for name in ("gate_up_proj", "down_proj")] + [
+        layer["self_attn"][name]["weight"] for name in ("qkv_proj", "o_proj")
+    ]
+
+
+def test_plain_and_packed_weights_give_the_same_answers(tmp_path):
+    gguf_files.write(tmp_path / "model.gguf", kinds=(Kind.Q4_1, Kind.Q8_0, Kind.Q4_0))
+    packed, plain = (load_target(tmp_path / "model.gguf", dtype=dtype) for dtype in ("auto", "float32"))
+    x, y = (generate(target, [[1, 2, 3], [7, 8, 9, 10]], max_new_tokens=12) for target in (packed, plain))
+    assert x == y
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+def test_a_packed_file_is_saved_and_loaded_again(kind, tmp_path):
+    gguf_files.write(tmp_path / "model.gguf", kinds=(kind,))
+    ours, directory = load_target(tmp_path / "model.gguf"), resolve(tmp_path / "model.gguf", "target")
+    table = models.family(ours.config.model_type).tensors(ours.config)
+    raw = json.loads((directory / "config.json").read_text())
+    checkpoint.save(tmp_path / "saved", ours.params, table, raw)
+    again = load_target(tmp_path / "saved")
+    jax.tree.map(np.testing.assert_array_equal, ours.params, again.params)
 
 
 @pytest.mark.slow
@@ -50,7 +122,13 @@ def test_answers_are_those_of_the_same_weights_in_safetensors(tmp_path):
     assert answers == generate(load_target(plain), prompts, max_new_tokens=16)
     devices = jax.devices()[:4]
     mesh = make_mesh(parse_mesh("data=2,model=2", devices), devices)
-    assert generate(load_target(tmp_path / "model.gguf", mesh=mesh), prompts, max_new_tokens=16) == answers
+    with pytest.raises(ValueError, match="32 outputs in quantised blocks of 32"):
+        load_target(tmp_path / "model.gguf", mesh=mesh)
+    rows = make_mesh(parse_mesh("data=4", devices), devices)
+    assert generate(load_target(tmp_path / "model.gguf", mesh=rows), prompts, max_new_tokens=16) == answers
+    gguf_files.write(tmp_path / "plain.gguf", kinds=(Kind.F16,))
+    whole, split = (load_target(tmp_path / "plain.gguf", mesh=where) for where in (None, mesh))
+    assert generate(split, prompts, max_new_tokens=16) == generate(whole, prompts, max_new_tokens=16)
 
 
 def test_it_is_unpacked_once_and_told_apart(tmp_path):

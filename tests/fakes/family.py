@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
 
-from dflash_jax.checkpoint import BlockScaled, Leaf, Part, QuantisedLeaf, Stored, copied
+from dflash_jax.checkpoint import Leaf, Part, QuantisedLeaf, Scaled, Stored, copied
 from dflash_jax.config import AttentionConfig, LayerConfig, RopeConfig, TargetConfig
 from dflash_jax.config_json import DECODER_FIELDS, check_fields, decoder_fields, require
 from dflash_jax.mesh import HEADS, ROWS, WHOLE, on_every_device
@@ -18,6 +18,7 @@ from dflash_jax.models.attention import Attention, run_layers
 from dflash_jax.models.layers import MLP, Linear, project
 from dflash_jax.models.norms import RMSNorm
 from dflash_jax.models.tables import decoder_layer
+from dflash_jax.quantised import EightBit
 from dflash_jax.sharding import Rule, gathered, lookup
 
 CAP = 20.0  # of the logits
@@ -183,7 +184,10 @@ def tensors(config, layout=WHOLE):
         table |= {path: leaf for path, leaf in plain.items() if "self_attn" not in path}
         mix, prefix = f"{names[0]}/mix", f"{names[1]}.mix"
         # The odd columns, then the even ones, of a matrix that is stored [in, out], in small numbers with block scales.
-        stored = BlockScaled(f"{prefix}.in.weight", f"{prefix}.in.scale", (D, 2 * D), block=(8, 16), dtype="I8")
+        shape = D, 2 * D
+        blocks = tuple(-(-size // side) for size, side in zip(shape, (8, 16), strict=True))
+        small, scales = Stored(f"{prefix}.in.weight", shape, ("I8",)), Stored(f"{prefix}.in.scale", blocks)
+        stored = Scaled(small, scales, block=(8, 16))
         everything = slice(0, D), slice(0, D)
         odd = Part(stored, everything, (slice(None), slice(1, None, 2)), (1, 0))
         even = Part(stored, (slice(D, 2 * D), slice(0, D)), (slice(None), slice(0, None, 2)), (1, 0))
@@ -192,7 +196,7 @@ def tensors(config, layout=WHOLE):
         rows = tuple(range(0, D, 2)) + tuple(range(1, D, 2))
         values = Leaf((D, D), (Part(Stored(f"{prefix}.out.weight", (D, D), ("I8",)), everything, (rows,)),), "int8")
         scale = Leaf((D,), (Part(Stored(f"{prefix}.out.scale", (D,)), everything[:1], (rows,)),), "float32")
-        table[f"{mix}/out_proj/weight"] = QuantisedLeaf(values, scale)
+        table[f"{mix}/out_proj/weight"] = QuantisedLeaf({"values": values, "scale": scale}, EightBit)
         table[f"{mix}/decay"] = copied(f"{prefix}.decay", D)
     return table
 

@@ -15,7 +15,7 @@ from dflash_jax.config import ExpertsConfig
 from dflash_jax.kernels.grouped_matmul import grouped_matmul, reference
 from dflash_jax.kernels.grouped_matmul.trial import Trial
 from dflash_jax.models.experts import COMPARED, Experts, by_expert
-from dflash_jax.quantised import FP8, MXFP4, Quantised
+from dflash_jax.quantised import EightBit, FourBit, quantised
 from tests.chips import topology
 
 SIZES = {
@@ -87,7 +87,15 @@ def test_pallas(name, interpreted):
 # In full tiles, and in tiles that are cut at the last outputs and inputs.
 @pytest.mark.parametrize(
     ("kind", "N", "D", "block"),
-    [(MXFP4, 256, 384, 0), (MXFP4, 160, 96, 0), (FP8, 256, 384, 128), (FP8, 160, 256, 128), (FP8, 160, 256, 1)],
+    [
+        ("MXFP4", 256, 384, 0),
+        ("MXFP4", 160, 96, 0),
+        ("FP8", 256, 384, 128),
+        ("FP8", 160, 256, 128),
+        ("FP8", 160, 256, 1),
+        ("int8", 256, 384, 0),
+        ("fp8", 160, 256, 0),
+    ],
 )
 @pytest.mark.parametrize("name", DAILY)
 def test_pallas_with_quantised_weights(name, kind, N, D, block, interpreted):
@@ -96,13 +104,16 @@ def test_pallas_with_quantised_weights(name, kind, N, D, block, interpreted):
         pytest.skip("it declines these")
     (sizes, rows), rng = SIZES[name], np.random.default_rng(1)
     groups, columns = len(sizes), -(-D // 128)
-    if kind is MXFP4:
+    if not block and kind != "MXFP4":
+        weights = quantised(jnp.asarray(rng.standard_normal((groups, N, D)), jnp.float32), kind)
+    elif kind == "MXFP4":
         values, scale = rng.integers(0, 256, (groups, N, D // 2)), rng.integers(120, 130, (groups, N, D // 32))
-        weights = MXFP4(jnp.asarray(values, jnp.uint8), jnp.asarray(scale, jnp.uint8))
+        weights = FourBit(jnp.asarray(values, jnp.uint8), jnp.asarray(scale, jnp.uint8), code="e2m1")
     else:
         values, scale = rng.standard_normal((groups, N, D)), rng.uniform(0.01, 3, (groups, -(-N // block), columns))
-        weights = FP8(jnp.asarray(values * 2.0 ** rng.integers(-9, 6, (N, 1)), jnp.float8_e4m3fn), jnp.float32(scale))
-    exact = interpreted == "gpu"
+        values = jnp.asarray(values * 2.0 ** rng.integers(-9, 6, (N, 1)), jnp.float8_e4m3fn)
+        weights = EightBit(values, jnp.float32(scale), block=(block, 128))
+    exact = interpreted == "gpu" or (not block and kind != "MXFP4")  # whose scales are apart
     plain = np.asarray(weights.astype(jnp.dtype("float32" if exact else "bfloat16")), np.float64)
     x = np.asarray(rng.standard_normal((rows, D)), jnp.bfloat16)
     group = np.repeat(np.arange(groups), sizes)
@@ -122,13 +133,15 @@ def test_declines_by_name():
         grouped_matmul(x, weights, ends, implementation="tpu")
     with pytest.raises(ValueError, match="weights in float32 for rows in bfloat16"):
         grouped_matmul(x, weights.astype(jnp.float32), ends, implementation="gpu")
-    with pytest.raises(ValueError, match="weights in Quantised"):
-        grouped_matmul(x, Quantised(weights, jnp.ones((2, 128))), ends, implementation="gpu")
-    large = FP8(jax.ShapeDtypeStruct((256, 3072, 3072), jnp.float8_e4m3fn), jnp.ones((256, 24, 24)))
+    small = EightBit(weights.astype(jnp.float8_e4m3fn), jnp.ones((2, 128, 25)), block=(1, 4))
+    with pytest.raises(ValueError, match="weights in FP8 in blocks of 1 x 4"):
+        grouped_matmul(x, small, ends, implementation="gpu")
+    values = jax.ShapeDtypeStruct((256, 3072, 3072), jnp.float8_e4m3fn)
+    large = EightBit(values, jnp.ones((256, 24, 24)), block=(128, 128))
     with pytest.raises(ValueError, match="2415919104 bytes of weights; it serves less than 2147483648"):
         jax.eval_shape(partial(grouped_matmul, implementation="gpu"), x, large, ends)
-    joined = FP8(jnp.zeros((2, 160, 128), jnp.float8_e4m3fn), jnp.ones((2, 160, 1)))
-    with pytest.raises(ValueError, match="scales of single outputs"):
+    joined = EightBit(jnp.zeros((2, 160, 128), jnp.float8_e4m3fn), jnp.ones((2, 160, 1)), block=(1, 128))
+    with pytest.raises(ValueError, match="weights in FP8 in blocks of 1 x 128"):
         grouped_matmul(jnp.zeros((8, 128), jnp.bfloat16), joined, ends, implementation="tpu")
 
 
@@ -141,11 +154,11 @@ def test_quantised_weights_stay_so_and_no_product_is_dense():
 
 
 def test_a_trial_is_the_call_in_small():
-    mxfp4 = MXFP4(jnp.zeros((128, 96, 32), jnp.uint8), jnp.zeros((128, 96, 2), jnp.uint8))
-    fp8 = FP8(jnp.zeros((128, 96, 64), jnp.float8_e4m3fn), jnp.ones((128, 1, 1)))
-    joined = fp8.replace(scale=jnp.ones((128, 96, 1)))
+    mxfp4 = FourBit(jnp.zeros((128, 96, 32), jnp.uint8), jnp.zeros((128, 96, 2), jnp.uint8), code="e2m1")
+    fp8 = EightBit(jnp.zeros((128, 96, 64), jnp.float8_e4m3fn), jnp.ones((128, 1, 1)), block=(128, 128))
+    joined = fp8.replace(scale=jnp.ones((128, 96, 1)), block=(1, 128))
     assert Trial.of(jnp.zeros((4, 64)), joined) != Trial.of(jnp.zeros((4, 64)), fp8)
-    for weights in (jnp.zeros((128, 96, 64)), mxfp4, fp8, joined):
+    for weights in (jnp.zeros((128, 96, 64)), jnp.zeros((128, 96, 64), jnp.int8), mxfp4, fp8, joined):
         out = Trial.of(jnp.zeros((4096, 64)), weights).run(partial(grouped_matmul, implementation="xla"))
         assert out.shape == (256, 96)
         assert bool(jnp.any(out != 0))
@@ -172,16 +185,18 @@ def test_compilers_copy_no_quantised_weights(chip, implementation, rows):
     spec = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     call = lambda x, w, ends: grouped_matmul(x, w, ends, implementation=implementation)
     for E, N, D in ((32, 5760, 2880), (32, 2880, 2880)):
-        weights = MXFP4(spec(E, N, D // 2, dtype=jnp.uint8), spec(E, N, D // 32, dtype=jnp.uint8))
+        weights = FourBit(spec(E, N, D // 2, dtype=jnp.uint8), spec(E, N, D // 32, dtype=jnp.uint8), code="e2m1")
         arguments = spec(rows, D, dtype=jnp.bfloat16), weights, spec(E, dtype=jnp.int32)
         program = jax.jit(call).lower(*arguments).compile()
         assert program.memory_analysis().temp_size_in_bytes < 4 * (rows + 512) * D
     for E, N, D in ((128, 3072, 3072), (128, 3072, 1536)):
         scale = spec(E, N // 128, D // 128, dtype=jnp.float32)
-        weights = FP8(spec(E, N, D, dtype=jnp.float8_e4m3fn), scale)
-        arguments = spec(rows, D, dtype=jnp.bfloat16), weights, spec(E, dtype=jnp.int32)
-        program = jax.jit(call).lower(*arguments).compile()
-        assert program.memory_analysis().temp_size_in_bytes < 4 * (rows + 512) * D
+        blocks = EightBit(spec(E, N, D, dtype=jnp.float8_e4m3fn), scale, block=(128, 128))
+        each = EightBit(spec(E, N, D, dtype=jnp.int8), spec(E, N, dtype=jnp.float32))
+        for weights in (blocks, each):
+            arguments = spec(rows, D, dtype=jnp.bfloat16), weights, spec(E, dtype=jnp.int32)
+            program = jax.jit(call).lower(*arguments).compile()
+            assert program.memory_analysis().temp_size_in_bytes < 4 * (rows + 512) * D
 
 
 @pytest.mark.parametrize("M", [1, 100, COMPARED + 1])

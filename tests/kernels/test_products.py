@@ -11,9 +11,9 @@ from dflash_jax.cache import KV
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import attend
 from dflash_jax.kernels.cache_update import append
+from dflash_jax.kernels.products import FEW_ROWS
 from dflash_jax.models.attention import Pass
 from dflash_jax.models.layers import matmul, project
-from dflash_jax.models.norms import FEW_ROWS
 from tests import tiny
 
 EXACT = (Precision.HIGHEST, Precision.HIGHEST)
@@ -104,7 +104,7 @@ def test_projections(function, rows, dtype):
 def test_every_family(family):
     """Weights that stay quantised are widened to float32, too."""
     raw = tiny.target_config(model_type=family, **tiny.FAMILIES[family])
-    target, _ = random_pair(raw, tiny.drafter_config(), jnp.float32)
+    target, _ = random_pair(raw, tiny.drafter_config(), dtype=jnp.float32)
 
     def verify(target, cache):
         hidden, *_ = target.forward(jnp.zeros((2, 4), jnp.int32), jnp.arange(8).reshape(2, 4), None, cache)

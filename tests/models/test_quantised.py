@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.checkpoint import BlockScaled, Packed
+from dflash_jax.checkpoint import Packed, Scaled, Stored
 from dflash_jax.kernels.grouped_matmul import grouped_matmul
 from dflash_jax.models.layers import project
-from dflash_jax.quantised import INT4, Quantised
+from dflash_jax.quantised import EightBit, FourBit
 
 
 @pytest.mark.parametrize("groups", [None, 1, 4])
@@ -17,15 +17,18 @@ def test_a_product_with_a_quantised_weight(groups):
     scale = rng.random(6 if groups is None else (6, groups)).astype(np.float32)
     x = rng.standard_normal((2, 3, 8)).astype(np.float32)
     plain = values * np.repeat(scale.reshape(6, -1), 8 // (groups or 1), axis=1)
-    got = project(jnp.asarray(x), Quantised(jnp.asarray(values), jnp.asarray(scale)))
+    got = project(
+        jnp.asarray(x),
+        EightBit(jnp.asarray(values), jnp.asarray(scale), block=None if groups is None else (1, 8 // groups)),
+    )
     np.testing.assert_allclose(got, x @ plain.T, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "block"), [("I8", (4, 3)), ("F8_E4M3", (4, 4)), ("I8", (5, 7))])
 def test_block_scales(dtype, block):
     """Any box of the matrix, the smaller blocks at its edges included; what was decoded is encoded as it was."""
-    source = BlockScaled("v", "s", (10, 12), block, dtype)
-    rng = np.random.default_rng(1)
+    rng, shape = np.random.default_rng(1), (-(-10 // block[0]), -(-12 // block[1]))
+    source = Scaled(Stored("v", (10, 12), (dtype,)), Stored("s", shape), block)
     stored = source.write(rng.standard_normal((10, 12)).astype(np.float32))
     read = lambda name, box: stored[name][box]
     whole = source.read(read, (slice(0, 10), slice(0, 12)))
@@ -41,19 +44,18 @@ def in_int4(E, N, D):
     rng = np.random.default_rng(2)
     numbers = rng.integers(-8, 8, (E, N, D))
     scale = np.asarray(rng.random((E, N, D // 32)) + 0.5, "bfloat16")
-    words = sum((numbers[..., i::8] + 8) << 4 * i for i in range(8)).astype(np.uint32).view(np.int32)
-    return INT4(jnp.asarray(words), jnp.asarray(scale)), numbers * np.repeat(scale.astype(np.float32), 32, axis=2)
+    words = sum((numbers[..., i::8] + 8) << 4 * i for i in range(8)).astype(np.uint32).view(np.uint8)
+    return FourBit(jnp.asarray(words), jnp.asarray(scale)), numbers * np.repeat(scale.astype(np.float32), 32, axis=2)
 
 
 def test_numbers_of_four_bits():
     """Every number in every place of a word; the last one reaches the sign."""
     packed, plain = in_int4(3, 40, 64)
     assert packed.shape == (3, 40, 64)
-    assert packed.dtype == jnp.bfloat16
-    assert set(np.unique(np.asarray(packed.values) >> 28 & 15)) == set(range(16))
+    assert set(np.unique(np.asarray(packed.values) >> 4)) == set(range(16))
     np.testing.assert_array_equal(packed.astype(jnp.dtype("float32")), plain)
     x = np.random.default_rng(0).standard_normal((2, 3, 64)).astype(np.float32)
-    one = INT4(packed.values[0], packed.scale[0])
+    one = FourBit(packed.values[0], packed.scale[0])
     np.testing.assert_allclose(project(jnp.asarray(x), one), x @ plain[0].T, rtol=1e-5, atol=1e-5)
 
 
@@ -74,10 +76,11 @@ def test_experts_of_four_bits():
 
 
 def test_packed_words_come_with_a_shape():
-    source = Packed("experts.0.down_proj.weight", (40, 8), 8)
-    words = np.arange(320, dtype=np.int32).reshape(40, 8)
+    source = Packed("experts.0.down_proj.weight", (40, 32))
+    words = np.arange(1280, dtype=np.int32).astype(np.uint8).reshape(40, 32)
     stored = source.write(words)
-    assert {name: x.shape for name, x in stored.items()} == {name: shape for name, (shape, _) in source.stored.items()}
+    assert {name: x.shape for name, x in stored.items()} == {name: shape for name, (shape, *_) in source.stored.items()}
     assert stored["experts.0.down_proj.weight_shape"].tolist() == [40, 64]
     read = lambda name, box: stored[name][box]
-    np.testing.assert_array_equal(source.read(read, (slice(3, 9), slice(0, 8))), words[3:9])
+    np.testing.assert_array_equal(source.read(read, (slice(3, 9), slice(0, 32))), words[3:9])
+    np.testing.assert_array_equal(source.read(read, (slice(3, 9), slice(6, 21))), words[3:9, 6:21])

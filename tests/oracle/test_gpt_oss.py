@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from dflash_jax import load_target, models  # noqa: E402
-from dflash_jax.quantised import MXFP4  # noqa: E402
+from dflash_jax.quantised import FourBit  # noqa: E402
 from tests.oracle import families  # noqa: E402
 
 SHAPE = {
@@ -81,7 +81,7 @@ def test_forward(changes, mxfp4, tmp_path):
     ours = load_target(tmp_path)
     families.assert_same_forward(theirs, ours)
     weight = ours.params["layers_0"]["experts"]["gate_up_proj"]
-    assert isinstance(weight, MXFP4) == mxfp4
+    assert isinstance(weight, FourBit) == mxfp4
     if mxfp4:
         bits = 8 * sum(x.nbytes for x in jax.tree.leaves(weight)) / np.prod(weight.shape)
         assert bits == 4.25
@@ -103,8 +103,8 @@ def test_experts_are_never_dequantised_all_at_once(tmp_path):
 
     experts, inner, width = 32, 256, 128
     spec = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype)
-    packed = lambda rows, columns: MXFP4(
-        spec(experts, rows, columns // 2, dtype="uint8"), spec(experts, rows, columns // 32, dtype="uint8")
+    packed = lambda rows, columns: FourBit(
+        spec(experts, rows, columns // 2, dtype="uint8"), spec(experts, rows, columns // 32, dtype="uint8"), code="e2m1"
     )
     arguments = spec(1, 16, width), spec(1, 16, 4), spec(1, 16, 4, dtype="int32")
     program = jax.jit(apply_experts).lower(*arguments, packed(2 * inner, width), None, packed(width, inner)).compile()
@@ -117,7 +117,7 @@ RAW = SHAPE | {"model_type": "gpt_oss", "rms_norm_eps": 1e-5}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, "the quantisation 'awq'"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "the quantisation 'bitsandbytes'"),
         ({"num_experts_per_tok": 7}, "at most the 6 experts"),
         ({"attention_bias": False}, "attention_bias"),
         ({"swiglu_alpha": 1.5}, "swiglu_alpha"),

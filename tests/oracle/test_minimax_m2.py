@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.numpy import save_file  # noqa: E402
 
 from dflash_jax import load_target, models  # noqa: E402
-from dflash_jax.quantised import FP8  # noqa: E402
+from dflash_jax.quantised import EightBit  # noqa: E402
 from tests.oracle import families  # noqa: E402
 
 SHAPE = {
@@ -92,7 +92,7 @@ def test_forward(changes, tmp_path):
 def test_forward_in_fp8(changes, tmp_path):
     theirs = make(tmp_path, changes, fp8=True)
     ours = load_target(tmp_path)
-    assert isinstance(ours.params["layers_0"]["self_attn"]["qkv_proj"]["weight"], FP8)
+    assert isinstance(ours.params["layers_0"]["self_attn"]["qkv_proj"]["weight"], EightBit)
     assert ours.params["layers_0"]["experts"]["gate_up_proj"].values.dtype == ml_dtypes.float8_e4m3fn
     families.assert_same_forward(theirs, ours)
     families.assert_saved_again(tmp_path, ours, tmp_path / "saved")
@@ -117,7 +117,7 @@ def test_the_same_in_fp8(tmp_path):
     families.assert_same_generations(theirs, ours)
     families.assert_saved_again(tmp_path / "target", ours, tmp_path / "saved")
     families.assert_lossless(tmp_path / "target", tmp_path / "drafter", meshes=["data=2", "expert=2"])
-    with pytest.raises(ValueError, match="in FP8 blocks of 128"):
+    with pytest.raises(ValueError, match="in quantised blocks of 128"):
         families.assert_lossless(tmp_path / "target", tmp_path / "drafter", meshes=["model=4"])
 
 
@@ -128,7 +128,7 @@ RAW = SHAPE | {"model_type": "minimax_m2", "rms_norm_eps": 1e-6, "tie_word_embed
     ("changes", "message"),
     [
         ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'"),
         ({"rotary_dim": 4}, "how much of a head"),
         ({"num_experts_per_tok": 9}, "at most the 8 experts"),
         ({"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from dflash_jax import load_target, models  # noqa: E402
 from dflash_jax.benchmarks.experts import experts_hit  # noqa: E402
 from dflash_jax.checkpoint import Reader  # noqa: E402
-from dflash_jax.quantised import FP8  # noqa: E402
+from dflash_jax.quantised import EightBit  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.oracle import families  # noqa: E402
 
@@ -112,10 +112,10 @@ def test_modules_that_are_not_in_fp8(listed, plain, spelling, tmp_path):
     raw["quantization_config"][spelling] = listed
     tiny.write(tmp_path, raw, tensors)
     ours = load_target(tmp_path)
-    assert all(map(ours.config.in_fp8, packed))
-    assert isinstance(ours.params["layers_0"]["experts"]["gate_up_proj"], FP8)
+    assert all(map(ours.config.storage.of, packed))
+    assert isinstance(ours.params["layers_0"]["experts"]["gate_up_proj"], EightBit)
     mlp = ours.params["layers_1"]["mlp"]["gate_up_proj"]["weight"]
-    assert isinstance(mlp, FP8) == ("model.layers.1.mlp" not in listed)
+    assert isinstance(mlp, EightBit) == ("model.layers.1.mlp" not in listed)
     families.assert_same_forward(theirs, ours)
     raw["quantization_config"].pop(spelling)
     tiny.write(tmp_path, raw, tensors)

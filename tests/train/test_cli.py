@@ -228,10 +228,13 @@ SETTINGS_FLAGS = """
     weight-decay weighting drafter draft-vocab-size conv-group-size selector-rank selector-top-k markov-rank
     markov-head-type negative-log-acceptance lk-hybrid moments round-logit-gradients
 """
-DATA = "config data distributed init-from kernels mesh output target target-config drafter-config " + SETTINGS_FLAGS
+DATA = (
+    "config data distributed init-from kernels mesh output target target-config drafter-config quantize "
+    + SETTINGS_FLAGS
+)
 GENERATION = """
     batch-size block-size drafter dtype max-new-tokens mesh min-p proposals target temperature top-k top-p tree
-    chat-template-kwargs kernels target-config drafter-config min-tokens ignore-eos stop-token-ids
+    chat-template-kwargs kernels target-config drafter-config quantize min-tokens ignore-eos stop-token-ids
 """
 FLAGS = {
     "regenerate": GENERATION

@@ -38,7 +38,7 @@ def new_target(raw: dict[str, Any], seed: int) -> Target:
         shrink = (2 * config.num_hidden_layers) ** 0.5 if any(name in path for name in RESIDUAL) else 1.0
         value = np.ones(leaf.shape) if "norm" in path else INIT_STD / shrink * rng.standard_normal(leaf.shape)
         params[path] = jnp.asarray(value, jnp.float32)
-    return Target(checkpoint.nested(params, table), config=config)
+    return Target(checkpoint.nested(params, table, jnp.float32), config=config)
 
 
 def language_loss(

@@ -7,7 +7,7 @@ Markdown at the end. It runs anywhere; the figures mean something on an accelera
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,7 @@ from tyro.conf import arg
 from dflash_jax import files
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.report import Item, markdown, measure
-from dflash_jax.cli import optional, parse, parsed
+from dflash_jax.cli import Quantization, optional, parse, parsed
 
 if TYPE_CHECKING:
     from dflash_jax.benchmarks.hardware.bench import Bench
@@ -35,6 +35,7 @@ class ReportOptions:
 
     Attributes:
         pair: a dense one of dflash_jax.benchmarks.presets; its weights are random
+        quantize: what is quantised of it, like target=int8,drafter=int8,head=int8 (see serve)
         minutes: in all; what would take longer is skipped and listed
         only: items of the report, like device,steps
         resume: goes on with the file of an earlier run on this device, and measures what it lacks
@@ -43,6 +44,7 @@ class ReportOptions:
     """
 
     pair: str = "qwen3-8b"
+    quantize: Quantization = field(default_factory=dict)
     minutes: float = 5.0
     only: Annotated[tuple[str, ...], parsed(_names, "ITEM,..."), arg(help_behavior_hint="(default: all)")] = ()
     resume: bool = False
@@ -68,11 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --pair must be one of {', '.join(PAIRS)}, got {options.pair}", file=sys.stderr)
         return 2
     enable_compilation_cache()
-    items = all_items(Bench(options.pair, small=options.small))
+    items = all_items(Bench(options.pair, quantize=options.quantize, small=options.small))
     if unknown := [name for name in options.only if name not in items]:
         print(f"error: --only has items of {', '.join(items)}; got {', '.join(unknown)}", file=sys.stderr)
         return 2
     report: Figures = described() | {"pair": options.pair, "small": options.small}
+    report |= {"quantize": dict(options.quantize)} if options.quantize else {}
     try:
         if options.json is not None:
             files.check_writable(options.json)
@@ -107,7 +110,7 @@ def _resumed(options: ReportOptions, report: Figures) -> Figures:
 
 def all_items(bench: "Bench") -> dict[str, Item]:
     """What the report has, in its order."""
-    from dflash_jax.benchmarks.hardware import device, kernels, others, profiles, starting, steps, training
+    from dflash_jax.benchmarks.hardware import device, kernels, others, profiles, quantised, starting, steps, training
 
     how = {"small": bench.small, "dtype": bench.dtype}
     one = partial(steps.steps, bench, 1, 1024)
@@ -124,6 +127,7 @@ def all_items(bench: "Bench") -> dict[str, Item]:
         "attention": Item("Attention at the shapes of real models", 4.0, partial(kernels.attention, **how)),
         "anchored": Item("Attention of training", 1.0, partial(kernels.anchored, **how)),
         "products": Item("Products of experts", 1.0, partial(kernels.products, **how)),
+        "weights": Item("Products with quantised weights", 2.0, partial(quantised.weights, **how)),
     }
     for name in EXPERTS:
         items[name] = Item(f"Steps of {name}", 2.5, partial(steps.steps, bench, 1, 1024, name))

@@ -1,7 +1,7 @@
 """What the items of a report share: the pair that is measured, its engines, and looped steps, compiled once."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,12 +41,14 @@ class Bench:
     """A pair of models at a time, with random weights.
 
     Args:
+        quantize: what is quantised of the report's own pair.
         small: toy sizes, to try the command itself.
         loops: steps of a device call.
     """
 
-    def __init__(self, pair: str, *, small: bool = False, loops: int = 20):
+    def __init__(self, pair: str, *, quantize: Mapping[str, str] | None = None, small: bool = False, loops: int = 20):
         self.pair, self.small, self.loops = pair, small, 2 if small else loops
+        self.quantize = dict(quantize or {})
         self.dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
         self._made: tuple[str, tuple[Target, Drafter]] | None = None
         self._looped: dict[StepKind, tuple[Looped, float]] = {}
@@ -57,7 +59,8 @@ class Bench:
         if self._made is None or self._made[0] != name:
             self.clear()
             raw = reduced(*PAIRS[name]) if self.small else PAIRS[name]
-            self._made = name, random_pair(*raw, self.dtype)
+            how = self.quantize if name == self.pair else None
+            self._made = name, random_pair(*raw, how, dtype=self.dtype)
             jax.block_until_ready([model.params for model in self._made[1]])
         return self._made[1]
 

@@ -18,7 +18,7 @@ from dflash_jax.kernels.block_attention import attend, together
 from dflash_jax.kernels.dispatch import PREFERRED, Name
 from dflash_jax.kernels.grouped_matmul import grouped_matmul
 from dflash_jax.kernels.shapes import PRODUCTS, SHAPES, TRAINING, Shape
-from dflash_jax.quantised import BLOCK, FP8, GROUP, MXFP4, Quantised
+from dflash_jax.quantised import BLOCK, GROUP, EightBit, FourBit, quantised
 
 FLOAT32 = jnp.dtype("float32")
 REPEATS = 3
@@ -84,8 +84,7 @@ def products(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
     """The products of experts: sorted rows, NaN in the weights of a group without rows, against float32."""
     for name, shape in PRODUCTS.items():
         rows, groups, outputs, inputs = (16, 4, 64, 64) if small else shape[:4]
-        quantised = shape.quantised
-        x, weights, ends = _experts(rows, groups, outputs, inputs, quantised, dtype)
+        x, weights, ends = _experts(rows, groups, outputs, inputs, shape.stored, dtype)
         with jax.default_matmul_precision("highest"):
             truth = grouped_matmul(x.astype(jnp.float32), weights.astype(FLOAT32), ends, implementation="xla")
         row: Figures = {"products": name}
@@ -164,21 +163,25 @@ def _looped(once: Callable, q: Array, *rest: Any) -> float:
 
 
 def _experts(
-    rows: int, groups: int, outputs: int, inputs: int, quantised: type[Quantised] | None, dtype: jnp.dtype
+    rows: int, groups: int, outputs: int, inputs: int, stored: str, dtype: jnp.dtype
 ) -> tuple[Float[Array, "M D"], Any, Array]:
     """Rows for some of the groups, by chance; what no row asks for is NaN."""
     x = jax.random.normal(jax.random.key(0), (rows, inputs), dtype)
     chosen = np.random.default_rng(0).integers(0, groups, rows)
     sizes = np.bincount(chosen, minlength=groups)
     key, shape, idle = jax.random.key(1), (groups, outputs, inputs), jnp.asarray(sizes == 0)[:, None, None]
-    if quantised is MXFP4:
+    if stored == "MXFP4":
         bits = jax.random.bits(key, (*shape[:2], inputs // 2), jnp.uint8)
         scale = jax.random.randint(key, (*shape[:2], inputs // GROUP), 118, 124).astype(jnp.uint8)
-        weights: Any = MXFP4(bits, jnp.where(idle, jnp.uint8(255), scale))
-    elif quantised is FP8:
+        weights: Any = FourBit(bits, jnp.where(idle, jnp.uint8(255), scale), code="e2m1")
+    elif stored == "FP8":
         values = jax.random.normal(key, shape, jnp.float32).astype(jnp.float8_e4m3fn)
         blocks = groups, -(-outputs // BLOCK), -(-inputs // BLOCK)
-        weights = FP8(values, jnp.where(idle, jnp.nan, jax.random.uniform(key, blocks, minval=0.01, maxval=0.03)))
+        scale = jnp.where(idle, jnp.nan, jax.random.uniform(key, blocks, minval=0.01, maxval=0.03))
+        weights = EightBit(values, scale, block=(BLOCK, BLOCK))
+    elif stored == "INT8":
+        weights = quantised(jax.random.normal(key, shape, dtype) * inputs**-0.5, "int8")
+        weights = weights.replace(scale=jnp.where(idle[..., 0], jnp.nan, weights.scale))
     else:
         weights = jnp.where(idle, jnp.nan, jax.random.normal(key, shape, dtype) * inputs**-0.5).astype(dtype)
     return x, weights, jnp.asarray(np.cumsum(sizes), jnp.int32)

@@ -23,7 +23,7 @@ class BrokenEngine:
     """An engine that takes requests and fails at its first step."""
 
     slots, max_length, busy, waiting, left, drafter = 1, 64, 0, 0, 0, None
-    target = SimpleNamespace(dtype=np.dtype("float32"))
+    target = SimpleNamespace(dtype=np.dtype("float32"), params={})
     config = SimpleNamespace(plain=False)
 
     def check(self, request):

@@ -1,0 +1,110 @@
+"""Products of a few rows with quantised weights: equal to float32, to the bit at every width, and how fast."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dflash_jax.benchmarks.arguments import Figures
+from dflash_jax.benchmarks.hardware.device import timed
+from dflash_jax.benchmarks.hardware.kernels import implementations
+from dflash_jax.kernels.active_experts import multiply
+from dflash_jax.kernels.linear import linear
+from dflash_jax.quantised import BLOCK, EightBit, FourBit, Quantised, quantised
+
+FLOAT32 = jnp.dtype("float32")
+SHAPES = {"qwen3-8b gate and up": (24576, 4096), "qwen3-8b down": (4096, 12288), "qwen3-8b o": (4096, 4096)}
+EXPERTS = {"gpt-oss-20b up": (5760, 2880), "gpt-oss-20b down": (2880, 2880)}  # of 32, of which a token goes to 4
+ROWS = 1, 16, 64, 256  # of which times are taken
+WIDTHS = 1, 2, 8, 16, 31, 64  # at which a row must have the same bits
+
+
+def _int4(shape: tuple[int, ...], group: int, scale: str, *, zero: bool) -> FourBit:
+    keys = jax.random.split(jax.random.key(1), 3)
+    values = jax.random.bits(keys[0], (*shape[:-1], shape[-1] // 2), jnp.uint8)
+    groups = *shape[:-1], shape[-1] // group
+    zeros = jax.random.randint(keys[1], groups, 0, 16).astype(jnp.uint8) if zero else None
+    return FourBit(values, jax.random.uniform(keys[2], groups, minval=0.01, maxval=0.03).astype(scale), zero=zeros)
+
+
+def _e2m1(shape: tuple[int, ...], group: int) -> FourBit:
+    keys = jax.random.split(jax.random.key(1))
+    values = jax.random.bits(keys[0], (*shape[:-1], shape[-1] // 2), jnp.uint8)
+    groups = *shape[:-1], shape[-1] // group
+    if group == 32:
+        return FourBit(values, jax.random.randint(keys[1], groups, 118, 124).astype(jnp.uint8), code="e2m1")
+    scale = jax.random.uniform(keys[1], groups, minval=0.5, maxval=2).astype(jnp.float8_e4m3fn)
+    return FourBit(values, scale, gain=jnp.full(shape[:-1], 0.01, jnp.float32), code="e2m1")
+
+
+def _blocks(shape: tuple[int, ...]) -> EightBit:
+    values = jax.random.normal(jax.random.key(1), shape).astype(jnp.float8_e4m3fn)
+    blocks = *shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK)
+    scale = jax.random.uniform(jax.random.key(2), blocks, minval=0.01, maxval=0.03)
+    return EightBit(values, scale, block=(BLOCK, BLOCK))
+
+
+KINDS: dict[str, Callable[[tuple[int, ...]], Quantised]] = {
+    "INT8": lambda shape: quantised(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16), "int8"),
+    "FP8 in blocks": _blocks,
+    "INT4, groups of 128, zero points (AWQ)": lambda shape: _int4(shape, 128, "float16", zero=True),
+    "INT4, groups of 128": lambda shape: _int4(shape, 128, "bfloat16", zero=False),
+    "INT4, groups of 32": lambda shape: _int4(shape, 32, "bfloat16", zero=False),
+    "MXFP4": lambda shape: _e2m1(shape, 32),
+    "NVFP4": lambda shape: _e2m1(shape, 16),
+}
+
+
+def weights(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
+    """Of whole matrices in every format, and of the experts of gpt-oss-20b."""
+    for name, shape in SHAPES.items():
+        shape = (256, 256) if small else shape
+        for kind, make in KINDS.items():
+            weight = jax.jit(make, static_argnums=0)(shape)
+            draw = lambda rows, inputs=shape[1]: jax.random.normal(jax.random.key(0), (1, rows, inputs), dtype)
+            yield _row(f"{name}, {kind}", linear, draw, (weight,), small)
+    for name, shape in EXPERTS.items():
+        experts, tokens = (32, *shape) if not small else (4, 128, 128), (1, 8, 16)
+        made = jax.jit(partial(_e2m1, group=32), static_argnums=0)(experts)
+        for count in tokens:
+            slots = jnp.arange(min(experts[0], 4 * count) + 1)  # as many as may be active
+            draw = lambda rows, inputs=experts[2]: jax.random.normal(jax.random.key(0), (1, rows, inputs), dtype)
+            yield _row(f"{name}, experts of {count} tokens, MXFP4", multiply, draw, (made, slots), small, (count,))
+
+
+def _row(
+    name: str,
+    call: Callable[..., Array],
+    draw: Callable[[int], Array],
+    rest: tuple,
+    small: bool,
+    rows: tuple[int, ...] = ROWS,
+) -> Figures:
+    row: Figures = {"weights": name}
+    weight = rest[0]
+    wide = np.asarray(weight.astype(FLOAT32), np.float64)
+    x = np.asarray(draw(rows[0]), np.float64)[0]
+    expected = x @ (wide.T if wide.ndim == 2 else np.swapaxes(wide[np.asarray(rest[1][:-1])], 1, 2))
+    read = sum(leaf.nbytes for leaf in jax.tree.leaves(weight))
+    if wide.ndim == 3:
+        read *= (len(rest[1]) - 1) / len(wide)
+    for which in implementations():
+        run = partial(call, implementation=which)
+        try:
+            found = np.asarray(run(draw(rows[0]), *rest))
+        except ValueError:  # it declines
+            continue
+        row[f"{which} error"] = float(
+            np.max(np.abs(found.reshape(expected.shape) - expected)) / np.max(np.abs(expected))
+        )
+        largest = draw(WIDTHS[-1])
+        runs = [np.asarray(run(largest[:, :width], *rest))[..., :1, :] for width in WIDTHS]
+        row[f"{which} same bits"] = all(np.array_equal(runs[0], other) for other in runs[1:])
+        for count in rows if not small else rows[:1]:
+            seconds = timed(run, draw(count), *rest)
+            row[f"{which} us, {count} rows"] = 1e6 * seconds
+            row[f"{which} GB/s, {count} rows"] = read / seconds / 1e9
+    return row

@@ -1,0 +1,228 @@
+"""Operands of a Hopper GPU's tensor cores from quantised weights in shared memory: decoded in registers, two numbers an
+instruction, in bfloat16.
+
+What is decoded is exact: whole numbers less their zero point, and small floats, whose bits are put where those of a
+bfloat16 number lie, which makes them smaller by a power of two. The factor of a group multiplies them there, rounded
+once. One of more digits than bfloat16 has is two numbers, its own rounding and what that leaves.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from dflash_jax.quantised import BLOCK, EightBit, FourBit, Quantised
+
+from . import fragments, tensor_cores
+from .fragments import ROWS, THREADS
+
+
+class Code(NamedTuple):
+    """How numbers are stored.
+
+    Attributes:
+        bits: of a number.
+        scales: what factors may be stored in.
+        smaller: powers of two that operands are smaller by than weights.
+    """
+
+    bits: int
+    scales: tuple
+    smaller: int = 0
+
+
+CODES = {
+    "int4": Code(4, (jnp.bfloat16, jnp.float16, jnp.float32)),
+    "e2m1": Code(
+        4, (jnp.uint8, jnp.float8_e4m3fn), 64
+    ),  # placed bits are 2^126 smaller, which no factor can make up for
+    "e4m3": Code(8, (jnp.float32, jnp.bfloat16)),
+}
+
+
+class Stored(NamedTuple):
+    """What stands for a weight in memory, as a kernel gets it; E is of experts.
+
+    Attributes:
+        values: [E, N, _] in bytes.
+        factors: scales and, if there are, zero points: [E, N, G], or [E, N / 128, G] of blocks. None where sums are
+            multiplied instead.
+        code: of `CODES`.
+        group: inputs that share a factor.
+        exponents: whether scales are exponents.
+        blocks: whether 128 outputs share a factor.
+        words: 32-bit words of a thread in one operand.
+    """
+
+    values: Array
+    factors: tuple[Array, ...]
+    code: str
+    group: int
+    exponents: bool
+    blocks: bool
+    words: int
+
+    @property
+    def bytes(self) -> int:
+        """Of an output, in one operand."""
+        return 4 * THREADS * self.words
+
+    @property
+    def inputs(self) -> int:
+        """Of an operand."""
+        return 8 * self.bytes // CODES[self.code].bits
+
+    @property
+    def smaller(self) -> float:
+        """What sums are multiplied by."""
+        return 2.0 ** CODES[self.code].smaller
+
+
+def declines(weight: Quantised) -> str | None:
+    """Why such a weight, or those of experts, cannot be decoded here, or None."""
+    inputs = weight.shape[-1]
+    if isinstance(weight, EightBit):
+        if weight.values.dtype != jnp.float8_e4m3fn or weight.block not in (None, (1, BLOCK), (BLOCK, BLOCK)):
+            return f"weights in {weight.form}"
+        code, group = CODES["e4m3"], 1 if weight.block is None else BLOCK
+    else:
+        assert isinstance(weight, FourBit)
+        if weight.offset is not None:
+            return "groups with offsets"
+        code, groups = CODES[weight.code], weight.scale.shape[-1]
+        group = inputs // groups
+        if inputs % groups or (group not in (16, 32, 64) and group % BLOCK):
+            return f"{groups} groups of {inputs} inputs; it serves groups of 16, 32, 64 or multiples of {BLOCK}"
+        if weight.zero is not None and weight.zero.dtype != jnp.uint8:
+            return f"zero points in {weight.zero.dtype}; it serves whole numbers"
+    unit = max(BLOCK // 2, min(group, BLOCK))  # the narrowest operand has 64 inputs
+    if inputs % unit:
+        return f"{inputs} inputs; it serves multiples of {unit}"
+    return None if weight.scale.dtype in code.scales else f"scales in {weight.scale.dtype}"
+
+
+def stored(weight: Quantised) -> Stored:
+    """The weight in arrays of types that kernels load; of a matrix, with an axis before it."""
+    if weight.values.ndim == 2:
+        weight = jax.tree.map(lambda x: x[None], weight)
+    scale, code = weight.scale, weight.code if isinstance(weight, FourBit) else "e4m3"
+    exponents = scale.dtype == jnp.uint8
+    bits = CODES[code].bits
+    words = 4 if weight.shape[-1] % (8 * 16 * THREADS // bits) == 0 else 2
+    if isinstance(weight, EightBit):
+        factors = () if weight.block is None else (scale,)
+        values = jax.lax.bitcast_convert_type(weight.values, jnp.uint8)
+        return Stored(values, factors, code, BLOCK, False, weight.block == (BLOCK, BLOCK), words)
+    assert isinstance(weight, FourBit)
+    if scale.dtype == jnp.float8_e4m3fn:
+        scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
+    factors = (scale,) if weight.zero is None else (scale, weight.zero)
+    return Stored(weight.values, factors, code, weight.shape[-1] // scale.shape[-1], exponents, False, words)
+
+
+def arranged(x: Float[Array, "*B D"], weight: Stored) -> Float[Array, "*B D"]:
+    """The other operand's inputs in the order of these."""
+    return fragments.arranged(x, CODES[weight.code].bits, weight.words)
+
+
+def load_factors(ref, weight: Stored, first, tile):
+    """The factors, or zero points, of 64 outputs and the inputs of a tile, from memory [N, G].
+
+    Args:
+        first: of the outputs.
+        tile: of `weight.inputs` inputs, counted from the first one.
+    """
+    count, column = weight.inputs // weight.group, tile
+    if count == 0:
+        column = jax.lax.div(tile, jnp.int32(weight.group // weight.inputs))
+    if weight.blocks:
+        return ref[jax.lax.div(first, jnp.int32(BLOCK)), column]
+    rows = ref.at[pl.ds(first, ROWS)]
+    if count > 1:
+        name = "operand" if count == 2 * THREADS else str(count)
+        return tensor_cores.load(rows.at[:, pl.ds(tile * count, count)], layout=fragments.layout(name))
+    return tensor_cores.load(rows.at[:, column], axis=1)
+
+
+def operand(values, factors: Sequence, weight: Stored):
+    """The operand [64, inputs] of 64 outputs, from their bytes in shared memory, and what `load_factors` gave of each
+    array; it is smaller than the weight, see `Code`."""
+    found = fragments.words(tensor_cores.load(values, layout=fragments.layout(f"{weight.bytes} bytes")))
+    high, low = _scales(factors[0], weight) if factors else (None, None)
+    least = None
+    if len(factors) > 1:
+        zero = factors[1].astype(jnp.int32).astype(jnp.float32)
+        least = fragments.twice((128.0 + zero).astype(jnp.bfloat16))
+    parts = []
+    for i, word in enumerate(found):
+        at = 0 if high is None else i * len(high) // len(found)
+        if weight.code == "e2m1":
+            assert high is not None
+            parts += [fragments.scaled(bits, high[at]) for bits in _e2m1(word)]
+            continue
+        if weight.code == "int4":
+            numbers = _integers(word, 136.0 if least is None else least[at])
+        else:
+            numbers = [fragments.scaled(bits, 2.0**120) for bits in _e4m3(word)]
+        if high is None:
+            parts += numbers
+        elif low is None:
+            parts += [number * high[at] for number in numbers]
+        else:
+            parts += [fragments.fused(number, high[at], number * low[at]) for number in numbers]
+    return fragments.joined(parts)
+
+
+def _integers(word, least):
+    """The pairs of a word's whole numbers, less what is added to make them bfloat16 numbers from 128 on."""
+    return [fragments.pairs(fragments.masked(_shifted(word, -4 * i), 0x000F000F, 0x43004300)) - least for i in range(4)]
+
+
+def _e2m1(word):
+    """The pairs of a word's small floats, 2^126 times smaller, as the bits of bfloat16 numbers."""
+    return [_placed(word, 12 - 4 * i, 6 - 4 * i, 0x01C001C0) for i in range(4)]
+
+
+def _e4m3(word):
+    """The same of floats of eight bits, 2^120 times smaller."""
+    return [_placed(word, 8 - 8 * i, 4 - 8 * i, 0x07F007F0) for i in range(2)]
+
+
+def _placed(word, sign: int, rest: int, mask: int):
+    """Bits 15 and 31 of a word shifted to the left so far, and those of a mask of it shifted so far."""
+    return (_shifted(word, sign) & jnp.int32(-0x7FFF8000)) | (_shifted(word, rest) & mask)
+
+
+def _shifted(word, left: int):
+    return word << left if left > 0 else word >> -left if left else word
+
+
+def _scales(scale, weight: Stored):
+    """What numbers are multiplied by, for each half of a thread's words or for all; and what rounding left of it, or
+    None."""
+    if weight.code == "e2m1":
+        return fragments.twice(_power(scale) if weight.exponents else _small(scale)), None
+    spread = fragments.alike if weight.blocks else fragments.twice
+    if scale.dtype == jnp.bfloat16:
+        return spread(scale), None
+    wide = scale.astype(jnp.float32)
+    high = wide.astype(jnp.bfloat16)
+    return spread(high), spread((wide - high.astype(jnp.float32)).astype(jnp.bfloat16))
+
+
+def _power(codes):
+    """2.0 ** (codes - 127), as exponents are stored, times 2.0 ** (126 - 64); larger ones are as large as there is."""
+    field = jnp.minimum(codes.astype(jnp.int32) + (126 - CODES["e2m1"].smaller), 254)
+    return jax.lax.bitcast_convert_type(field << 23, jnp.float32).astype(jnp.bfloat16)
+
+
+def _small(codes):
+    """E4M3 numbers in bytes, times 2.0 ** (126 - 64); with their bits at the places of those of a float16 number they
+    are 2^8 times smaller."""
+    found = codes.astype(jnp.int32)
+    bits = (((found & 0x80) << 8) | ((found & 0x7F) << 7)).astype(jnp.int16)
+    wide = jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+    return (wide * 2.0 ** (8 + 126 - CODES["e2m1"].smaller)).astype(jnp.bfloat16)

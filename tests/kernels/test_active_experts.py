@@ -1,0 +1,120 @@
+"""Products of a few tokens with the weights of active experts: by XLA, by the kernel for Hopper in its interpreter, and
+in a layer of experts."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.kernels.active_experts import active, multiply, serves
+from dflash_jax.kernels.active_experts.trial import Trial
+from dflash_jax.kernels.dispatch import using
+from dflash_jax.models.experts import apply_experts
+from dflash_jax.quantised import EightBit, FourBit, quantised
+from tests.kernels.plain_fragments import interpreted
+
+E, N, D = 5, 192, 320
+BFLOAT16 = jnp.dtype("bfloat16")
+
+
+def mxfp4(outputs=N, inputs=D, seed=0):
+    rng, shape = np.random.default_rng(seed), (E, outputs, inputs)
+    values, scale = rng.integers(0, 256, (*shape[:2], inputs // 2)), rng.integers(118, 124, (*shape[:2], inputs // 32))
+    return FourBit(jnp.asarray(values, jnp.uint8), jnp.asarray(scale, jnp.uint8), code="e2m1")
+
+
+def blocks(outputs=256, inputs=384):
+    rng = np.random.default_rng(1)
+    values = jnp.asarray(rng.standard_normal((E, outputs, inputs)), jnp.float8_e4m3fn)
+    scale = jnp.asarray(rng.uniform(0.1, 1, (E, outputs // 128, inputs // 128)), jnp.float32)
+    return EightBit(values, scale, block=(128, 128))
+
+
+WEIGHTS = {
+    "MXFP4": mxfp4,
+    "FP8 in blocks": blocks,
+    "FP8": lambda: quantised(jax.random.normal(jax.random.key(0), (E, N, D)), "fp8"),
+    "int4": lambda: quantised(jax.random.normal(jax.random.key(0), (E, N, D), jnp.bfloat16), "int4"),
+}
+
+
+@pytest.fixture(params=["xla", "gpu"])
+def implementation(request, monkeypatch):
+    if request.param == "xla":
+        yield "xla"
+    else:
+        with interpreted(monkeypatch):
+            yield "gpu"
+
+
+@pytest.mark.parametrize("chosen", [[3], [4, 0, 4, 1], [0, 1, 2, 3, 4] * 3, [5, 5, 2], [5]])
+def test_active_experts(chosen):
+    """In their order; 5 is no expert."""
+    slots, slot = map(np.asarray, active(jnp.asarray(chosen), E))
+    expected = sorted({e for e in chosen if e < E})
+    assert slots[-1] == len(expected)
+    assert slots[: len(expected)].tolist() == expected
+    assert len(slots) == 1 + min(E, len(chosen))
+    assert [slot[e] for e in expected] == list(range(len(expected)))
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["the same tokens", "those of each slot"])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products(name, each, implementation):
+    weights, slots = WEIGHTS[name](), jnp.asarray([4, 0, 3, 1, 3])  # the fourth is not in use
+    x = jax.random.normal(jax.random.key(2), (4 if each else 1, 11, weights.shape[2]), jnp.bfloat16)
+    found = multiply(x, weights, slots, implementation=implementation)
+    plain = np.asarray(weights.astype(BFLOAT16), np.float64)[np.asarray(slots[:3])]
+    expected = np.einsum(
+        "std,snd->stn", np.broadcast_to(x[:3] if each else x, (3, 11, x.shape[2])).astype(float), plain
+    )
+    assert found.shape == (4, 11, weights.shape[1])
+    own = implementation == "gpu" and name in ("FP8", "int4")  # whose scales are not rounded with the numbers
+    np.testing.assert_allclose(found[:3], expected, atol=(4e-3 if own else 1e-4) * np.abs(expected).max())
+
+
+def test_a_slot_that_is_not_in_use_is_not_computed(monkeypatch):
+    with interpreted(monkeypatch):
+        weights, x = mxfp4(), jnp.ones((1, 8, D), jnp.bfloat16)
+        found = multiply(x, weights, jnp.asarray([2, 1, 1]), implementation="gpu")
+    assert np.isfinite(found[0]).all()
+    assert not np.isclose(found[1], multiply(x, weights, jnp.asarray([1, 1]), implementation="xla")[0]).all()
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_layer_gives_what_sorted_tokens_give(biases, monkeypatch):
+    """With tokens that are none, and experts that nobody goes to."""
+    gate_up, down = mxfp4(2 * N, D), mxfp4(D, N, seed=1)
+    bias = jax.random.normal(jax.random.key(4), (E, 2 * N), jnp.bfloat16) if biases else None
+    x = jax.random.normal(jax.random.key(2), (2, 3, D), jnp.bfloat16)
+    chosen = jnp.asarray([[[0, 3], [3, 1], [E, E]], [[1, 0], [E, E], [3, 0]]])
+    weights = jnp.where(chosen < E, jax.random.uniform(jax.random.key(3), chosen.shape), 0.0)
+    run = partial(apply_experts, x, weights, chosen, gate_up, bias, down, 7.0 if biases else None)
+    expected = np.float32(jax.jit(run)())
+    with interpreted(monkeypatch), using("gpu"):
+        assert serves(6, 12, x.dtype, gate_up, down)
+        found = np.float32(jax.jit(run)())
+    np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
+    np.testing.assert_array_equal(found[0, 2], 0.0)
+
+
+def test_many_tokens_and_plain_weights_are_sorted(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    with using("gpu"):
+        assert serves(64, 128, BFLOAT16, mxfp4(), mxfp4())
+        assert not serves(65, 130, BFLOAT16, mxfp4(), mxfp4())
+        assert not serves(8, 16, BFLOAT16, mxfp4(), jnp.zeros((E, N, D), BFLOAT16))
+        assert not serves(8, 16, jnp.dtype("float32"), mxfp4(), mxfp4())
+    assert not serves(8, 16, BFLOAT16, mxfp4(), mxfp4())
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_small_case_that_an_engine_checks(name, implementation):
+    """Its tokens and weights differ, so the kernel and XLA agree on something."""
+    weights = WEIGHTS[name]()
+    trial = Trial.of(jnp.zeros((1, 5, weights.shape[2]), BFLOAT16), weights, 6)
+    found, expected = (trial.run(partial(multiply, implementation=which)) for which in (implementation, "xla"))
+    np.testing.assert_allclose(found, expected, atol=trial.tolerance * np.abs(expected).max())
+    assert len(np.unique(expected)) > 1000

@@ -1,0 +1,140 @@
+"""Whole decoding steps with quantised weights, by real compilers: no array of a dequantised weight is written."""
+
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from dflash_jax.benchmarks import planning, topologies
+from dflash_jax.benchmarks.compiled import memory_bytes, text_of
+from dflash_jax.benchmarks.presets import PAIRS
+from dflash_jax.kernels.active_experts import multiply
+from dflash_jax.kernels.linear import linear
+from dflash_jax.mesh import make_mesh
+from dflash_jax.quantised import FourBit, Quantised
+from tests.chips import topology
+
+EVERYTHING = {"target": "int8", "drafter": "int8", "head": "int8"}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+
+def pair(name, changes, quantize, layers=2):
+    """The first layers of a published pair."""
+    target, drafter = PAIRS[name]
+    nested = drafter["dflash_config"] | {"target_layer_ids": [0]}
+    drafter = drafter | {"num_target_layers": layers, "num_hidden_layers": 1, "dflash_config": nested}
+    return target | changes | {"num_hidden_layers": layers}, drafter, quantize
+
+
+_VIEWS = "parameter", "bitcast", "get-tuple-element"
+
+
+def written(text):
+    """Numbers and text of every wide array that an instruction outside of fusions writes to a device's own memory.
+
+    What a TPU keeps on the chip is marked S(1).
+    """
+    computation = ""
+    for line in text.splitlines():
+        if begun := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            computation = begun[1]
+        found = re.match(r"\s*(?:ROOT )?%\S+ = (?:bf16|f32|f16)\[([\d,]+)\](\S*) ([\w\-]+)\(", line)
+        inside = re.match(r"fused_|wrapped_|gemm_fusion", computation)
+        if found and not inside and "S(1)" not in found[2] and found[3] not in _VIEWS:
+            yield math.prod(map(int, found[1].split(","))), line.strip()[:160]
+
+
+CHIPS = ["h100", "v5e:2x2", *(pytest.param(chip, marks=pytest.mark.exhaustive) for chip in ("b200", "a100", "v6e:2x2"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    ("name", "changes", "quantize"),
+    [
+        ("qwen3-8b", {}, EVERYTHING),
+        ("qwen3-4b", {}, EVERYTHING),
+        ("qwen3-8b", FP8, {}),
+        ("qwen3-8b-awq", {}, {}),
+        ("qwen3-8b", {}, {"target": "int4", "drafter": "int8", "head": "int8"}),
+    ],
+    ids=["int8", "int8 with a tied head", "FP8 blocks", "AWQ", "int4"],
+)
+def test_steps_write_no_dequantised_weight(name, changes, quantize, chip):
+    if chip == "a100" and changes:
+        pytest.skip("before Ada, XLA widens E4M3 first")
+    if (name == "qwen3-8b-awq" or "int4" in quantize.values()) and not kernel_for(chip):
+        pytest.skip("XLA dequantises four bits first")
+    raws, device = pair(name, changes, quantize), topology(chip)[:1]
+    mesh = make_mesh(dict.fromkeys(("data", "fsdp", "model", "expert"), 1), device)
+    parts = planning.shapes(raws, None, 1, 1024)[:2]
+    leaves = jax.tree.leaves([part.params for part in parts], is_leaf=lambda x: isinstance(x, Quantised))
+    sizes = {math.prod(leaf.shape) for leaf in leaves if isinstance(leaf, Quantised)}
+    assert len(sizes) >= 4
+    with topologies.compiling_for(chip):
+        for block_size in (0, None):
+            program = planning.compile_step(raws, mesh, 1, 1024, block_size)
+            if (text := text_of(program)) is not None:  # libtpu 0.0.52 cannot write down those for v6e
+                assert not [line for size, line in written(text) if size in sizes]
+            if block_size == 0 and chip == "h100" and name != "qwen3-4b":  # whose table would count twice
+                stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts[0].params))
+                assert stored < memory_bytes(text) < 1.02 * stored
+            logits = 4 * (16 + 15) * raws[0]["vocab_size"]  # of target and drafter
+            assert program.memory_analysis().temp_size_in_bytes < 4 * logits
+
+
+def kernel_for(chip):
+    """Whether this package has a kernel for products with four bits there."""
+    return chip != "h100" or jax.__version_info__ >= (0, 11) if chip[0] in "vh" else False
+
+
+FORMATS = {
+    "int4 with zero points": (128, "float16", True),
+    "int4": (32, "bfloat16", False),
+    "MXFP4": (32, "uint8", False),
+    "NVFP4": (16, "float8_e4m3fn", False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+@pytest.mark.parametrize("name", FORMATS)
+def test_registers_hold_what_the_kernel_for_hopper_needs(name, rows, monkeypatch, capfd):
+    """At the widths of real weights: matrices, and experts of gpt-oss-20b, whose inputs are an odd number of tiles."""
+    if not kernel_for("h100"):
+        pytest.skip("the kernel needs jax 0.11")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    place, (group, scale, zero) = SingleDeviceSharding(topology("h100")[0]), FORMATS[name]
+    spec = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    code = "int4" if name.startswith("int4") else "e2m1"
+
+    def weight(*shape):
+        groups = *shape[:-1], shape[-1] // group
+        zeros = spec(groups, jnp.uint8) if zero else None
+        return FourBit(spec((*shape[:-1], shape[-1] // 2), jnp.uint8), spec(groups, scale), zero=zeros, code=code)
+
+    with topologies.compiling_for("h100"):
+        x = spec((1, rows, 12288), jnp.bfloat16)
+        programs = [jax.jit(partial(linear, implementation="gpu")).lower(x, weight(4096, 12288))]
+        if group < 128:
+            x = spec((1, rows, 2880), jnp.bfloat16)
+            programs.append(jax.jit(partial(linear, implementation="gpu")).lower(x, weight(5760, 2880)))
+        if rows <= 64 and group < 128:
+            x, slots = spec((32, rows, 2880), jnp.bfloat16), spec((33,), jnp.int32)
+            call = partial(multiply, implementation="gpu")
+            programs.append(jax.jit(call).lower(x, weight(32, 2880, 2880), slots))
+        for program in programs:
+            program.compile()
+    said = "".join(capfd.readouterr())
+    assert said.count("bytes spill stores") == len(programs)
+    assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
+
+
+def test_what_is_written_is_found():
+    text = "ENTRY %main (p: f32[4]) -> f32[8,4] {\n  %p = f32[4]{0} parameter(0)\n  %b = f32[8,4]{1,0} broadcast(%p)\n}"
+    assert [size for size, _ in written(text)] == [32]
+    assert not list(written(text.replace("ENTRY %main", "%fused_computation")))
