@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.decoding.automata import Automata, Walk
 from dflash_jax.decoding.calibration import Calibration
 from dflash_jax.decoding.penalties import History, Penalties
-from dflash_jax.decoding.proposal import Block
+from dflash_jax.decoding.proposal import Block, Proposal
 from dflash_jax.decoding.sampling import Sampling, first_argmax, gumbel_noise, if_any, perturbed_scores, select
 
 Proposals = Literal["calibrated", "coupled", "argmax", "independent"]
@@ -38,6 +39,7 @@ class Choice(struct.PyTreeNode):
         stops: stop tokens of every row, padded with -1, which `Penalties.min_tokens` holds back; None holds back none.
         vocabulary: the target's id of each token, ascending; None is 0, 1, 2, ...
         vocab_size: ids of the target, where there is a vocabulary.
+        automata, walk: the constraints of rows, and where each is; None in a program that serves none.
     """
 
     sampling: Sampling
@@ -53,6 +55,14 @@ class Choice(struct.PyTreeNode):
     stops: Int[Array, "B Q"] | None = None
     vocabulary: Int[Array, " V"] | None = None
     vocab_size: int | None = struct.field(pytree_node=False, default=None)
+    automata: Automata | None = None
+    walk: Walk | None = None
+
+    @property
+    def constrained(self) -> Bool[Array, " B"]:
+        """Rows that have a constraint; there must be automata."""
+        assert self.walk is not None
+        return self.walk.state > 0
 
     def restricted(self, vocabulary: Int[Array, " M"] | None = None, *, forbidden: tuple[int, ...] = ()) -> "Choice":
         """The same for a drafter that can propose some tokens only.
@@ -89,22 +99,53 @@ class Choice(struct.PyTreeNode):
         else:
             seen = block.tree.ancestors[:, :, 1:]
             noise = jnp.take_along_axis(self.noise, block.tree.depth[:, :, None], axis=1)
-        logits = self._penalised(logits, block.proposal.tokens, seen)
-        return select(self.masked(logits), noise, self.sampling)
+        states = self._states(block.proposal)
+        logits = self._penalised(logits, block.proposal.tokens, seen, states=states)
+        return select(self.masked(logits, states), noise, self.sampling)
 
-    def chain_scores(self, logits: Float[Array, "B T V"], following: Int[Array, "B P"]) -> Float[Array, "B T V"]:
-        """What the target's tokens after a chain are the largest of, given the tokens between its positions."""
-        return perturbed_scores(self.masked(self._penalised(logits, following)), self.noise, self.sampling)
+    def _states(self, proposal: Proposal) -> Int[Array, "B T"] | None:
+        """The state of each row's automaton after the anchor and after each node."""
+        if self.automata is None or self.walk is None:
+            return None
+        if proposal.parents is None:
+            return self.walk.along(self.automata, proposal.tokens)
+        return self.walk.in_tree(self.automata, proposal.tokens, proposal.parents, proposal.depth)
+
+    def following(self, states: Int[Array, "B *T"] | None, tokens: Int[Array, "B *T"]) -> Int[Array, "B *T"] | None:
+        """The states after further tokens, the target's ids."""
+        if self.automata is None or self.walk is None or states is None:
+            return None
+        return self.automata.following(states, self.walk.automaton, tokens)
+
+    def after(self, tokens: Int[Array, "B J"], count: Int[Array, " B"]) -> Walk | None:
+        """Where the rows are after the first `count` of these tokens."""
+        if self.automata is None or self.walk is None:
+            return None
+        return self.walk.after(self.automata, tokens, count)
+
+    def chain_scores(
+        self, logits: Float[Array, "B T V"], following: Int[Array, "B P"], states: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """What the target's tokens after a chain are the largest of, given the tokens between its positions, and the
+        states of the rows' automata there (see `allowed`)."""
+        logits = self.masked(self._penalised(logits, following, states=states), states)
+        return perturbed_scores(logits, self.noise, self.sampling)
 
     def tokens(
-        self, logits: Float[Array, "B T V"], *, depth: int = 0, before: Int[Array, "B P"] | None = None
+        self,
+        logits: Float[Array, "B T V"],
+        *,
+        depth: int = 0,
+        before: Int[Array, "B P"] | None = None,
+        states: Int[Array, "B T"] | None = None,
     ) -> Int[Array, "B T"]:
         """The target's ids of tokens for the depths `depth..depth+T-1`, each from its own logits.
 
         Args:
             before: ids proposed at smaller depths, which penalties count.
+            states: see `allowed`.
         """
-        logits = self.allowed(logits, before)
+        logits = self.allowed(logits, before, states=states)
         noise = self.noise[:, depth : depth + logits.shape[1]]
         return self.ids(first_argmax(logits) if self.plain else select(logits, noise, self.sampling))
 
@@ -113,6 +154,7 @@ class Choice(struct.PyTreeNode):
         logits: Float[Array, "B T V"],
         before: Int[Array, "B P"] | None = None,
         seen: Bool[Array, "#B T P"] | None = None,
+        states: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
         """The logits under the row's penalties, minus infinity for what must not be chosen.
 
@@ -122,14 +164,21 @@ class Choice(struct.PyTreeNode):
         Args:
             before: ids that are proposed before, which penalties count.
             seen: which of them count for which logits; None is all for all.
+            states: of the rows' automata at each of the logits; None asks no automaton.
         """
         if before is not None and seen is None:
             seen = jnp.ones((1, logits.shape[1], before.shape[1]), bool)
-        return self.masked(self._penalised(logits, before, seen, depth=jnp.zeros((1, 1), jnp.int32)))
+        depth = jnp.zeros((1, 1), jnp.int32)
+        return self.masked(self._penalised(logits, before, seen, depth=depth, states=states), states)
 
-    def masked(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
-        """Minus infinity for what must not be chosen, such as ids that are no token of the tokenizer."""
-        return logits if self.decodable is None else jnp.where(self.decodable[None, None], logits, -jnp.inf)
+    def masked(self, logits: Float[Array, "B T V"], states: Int[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
+        """Minus infinity for what must not be chosen: ids that are no token of the tokenizer, and what these states of
+        the rows' automata do not allow."""
+        if self.decodable is not None:
+            logits = jnp.where(self.decodable[None, None], logits, -jnp.inf)
+        if self.automata is None or states is None:
+            return logits
+        return jnp.where(self.automata.allowed(states, self.vocabulary, logits.shape[-1]), logits, -jnp.inf)
 
     def _penalised(
         self,
@@ -138,6 +187,7 @@ class Choice(struct.PyTreeNode):
         seen: Bool[Array, "#B T P"] | None = None,
         *,
         depth: Int[Array, "#B #T"] | None = None,
+        states: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
         """The logits of each row under its penalties, without its stop tokens while it has fewer than `min_tokens`;
         costs next to nothing where no row asks for either.
@@ -147,6 +197,7 @@ class Choice(struct.PyTreeNode):
             seen: which of them stand before a position (the ancestors of a tree's node); None is a chain, where
                 position i sees the first i.
             depth: how many tokens stand between the history and each position; None is as many as it has seen.
+            states: see `allowed`; where an automaton allows nothing but stop tokens, these are not held back.
         """
         penalties, history, known = self.penalties, self.history, self.known
         rows, positions, size = logits.shape
@@ -179,8 +230,12 @@ class Choice(struct.PyTreeNode):
             penalised = repeated - setting(penalties.frequency) * written - present
             if self.stops is None:
                 return penalised
-            ends = jnp.any(ids[None, :, None] == self.stops[:, None], axis=2)
-            return jnp.where(early[:, :, None] & ends[:, None], -jnp.inf, penalised)
+            ends = jnp.any(ids[None, :, None] == self.stops[:, None], axis=2)[:, None]
+            may_go_on: Array | bool = True
+            if self.automata is not None and states is not None:
+                allowed = self.automata.allowed(states, self.vocabulary, size)
+                may_go_on = jnp.any(allowed & ~ends, axis=2, keepdims=True)
+            return jnp.where(early[:, :, None] & ends & may_go_on, -jnp.inf, penalised)
 
         some = (penalties.repetition != 1) | (penalties.presence != 0) | (penalties.frequency != 0)
         if self.stops is not None:

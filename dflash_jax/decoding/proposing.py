@@ -15,20 +15,50 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.decoding.calibration import Lessons
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.selection import pick, rank
+from dflash_jax.decoding.sampling import if_any
+from dflash_jax.decoding.selection import likeliest, pick, rank
 from dflash_jax.decoding.tree import Level, best_nodes, joined, next_level, pruned
 
 Carry = TypeVar("Carry")
 
 
+CANDIDATES = 64  # least tokens of a depth that are looked at for a tree under a constraint
+
+
 def propose(choice: Choice, logits: Float[Array, "B T V"]) -> Proposal:
-    """The chain of the best tokens of the depths 0..T-1, or the tree of the likeliest paths."""
-    logits, depth = choice.allowed(logits), logits.shape[1]
+    """The chain of the best tokens of the depths 0..T-1, or the tree of the likeliest paths.
+
+    Where a row has a constraint, what is allowed at a depth follows from the tokens before: depth after depth is chosen.
+    """
+    raw, logits, depth = logits, choice.allowed(logits), logits.shape[1]
+    anchor = jnp.zeros(logits.shape[0], jnp.int32)  # the logits follow from it already
     if not choice.nodes:
-        return pick(choice, logits)
+        at_once = lambda: pick(choice, logits)
+        if choice.automata is None:
+            return at_once()
+        expand = lambda d, frontier, carried: (Options(raw[:, d, None]), carried)
+        return if_any(choice.constrained, lambda: grow(choice, anchor, depth, expand, ()), at_once)
     ranked, lessons = rank(choice, logits, slice(depth))
-    best = best_nodes(ranked, choice.nodes)
-    return Proposal(best.tokens, best.parents, min(depth, choice.nodes), best.scores, lessons)
+
+    def best() -> tuple[Array, Array, Array]:
+        nodes = best_nodes(ranked, choice.nodes)
+        return nodes.tokens, nodes.parents, nodes.scores
+
+    def in_turn() -> tuple[Array, Array, Array]:
+        count = min(max(CANDIDATES, choice.nodes), logits.shape[-1])
+        scores, candidates = likeliest(choice, logits, count)
+
+        def expand(d: int, frontier: Frontier, carried: Carry) -> tuple[Options, Carry]:
+            shape = (*frontier.tokens.shape, count)
+            return Options(*(jnp.broadcast_to(x[:, d, None], shape) for x in (scores, candidates))), carried
+
+        tree = grow(choice, anchor, depth, expand, ())
+        assert tree.parents is not None
+        assert tree.scores is not None
+        return tree.tokens, tree.parents, tree.scores
+
+    nodes = best() if choice.automata is None else if_any(choice.constrained, in_turn, best)
+    return Proposal(nodes[0], nodes[1], min(depth, choice.nodes), nodes[2], lessons)
 
 
 class Frontier(NamedTuple):
@@ -40,6 +70,7 @@ class Frontier(NamedTuple):
         lineage: index of each of its ancestors, and of itself, in the frontier of its depth.
         before: tokens of the nodes that lead to them; None at the anchor.
         seen: which of these lead to which node; None is all to all.
+        states: of the rows' automata after each node; None without constraints.
     """
 
     tokens: Int[Array, "B W"]
@@ -47,6 +78,7 @@ class Frontier(NamedTuple):
     lineage: Int[Array, "B W d"]
     before: Int[Array, "B Z"] | None = None
     seen: Bool[Array, "1 W Z"] | None = None
+    states: Int[Array, "B W"] | None = None
 
 
 class Options(NamedTuple):
@@ -84,23 +116,34 @@ def grow(
         width: of a tree, most nodes of a depth to go on from; None is as many as can matter.
     """
     none = jnp.zeros((anchor.shape[0], 1), jnp.int32)
-    frontier = Frontier(anchor[:, None], none, jnp.zeros((*none.shape, 0), jnp.int32))
+    begun = None if choice.walk is None else choice.walk.state[:, None]
+    frontier = Frontier(anchor[:, None], none, jnp.zeros((*none.shape, 0), jnp.int32), states=begun)
     if choice.nodes:
         return _tree(choice, frontier, min(depth, choice.nodes), expand, carried, width or choice.nodes)
     picks = list[Proposal]()
     for d in range(depth):
         options, carried = expand(d, frontier, carried)
-        picks.append(pick(choice, _allowed(choice, options, frontier), d, options.candidates))
+        scores, hints = _allowed(choice, options, frontier)
+        picks.append(pick(choice, scores, d, options.candidates, hints))
         lineage = jnp.concatenate([frontier.lineage, none[:, :, None]], axis=2)
-        frontier = Frontier(picks[-1].tokens, none, lineage, joined(picks).tokens)
+        states = choice.following(frontier.states, picks[-1].tokens)
+        frontier = Frontier(picks[-1].tokens, none, lineage, joined(picks).tokens, states=states)
     return joined(picks)
 
 
-def _allowed(choice: Choice, options: Options, frontier: Frontier) -> Float[Array, "B W N"]:
-    """The logits of options under the penalties of the paths that lead to them; those of candidates are already."""
-    if options.candidates is not None:
-        return options.logits
-    return choice.allowed(options.logits, frontier.before, frontier.seen)
+def _allowed(
+    choice: Choice, options: Options, frontier: Frontier
+) -> tuple[Float[Array, "B W N"], Int[Array, "B W"] | None]:
+    """The logits of options under the penalties and the constraints of the paths that lead to them, penalties only
+    where they are not of candidates; and what to propose where none is left."""
+    states, automata = frontier.states, choice.automata
+    if options.candidates is None:
+        logits = choice.allowed(options.logits, frontier.before, frontier.seen, states)
+    elif automata is None or states is None:
+        logits = options.logits
+    else:
+        logits = jnp.where(automata.permits(states, choice.ids(options.candidates)), options.logits, -jnp.inf)
+    return logits, None if automata is None or states is None else automata.hint[states]
 
 
 def _tree(
@@ -110,8 +153,8 @@ def _tree(
     paths = jnp.zeros(frontier.lineage.shape, jnp.int32)  # ids that lead to each node of the frontier
     for d in range(depth):
         options, carried = expand(d, frontier, carried)
-        scores = _allowed(choice, options, frontier)
-        ranked, learnt = rank(choice, scores, slice(d, d + 1), options.candidates)
+        scores, hints = _allowed(choice, options, frontier)
+        ranked, learnt = rank(choice, scores, slice(d, d + 1), options.candidates, hints)
         lessons.append(learnt)
         levels.append(next_level(ranked, levels[-1] if levels else None, choice.nodes))
         tokens, parents = levels[-1].tokens[:, :width], levels[-1].parents[:, :width]
@@ -122,7 +165,10 @@ def _tree(
             for x, last in ((frontier.lineage, itself), (paths, tokens))
         )
         seen = jnp.repeat(jnp.eye(W, dtype=bool), d + 1, axis=1)[None]
-        frontier = Frontier(tokens, parents, lineage, paths.reshape(paths.shape[0], -1), seen)
+        states = frontier.states
+        if states is not None:
+            states = choice.following(jnp.take_along_axis(states, parents, axis=1), tokens)
+        frontier = Frontier(tokens, parents, lineage, paths.reshape(paths.shape[0], -1), seen, states)
     best = pruned(levels, choice.nodes)
     return Proposal(best.tokens, best.parents, depth, best.scores, _placed(lessons, levels, best.chosen))
 

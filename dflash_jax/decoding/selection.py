@@ -23,25 +23,44 @@ Noise = Callable[[], Array]  # [#B #T N], made inside conditions: their operands
 
 
 def pick(
-    choice: Choice, scores: Float[Array, "B T N"], depth: int = 0, candidates: Int[Array, "B T N"] | None = None
+    choice: Choice,
+    scores: Float[Array, "B T N"],
+    depth: int = 0,
+    candidates: Int[Array, "B T N"] | None = None,
+    hints: Int[Array, "B T"] | None = None,
 ) -> Proposal:
     """The chain of a token for each of the depths `depth..depth+T-1`, and what there is to learn of it.
 
     Args:
         candidates: which tokens the scores are of, for one depth; None is all.
+        hints: the target's ids of what to take where no score is above minus infinity.
     """
     depths = slice(depth, depth + scores.shape[1])
     noise, ids = _options(choice, depths, candidates)
     if choice.plain or choice.sharpness is None:
         places = first_argmax(scores) if choice.plain else select(scores, noise(), choice.sampling)
-        return Proposal(ids(places[..., None])[..., 0])
+        return Proposal(_hinted(ids(places[..., None])[..., 0], scores, hints))
     trials = ids(_trials(choice, scores, noise))
     best = choice.sharpness[depths][None, :, None]
-    return Proposal(jnp.take_along_axis(trials, best, axis=2)[..., 0], lessons=Lessons(trials))
+    tokens = jnp.take_along_axis(trials, best, axis=2)[..., 0]
+    return Proposal(_hinted(tokens, scores, hints), lessons=Lessons(trials))
+
+
+def _hinted(
+    tokens: Int[Array, "B T"], scores: Float[Array, "B T N"], hints: Int[Array, "B T"] | None
+) -> Int[Array, "B T"]:
+    """The tokens, and where none has a score, what is hinted at."""
+    if hints is None:
+        return tokens
+    return jnp.where((jnp.max(scores, axis=-1) == -jnp.inf) & (hints >= 0), hints, tokens)
 
 
 def rank(
-    choice: Choice, scores: Float[Array, "B T N"], depths: slice, candidates: Int[Array, "B T N"] | None = None
+    choice: Choice,
+    scores: Float[Array, "B T N"],
+    depths: slice,
+    candidates: Int[Array, "B T N"] | None = None,
+    hints: Int[Array, "B T"] | None = None,
 ) -> tuple[Ranked, Lessons]:
     """The best tokens by how likely each is to be what the target will choose, and what there is to learn of them.
 
@@ -51,6 +70,7 @@ def rank(
     Args:
         depths: T of them, or one, if the scores are of T nodes of that depth.
         candidates: which tokens the scores are of; None is all.
+        hints: see `pick`.
     """
     noise, ids = _options(choice, depths, candidates)
     c0 = jnp.ones((1, 1, 1)) if choice.greedy is None else choice.greedy[depths][None, :, None]
@@ -66,6 +86,9 @@ def rank(
     likely = jnp.where(best > -jnp.inf, likely, -jnp.inf)  # nothing may follow a place without options
     # What may not be proposed gives way to another of the first one.
     tokens = ids(jnp.where(likely > -jnp.inf, places, places[..., :1]))
+    if hints is not None:
+        first = ((likely[..., :1] == -jnp.inf) & (hints >= 0)[..., None]) & (jnp.arange(likely.shape[-1]) == 0)
+        likely, tokens = jnp.where(first, 0.0, likely), jnp.where(first, hints[..., None], tokens)
 
     def likelihood() -> Float[Array, "B T R C0"]:
         scaled = [c * best - jax.nn.logsumexp(c * keys, axis=-1, keepdims=True) for c in GREEDY]

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from dflash_jax.cache import Cache, Capacity, Carried
 from dflash_jax.cache.split import groups_of
 from dflash_jax.config import TargetConfig
+from dflash_jax.decoding.automata import FREE, Walk, unconstrained
 from dflash_jax.decoding.calibration import Calibration, init_calibration
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.penalties import History, Penalties, empty_history, no_penalties
@@ -161,6 +162,7 @@ class State(struct.PyTreeNode):
         draft: what the drafter carries; None without one.
         calibration: of its proposals; None without one.
         rows: rows of the cache and of what the drafter carries that these are (see `some_rows`); None is all, in order.
+        walk: where each row is in the automaton of its constraint; None in programs that serve none.
     """
 
     anchor: Int[Array, " B"]
@@ -175,20 +177,30 @@ class State(struct.PyTreeNode):
     draft: Carried | None
     calibration: Calibration | None = None
     rows: Int[Array, " B"] | None = None
+    walk: Walk | None = None
 
 
 class RowSettings(NamedTuple):
-    """Settings of one row at admission; the fields are those of `State` without their row axis."""
+    """Settings of one row at admission; the fields are those of `State` without their row axis, `walk` at the beginning
+    of an answer."""
 
     remaining: Int[Array, ""]
     stop_tokens: Int[Array, " Q"]
     sampling: Sampling
     penalties: Penalties
     scored: Bool[Array, ""]
+    walk: Walk | None = None
 
 
 def init_state(
-    target: TargetModel, drafter: DraftModel | None, rows: int, slots: Capacity, stop_width: int, widest: int = 1
+    target: TargetModel,
+    drafter: DraftModel | None,
+    rows: int,
+    slots: Capacity,
+    stop_width: int,
+    widest: int = 1,
+    *,
+    constraints: bool = False,
 ) -> State:
     """An idle batch of `rows` rows, each with room for `slots` committed tokens.
 
@@ -196,6 +208,7 @@ def init_state(
         slots: of every row, or the groups that rows of different lengths stand in (see `cache.split`).
         stop_width: stop tokens a row may have.
         widest: the longest chunk of a prompt that will be committed at once.
+        constraints: whether rows may have one.
     """
     return State(
         anchor=jnp.zeros(rows, jnp.int32),
@@ -209,6 +222,7 @@ def init_state(
         target_cache=target.init_cache(rows, slots, widest),
         draft=None if drafter is None else drafter.init_state(rows, slots, widest),
         calibration=None if drafter is None else _calibration(drafter),
+        walk=unconstrained(rows) if constraints else None,
     )
 
 
@@ -226,7 +240,7 @@ def begin_row(state: State, row: Int[Array, ""]) -> State:
     )
 
 
-_OF_ROWS = ("anchor", "lengths", "remaining", "stop_tokens", "sampling", "penalties", "history", "scored")
+_OF_ROWS = ("anchor", "lengths", "remaining", "stop_tokens", "sampling", "penalties", "history", "scored", "walk")
 
 
 def some_rows(state: State, rows: Int[Array, " B"]) -> State:
@@ -256,4 +270,5 @@ def without_idle_rows(state: State) -> State:
         sampling=state.sampling.replace(temperature=only(state.sampling.temperature, 0.0)),
         penalties=jax.tree.map(only, state.penalties, no_penalties(busy.shape[0])),
         scored=state.scored & busy,
+        walk=None if state.walk is None else state.walk.replace(state=only(state.walk.state, FREE)),
     )

@@ -14,6 +14,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax import cache
+from dflash_jax.decoding.automata import FREE, Automata
 from dflash_jax.decoding.calibration import Calibration
 from dflash_jax.decoding.choice import Choice, Proposals
 from dflash_jax.decoding.logprobs import Logprobs, log_probabilities
@@ -115,16 +116,20 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
         remaining=remaining,
         history=remember(view.history, tokens, view.lengths + 1, count),
         calibration=_calibrated(view, block.proposal, accepted),
+        walk=choice.after(tokens, count),
     )
     return after, Committed(tokens, count, scores, _forecast(block.proposal, accepted))
 
 
 def _calibrated(state: State, proposal: Proposal, accepted: Accepted) -> Calibration | None:
-    """What the step reveals of the drafter: a token is judged if all proposals before it were right."""
+    """What the step reveals of the drafter: a token is judged if all proposals before it were right. Nothing is learnt of
+    rows with a constraint, whose tokens it may have had no choice to get wrong."""
     if state.calibration is None or proposal.lessons is None:
         return state.calibration
     depth = proposal.depth
     judged = jnp.arange(depth)[None] < accepted.count[:, None]
+    if state.walk is not None:
+        judged &= state.walk.state[:, None] == FREE
     right, sampled = accepted.tokens[:, :depth], state.sampling.temperature > 0
     return state.calibration.learn(proposal.lessons, right, accepted.path, judged, sampled)
 
@@ -154,14 +159,16 @@ def sizes_within(nodes: int) -> tuple[int, ...]:
 # Its functions for a target and a drafter
 
 
-def make_choose(target: TargetModel, depth: int) -> Callable[[State], Choice]:
-    """A function State -> `Choice`: settings, and noise [B, depth + 1, V] of `depth` nodes and the token after them."""
+def make_choose(target: TargetModel, depth: int, automata: Automata | None = None) -> Callable[[State], Choice]:
+    """A function State -> `Choice`: settings, and noise [B, depth + 1, V] of `depth` nodes and the token after them.
+    `automata` are those of constraints, if there may be any."""
 
     def choose(state: State) -> Choice:
         positions = state.lengths[:, None] + 1 + jnp.arange(depth + 1)[None]
         noise = gumbel_noise(state.sampling, positions, target.config.vocab_size)
         settings = state.sampling, state.penalties, state.history, state.lengths + 1
-        return Choice(*settings, noise, target.decodable, stops=state.stop_tokens)
+        constraints = {"automata": automata, "walk": state.walk}
+        return Choice(*settings, noise, target.decodable, stops=state.stop_tokens, **constraints)
 
     return choose
 
@@ -220,6 +227,7 @@ def step_functions(
     block_size: int,
     proposals: Proposals = "calibrated",
     nodes: int = 0,
+    automata: Automata | None = None,
 ) -> StepFunctions:
     """The step of a target and a drafter.
 
@@ -229,13 +237,14 @@ def step_functions(
             date.
         proposals: "calibrated", "coupled", "argmax" or "independent" (docs/sampling.md).
         nodes: number of nodes of a tree besides the anchor; 0 proposes a chain.
+        automata: of the constraints that rows may have, where the state has a `walk`.
     """
     depth, propose = 0, nothing
     if drafter is not None and block_size > 0 and drafter.depth(block_size) > 0:
         depth = drafter.depth(block_size)
         propose = make_propose(target, drafter, block_size, proposals, nodes)
     return StepFunctions(
-        make_choose(target, depth), propose, partial(verify, target, drafter), partial(commit, target, drafter)
+        make_choose(target, depth, automata), propose, partial(verify, target, drafter), partial(commit, target, drafter)
     )
 
 

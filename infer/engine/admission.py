@@ -1,7 +1,7 @@
 """Which request goes where: those that wait, those in slots, and those that move to a longer slot. Pure host code."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dflash_jax.infer.engine.rows import ActiveRequest
 
@@ -40,9 +40,14 @@ class Admission:
         """Requests, by slot, that decode."""
         return {slot: row for slot, row in enumerate(self.rows) if row and row.decoding}
 
-    def place(self, admit: bool) -> list[tuple[ActiveRequest, int, int | None]]:
+    def place(
+        self, admit: bool, ready: Callable[[ActiveRequest], bool] = lambda row: True
+    ) -> list[tuple[ActiveRequest, int, int | None]]:
         """Gives free slots to rows that have outgrown theirs, and to waiting requests if they may have them (`admit`).
         A slot that a row has left is free from the next call on.
+
+        Args:
+            ready: asked of a waiting request that would get a slot; it waits on where the answer is no.
 
         Returns:
             Each request that got a slot, which one, and which it has left; None if it begins.
@@ -61,10 +66,9 @@ class Admission:
         while admit and self.waiting and (short or long):
             row = self.waiting.popleft()
             fits = self._short is not None and row.begins_in(self._short)
-            if fits and short:
-                placed.append((row, self._give(row, short.popleft()), None))
-            elif long and not (fits and for_long):
-                placed.append((row, self._give(row, long.popleft()), None))
+            slots = short if fits and short else long if not (fits and for_long) else ()
+            if slots and ready(row):
+                placed.append((row, self._give(row, slots.popleft()), None))
             else:
                 passed.append(row)
                 for_long |= not fits

@@ -20,6 +20,7 @@ from dflash_jax.decoding.step import Committed, sizes_within
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.chooser import Chooser, Draft
 from dflash_jax.infer.engine.compiling import Progress
+from dflash_jax.infer.engine.constraints import Constraints, Ready
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.pacing import NextVisit, Pacing
@@ -77,7 +78,8 @@ class Engine:
         self.drafter, self.block_size, self.tree = self.drafts.drafter, self.drafts.block_size, self.drafts.tree
         self.choosers = self.drafts.choosers
         self.stats = Stats()
-        self.batch = Slots(target, config, self.drafts)
+        self.constraints = Constraints(target, config.constraint_states) if config.constraints else None
+        self.batch = Slots(target, config, self.drafts, self.constraints)
         self._tickets = itertools.count()
         self._admission = Admission(self.batch.lengths[: config.slots], config.max_length)
         self._pacing = Pacing(config.slots, config.steps_per_visit)
@@ -182,14 +184,15 @@ class Engine:
 
     def submit(self, request: Request) -> int:
         """Queues a request for `step` and returns its ticket; raises RequestError if it cannot be served."""
-        self.check(request)
+        constraint = self.check(request)
         if self.drafts.auto and not self.choosers:
             self.warm_up()
         ticket = next(self._tickets)
         prompt = request.prompt_token_ids
         completion = Completion(prompt_tokens=len(prompt), sample=request.sample, submitted=time.perf_counter())
         budget = min(request.params.max_new_tokens, self.max_length - len(prompt))
-        self._admission.waiting.append(ActiveRequest(ticket, request, completion, budget, self.batch.keys(prompt)))
+        row = ActiveRequest(ticket, request, completion, budget, self.batch.keys(prompt), constraint=constraint)
+        self._admission.waiting.append(row)
         return ticket
 
     def step(self, *, admit: bool = True) -> list[tuple[int, Completion]]:
@@ -221,17 +224,29 @@ class Engine:
             if row.completion.finish_reason:
                 row.completion.finished = now
                 self._admission.finish(row)
+                self._ended(row)
         return [(row.ticket, row.completion) for row in events]
 
     def _place(self, admit: bool) -> None:
         """Moves rows and begins requests on the device, where there are slots for them."""
-        for row, slot, left in self._admission.place(admit):
+        for row, slot, left in self._admission.place(admit, self._constrained):
             row.settings = row.on_device(self.config.seed)
             if left is not None:
                 self.batch.move(left, slot, row.settings)
             else:
                 row.completion.started = time.perf_counter()
                 self.batch.begin(slot)
+
+    def _constrained(self, row: ActiveRequest) -> bool:
+        """Places the constraint of a request; false if there is no room for it yet."""
+        if self.constraints is not None:
+            row.walk = self.constraints.place(row.constraint)
+        return self.constraints is None or row.walk is not None
+
+    def _ended(self, row: ActiveRequest) -> None:
+        """A request has left its slot for good."""
+        if self.constraints is not None:
+            self.constraints.release(row.constraint)
 
     def wait(self) -> None:
         """Waits for the device: `step` may return while it still works."""
@@ -241,17 +256,24 @@ class Engine:
 
     def cancel(self, *tickets: int) -> None:
         """Drops requests, waiting or in a slot; nothing happens for one that is finished or unknown."""
+        of_slot = dict(enumerate(self._admission.rows))
         for slot in self._admission.cancel(tickets):
             self.batch.release(slot)
+            if row := of_slot[slot]:
+                self._ended(row)
 
-    def check(self, request: Request) -> None:
-        """Raises RequestError if this engine cannot serve the request."""
+    def check(self, request: Request) -> Ready | None:
+        """Raises RequestError if this engine cannot serve the request; returns its constraint, prepared."""
         request.check(self.target.config.vocab_size, self.max_length)
         if not request.speculative and self.drafter and not self.config.plain:
             raise invalid("steps without speculation are not served: the engine was made with plain=False")
         served, asked = self.config.logprobs, request.params.logprobs
         if asked is not None and asked not in range(0 if served is None else served + 1):
             raise invalid(f"logprobs {asked} is not served: the engine was made with logprobs={served}")
+        if (constraint := request.params.constraint) is not None and self.constraints is None:
+            name = constraint.name or "constraint"
+            raise invalid(f"{name} is not served: the engine was made with constraints=False", name)
+        return self.constraints.check(request.params) if self.constraints else None
 
     def _read(self, filling: Mapping[int, ActiveRequest]) -> list[ActiveRequest]:
         """Reads some of these prompts, until one ends or rows that decode have waited long enough; returns the rows

@@ -41,6 +41,10 @@ class EngineConfig:
             `max_length` either. "auto" is then the checkpoint's block size, and no tree.
         gpu_graphs: whether all steps of a device call run as one CUDA graph: "on", "off", or "auto", which is on where
             one device decodes, its driver is of CUDA 12.4 or later, and a small program at the first use is right.
+        constraints: whether requests may have a constraint (`SamplingParams.constraint`). Without, programs are the same
+            as if there were none.
+        constraint_states: states of the automata of all constraints that are in use at a time. Their tables take some
+            memory: about 65 MB with the default and a vocabulary of 150,000.
 
     Raises:
         ValueError: a setting out of range, or two that exclude each other.
@@ -61,13 +65,18 @@ class EngineConfig:
     plain: bool = False
     deterministic: bool = False
     gpu_graphs: Graphs = "auto"
+    constraints: bool = False
+    constraint_states: int = 2**14
 
     def __post_init__(self):
         least = {"slots": 1, "max_length": 1, "prefill_chunk": 1, "steps_per_visit": 1, "prefix_chunks": 0}
+        least["constraint_states"] = 64
         for name, smallest in least.items():
             if not smallest <= (value := getattr(self, name)) < 2**31:
                 raise ValueError(f"{name} must be at least {smallest} and below 2**31, got {value}")
         check_seed(self.seed)
+        if self.constraint_states >= 2**15:
+            raise ValueError(f"constraint_states must be below 2**15, got {self.constraint_states}")
         if self.tree == "auto" and self.block_size != "auto":
             raise ValueError('tree "auto" goes together with block_size "auto"; give both, or a number of nodes')
         if isinstance(self.tree, int) and not 0 <= self.tree <= MOST_NODES:

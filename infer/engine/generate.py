@@ -65,7 +65,7 @@ def spec_generate(
         max_length: cache slots per row; by default what the longest row needs, rounded up so that
             similar calls share compiled programs.
         sampling: other fields of `SamplingParams`: temperature (0, the default, is greedy), top_p, top_k, min_p,
-            repetition_penalty, presence_penalty, frequency_penalty, min_tokens.
+            repetition_penalty, presence_penalty, frequency_penalty, min_tokens, constraint.
 
     Raises:
         TypeError: an unknown argument.
@@ -88,6 +88,7 @@ def spec_generate(
         proposals=proposals,
         seed=seed,
         prefill_chunk=prefill_chunk,
+        constraints=params.constraint is not None,
     )
     requests = [Request(prompt, params, id=str(row)) for row, prompt in enumerate(prompts)]
     done = Engine(target, drafter, config).generate(requests)

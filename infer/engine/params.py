@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.constraints.constraint import Constraint
 from dflash_jax.decoding.penalties import Penalties, check_penalties
 from dflash_jax.decoding.sampling import Sampling, check_sampling, request_key
 from dflash_jax.decoding.state import RowSettings
@@ -40,7 +41,9 @@ class SamplingParams:
             default: pass `target.config.eos_token_ids`. Both together may be 16.
         ignore_eos: go on after the model's own end tokens.
         min_tokens: of the first so many tokens none is a stop token or completes a stop string: the model chooses among
-            the others.
+            the others. Where a constraint allows nothing but an end, the answer ends.
+        constraint: what the answer must look like (see `dflash_jax.constraints`); needs an engine with
+            `EngineConfig(constraints=True)`, and `eos_token_ids`. None is anything.
 
     Values are checked when a request is given to an engine, which raises `RequestError`, a ValueError.
     """
@@ -59,6 +62,7 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    constraint: Constraint | None = None
 
     @property
     def ends(self) -> tuple[int, ...]:

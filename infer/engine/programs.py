@@ -13,6 +13,7 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.cache import commit, once_read
+from dflash_jax.decoding.automata import Automata
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.logprobs import log_probabilities
 from dflash_jax.decoding.penalties import remember, remember_prompts
@@ -36,19 +37,20 @@ def decode_call(
     config: EngineConfig,
     rows: np.ndarray | None = None,
     options: Options | None = None,
+    automata: Automata | None = None,
 ) -> tuple[Wrapped, tuple]:
     """`run` of a speculative step as a jitted function and its arguments: one program per number of rows and draft.
-    `rows` are the only ones that it advances, and that its trace has. `options` are the compiler's. `state` is
-    donated."""
+    `rows` are the only ones that it advances, and that its trace has. `options` are the compiler's, `automata`
+    those of constraints. `state` is donated."""
     steps, leave = np.int32(max_steps), np.int32(leave_below)
     static = draft, config.proposals, config.steps_per_visit, config.logprobs
-    return _decode_program(tuple((options or {}).items())), (target, drafter, state, rows, steps, leave, *static)
+    return _decode_program(tuple((options or {}).items())), (target, drafter, state, rows, steps, leave, automata, *static)
 
 
 @cache
 def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Wrapped:
-    def program(target, drafter, state, rows, max_steps, leave_below, draft, proposals, capacity, logprobs):
-        parts = step_functions(target, drafter, draft.block_size, proposals, draft.nodes)
+    def program(target, drafter, state, rows, max_steps, leave_below, automata, draft, proposals, capacity, logprobs):
+        parts = step_functions(target, drafter, draft.block_size, proposals, draft.nodes, automata)
         step = partial(speculative_step, parts, logprobs=logprobs)
         narrow = state if rows is None else some_rows(state, rows)
         narrow, trace = run(step, narrow, max_steps, leave_below, capacity)
@@ -78,7 +80,7 @@ def move(state: State, row: Int[Array, ""], to: Int[Array, ""], settings: RowSet
         history=history,
         target_cache=carried(state.target_cache),
         draft=None if state.draft is None else carried(state.draft),
-        **settings._asdict(),
+        **settings._asdict() | {"walk": jax.tree.map(lambda x: x[row], state.walk)},
     )
     return pin(all_rows(state.replace(remaining=state.remaining.at[row].set(0)), moved))
 
@@ -93,6 +95,7 @@ def prefill(
     counts: Int[Array, " B"],
     last: Bool[Array, " B"],
     settings: tuple[RowSettings, ...],
+    automata: Automata | None = None,
     logprobs: int | None = None,
 ) -> tuple[State, Committed]:
     """Commits the next tokens of some prompts; the last ones of a prompt also choose the first new token.
@@ -101,6 +104,7 @@ def prefill(
         rows: rows to fill: idle, begun, all different; and any others with a count of 0, which stay as they are.
         tokens, counts: of each row, and how many of them are prompt.
         last: whether the prompt ends here: the row then starts decoding.
+        automata: of the rows' constraints, where they may have any.
         logprobs: see `speculative_step`.
 
     Returns:
@@ -124,15 +128,17 @@ def prefill(
     final = jnp.maximum(counts - 1, 0)
     logits = target.unembed(jnp.take_along_axis(hidden, final[:, None, None], axis=1))
     noise = gumbel_noise(given.sampling, end[:, None], target.config.vocab_size)
-    choice = Choice(given.sampling, given.penalties, of_rows, end, noise, target.decodable, stops=given.stop_tokens)
-    token, scores = choice.tokens(logits), None
+    settings_of_rows = given.sampling, given.penalties, of_rows, end, noise, target.decodable
+    choice = Choice(*settings_of_rows, stops=given.stop_tokens, automata=automata, walk=given.walk)
+    begun = None if given.walk is None else given.walk.state[:, None]
+    token, scores = choice.tokens(logits, states=begun), None
     if logprobs is not None:
         scores = log_probabilities(choice.masked(logits), token, given.scored, logprobs)
     goes_on = last & ~jnp.any(token == given.stop_tokens, axis=1)
     budgets = jnp.where(goes_on, given.remaining - 1, 0)
     of_rows = of_rows.replace(tokens=remember(of_rows, token, end, jnp.ones_like(end)).tokens)
     written = jnp.where(read, rows, state.lengths.shape[0])
-    given = given._replace(remaining=budgets)
+    given = given._replace(remaining=budgets, walk=choice.after(token, jnp.ones_like(end)))
     filled = state.replace(rows=written, anchor=token[:, 0], lengths=end, history=of_rows, **given._asdict())
     state = all_rows(state.replace(history=history), filled)
     return pin(state), Committed(token, last.astype(jnp.int32), scores)

@@ -13,9 +13,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import Cache, commit, once_read
+from dflash_jax.decoding.automata import FREE, Automata
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.penalties import History, Penalties
 from dflash_jax.decoding.sampling import Sampling, gumbel_noise
+from dflash_jax.infer.engine.constraints import Constraints
+from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.mesh import entered
 from dflash_jax.target import Target
@@ -27,8 +30,8 @@ class Replay(NamedTuple):
     Attributes:
         worst_gap: largest amount by which a committed token's score stayed below the best score at its
             position; 0 if every token is the target's choice. Scores are logits (greedy) or filtered
-            log-probabilities over temperature plus noise. Infinite for a token outside top-k or top-p, or a stop token
-            before `min_tokens`.
+            log-probabilities over temperature plus noise. Infinite for a token outside top-k or top-p, a stop token
+            before `min_tokens`, and one that the constraint does not allow.
         worst_index: where, counted in generated tokens.
         mismatches: tokens that are not the target's choice in this replay.
         near_ties: of these, how many with a gap that rounding explains: below 1e-4, or in bfloat16 and float16 below
@@ -69,7 +72,7 @@ def replay(
         settings: fields of `SamplingParams` by name, which win over `params`.
 
     Raises:
-        ValueError: an empty prompt or answer.
+        ValueError: an empty prompt or answer, or a constraint that cannot be enforced.
     """
     if not prompt or not tokens:
         raise ValueError("replay needs a prompt and generated tokens, got an empty sequence")
@@ -80,20 +83,35 @@ def replay(
     inputs, labels = sequence[:-1], sequence[1:]
     room = -(-len(sequence) // 256) * 256
     history = History(jnp.asarray(np.pad(sequence, (0, room - len(sequence)))[None]), jnp.asarray([len(prompt)]))
+    automata, states = _constrained(target, params, tokens)
+    states = np.asarray([*[FREE] * (len(prompt) - 1), *states], np.int32)  # before each of the labels
     with entered(target.mesh):
         cache, found, start, end = target.init_cache(1, room), [], 0, 0
         while start < len(inputs):
             # No chunk holds scored positions and others: those before in it count as tokens of the answer.
             end = min(start + chunk, len(prompt) - 1 if start < len(prompt) - 1 else len(inputs))
             pad = (0, chunk - (end - start))
-            piece = np.pad(inputs[start:end], pad)[None], np.pad(labels[start:end], pad)[None]
+            piece = [np.pad(of[start:end], pad)[None] for of in (inputs, labels, states)]
             count, length = np.array([end - start], np.int32), np.array([start], np.int32)
-            cache, *gap_and_tie = _gaps(target, cache, length, *piece, count, *settings, history)
+            cache, *gap_and_tie = _gaps(target, cache, length, *piece, count, *settings, history, automata)
             found.append(np.concatenate(gap_and_tie)[:, : end - start])
             start = end
     gap, tie = np.concatenate(found, axis=1)[:, len(prompt) - 1 :]
     wrong = gap > 0
     return Replay(float(gap.max()), int(gap.argmax()), int(wrong.sum()), int((wrong & (gap < tie)).sum()))
+
+
+def _constrained(target: Target, params: SamplingParams, tokens: Sequence[int]) -> tuple[Automata | None, list[int]]:
+    """The automaton of a constraint, and its state before each of these tokens."""
+    if params.constraint is None:
+        return None, [FREE] * len(tokens)
+    constraints = Constraints(target, EngineConfig.constraint_states)
+    ready = constraints.check(params)
+    begin = constraints.place(ready)
+    assert ready is not None
+    assert begin is not None
+    states = ready.automaton.walk(tokens)[:-1]
+    return constraints.tables, [int(begin.state) + state - 1 if state else FREE for state in states]
 
 
 @partial(jax.jit, donate_argnames="cache")
@@ -103,19 +121,22 @@ def _gaps(
     lengths: Int[Array, " B"],
     tokens: Int[Array, "B T"],
     labels: Int[Array, "B T"],
+    states: Int[Array, "B T"],
     count: Int[Array, " B"],
     sampling: Sampling,
     penalties: Penalties,
     stops: Int[Array, "B Q"],
     history: History,
+    automata: Automata | None,
 ) -> tuple[Cache, Float[Array, "B T"], Float[Array, "B T"]]:
     """How far each label's score is below the best one, and how far rounding may put it."""
     positions = lengths[:, None] + jnp.arange(tokens.shape[1])[None]
     hidden, _, fresh = target.forward(tokens, positions, None, cache, lengths)
     noise = gumbel_noise(sampling, positions + 1, target.config.vocab_size)
-    choice = Choice(sampling, penalties, history, lengths + 1, noise, target.decodable, stops=stops)
+    settings = sampling, penalties, history, lengths + 1, noise, target.decodable
+    choice = Choice(*settings, stops=stops, automata=automata)
     logits = target.unembed(hidden)
-    scores = choice.chain_scores(logits, labels[:, :-1])
+    scores = choice.chain_scores(logits, labels[:, :-1], states)
     chosen = jnp.take_along_axis(scores, labels[..., None], axis=-1)[..., 0]
     gaps, temperature = jnp.max(scores, axis=-1) - chosen, sampling.temperature[:, None]
     largest = jnp.max(jnp.abs(logits), axis=-1) / jnp.where(temperature > 0, temperature, 1)

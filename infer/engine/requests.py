@@ -9,20 +9,21 @@ MOST_CHARACTERS = 1000  # of a message
 
 
 class RequestError(ValueError):
-    """A request that cannot be served; `code` is stable, the message says what to do.
+    """A request that cannot be served; `code` is stable, the message says what to do, `param` is the field it is about,
+    if that is known.
 
     A message may quote the request. So it is cut where it is long, and what is no text in it is escaped: it can always
     be written.
     """
 
-    def __init__(self, code: str, message: str):
+    def __init__(self, code: str, message: str, param: str | None = None):
         super().__init__(message[:MOST_CHARACTERS].encode("utf-8", "backslashreplace").decode())
-        self.code = code
+        self.code, self.param = code, param
 
 
-def invalid(message: str) -> RequestError:
+def invalid(message: str, param: str | None = None) -> RequestError:
     """The error of a request with a setting that cannot be served."""
-    return RequestError("invalid_parameter", message)
+    return RequestError("invalid_parameter", message, param)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.decoding.automata import Walk
 from dflash_jax.decoding.state import RowSettings
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine.chooser import Outcome
+from dflash_jax.infer.engine.constraints import Ready
 from dflash_jax.infer.engine.requests import Completion, Request
 
 
@@ -22,6 +24,8 @@ class ActiveRequest:
         settings: for the device; known from its admission on.
         room: tokens it may generate in its slot; if they are fewer than its budget, it moves to a longer one then.
         filled: prompt tokens committed.
+        constraint: of the answer; None is none.
+        walk: where it begins in the automata of the engine, in a slot.
     """
 
     ticket: int
@@ -32,6 +36,8 @@ class ActiveRequest:
     settings: RowSettings = field(init=False)
     room: int = 0
     filled: int = 0
+    constraint: Ready | None = None
+    walk: Walk | None = None
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -59,7 +65,7 @@ class ActiveRequest:
     def on_device(self, engine_seed: int) -> RowSettings:
         """Its settings for what it may still generate in its slot."""
         request, left = self.request, self.room - len(self.completion.token_ids)
-        return request.params.on_device(request.id, request.sample, engine_seed, left)
+        return request.params.on_device(request.id, request.sample, engine_seed, left)._replace(walk=self.walk)
 
     def advance(
         self, trace: Committed, at: int, committed: np.ndarray, proposed: int | None

@@ -13,12 +13,14 @@ import numpy as np
 from jax.stages import Wrapped
 
 from dflash_jax.cache import Group
+from dflash_jax.decoding.automata import Automata
 from dflash_jax.decoding.state import RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine import traced
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options, fastest_options
 from dflash_jax.infer.engine.compiling import Progress, compile_all
+from dflash_jax.infer.engine.constraints import Constraints
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.graphs import graph_options
@@ -46,6 +48,7 @@ class Slots:
 
     Args:
         drafts: what `decode` may be asked for.
+        constraints: those that rows may have; None is none.
 
     Attributes:
         state: consumed and replaced by every call.
@@ -53,7 +56,7 @@ class Slots:
         used: the programs that may be used.
     """
 
-    def __init__(self, target: Target, config: EngineConfig, drafts: Drafts):
+    def __init__(self, target: Target, config: EngineConfig, drafts: Drafts, constraints: Constraints | None = None):
         self._target, self._drafter, self._config, self._drafts = target, drafts.drafter, config, drafts
         self._parts, self._fixed = rows_of(target.mesh), config.deterministic
         self._slots = slots = self._rows_on_device()
@@ -71,11 +74,13 @@ class Slots:
         self._short = short
         groups = max_length if short is None else (short, Group(slots - short.rows, max_length))
         self._from_disk: dict[Name, Wrapped | None] = {}  # programs by name; None where there is none
-        self._neutral = SamplingParams().on_device("", 0, 0, 1)
+        self._constraints, free = constraints, constraints and constraints.place(None)
+        self._neutral = SamplingParams().on_device("", 0, 0, 1)._replace(walk=free)
         fewer = [slots // n // self._parts * self._parts for n in NARROWER if slots >= MANY and not self._fixed]
         self._widths = tuple(sorted({slots, *filter(None, fewer)}))
         self.used, self._warm = self.names, False
-        make = jax.jit(lambda: pin(init_state(target, drafts.drafter, slots, groups, STOP_WIDTH, chunk)))
+        state = partial(init_state, target, drafts.drafter, slots, groups, STOP_WIDTH, chunk)
+        make = jax.jit(lambda: pin(state(constraints=constraints is not None)))
         with self._on_mesh():
             if dispatch.checks():  # while there is memory
                 self.state = jax.eval_shape(make)
@@ -270,7 +275,7 @@ class Slots:
 
     def _timed_steps(self, check_interrupt: Callable[[], object]) -> dict[tuple[Draft, int], float]:
         rng, short = np.random.default_rng(0), next(name for name in self.used if isinstance(name, PrefillShape))
-        endless = SamplingParams().on_device("", 0, 0, np.iinfo(np.int32).max)
+        endless = self._neutral._replace(remaining=np.int32(np.iinfo(np.int32).max))
         times: dict[tuple[Draft, int], list[float]] = {how: [] for how in self._decoding}
         for _ in range(3):
             for draft, width in times:
@@ -329,7 +334,7 @@ class Slots:
         return PrefillCost(seconds[0], max(0.0, seconds[1] - seconds[0]) / max(halves.values()))
 
     def _prefill_call(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Call:
-        given = self._target, self._drafter, self.state, *selected, settings
+        given = self._target, self._drafter, self.state, *selected, settings, self._automata
         return Call(prefill, (*given, self._config.logprobs), 1)
 
     def _prefill(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Committed:
@@ -342,7 +347,11 @@ class Slots:
     def _decode_call(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Call:
         rows = None if len(slots) == self._slots else np.asarray(slots, np.int32)
         how = max_steps, leave_below, draft, self._config, rows, self.compiler_options(draft, len(slots))
-        return Call(*decode_call(self._target, self._drafter, self.state, *how), 4)
+        return Call(*decode_call(self._target, self._drafter, self.state, *how, self._automata), 4)
+
+    @property
+    def _automata(self) -> Automata | None:
+        return self._constraints and self._constraints.tables
 
     def compiler_options(self, draft: Draft, rows: int) -> Options | None:
         """The compiler's options for the program with this draft, if there are any."""

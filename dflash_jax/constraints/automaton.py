@@ -1,0 +1,151 @@
+"""Automata over bytes: the states that the derivatives of an expression lead to, as a table.
+
+Shapes: S states, C classes of bytes that no state tells apart.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from dflash_jax.constraints.errors import ConstraintError
+from dflash_jax.constraints.expressions import SYMBOLS, Expression, Expressions, Set
+
+DEAD = 0  # the state from which nothing is matched any more
+ROUNDS = 200  # of merging states; an automaton that needs more is used as it is
+
+
+class Budget(NamedTuple):
+    """What a constraint may take.
+
+    Attributes:
+        states: of its automaton over bytes.
+        until: by `time.monotonic`.
+    """
+
+    states: int = 2**14
+    until: float = float("inf")
+
+    def check(self) -> None:
+        """Raises ConstraintError when the time is over."""
+        if time.monotonic() > self.until:
+            raise ConstraintError("constraint_timeout", "the constraint takes too long to prepare; make it smaller")
+
+
+class Automaton(NamedTuple):
+    """An automaton over bytes and special tokens; state 0 is dead, state 1 the first.
+
+    Attributes:
+        next: of a state by a byte [S, SYMBOLS].
+        final: whether what was read is matched [S].
+    """
+
+    next: np.ndarray
+    final: np.ndarray
+
+    def matches(self, text: bytes) -> bool:
+        """Whether it matches a text."""
+        state = 1
+        for byte in text:
+            state = self.next[state, byte]
+        return bool(self.final[state])
+
+
+def automaton(made: Expressions, expression: Expression, budget: Budget | None = None) -> Automaton:
+    """The smallest automaton of an expression.
+
+    Raises:
+        ConstraintError: it has too many states, takes too long, or matches nothing.
+    """
+    budget = budget or Budget()
+    numbers, rows, final = {made.nothing: DEAD, expression: 1}, [np.zeros(SYMBOLS, np.int32)], [False]
+    if expression is made.nothing:
+        raise unsatisfiable()
+    members, waiting = dict[Set, np.ndarray](), [expression]
+    for count, state in enumerate(waiting):
+        if not count % 16:
+            budget.check()
+        row = np.zeros(SYMBOLS, np.int32)
+        for of in made.classes(state):
+            following = made.derivative(state, of)
+            number = numbers.get(following)
+            if number is None:
+                number = numbers[following] = len(numbers)
+                waiting.append(following)
+                if number >= budget.states or len(made) > 64 * budget.states:
+                    raise ConstraintError(
+                        "constraint_too_large",
+                        f"the constraint needs more than {budget.states} states; give it shorter lengths, fewer "
+                        "alternatives or less nesting",
+                    )
+            if number:
+                if of not in members:
+                    members[of] = np.fromiter(_bits(of), np.int32)
+                row[members[of]] = number
+        rows.append(row)
+        final.append(state.empty)
+    return _smallest(np.stack(rows), np.asarray(final), budget)
+
+
+def unsatisfiable(why: str = "no text does") -> ConstraintError:
+    return ConstraintError("unsatisfiable", f"nothing satisfies the constraint: {why}")
+
+
+def _bits(of: Set) -> Iterator[int]:
+    while of:
+        lowest = of & -of
+        yield lowest.bit_length() - 1
+        of ^= lowest
+
+
+def leading_to(following: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Which states lead to one of those wanted, or are one."""
+    columns = np.unique(following, axis=1)  # each class of bytes once
+    states, to = np.repeat(np.arange(len(columns)), columns.shape[1]), columns.reshape(-1)
+    order = np.argsort(to, kind="stable")
+    begin = np.searchsorted(to[order], np.arange(len(columns) + 1))
+    found, frontier = wanted.copy(), np.flatnonzero(wanted)
+    while frontier.size:
+        before = np.concatenate([states[order[begin[s] : begin[s + 1]]] for s in frontier])
+        frontier = np.unique(before[~found[before]])
+        found[frontier] = True
+    found[DEAD] = False
+    return found
+
+
+def _smallest(following: np.ndarray, final: np.ndarray, budget: Budget) -> Automaton:
+    """Without states that lead nowhere, and with equal ones merged."""
+    alive = leading_to(following, final)
+    budget.check()
+    if not alive[1]:
+        raise unsatisfiable()
+    following = np.where(alive[following], following, DEAD)
+    columns = np.unique(following, axis=1)
+    rng = np.random.default_rng(0)
+    weights = rng.integers(1, 2**63, columns.shape[1], dtype=np.uint64) | np.uint64(1)
+    names = rng.integers(1, 2**63, len(following), dtype=np.uint64)
+    block = np.where(alive, 1 + final.astype(np.int64), 0)
+    count = len(np.unique(block))
+    for _ in range(ROUNDS):
+        budget.check()
+        # Equal sums are equal rows but by a chance of 2**-40; what is merged in the end is compared exactly.
+        sums = names[block] + (names[block][columns] * weights).sum(axis=1, dtype=np.uint64)
+        _, block = np.unique(np.where(alive, sums, 0), return_inverse=True)
+        block = block.reshape(-1)
+        if block.max() + 1 == count:
+            break
+        count = block.max() + 1
+    else:
+        return Automaton(following.astype(np.int32), final & alive)
+    first = np.full(count, len(following))
+    np.minimum.at(first, block, np.arange(len(following)))
+    order = np.argsort(first)  # state 0 is dead, state 1 the first one, as before
+    number = np.empty_like(order)
+    number[order] = np.arange(count)
+    merged = number[block]
+    merged[~alive] = DEAD
+    small = merged[following[first[order]]]
+    if not (small[merged[alive]] == merged[following[alive]]).all():  # two sums were equal by chance
+        return Automaton(following.astype(np.int32), final & alive)
+    return Automaton(small.astype(np.int32), (final & alive)[first[order]])

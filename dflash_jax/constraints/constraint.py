@@ -1,0 +1,99 @@
+"""Constraints as plain data, and what prepares them."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dflash_jax.constraints import regex as expressions_of
+from dflash_jax.constraints import schema as schemas
+from dflash_jax.constraints.automaton import Budget, automaton
+from dflash_jax.constraints.characters import utf8
+from dflash_jax.constraints.errors import ConstraintError
+from dflash_jax.constraints.expressions import Expression, Expressions
+from dflash_jax.constraints.vocabulary import TokenAutomaton, Vocabulary
+
+VERSION = 1  # of what constraints mean: answers of another one may differ
+LARGEST = 2**18  # bytes of a constraint
+SECONDS = 2.0  # that a constraint may take
+
+Kind = Literal["regex", "choice", "json_schema"]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer must look like; make one with `regex`, `choice`, `json_schema` or `json_object`.
+
+    Attributes:
+        kind, source: what it is, as text.
+        compact: whether JSON is written without blanks.
+        name: of the field of a request that it came from, for messages.
+    """
+
+    kind: Kind
+    source: str
+    compact: bool = False
+    name: str = field(default="", compare=False)
+
+
+def regex(pattern: str) -> Constraint:
+    """Answers that a regular expression matches as a whole (Python's syntax, with ASCII classes)."""
+    return Constraint("regex", pattern)
+
+
+def choice(texts: Sequence[str]) -> Constraint:
+    """Answers that are one of these texts."""
+    return Constraint("choice", json.dumps(list(texts)))
+
+
+def json_schema(schema: Any, *, compact: bool = False) -> Constraint:
+    """Answers of JSON that a schema allows (docs/constraints.md).
+
+    Args:
+        schema: of JSON Schema, as Python's objects.
+        compact: without blanks.
+    """
+    return Constraint("json_schema", json.dumps(schema), compact)
+
+
+def json_object(*, compact: bool = False) -> Constraint:
+    """Answers that are an object of JSON."""
+    return json_schema({"type": "object"}, compact=compact)
+
+
+def prepared(
+    constraint: Constraint, vocabulary: Vocabulary, ends: Sequence[int], *, states: int = 2**14, seconds: float = SECONDS
+) -> TokenAutomaton:
+    """The automaton of a constraint.
+
+    Args:
+        ends: tokens that end an answer.
+        states: that it may have.
+        seconds: that it may take.
+
+    Raises:
+        ConstraintError: it cannot be enforced, or not within these limits.
+    """
+    budget, made = Budget(states, time.monotonic() + seconds), Expressions()
+    if len(constraint.source.encode(errors="replace")) > LARGEST:
+        raise ConstraintError("constraint_too_large", f"a constraint may have {LARGEST} bytes, got {len(constraint.source)}")
+    try:
+        of_bytes = automaton(made, _expression(constraint, made, budget), budget)
+        found = vocabulary.reading(of_bytes, ends, budget)
+    except RecursionError as error:
+        raise ConstraintError("constraint_too_large", "the constraint is nested too deep") from error
+    except UnicodeEncodeError as error:
+        raise ConstraintError("invalid_schema", "the constraint holds a lone surrogate") from error
+    if len(found.next) > states:
+        raise ConstraintError("constraint_too_large", f"the constraint needs more than {states} states")
+    return found
+
+
+def _expression(constraint: Constraint, made: Expressions, budget: Budget) -> Expression:
+    if constraint.kind == "regex":
+        return expressions_of.regex(made, constraint.source, utf8)
+    given = json.loads(constraint.source)
+    if constraint.kind == "choice":
+        return made.texts(text.encode() for text in given)
+    return schemas.json_schema(made, given, schemas.Layout(constraint.compact), budget)

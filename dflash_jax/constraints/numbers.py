@@ -1,0 +1,149 @@
+"""Numbers of JSON within bounds, as expressions."""
+
+from decimal import Decimal
+
+from dflash_jax.constraints.expressions import Expression, Expressions
+
+LONGEST = 400  # digits of a bound
+
+
+class Numbers:
+    """Expressions of numbers, made in one `Expressions`."""
+
+    def __init__(self, made: Expressions):
+        self._made = made
+        self._digit, self._point, self._minus = self._between(0, 9), made.text(b"."), made.text(b"-")
+        self._digits = made.times(self._digit, 0, None)
+        self._whole = made.either([made.text(b"0"), made.then(self._between(1, 9), self._digits)])
+
+    def _between(self, low: int, high: int) -> Expression:
+        return self._made.one(sum(1 << (0x30 + digit) for digit in range(low, high + 1)))
+
+    def integer(self, least: int | None = None, most: int | None = None) -> Expression:
+        """An integer within bounds, both of which are included; it is written without fraction and exponent."""
+        made = self._made
+        above = made.either([made.text(b"0"), made.then(made.optional(self._minus), self._from(1))])
+        found = [above]
+        if least is not None:
+            negative = made.then(self._minus, self._to(-least, 1)) if least < 0 else made.nothing
+            found.append(made.either([self._from(max(least, 0)), negative]))
+        if most is not None:
+            negative = made.then(self._minus, self._from(max(1, -most)))
+            found.append(made.either([negative, self._to(most) if most >= 0 else made.nothing]))
+        return made.both(found)
+
+    def number(self) -> Expression:
+        """Any number."""
+        made = self._made
+        fraction = made.sequence([self._point, self._digit, self._digits])
+        sign = made.optional(made.one((1 << 0x2B) | (1 << 0x2D)))
+        exponent = made.sequence([made.one((1 << 0x45) | (1 << 0x65)), sign, self._digit, self._digits])
+        parts = [made.optional(self._minus), self._whole, made.optional(fraction), made.optional(exponent)]
+        return made.sequence(parts)
+
+    def decimal(
+        self,
+        least: Decimal | None = None,
+        most: Decimal | None = None,
+        *,
+        above: bool = False,
+        below: bool = False,
+        places: int | None = None,
+    ) -> Expression:
+        """A number within bounds, written without exponent.
+
+        Args:
+            above, below: whether the bounds themselves are excluded.
+            places: most digits of its fraction; None is any.
+        """
+        made = self._made
+        fraction = made.then(self._point, made.times(self._digit, 1, places))
+        plain = made.then(self._whole, made.empty if places == 0 else made.optional(fraction))
+        found = [made.then(made.optional(self._minus), plain)]
+        if least is not None:
+            if least < 0:
+                found.append(made.either([plain, made.then(self._minus, self._smaller(-least, above))]))
+            else:
+                found.append(self._larger(least, above))
+        if most is not None:
+            if most < 0 or (most == 0 and below):
+                found.append(made.then(self._minus, self._larger(-most, below)))
+            else:
+                found.append(made.either([made.then(self._minus, plain), self._smaller(most, below)]))
+        return made.both(found)
+
+    def _from(self, low: int) -> Expression:
+        """Whole numbers from `low` on, which is not negative."""
+        size = len(str(low))
+        longer = self._made.then(self._between(1, 9), self._made.times(self._digit, size, None))
+        return self._made.either([self._of_length(str(low), "9" * size), longer])
+
+    def _to(self, high: int, low: int = 0) -> Expression:
+        """Whole numbers from `low`, 0 or 1, to `high`."""
+        found = list[Expression]()
+        for size in range(1, len(str(high)) + 1):
+            first = str(max(low, 10 ** (size - 1) if size > 1 else 0))
+            last = min(high, 10**size - 1)
+            if int(first) <= last:
+                found.append(self._of_length(first, str(last)))
+        return self._made.either(found)
+
+    def _of_length(self, low: str, high: str) -> Expression:
+        """Texts of as many digits between two others, both included."""
+        made = self._made
+        if not low:
+            return made.empty
+        free = lambda count: made.times(self._digit, count, count)
+        if low[0] == high[0]:
+            return made.then(made.text(low[:1].encode()), self._of_length(low[1:], high[1:]))
+        first, last, rest = int(low[0]), int(high[0]), len(low) - 1
+        found = [
+            made.then(made.text(low[:1].encode()), self._of_length(low[1:], "9" * rest)),
+            made.then(made.text(high[:1].encode()), self._of_length("0" * rest, high[1:])),
+        ]
+        if first + 1 < last:
+            found.append(made.then(self._between(first + 1, last - 1), free(rest)))
+        return made.either(found)
+
+    def _larger(self, than: Decimal, strictly: bool) -> Expression:
+        """What is at least as large as a number that is not negative."""
+        made, (whole, part) = self._made, _split(than)
+        nonzero = made.sequence([made.times(made.text(b"0"), 0, None), self._between(1, 9), self._digits])
+        rest = nonzero if strictly else self._digits
+        for digit in reversed(part):
+            larger = made.then(self._between(digit + 1, 9), self._digits)
+            rest = made.either([made.then(self._between(digit, digit), rest), larger])
+        here = made.then(self._point, rest)
+        if not part:
+            some = nonzero if strictly else made.then(self._digit, self._digits)
+            here = made.then(self._point, some)
+            here = here if strictly else made.optional(here)
+        any_fraction = made.optional(made.sequence([self._point, self._digit, self._digits]))
+        return made.either(
+            [made.then(made.text(str(whole).encode()), here), made.then(self._from(whole + 1), any_fraction)]
+        )
+
+    def _smaller(self, than: Decimal, strictly: bool) -> Expression:
+        """What is at most as large as a number that is not negative, and is not negative itself."""
+        made, (whole, part) = self._made, _split(than)
+        rest = made.nothing if strictly else made.times(made.text(b"0"), 0, None)
+        for place, digit in reversed(list(enumerate(part))):
+            smaller = made.then(self._between(0, digit - 1), self._digits)
+            rest = made.either([made.then(self._between(digit, digit), rest), smaller, made.empty if place else made.nothing])
+        if part:
+            here = made.optional(made.then(self._point, rest))
+        else:
+            zeros = made.then(self._point, made.times(made.text(b"0"), 1, None))
+            here = made.nothing if strictly else made.optional(zeros)
+        found = [made.then(made.text(str(whole).encode()), here)]
+        if whole:
+            any_fraction = made.optional(made.sequence([self._point, self._digit, self._digits]))
+            found.append(made.then(self._to(whole - 1), any_fraction))
+        return made.either(found)
+
+
+def _split(number: Decimal) -> tuple[int, list[int]]:
+    """The whole part, and the digits after the point without zeros at the end."""
+    text = format(number, "f")
+    whole, _, part = text.partition(".")
+    return int(whole), [int(digit) for digit in part.rstrip("0")]

@@ -1,0 +1,137 @@
+"""A process of its own that prepares constraints, so that what decodes beside it is not held up.
+
+It speaks over its standard input and output: a length in 8 bytes, then a pickle.
+"""
+
+import contextlib
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import IO, Any
+
+from dflash_jax.constraints.constraint import SECONDS, Constraint, prepared
+from dflash_jax.constraints.errors import ConstraintError
+from dflash_jax.constraints.vocabulary import TokenAutomaton, Vocabulary
+
+MEMORY = 2**30  # bytes that one may take besides what the process needs itself
+GRACE = 10.0  # seconds after which a process that does not answer is ended
+
+
+class Process:
+    """Prepares constraints in another process, one after the other; any thread may ask.
+
+    Args:
+        vocabulary: of the target.
+        states: that an automaton may have.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, states: int):
+        self._begun = pickle.dumps((vocabulary.tokens, vocabulary.special, states))
+        self._lock, self._running = threading.Lock(), None
+
+    def prepared(self, constraint: Constraint, ends: Sequence[int]) -> TokenAutomaton:
+        """The automaton of a constraint; see `constraint.prepared`.
+
+        Raises:
+            ConstraintError: it cannot be enforced, or takes too much time or memory.
+        """
+        with self._lock:
+            if self._running is None or self._running.poll() is not None:
+                self._running = self._start()
+            process, late = self._running, threading.Event()
+
+            def end() -> None:
+                late.set()
+                process.kill()
+
+            timer = threading.Timer(SECONDS + GRACE, end)
+            timer.start()
+            try:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                _write(process.stdin, pickle.dumps((constraint, tuple(ends))))
+                found = pickle.loads(_read(process.stdout))  # noqa: S301 (what the own process wrote)
+            except (OSError, EOFError) as error:
+                self.close()
+                code, why = ("timeout", "time") if late.is_set() else ("too_large", "memory")
+                raise ConstraintError(f"constraint_{code}", f"the constraint takes too much {why} to prepare") from error
+            finally:
+                timer.cancel()
+        if isinstance(found, ConstraintError):
+            raise found
+        return found
+
+    def start(self) -> None:
+        """Starts the process, if it does not run, so that the first constraint need not wait for it."""
+        with self._lock:
+            if self._running is None:
+                self._running = self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        paths = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dflash_jax.constraints.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # whoever asks it will notice
+            _write(process.stdin, self._begun)
+        return process
+
+    def close(self) -> None:
+        """Ends the process; another question starts a new one."""
+        if self._running is not None:
+            self._running.kill()
+            self._running.communicate()
+            self._running = None
+
+
+def _write(stream: IO[bytes], message: bytes) -> None:
+    stream.write(len(message).to_bytes(8, "little") + message)
+    stream.flush()
+
+
+def _read(stream: IO[bytes]) -> bytes:
+    head = stream.read(8)
+    message = stream.read(int.from_bytes(head, "little")) if len(head) == 8 else b""
+    if len(head) < 8 or len(message) < int.from_bytes(head, "little"):
+        raise EOFError("the other process has ended")
+    return message
+
+
+def main() -> None:
+    """Answers until its input ends."""
+    given, answers = sys.stdin.buffer, sys.stdout.buffer
+    with contextlib.suppress(OSError):
+        os.nice(5)
+    tokens, special, states = pickle.loads(_read(given))  # noqa: S301 (from the process that started this one)
+    vocabulary = Vocabulary(tokens, special)
+    vocabulary.prepare()
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (4 * used + MEMORY, resource.RLIM_INFINITY))
+    while True:
+        try:
+            constraint, ends = pickle.loads(_read(given))  # noqa: S301
+        except EOFError:
+            return
+        answer: Any
+        try:
+            answer = prepared(constraint, vocabulary, ends, states=states)
+        except ConstraintError as error:
+            answer = error
+        except MemoryError:
+            answer = ConstraintError("constraint_too_large", "the constraint takes too much memory to prepare")
+        except Exception as error:  # whatever one provokes is its own fault
+            answer = ConstraintError("invalid_schema", f"the constraint cannot be read: {error!s:.200}")
+        _write(answers, pickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The constraints of an engine: prepared once, placed in its tables while requests need them."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dflash_jax.constraints.constraint import Constraint, prepared
+from dflash_jax.constraints.errors import ConstraintError
+from dflash_jax.constraints.tokenizer import vocabulary_of
+from dflash_jax.constraints.vocabulary import TokenAutomaton, Vocabulary
+from dflash_jax.decoding.automata import Automata, Walk, empty_tables
+from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.engine.requests import RequestError, invalid
+from dflash_jax.target import Target
+from dflash_jax.vocabulary import load_tokenizer
+
+KEPT = 2**28  # bytes of prepared constraints, used or not
+AUTOMATA = 64  # in the tables at a time
+CELLS = 256  # transitions for each state of the tables,
+MASKS = 8  # and one mask for so many
+
+Prepare = Callable[[Constraint, Sequence[int]], TokenAutomaton]
+
+
+class _Key(NamedTuple):
+    constraint: Constraint
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """A prepared constraint.
+
+    Attributes:
+        automaton: that reads tokens.
+        masks: tokens that its states allow, each set once, as words of bits.
+        mask_of: which of them each state has.
+    """
+
+    key: _Key
+    automaton: TokenAutomaton
+    masks: np.ndarray
+    mask_of: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return sum(x.nbytes for x in (*self.automaton, self.masks, self.mask_of))
+
+
+@dataclass
+class _Placed:
+    """Where an automaton lies in the tables, and how many requests use it."""
+
+    number: int
+    states: tuple[int, int]
+    cells: tuple[int, int]
+    masks: list[int]
+    users: int = 0
+
+
+@dataclass
+class Constraints:
+    """What an engine knows of constraints. `check` may be called by any thread, the rest by the engine's.
+
+    Args:
+        target: whose tokenizer says what tokens are made of.
+        states: of all automata together.
+        tables: as programs read them.
+        prepare: makes automata; by default in this process, as a server has it in another.
+    """
+
+    target: Target
+    states: int
+    prepare: Prepare | None = None
+    tables: Automata = field(init=False)
+
+    def __post_init__(self):
+        size = self.target.config.vocab_size
+        rooms = {"states": self.states, "cells": CELLS * self.states, "masks": self.states // MASKS}
+        self._host = empty_tables(size, **rooms, automata=AUTOMATA)
+        self._lock, self._vocabulary = threading.Lock(), None
+        self._ready: OrderedDict[_Key, Ready] = OrderedDict()
+        self._placed: OrderedDict[_Key, _Placed] = OrderedDict()
+        self._mask_users, self._mask_at = [1] + [0] * (self.states // MASKS - 1), dict[bytes, int]()
+        self._upload()
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What tokens are made of.
+
+        Raises:
+            ConstraintError: the target has no tokenizer that says so.
+        """
+        with self._lock:
+            if self._vocabulary is None:
+                directory = self.target.directory
+                tokenizer = load_tokenizer(Path(directory)) if directory else None
+                self._vocabulary = vocabulary_of(tokenizer, self.target.config.vocab_size)
+            return self._vocabulary
+
+    def check(self, params: SamplingParams) -> Ready | None:
+        """The prepared constraint of a request, if it has one; raises RequestError if it cannot be served."""
+        if params.constraint is None:
+            return None
+        name = params.constraint.name or "constraint"
+        if params.ignore_eos:
+            raise invalid(f"{name} and ignore_eos exclude each other: a constraint says where the answer ends", name)
+        if not params.eos_token_ids:
+            raise invalid(f"{name} needs eos_token_ids, the tokens that end an answer where the constraint allows it", name)
+        try:
+            return self._prepare(_Key(params.constraint, params.eos_token_ids))
+        except ConstraintError as error:
+            raise RequestError(error.code, f"{name}: {error}", name) from error
+
+    def _prepare(self, key: _Key) -> Ready:
+        with self._lock:
+            if (known := self._ready.get(key)) is not None:
+                self._ready.move_to_end(key)
+                return known
+        found = (self.prepare or self._in_this_process)(key.constraint, key.ends)
+        sets, mask_of = np.unique(np.packbits(found.allowed, axis=1), axis=0, return_inverse=True)
+        sets = np.unpackbits(sets, axis=1, count=found.allowed.shape[1])
+        bits = np.packbits(sets[:, found.classes], axis=1, bitorder="little")
+        words = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))).view("<u4")
+        if found.next.size > len(self._host.cells) or len(words) >= len(self._host.masks):
+            raise ConstraintError("constraint_too_large", "the constraint takes too much room; make it smaller")
+        ready = Ready(key, found, words, mask_of.reshape(-1))
+        with self._lock:
+            self._ready[key] = ready
+            while len(self._ready) > 1 and sum(one.size for one in self._ready.values()) > KEPT:
+                self._ready.popitem(last=False)
+        return ready
+
+    def _in_this_process(self, constraint: Constraint, ends: Sequence[int]) -> TokenAutomaton:
+        return prepared(constraint, self.vocabulary, ends, states=self.states - 1)
+
+    def place(self, ready: Ready | None) -> Walk | None:
+        """Where the row of a request begins; None if there is no room in the tables until another request ends."""
+        if ready is None:
+            return _walk(0, 0)
+        if ready.key not in self._placed:
+            # Those that nobody uses go, the one first that was not used for longest.
+            unused = [other for other, placed in self._placed.items() if not placed.users]
+            while (where := self._room(ready)) is None:
+                if not unused:
+                    return None
+                self._remove(unused.pop(0))
+            self._write(ready, *where)
+        placed = self._placed[ready.key]
+        placed.users += 1
+        self._placed.move_to_end(ready.key)
+        return _walk(placed.states[0], placed.number)
+
+    def release(self, ready: Ready | None) -> None:
+        """A request that was placed has ended. Its automaton stays until the room is needed."""
+        if ready is not None:
+            self._placed[ready.key].users -= 1
+
+    def _room(self, ready: Ready) -> tuple[int, int, int] | None:
+        """A free number, and where states and cells are free."""
+        placed, following = self._placed.values(), ready.automaton.next
+        numbers = set(range(AUTOMATA)) - {one.number for one in placed}
+        states = _gap([one.states for one in placed], len(following) - 1, 1, self.states)
+        cells = _gap([one.cells for one in placed], following.size, 0, len(self._host.cells))
+        new = sum(mask.tobytes() not in self._mask_at for mask in ready.masks)
+        if not numbers or states is None or cells is None or new > self._mask_users.count(0):
+            return None
+        return min(numbers), states, cells
+
+    def _remove(self, key: _Key) -> None:
+        for mask in self._placed.pop(key).masks:
+            self._mask_users[mask] -= 1
+        self._mask_at = {word: at for word, at in self._mask_at.items() if self._mask_users[at]}
+
+    def _write(self, ready: Ready, number: int, state: int, cell: int) -> None:
+        host, found, masks = self._host, ready.automaton, list[int]()
+        for mask in ready.masks:
+            name = mask.tobytes()
+            if name not in self._mask_at:
+                self._mask_at[name] = self._mask_users.index(0)
+                host.masks[self._mask_at[name]] = mask
+            masks.append(self._mask_at[name])
+            self._mask_users[masks[-1]] += 1
+        size, classes = len(found.next) - 1, found.next.shape[1]  # without the dead state
+        states, cells = slice(state, state + size), slice(cell, cell + found.next.size)
+        host.mask_of[states] = np.asarray(masks, np.int32)[ready.mask_of[1:]]
+        host.base[states] = cell + classes * np.arange(1, size + 1)
+        host.hint[states] = found.hint[1:]
+        host.cells[cells] = np.where(found.next > 0, found.next + (state - 1), 0).reshape(-1)
+        host.classes[number] = found.classes
+        self._placed[ready.key] = _Placed(number, (state, state + size), (cell, cell + found.next.size), masks)
+        self._upload()
+
+    def _upload(self) -> None:
+        mesh = self.target.mesh
+        where = NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
+        copied = jax.tree.map(np.copy, self._host)  # on CPU the device may keep what it is given
+        self.tables = jax.device_put(copied, where)
+
+
+def _walk(state: int, automaton: int) -> Walk:
+    return Walk(np.int32(state), np.int32(automaton))  # pyright: ignore[reportArgumentType] (brought there by programs)
+
+
+def _gap(taken: Sequence[tuple[int, int]], size: int, begin: int, end: int) -> int | None:
+    """Where so many places in a row are free."""
+    for low, high in [*sorted(taken), (end, end)]:
+        if begin + size <= low:
+            return begin
+        begin = max(begin, high)
+    return None
