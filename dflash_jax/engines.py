@@ -33,12 +33,14 @@ class Needs(NamedTuple):
         chunk: prompts are read in pieces of so many tokens.
         shared: pieces with which more than one prompt begins; None where any may.
         logprobs: most alternatives that one asks for.
+        constraints: whether one has a constraint, or may have.
     """
 
     sizes: list[tuple[int, int]] | None
     chunk: int
     shared: int | None
     logprobs: int | None
+    constraints: bool = False
 
 
 def needs_of(
@@ -72,6 +74,7 @@ def needs_of(
         chunk,
         None if growing else shared_chunks(prompts, chunk) if kept is None else kept,
         max((n for r in requests if (n := r.params.logprobs) is not None), default=logprobs),
+        not requests or any(r.params.constraint is not None for r in requests),
     )
 
 
@@ -121,6 +124,7 @@ def engine_config(
         plain=plain,
         deterministic=options.deterministic,
         gpu_graphs=options.gpu_graphs,
+        constraints=needs.constraints,
     )
 
 

@@ -14,7 +14,8 @@ from dflash_jax.infer.engine.requests import RequestError, invalid
 # Settings of an answer, named alike in every form.
 COMMON = """
     temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed n stop chat_template_kwargs
-    max_tokens max_completion_tokens min_tokens ignore_eos stop_token_ids reasoning_effort
+    max_tokens max_completion_tokens min_tokens ignore_eos stop_token_ids reasoning_effort response_format
+    structured_outputs guided_json guided_regex guided_choice json_schema regex
 """.split()
 # A line of a job, and a body with OpenAI's fields.
 LINE = frozenset([*COMMON, *"id prompt messages prompt_token_ids turns max_new_tokens logprobs metadata".split()])
@@ -40,21 +41,20 @@ _NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
     ((1,), "best_of length_penalty typical_p tfs_z"),
     (("",), "suffix"),
     (({}, []), "logit_bias"),
-    (({"type": "text"}, {}), "response_format"),
     ((["text"], []), "modalities"),
     (([],), "tools functions transforms plugins bad_words allowed_token_ids logits_processors documents"),
     (("none", "auto"), "tool_choice function_call"),
     ((True,), "skip_special_tokens add_generation_prompt return_text_in_logprobs"),
     ((0,), "top_a mirostat dry_multiplier xtc_probability dynatemp_range prompt_logprobs"),
     ((-1,), "top_n_sigma"),
-    (({},), "session_params custom_params web_search_options structured_outputs"),
+    (({},), "session_params custom_params web_search_options"),
 ]
 NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
 # Known from other servers, and not here with any value.
 UNSUPPORTED = frozenset(
     """
-    audio moderation guided_json guided_regex guided_choice guided_grammar guided_decoding_backend
-    guided_whitespace_pattern json_schema regex ebnf grammar structural_tag truncate_prompt_tokens lora_path
+    audio moderation guided_grammar guided_decoding_backend guided_whitespace_pattern guided_json_object ebnf grammar
+    structural_tag truncate_prompt_tokens lora_path
     adapter early_stopping diversity_penalty num_beams min_new_tokens logit_processor custom_logit_processor images
     image_data video_data input_ids bootstrap_host kv_transfer_params vllm_xargs chat_template add_special_tokens
     stop_regex reasoning thinking enable_thinking input_embeds n_predict

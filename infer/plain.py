@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dflash_jax.files import Fields, Json, said
+from dflash_jax.infer.constrained import constraint_of
 from dflash_jax.infer.engine.params import MOST_ALTERNATIVES, SamplingParams
 from dflash_jax.infer.engine.requests import Request, RequestError, invalid
 from dflash_jax.infer.fields import LINE, check_fields, flag, token_budget
@@ -45,7 +46,7 @@ def plain_request(row: Fields, name: str, text: Text, defaults: SamplingParams) 
     arguments = text.reasoning_arguments(row.get("reasoning_effort"))
     arguments |= template_arguments(row.get("chat_template_kwargs"))
     prompt, messages, later = _prompt(row, text, arguments)
-    params = replace(defaults, **_settings(row, defaults))
+    params = replace(defaults, **_settings(row, defaults), constraint=constraint_of(row))
     find_stop = text.find_stop(stop, params.min_tokens)
     return PlainRequest(Request(prompt, params, id=name, find_stop=find_stop), stop, messages, later, arguments)
 

@@ -13,7 +13,6 @@ from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import SYMBOLS, Expression, Expressions, Set
 
 DEAD = 0  # the state from which nothing is matched any more
-ROUNDS = 200  # of merging states; an automaton that needs more is used as it is
 
 
 class Budget(NamedTuple):
@@ -53,7 +52,7 @@ class Automaton(NamedTuple):
 
 
 def automaton(made: Expressions, expression: Expression, budget: Budget | None = None) -> Automaton:
-    """The smallest automaton of an expression.
+    """The automaton of an expression.
 
     Raises:
         ConstraintError: it has too many states, takes too long, or matches nothing.
@@ -121,31 +120,19 @@ def _smallest(following: np.ndarray, final: np.ndarray, budget: Budget) -> Autom
     if not alive[1]:
         raise unsatisfiable()
     following = np.where(alive[following], following, DEAD)
-    columns = np.unique(following, axis=1)
-    rng = np.random.default_rng(0)
-    weights = rng.integers(1, 2**63, columns.shape[1], dtype=np.uint64) | np.uint64(1)
-    names = rng.integers(1, 2**63, len(following), dtype=np.uint64)
-    block = np.where(alive, 1 + final.astype(np.int64), 0)
-    count = len(np.unique(block))
-    for _ in range(ROUNDS):
+    final = final & alive
+    weights = np.random.default_rng(0).integers(1, 2**63, SYMBOLS, dtype=np.uint64) | np.uint64(1)
+    while True:  # states with equal rows are one, until all differ
         budget.check()
-        # Equal sums are equal rows but by a chance of 2**-40; what is merged in the end is compared exactly.
-        sums = names[block] + (names[block][columns] * weights).sum(axis=1, dtype=np.uint64)
-        _, block = np.unique(np.where(alive, sums, 0), return_inverse=True)
-        block = block.reshape(-1)
-        if block.max() + 1 == count:
+        # Equal sums are equal rows, but by a chance of 2**-40; what is merged is compared.
+        sums = (following.astype(np.uint64) * weights).sum(axis=1, dtype=np.uint64) * np.uint64(2) + final
+        _, first, block = np.unique(sums, return_index=True, return_inverse=True)
+        if len(first) == len(following):
             break
-        count = block.max() + 1
-    else:
-        return Automaton(following.astype(np.int32), final & alive)
-    first = np.full(count, len(following))
-    np.minimum.at(first, block, np.arange(len(following)))
-    order = np.argsort(first)  # state 0 is dead, state 1 the first one, as before
-    number = np.empty_like(order)
-    number[order] = np.arange(count)
-    merged = number[block]
-    merged[~alive] = DEAD
-    small = merged[following[first[order]]]
-    if not (small[merged[alive]] == merged[following[alive]]).all():  # two sums were equal by chance
-        return Automaton(following.astype(np.int32), final & alive)
-    return Automaton(small.astype(np.int32), (final & alive)[first[order]])
+        same = first[block.reshape(-1)]
+        if not ((following == following[same]).all() and (final == final[same]).all()):
+            break
+        kept = np.unique(same)  # in order: state 0 is dead, state 1 the first one, as before
+        number = np.searchsorted(kept, same)
+        following, final = number[following[kept]], final[kept]
+    return Automaton(following.astype(np.int32), final)

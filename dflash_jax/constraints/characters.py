@@ -75,7 +75,9 @@ def any_in_json(made: Expressions, *, escapes: bool = True) -> Expression:
     if escapes:
         digit, text = made.one(_set(b"0123456789abcdefABCDEF")), made.text
         one = lambda digits: made.one(_set(digits))
-        plain = made.either([made.sequence([one(b"0123456789abcefABCEF"), digit]), made.sequence([one(b"dD"), one(b"01234567")])])
+        plain = made.either(
+            [made.sequence([one(b"0123456789abcefABCEF"), digit]), made.sequence([one(b"dD"), one(b"01234567")])]
+        )
         high = made.sequence([one(b"dD"), one(b"89abAB"), digit, digit, text(b"\\u"), one(b"dD"), one(b"cdefCDEF")])
         written.append(made.sequence([text(b"\\u"), made.either([plain, high]), digit, digit]))
     return made.either(written)

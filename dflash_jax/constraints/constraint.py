@@ -63,7 +63,12 @@ def json_object(*, compact: bool = False) -> Constraint:
 
 
 def prepared(
-    constraint: Constraint, vocabulary: Vocabulary, ends: Sequence[int], *, states: int = 2**14, seconds: float = SECONDS
+    constraint: Constraint,
+    vocabulary: Vocabulary,
+    ends: Sequence[int],
+    *,
+    states: int = 2**14,
+    seconds: float = SECONDS,
 ) -> TokenAutomaton:
     """The automaton of a constraint.
 
@@ -77,7 +82,9 @@ def prepared(
     """
     budget, made = Budget(states, time.monotonic() + seconds), Expressions()
     if len(constraint.source.encode(errors="replace")) > LARGEST:
-        raise ConstraintError("constraint_too_large", f"a constraint may have {LARGEST} bytes, got {len(constraint.source)}")
+        raise ConstraintError(
+            "constraint_too_large", f"a constraint may have {LARGEST} bytes, got {len(constraint.source)}"
+        )
     try:
         of_bytes = automaton(made, _expression(constraint, made, budget), budget)
         found = vocabulary.reading(of_bytes, ends, budget)

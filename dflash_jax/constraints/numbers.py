@@ -1,10 +1,11 @@
 """Numbers of JSON within bounds, as expressions."""
 
+from collections.abc import Callable
 from decimal import Decimal
 
+from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import Expression, Expressions
-
-LONGEST = 400  # digits of a bound
+from dflash_jax.files import Fields
 
 
 class Numbers:
@@ -31,6 +32,38 @@ class Numbers:
             negative = made.then(self._minus, self._from(max(1, -most)))
             found.append(made.either([negative, self._to(most) if most >= 0 else made.nothing]))
         return made.both(found)
+
+    def of_schema(self, schema: Fields, at: str, *, whole: bool) -> Expression:
+        """The numbers, or the integers (`whole`), of a schema that stands at a JSON pointer; raises ConstraintError."""
+        least, most, above, below = _bounds(schema)
+        step = Decimal(str(schema["multipleOf"])) if "multipleOf" in schema else None
+        if whole or (step is not None and step % 1 == 0):
+            if least is not None:
+                least = int(least.to_integral_value("ROUND_CEILING")) if least % 1 else int(least) + above
+            if most is not None:
+                most = int(most.to_integral_value("ROUND_FLOOR")) if most % 1 else int(most) - below
+            found = self.integer(least, most)
+            return found if step is None or 1 % step == 0 else self._made.both([found, self._multiple(step, at)])
+        places = None
+        if step is not None:
+            exponent = step.normalize().as_tuple()
+            if exponent.digits != (1,):
+                raise _unsupported(at, f"{step} is served for integers, and for 0.1, 0.01 and so on")
+            places = -int(exponent.exponent)
+        if least is None and most is None and places is None:
+            return self.number()
+        return self.decimal(least, most, above=above, below=below, places=places)
+
+    def _multiple(self, step: Decimal, at: str) -> Expression:
+        """Multiples of a step, by their last digits."""
+        made = self._made
+        size = next((size for size in (1, 2, 3) if 10**size % step == 0), None)
+        if size is None:
+            raise _unsupported(at, f"{step} is served for steps that divide 1000")
+        last = [f"{value:0{size}}" for value in range(0, 10**size, int(step))]
+        ending = made.then(self._digits, made.texts(x.encode() for x in last))
+        short = made.texts(str(int(x)).encode() for x in last)
+        return made.then(made.optional(self._minus), made.either([ending, short]))
 
     def number(self) -> Expression:
         """Any number."""
@@ -129,7 +162,9 @@ class Numbers:
         rest = made.nothing if strictly else made.times(made.text(b"0"), 0, None)
         for place, digit in reversed(list(enumerate(part))):
             smaller = made.then(self._between(0, digit - 1), self._digits)
-            rest = made.either([made.then(self._between(digit, digit), rest), smaller, made.empty if place else made.nothing])
+            rest = made.either(
+                [made.then(self._between(digit, digit), rest), smaller, made.empty if place else made.nothing]
+            )
         if part:
             here = made.optional(made.then(self._point, rest))
         else:
@@ -140,6 +175,25 @@ class Numbers:
             any_fraction = made.optional(made.sequence([self._point, self._digit, self._digits]))
             found.append(made.then(self._to(whole - 1), any_fraction))
         return made.either(found)
+
+
+def _bounds(schema: Fields) -> tuple[Decimal | None, Decimal | None, bool, bool]:
+    """The least and the most number, and whether each is excluded itself."""
+
+    def tighter(names: tuple[str, str], pick: Callable) -> tuple[Decimal | None, bool]:
+        given = [(Decimal(str(schema[name])), name == names[1]) for name in names if name in schema]
+        if not given:
+            return None, False
+        value = pick(value for value, _ in given)
+        return value, any(excluded for one, excluded in given if one == value)
+
+    least, above = tighter(("minimum", "exclusiveMinimum"), max)
+    most, below = tighter(("maximum", "exclusiveMaximum"), min)
+    return least, most, above, below
+
+
+def _unsupported(at: str, why: str) -> ConstraintError:
+    return ConstraintError("unsupported_schema", f"schema at {at}/multipleOf: {why}")
 
 
 def _split(number: Decimal) -> tuple[int, list[int]]:

@@ -54,11 +54,13 @@ class Process:
                 assert process.stdin is not None
                 assert process.stdout is not None
                 _write(process.stdin, pickle.dumps((constraint, tuple(ends))))
-                found = pickle.loads(_read(process.stdout))  # noqa: S301 (what the own process wrote)
+                found = pickle.loads(_read(process.stdout))
             except (OSError, EOFError) as error:
                 self.close()
                 code, why = ("timeout", "time") if late.is_set() else ("too_large", "memory")
-                raise ConstraintError(f"constraint_{code}", f"the constraint takes too much {why} to prepare") from error
+                raise ConstraintError(
+                    f"constraint_{code}", f"the constraint takes too much {why} to prepare"
+                ) from error
             finally:
                 timer.cancel()
         if isinstance(found, ConstraintError):
@@ -110,7 +112,7 @@ def main() -> None:
     given, answers = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(OSError):
         os.nice(5)
-    tokens, special, states = pickle.loads(_read(given))  # noqa: S301 (from the process that started this one)
+    tokens, special, states = pickle.loads(_read(given))
     vocabulary = Vocabulary(tokens, special)
     vocabulary.prepare()
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -118,7 +120,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (4 * used + MEMORY, resource.RLIM_INFINITY))
     while True:
         try:
-            constraint, ends = pickle.loads(_read(given))  # noqa: S301
+            constraint, ends = pickle.loads(_read(given))
         except EOFError:
             return
         answer: Any

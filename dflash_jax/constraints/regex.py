@@ -56,7 +56,9 @@ def regex(made: Expressions, text: str, encode: Encode, *, search: bool = False)
         ConstraintError: it is none, or has what is not served.
     """
     if len(text) > LONGEST:
-        raise ConstraintError("constraint_too_large", f"a regular expression may have {LONGEST} characters, got {len(text)}")
+        raise ConstraintError(
+            "constraint_too_large", f"a regular expression may have {LONGEST} characters, got {len(text)}"
+        )
     group = _Reader(text).read()
     around = made.times(encode(made, ALL), 0, None) if search else made.empty
 
@@ -104,7 +106,9 @@ class _Reader:
         return group
 
     def _refuse(self, what: str) -> NoReturn:
-        raise ConstraintError("invalid_regex", f"{what} at character {self._at} of the regular expression {self._text!r:.120}")
+        raise ConstraintError(
+            "invalid_regex", f"{what} at character {self._at} of the regular expression {self._text!r:.120}"
+        )
 
     def _next(self) -> str:
         return self._text[self._at : self._at + 1]
@@ -239,7 +243,9 @@ class _Reader:
             if self._next() == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._at += 1
                 high = self._member()
-                ends = [of.ranges[0] for of in (low, high) if len(of.ranges) == 1 and of.ranges[0][0] == of.ranges[0][1]]
+                ends = [
+                    of.ranges[0] for of in (low, high) if len(of.ranges) == 1 and of.ranges[0][0] == of.ranges[0][1]
+                ]
                 if len(ends) < 2 or ends[0] > ends[1]:
                     self._refuse("a bad range of characters")
                 low = Characters([(ends[0][0], ends[1][0])])

@@ -6,52 +6,28 @@ schema, recursion ends at a depth, and an object has no properties that its sche
 """
 
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from dflash_jax.constraints.alternatives import disjoint, is_one_of
 from dflash_jax.constraints.automaton import Budget, automaton
 from dflash_jax.constraints.characters import ALL, PLAIN, Characters, any_in_json, in_json, utf8
 from dflash_jax.constraints.conjunction import NESTED, conjunction
 from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import Expression, Expressions
 from dflash_jax.constraints.formats import FORMATS
+from dflash_jax.constraints.keywords import OF_TYPE, SAYS_NOTHING, check, pointer
 from dflash_jax.constraints.numbers import Numbers
 from dflash_jax.constraints.regex import regex
 from dflash_jax.files import Fields
 
 DEPTH = 5  # of recursion, and of values of which nothing is said
 MOST_LEVELS = 64  # of a schema
-ESCAPES = 64  # most characters of a bounded string that may be written as \\uXXXX; longer ones take too many states
+ESCAPES = 8  # most characters of a bounded string that may be written as \\uXXXX; longer ones take too many states
 INDENT = 16  # most blanks at the beginning of a line; or
 TABS = 4
-
-_SAYS_NOTHING = frozenset(
-    """
-    title description default examples example $schema $id id $comment $defs definitions deprecated readOnly writeOnly
-    $anchor discriminator contentEncoding contentMediaType
-    """.split()
-)
-_OF_TYPE: dict[str, tuple[str, ...]] = {
-    "object": (
-        "properties required additionalProperties patternProperties propertyNames minProperties maxProperties".split()
-    ),
-    "array": "items prefixItems minItems maxItems uniqueItems".split(),
-    "string": "minLength maxLength pattern format".split(),
-    "number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split(),
-}
-_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-_KNOWN = {*_SAYS_NOTHING, *NESTED, "type", "enum", "const", *(name for names in _OF_TYPE.values() for name in names)}
-_REFUSED = frozenset(
-    """
-    not if then else contains minContains maxContains unevaluatedProperties unevaluatedItems dependentRequired
-    dependentSchemas dependencies nullable $dynamicRef $dynamicAnchor $recursiveRef additionalItems contentSchema
-    """.split()
-)
 
 
 @dataclass(frozen=True)
@@ -65,7 +41,9 @@ class Layout:
     compact: bool = False
 
 
-def json_schema(made: Expressions, schema: Any, layout: Layout | None = None, budget: Budget | None = None) -> Expression:
+def json_schema(
+    made: Expressions, schema: Any, layout: Layout | None = None, budget: Budget | None = None
+) -> Expression:
     """The texts of JSON that a schema allows.
 
     Raises:
@@ -114,14 +92,16 @@ class _Compiler:
         if not isinstance(schema, Mapping):
             self._invalid(at, f"a schema must be an object or a truth value, got {schema!r:.60}")
         if at.count("/") > 4 * MOST_LEVELS:
-            raise ConstraintError("constraint_too_large", f"a schema may be nested {MOST_LEVELS} levels deep: {at:.200}")
+            raise ConstraintError(
+                "constraint_too_large", f"a schema may be nested {MOST_LEVELS} levels deep: {at:.200}"
+            )
         key = json.dumps(schema), frozenset(Counter(inside).items())
         if key not in self._done:
             self._done[key] = self._schema(schema, at, inside)
         return self._done[key]
 
     def _schema(self, schema: Fields, at: str, inside: tuple[str, ...]) -> Expression:
-        self._check(schema, at)
+        check(schema, at)
         nested = next((name for name in NESTED if name in schema), None)
         if nested is not None:
             return self._nested(nested, schema, at, inside)
@@ -129,12 +109,12 @@ class _Compiler:
         for name in ("enum", "const"):
             if name in schema:
                 parts.append(self._values(schema[name] if name == "enum" else [schema[name]], f"{at}/{name}"))
-        said = any(name in schema for names in _OF_TYPE.values() for name in names)
+        said = any(name in schema for names in OF_TYPE.values() for name in names)
         if "type" in schema or said or not parts:
-            kinds = schema.get("type", [name for name, words in _OF_TYPE.items() if any(w in schema for w in words)])
+            kinds = schema.get("type", [name for name, words in OF_TYPE.items() if any(w in schema for w in words)])
             kinds = [kinds] if isinstance(kinds, str) else kinds
             if not said and parts:  # of an enumeration
-                parts[:] = [self._values([v for v in self._listed(schema) if _is_one_of(v, kinds)], at)]
+                parts[:] = [self._values([v for v in self._listed(schema) if is_one_of(v, kinds)], at)]
             elif kinds:
                 parts.append(made.either([getattr(self, f"_{kind}")(schema, at, inside) for kind in kinds]))
             elif "type" in schema:  # types that exclude each other
@@ -150,7 +130,7 @@ class _Compiler:
 
     def _nested(self, name: str, schema: Fields, at: str, inside: tuple[str, ...]) -> Expression:
         """A schema with alternatives, parts or a reference, each of which holds together with its neighbours."""
-        rest = {key: value for key, value in schema.items() if key != name and key not in _SAYS_NOTHING}
+        rest = {key: value for key, value in schema.items() if key != name and key not in SAYS_NOTHING}
         place, value = f"{at}/{name}", schema[name]
         if name == "$ref":
             target, inside = self._resolved(value, place), (*inside, value)
@@ -164,7 +144,9 @@ class _Compiler:
             parts = [self.schema(whole, at, inside)]
             if isinstance(whole, dict) and not whole and left:
                 parts = []
-            return self._made.both([*parts, *(self.schema(part, f"{place}/{i}", inside) for i, part in enumerate(left))])
+            return self._made.both(
+                [*parts, *(self.schema(part, f"{place}/{i}", inside) for i, part in enumerate(left))]
+            )
         if name == "oneOf":
             self._check_disjoint([self._inlined(part, f"{place}/{i}") for i, part in enumerate(value)], place)
         found = [self.schema(conjunction([rest, part]), f"{place}/{i}", inside) for i, part in enumerate(value)]
@@ -177,7 +159,7 @@ class _Compiler:
                 return part
             rest = {key: value for key, value in part.items() if key != "$ref"}
             part = conjunction([self._resolved(part["$ref"], f"{at}/$ref"), rest])
-        self._invalid(at, "references lead to each other")
+        return self._invalid(at, "references lead to each other")
 
     def _resolved(self, reference: Any, at: str) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#"):
@@ -197,10 +179,11 @@ class _Compiler:
         """Raises ConstraintError where two alternatives of a `oneOf` may hold together."""
         for i, one in enumerate(parts):
             for other in parts[:i]:
-                if not _disjoint(one, other):
+                if not disjoint(one, other):
                     self._unsupported(
-                        at, "the alternatives must exclude each other, by their types or by a required property with "
-                        "different constants; say anyOf if several may hold"
+                        at,
+                        "the alternatives must exclude each other, by their types or by a required property with "
+                        "different constants; say anyOf if several may hold",
                     )
 
     # ----------------------------------------------------------------------------------------------
@@ -246,38 +229,10 @@ class _Compiler:
         return self._made.either(found)
 
     def _integer(self, schema: Fields, at: str, inside: tuple[str, ...]) -> Expression:
-        least, most, above, below = _bounds(schema)
-        if least is not None:
-            least = int(least.to_integral_value("ROUND_CEILING")) if least % 1 else int(least) + above
-        if most is not None:
-            most = int(most.to_integral_value("ROUND_FLOOR")) if most % 1 else int(most) - below
-        found, step = self._numbers.integer(least, most), schema.get("multipleOf")
-        if step is None:
-            return found
-        if Decimal(str(step)) % 1 == 0 and (last := _last_digits(int(step))) is not None:
-            made, sign = self._made, self._made.optional(self._made.text(b"-"))
-            digit = made.one(sum(1 << b for b in b"0123456789"))
-            size = len(last[0])
-            ending = made.then(made.times(digit, 0, None), made.texts(x.encode() for x in last))
-            short = made.texts(str(int(x)).encode() for x in last if len(str(int(x))) < size)
-            return made.both([found, made.then(sign, made.either([ending, short]))])
-        if 1 % Decimal(str(step)) == 0:
-            return found
-        self._unsupported(f"{at}/multipleOf", f"{step} is served for steps that divide a power of ten")
+        return self._numbers.of_schema(schema, at, whole=True)
 
     def _number(self, schema: Fields, at: str, inside: tuple[str, ...]) -> Expression:
-        least, most, above, below = _bounds(schema)
-        step, places = schema.get("multipleOf"), None
-        if step is not None:
-            if Decimal(str(step)) % 1 == 0:
-                return self._integer(schema, at, inside)
-            exponent = Decimal(str(step)).normalize().as_tuple()
-            if exponent.digits != (1,):
-                self._unsupported(f"{at}/multipleOf", f"{step} is served for integers, and for 0.1, 0.01 and so on")
-            places = -int(exponent.exponent)
-        if least is None and most is None and places is None:
-            return self._numbers.number()
-        return self._numbers.decimal(least, most, above=above, below=below, places=places)
+        return self._numbers.of_schema(schema, at, whole=False)
 
     def _string(self, schema: Fields, at: str, inside: tuple[str, ...]) -> Expression:
         return self._string_of(schema, at)
@@ -292,7 +247,9 @@ class _Compiler:
         if "format" in schema:
             if schema["format"] not in FORMATS:
                 known = ", ".join(sorted(FORMATS))
-                self._unsupported(f"{at}/format", f"{schema['format']!r:.60} is not among {known}; leave it out, or give a pattern")
+                self._unsupported(
+                    f"{at}/format", f"{schema['format']!r:.60} is not among {known}; leave it out, or give a pattern"
+                )
             parts.append(regex(made, FORMATS[schema["format"]], encode))
         if least or most is not None or not parts:
             free = not parts and (most or least) <= ESCAPES
@@ -343,11 +300,13 @@ class _Compiler:
         for name in required:
             matching = [value for pattern, value in patterns.items() if _found(pattern, name)]
             properties.setdefault(name, conjunction(matching) if matching else True if more is False else more)
-        if names is not True and (not isinstance(names, Mapping) or set(names) - {"type", *_OF_TYPE["string"], *_SAYS_NOTHING}):
+        if names is not True and (
+            not isinstance(names, Mapping) or set(names) - {"type", *OF_TYPE["string"], *SAYS_NOTHING}
+        ):
             self._unsupported(f"{at}/propertyNames", "only pattern, format and lengths are served")
         fewest, most = schema.get("minProperties", 0), schema.get("maxProperties")
         open = more is not False or bool(patterns)
-        if properties and (most is not None or fewest > len(required)) or (not properties and fewest > 1 and open):
+        if (properties and (most is not None or fewest > len(required))) or (not properties and fewest > 1 and open):
             which = "minProperties" if most is None else "maxProperties"
             self._unsupported(f"{at}/{which}", "it is served for objects whose properties have no names of their own")
         extra = self._extra(properties, patterns, more, names, at, inside) if open else made.nothing
@@ -359,10 +318,12 @@ class _Compiler:
         end = made.times(made.then(self._comma, extra), 0, None)
         after, begin = end, self._several_inside(extra)
         for name, value in reversed(properties.items()):
-            value = self.schema(value, f"{at}/properties/{_pointer(name)}", inside)
+            value = self.schema(value, f"{at}/properties/{pointer(name)}", inside)
             pair = made.sequence([made.text(literal(name)), self._colon, value])
             first, next = made.then(pair, after), made.sequence([self._comma, pair, after])
-            after, begin = (next, first) if name in required else (made.either([next, after]), made.either([first, begin]))
+            after, begin = (
+                (next, first) if name in required else (made.either([next, after]), made.either([first, begin]))
+            )
         if begin is made.empty:
             return made.text(b"{}")
         some = made.sequence([self._line, begin, self._line])
@@ -384,7 +345,7 @@ class _Compiler:
         for pattern, value in patterns.items():
             elsewhere = [made.without(of) for name, of in matching.items() if name != pattern]
             name = made.both([*allowed, matching[pattern], *elsewhere])  # one that two patterns match is not offered
-            value = self.schema(value, f"{at}/patternProperties/{_pointer(pattern)}", inside)
+            value = self.schema(value, f"{at}/patternProperties/{pointer(pattern)}", inside)
             found.append(made.sequence([name, self._colon, value]))
             other.append(made.without(matching[pattern]))
         if more is not False:
@@ -401,26 +362,9 @@ class _Compiler:
     def _unsupported(self, at: str, why: str) -> NoReturn:
         raise ConstraintError("unsupported_schema", f"schema at {at or '/'}: {why}")
 
-    def _check(self, schema: Fields, at: str) -> None:
-        """Raises ConstraintError for a keyword that is unknown, refused, or has a value of another kind."""
-        for name, value in schema.items():
-            if name in _REFUSED:
-                self._unsupported(f"{at}/{_pointer(name)}", "the keyword cannot be enforced; leave it out")
-            if name not in _KNOWN and not name.startswith("x-"):
-                near = get_close_matches(name, _KNOWN, 1)
-                hint = f"the nearest is {near[0]}" if near else "it is not ignored, since it might be meant to restrict"
-                self._unsupported(f"{at}/{_pointer(name)}", f"unknown keyword; {hint}")
-            if (wrong := _VALUES.get(name, lambda value: None)(value)) is not None:
-                self._invalid(f"{at}/{_pointer(name)}", f"{wrong}, got {value!r:.60}")
-
 
 def _unescaped(made: Expressions, of: Characters) -> Expression:
     return utf8(made, of & PLAIN)
-
-
-def _pointer(name: str) -> str:
-    """A part of a JSON pointer."""
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _constant(value: Any) -> Any:
@@ -433,81 +377,6 @@ def _constant(value: Any) -> Any:
     return {"const": value}
 
 
-def _bounds(schema: Fields) -> tuple[Decimal | None, Decimal | None, bool, bool]:
-    """The least and the most number, and whether each is excluded itself."""
-
-    def tighter(names: tuple[str, str], pick: Callable) -> tuple[Decimal | None, bool]:
-        given = [(Decimal(str(schema[name])), name == names[1]) for name in names if name in schema]
-        if not given:
-            return None, False
-        value = pick(value for value, _ in given)
-        return value, any(excluded for one, excluded in given if one == value)
-
-    least, above = tighter(("minimum", "exclusiveMinimum"), max)
-    most, below = tighter(("maximum", "exclusiveMaximum"), min)
-    return least, most, above, below
-
-
-def _last_digits(step: int) -> list[str] | None:
-    """How multiples of a step end; None where that does not decide."""
-    for size in (1, 2, 3):
-        if 10**size % step == 0:
-            return [f"{value:0{size}}" for value in range(0, 10**size, step)]
-    return None
-
-
-def _is_one_of(value: Any, kinds: Sequence[str]) -> bool:
-    """Whether a value is of one of these types."""
-    return any(kind in kinds for kind in _kinds(value))
-
-
-def _kinds(value: Any) -> tuple[str, ...]:
-    if isinstance(value, bool):
-        return ("boolean",)
-    if isinstance(value, int):
-        return "integer", "number"
-    if isinstance(value, float):
-        return ("integer", "number") if value.is_integer() else ("number",)
-    if value is None:
-        return ("null",)
-    return ("string",) if isinstance(value, str) else ("array",) if isinstance(value, list) else ("object",)
-
-
-def _constants(schema: Any) -> list[Any] | None:
-    """The values of an enumeration; None where a schema is none."""
-    if not isinstance(schema, Mapping):
-        return None
-    return [schema["const"]] if "const" in schema else schema.get("enum")
-
-
-def _disjoint(one: Any, other: Any) -> bool:
-    """Whether it is plain that no value satisfies both schemas."""
-    if False in (one, other):
-        return True
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
-        return False
-    values = _constants(one), _constants(other)
-    if None not in values:
-        return not any(_same(x, y) for x in values[0] or () for y in values[1] or ())
-    kinds = []
-    for schema, constants in zip((one, other), values, strict=True):
-        found = schema.get("type", None if constants is None else [k for value in constants for k in _kinds(value)])
-        found = {found} if isinstance(found, str) else set(_TYPES) if found is None else set(found)
-        kinds.append(found | ({"integer"} if "number" in found else set()))
-    if not kinds[0] & kinds[1]:
-        return True
-    if kinds[0] | kinds[1] != {"object"}:
-        return False
-    required = set(one.get("required", ())) & set(other.get("required", ()))
-    pairs = ([schema.get("properties", {}).get(name, True) for schema in (one, other)] for name in required)
-    return any(None not in [_constants(x) for x in pair] and _disjoint(*pair) for pair in pairs)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values of JSON are equal: 1 is 1.0, and neither is true."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
-
-
 def _found(pattern: str, name: str) -> bool:
     """Whether a name matches a pattern."""
     made = Expressions()
@@ -515,49 +384,3 @@ def _found(pattern: str, name: str) -> bool:
         return automaton(made, regex(made, pattern, utf8, search=True)).matches(name.encode())
     except UnicodeEncodeError:
         return False
-
-
-def _list_of(value: Any, one: Callable[[Any], bool], least: int = 0) -> bool:
-    return isinstance(value, list) and len(value) >= least and all(map(one, value))
-
-
-def _check_of(test: Callable[[Any], bool], what: str) -> Callable[[Any], str | None]:
-    return lambda value: None if test(value) else f"it must be {what}"
-
-
-_is_text = lambda value: isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
-_is_size = lambda value: type(value) is int and 0 <= value < 2**31
-_is_number = lambda value: isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-_is_schema = lambda value: isinstance(value, Mapping | bool)
-_of_schemas = lambda value: isinstance(value, Mapping) and all(map(_is_text, value)) and all(map(_is_schema, value.values()))
-_VALUES: dict[str, Callable[[Any], str | None]] = {
-    "type": _check_of(
-        lambda value: value in _TYPES if isinstance(value, str) else _list_of(value, lambda x: x in _TYPES, 0),
-        f"among {', '.join(_TYPES)}, or a list of these",
-    ),
-    "enum": _check_of(lambda value: _list_of(value, _is_value, 0), "a list of values"),
-    "const": _check_of(lambda value: _is_value(value), "a value"),
-    "required": _check_of(lambda value: _list_of(value, _is_text), "a list of names"),
-    "pattern": _check_of(_is_text, "a string"),
-    "format": _check_of(_is_text, "a string"),
-    "uniqueItems": _check_of(lambda value: isinstance(value, bool), "true or false"),
-    "multipleOf": _check_of(lambda value: _is_number(value) and value > 0, "a number above 0"),
-    "items": _check_of(lambda value: _is_schema(value) or _list_of(value, _is_schema), "a schema"),
-}
-_VALUES |= dict.fromkeys(("properties", "patternProperties"), _check_of(_of_schemas, "an object of schemas"))
-_VALUES |= dict.fromkeys(("additionalProperties", "propertyNames"), _check_of(_is_schema, "a schema"))
-_VALUES |= dict.fromkeys(("allOf", "anyOf", "oneOf"), _check_of(lambda v: _list_of(v, _is_schema, 1), "a list of schemas"))
-_VALUES |= {"prefixItems": _check_of(lambda value: _list_of(value, _is_schema), "a list of schemas")}
-_LENGTHS = "minLength maxLength minItems maxItems minProperties maxProperties".split()
-_VALUES |= dict.fromkeys(_LENGTHS, _check_of(_is_size, "a number of things, 0 or more"))
-_BOUNDS = "minimum maximum exclusiveMinimum exclusiveMaximum".split()
-_VALUES |= dict.fromkeys(_BOUNDS, _check_of(_is_number, "a number"))
-
-
-def _is_value(value: Any) -> bool:
-    """Whether it is a value of JSON that can be written."""
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, TypeError):
-        return False
-    return True

@@ -32,7 +32,7 @@ def vocabulary_of(tokenizer: Any, size: int) -> Vocabulary:
     else:
         raise ConstraintError(
             "no_constraints",
-            f"constraints need a tokenizer of bytes (ByteLevel) or SentencePiece, found {', '.join(sorted(kinds)) or 'neither'}",
+            f"constraints need a tokenizer of bytes (ByteLevel) or SentencePiece, found {sorted(filter(None, kinds))}",
         )
     added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
     tokens = list[bytes | None]([None] * size)

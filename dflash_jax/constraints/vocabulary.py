@@ -3,6 +3,7 @@
 Shapes: V tokens, N nodes of the tree of their bytes, S states, C classes of tokens that no state tells apart.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -11,9 +12,20 @@ import numpy as np
 
 from dflash_jax.constraints.automaton import DEAD, Automaton, Budget, leading_to, unsatisfiable
 from dflash_jax.constraints.errors import ConstraintError
+from dflash_jax.constraints.expressions import SYMBOLS
 
-MOST_EDGES = 2**23  # of a state and a token, that are followed one by one
+MOST_EDGES = 2**23  # of a state and a text, that are followed one by one
+CHARACTER = SYMBOLS  # any character that stands for itself in a string of JSON
 TOGETHER = 2**20  # nodes that are looked at together
+
+
+# Characters that stand for themselves in a string of JSON.
+_PLAIN = re.compile(
+    rb"(?:[\x20-\x21\x23-\x5b\x5d-\x7f]|[\xc2-\xdf][\x80-\xbf]|\xe0[\xa0-\xbf][\x80-\xbf]"
+    rb"|[\xe1-\xec\xee\xef][\x80-\xbf]{2}|\xed[\x80-\x9f][\x80-\xbf]|\xf0[\x90-\xbf][\x80-\xbf]{2}"
+    rb"|[\xf1-\xf3][\x80-\xbf]{3}|\xf4[\x80-\x8f][\x80-\xbf]{2})*"
+)
+_NEVER = (0xC0, 0xC1, *range(0xF5, 0x100))  # bytes that no UTF-8 has
 
 
 class TokenAutomaton(NamedTuple):
@@ -44,19 +56,31 @@ class TokenAutomaton(NamedTuple):
 
 
 class _Tree(NamedTuple):
-    """Bytes of tokens as a tree; node 0 is its root, and the children of a node follow one another.
+    """Texts of tokens as a tree; node 0 is its root, and the children of a node follow one another.
 
     Attributes:
-        byte: that leads to each node.
+        symbol: that leads to each node, a byte or `CHARACTER`.
         child, children: of each node, the first one and how many.
-        tokens: of all nodes in order; those that end at node n are `tokens[token[n] : token[n + 1]]`.
+        leaf: number of the text that ends at each node; -1 where none does.
+        of_token: which text each token is; -1 for those that are not in the tree.
+        texts: how many there are.
     """
 
-    byte: np.ndarray
+    symbol: np.ndarray
     child: np.ndarray
     children: np.ndarray
-    token: np.ndarray
-    tokens: np.ndarray
+    leaf: np.ndarray
+    of_token: np.ndarray
+    texts: int
+
+
+class _Edges(NamedTuple):
+    """From which states which texts of a tree lead where."""
+
+    tree: _Tree
+    state: np.ndarray
+    leaf: np.ndarray
+    to: np.ndarray
 
 
 class Vocabulary:
@@ -79,27 +103,35 @@ class Vocabulary:
         -1 for all others."""
         found = np.full(len(self), -1, np.int32)
         for i, token in enumerate(self.tokens):
-            if token and min(token) >= 0x20 and b'"' not in token and b"\\" not in token:
-                try:
-                    found[i] = len(token.decode())
-                except UnicodeDecodeError:
-                    continue
+            if token and _PLAIN.fullmatch(token):
+                found[i] = len(token.decode())
         return found
 
     @cached_property
     def _trees(self) -> tuple[_Tree, _Tree]:
-        """Of all tokens, and of those that are not plain."""
-        with_text = [i for i, token in enumerate(self.tokens) if token]
-        return _tree(self.tokens, with_text), _tree(self.tokens, [i for i in with_text if self._plain[i] < 0])
+        """Of all tokens; and of those that are not plain, in which each plain character at the beginning is one
+        symbol."""
+        texts = {i: tuple(token) for i, token in enumerate(self.tokens) if token}
+        short = dict[int, tuple[int, ...]]()
+        for i, text in texts.items():
+            if self._plain[i] < 0:
+                begin = _PLAIN.match(bytes(text))
+                plain = begin[0] if begin else b""
+                short[i] = (CHARACTER,) * len(plain.decode()) + text[len(plain) :]
+        return _tree(texts, len(self)), _tree(short, len(self))
 
     @cached_property
     def numbers(self) -> dict[bytes, int]:
         """The token of each text that is one."""
         return {token: i for i, token in reversed(list(enumerate(self.tokens))) if token}
 
+    @cached_property
+    def _has_every_byte(self) -> bool:
+        return all(bytes([byte]) in self.numbers for byte in range(256) if byte not in _NEVER)
+
     def prepare(self) -> None:
         """Makes what all constraints share."""
-        _ = self._trees
+        _ = self._trees, self.numbers
 
     def reading(self, automaton: Automaton, ends: Sequence[int], budget: Budget | None = None) -> TokenAutomaton:
         """The automaton that reads tokens in place of bytes.
@@ -123,18 +155,17 @@ class Vocabulary:
         by_length[DEAD] = False
         whole, rest = self._trees
         budget.check()
-        parts = []
-        if len(states := np.flatnonzero(~by_length)) > 1:
-            parts.append(_walk(automaton.next, states, whole, budget))
-        if len(states := np.flatnonzero(by_length)):
-            parts.append(_walk(automaton.next, states, rest, budget))
-        state, token, to = (np.concatenate([part[i] for part in parts]) for i in range(3))
-        return self._table(automaton, (state, token, to), np.where(by_length[None], after, 0), ends, budget)
+        following = np.concatenate([automaton.next, np.where(by_length, run, DEAD)[:, None]], axis=1)
+        parts = [
+            _walk(following, np.flatnonzero(~by_length), whole, budget),
+            _walk(following, np.flatnonzero(by_length), rest, budget),
+        ]
+        return self._table(automaton, parts, np.where(by_length[None], after, 0), ends, budget)
 
     def _table(
         self,
         automaton: Automaton,
-        edges: tuple[np.ndarray, np.ndarray, np.ndarray],
+        parts: Sequence[_Edges],
         after: np.ndarray,
         ends: Sequence[int],
         budget: Budget,
@@ -142,18 +173,17 @@ class Vocabulary:
         """Classes of tokens, and the table by them.
 
         Args:
-            edges: states, tokens, and the states that these lead to.
-            after: of each number of plain characters, where they lead [n, S]; 0 where edges say it.
+            parts: where texts lead.
+            after: of each number of plain characters, where they lead [n, S]; 0 where the parts say it.
         """
-        state, token, to = edges
         rng, size = np.random.default_rng(1), len(automaton.next)
         names = rng.integers(1, 2**63, (2, size), dtype=np.uint64) | np.uint64(1)
         # Tokens that lead every state to the same one have equal sums, and others do not but by a chance of 2**-60.
-        mixed = names[0][state] * (names[1][to] >> np.uint64(7))
-        order = np.argsort(token, kind="stable")
-        begins = np.searchsorted(token[order], np.arange(len(self) + 1))
-        running = np.concatenate([[np.uint64(0)], np.cumsum(mixed[order], dtype=np.uint64)])
-        sums = running[begins[1:]] - running[begins[:-1]]
+        sums = np.zeros(len(self), np.uint64)
+        for tree, state, leaf, to in parts:
+            of_leaf = np.zeros(tree.texts + 1, np.uint64)
+            np.add.at(of_leaf, leaf, names[0][state] * (names[1][to] >> np.uint64(7)))
+            sums += of_leaf[tree.of_token]
         of_length = (names[0][None] * (names[1][after] >> np.uint64(7)) * (after > 0)).sum(axis=1, dtype=np.uint64)
         plain = self._plain
         sums += np.where(plain > 0, of_length[np.maximum(plain, 0)], np.uint64(0))
@@ -163,26 +193,31 @@ class Vocabulary:
         classes = classes.reshape(-1)
         budget.check()
         table = np.zeros((size, len(first)), np.int32)
-        one = np.zeros(len(self), bool)
-        one[first] = True
-        kept = one[token]
-        table[state[kept], classes[token[kept]]] = to[kept]
+        for tree, state, leaf, to in parts:
+            order = np.argsort(leaf, kind="stable")
+            begins = np.searchsorted(leaf[order], np.arange(tree.texts + 1))
+            for number, text in enumerate(tree.of_token[first]):
+                if text >= 0:
+                    some = order[begins[text] : begins[text + 1]]
+                    table[state[some], number] = to[some]
         for number, i in enumerate(first):
             if plain[i] > 0 and i not in special:
                 column = after[plain[i]]
                 table[:, number] = np.where(column > 0, column, table[:, number])
         end_classes = classes[list(special)]
         table[:, end_classes] = DEAD
-        alive = automaton.final.copy() if len(special) else np.zeros(size, bool)
-        alive = leading_to(table, alive)
+        alive: np.ndarray = np.arange(size) > DEAD
+        if not self._has_every_byte:  # else what bytes can finish, tokens can
+            alive = leading_to(table, automaton.final)
+            table = np.where(alive[table], table, DEAD)
         if not alive[1]:
             raise unsatisfiable("no tokens of this vocabulary do")
-        table = np.where(alive[table], table, DEAD)
         allowed = table > 0
         allowed[np.ix_(automaton.final & alive, end_classes)] = True
         allowed[DEAD] = False
         # States that tokens reach, and no others.
-        seen, frontier = np.zeros(size, bool), np.asarray([1])
+        seen: np.ndarray = np.full(size, False)
+        frontier = np.asarray([1])
         while frontier.size:
             seen[frontier] = True
             frontier = np.unique(table[frontier])
@@ -193,46 +228,36 @@ class Vocabulary:
         return TokenAutomaton(number[table[seen]].astype(np.int32), classes.astype(np.int32), allowed[seen], hint[seen])
 
 
-def _tree(tokens: Sequence[bytes | None], of: Sequence[int]) -> _Tree:
-    """The tree of some tokens."""
-    ordered = sorted(of, key=lambda i: tokens[i] or b"")
-    texts = [tokens[i] or b"" for i in ordered]
-    parents, byte, ending, path, before = [-1], [0], [], [0], b""
-    for text in texts:
-        shared = 0
-        while shared < min(len(before), len(text)) and before[shared] == text[shared]:
+def _tree(texts: Mapping[int, tuple[int, ...]], size: int) -> _Tree:
+    """The tree of the texts of some tokens, of `size` in all."""
+    parents, symbols, leaves, path, before = [-1], [0], [-1], [0], ()
+    of_token, texts_found = np.full(size, -1, np.int32), 0
+    for i in sorted(texts, key=texts.__getitem__):
+        text, shared = texts[i], 0
+        for one, other in zip(before, text, strict=False):
+            if one != other:
+                break
             shared += 1
         del path[shared + 1 :]
-        for value in text[shared:]:
+        for symbol in text[shared:]:
             parents.append(path[-1])
-            byte.append(value)
-            path.append(len(byte) - 1)
-        ending.append(path[-1])
-        before = text
-    # In the order of their parents; these stand before them already.
-    order = np.argsort(np.asarray(parents), kind="stable")
-    number = np.empty_like(order)
-    number[order] = np.arange(len(order))
-    nodes = np.arange(len(order) + 1)
-    # `order` sorts by old numbers of parents: what counts is that children of one parent lie side by side.
-    of_parent = np.searchsorted(np.asarray(parents)[order], np.arange(len(order) + 1))
-    child, children = of_parent[:-1][order], np.diff(of_parent)[order]
-    at = number[np.asarray(ending, np.int64)] if ending else np.zeros(0, np.int64)
-    sort = np.argsort(at, kind="stable")
-    return _Tree(
-        np.asarray(byte, np.int32)[order],
-        child,
-        children,
-        np.searchsorted(at[sort], nodes),
-        np.asarray(ordered, np.int32)[sort] if ending else np.zeros(0, np.int32),
-    )
+            symbols.append(symbol)
+            leaves.append(-1)
+            path.append(len(symbols) - 1)
+        if leaves[path[-1]] < 0:
+            leaves[path[-1]] = texts_found
+            texts_found += 1
+        of_token[i], before = leaves[path[-1]], text
+    order = np.argsort(np.asarray(parents), kind="stable")  # children of a node side by side, the root first
+    begin = np.searchsorted(np.asarray(parents)[order], np.arange(len(order) + 1))
+    columns = np.asarray(symbols, np.int32)[order], begin[:-1][order], np.diff(begin)[order]
+    return _Tree(*columns, np.asarray(leaves, np.int32)[order], of_token, texts_found)
 
 
-def _walk(
-    following: np.ndarray, states: np.ndarray, tree: _Tree, budget: Budget
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """From which of some states which tokens lead where: three arrays of a length."""
-    found, edges = list[tuple[np.ndarray, np.ndarray, np.ndarray]](), 0
+def _walk(following: np.ndarray, states: np.ndarray, tree: _Tree, budget: Budget) -> _Edges:
+    """Where the texts of a tree lead from some states."""
+    none = np.zeros(0, np.int64)
+    found, edges = [(none, none, none)], 0
     begin, each = 0, 32
     while begin < len(states):
         begun = states[begin : begin + each]
@@ -246,23 +271,17 @@ def _walk(
             most = max(most, total)
             ends = np.cumsum(counts)
             child = np.repeat(tree.child[node] - (ends - counts), counts) + np.arange(total)
-            to = following[np.repeat(at, counts), tree.byte[child]]
+            to = following[np.repeat(at, counts), tree.symbol[child]]
             alive = np.flatnonzero(to)
             node, at, origin = child[alive], to[alive], np.repeat(origin, counts)[alive]
-            here = tree.token[node + 1] - tree.token[node]
-            if (count := int(here.sum())) > 0:
-                edges += count
-                if edges > MOST_EDGES:
-                    raise ConstraintError(
-                        "constraint_too_large", "the constraint allows too many tokens in too many states; make it smaller"
-                    )
-                ends = np.cumsum(here)
-                place = np.repeat(tree.token[node] - (ends - here), here) + np.arange(count)
-                found.append((np.repeat(origin, here), tree.tokens[place], np.repeat(at, here)))
+            here = np.flatnonzero(tree.leaf[node] >= 0)
+            edges += len(here)
+            if edges > MOST_EDGES:
+                why = "the constraint allows too many tokens in too many states; make it smaller"
+                raise ConstraintError("constraint_too_large", why)
+            found.append((origin[here], tree.leaf[node[here]], at[here]))
         each = max(1, min(4 * each, each * TOGETHER // most))
-    if not found:
-        return tuple(np.zeros(0, np.int64) for _ in range(3))  # pyright: ignore[reportReturnType]
-    return tuple(np.concatenate(column) for column in zip(*found, strict=True))  # pyright: ignore[reportReturnType]
+    return _Edges(tree, *(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
 def _runs(following: np.ndarray) -> np.ndarray:

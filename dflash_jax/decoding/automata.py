@@ -7,10 +7,12 @@ Shapes: B rows, T block positions, P proposals, V tokens, U = V / 32 words of bi
 G automata.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Int16, UInt32
+from jaxtyping import Array, Bool, Int, Int16, UInt32
 
 FREE = 0  # the state of rows without a constraint, and after a token that was not allowed
 
@@ -35,15 +37,15 @@ class Automata(struct.PyTreeNode):
     classes: Int16[Array, "G V"]
 
     def following(
-        self, states: Int[Array, "B *T"], automaton: Int[Array, " B"], tokens: Int[Array, "B *T"]
-    ) -> Int[Array, "B *T"]:
+        self, states: Int[Array, "B T"], automaton: Int[Array, " B"], tokens: Int[Array, "B T"]
+    ) -> Int[Array, "B T"]:
         """The states after these tokens."""
         return self._by_class(states, self._classes(automaton, tokens))
 
-    def _classes(self, automaton: Int[Array, " B"], tokens: Int[Array, "B *T"]) -> Int[Array, "B *T"]:
-        return self.classes[automaton.reshape(-1, *[1] * (tokens.ndim - 1)), tokens].astype(jnp.int32)
+    def _classes(self, automaton: Int[Array, " B"], tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        return self.classes[automaton[:, None], tokens].astype(jnp.int32)
 
-    def _by_class(self, states: Int[Array, "*S"], classes: Int[Array, "*S"]) -> Int[Array, "*S"]:
+    def _by_class(self, states: Int[Array, "..."], classes: Int[Array, "..."]) -> Int[Array, "..."]:
         return jnp.where(states == FREE, FREE, self.cells[self.base[states] + classes].astype(jnp.int32))
 
     def allowed(
@@ -110,6 +112,6 @@ def empty_tables(vocab_size: int, *, states: int, cells: int, masks: int, automa
     """
     every = np.zeros((masks, -(-vocab_size // 32)), np.uint32)
     every[0] = 0xFFFFFFFF
-    zeros = lambda *shape, dtype=np.int32: np.zeros(shape, dtype)
-    tables = zeros(states), zeros(states), np.full(states, -1, np.int32)
-    return Automata(every, *tables, zeros(cells, dtype=np.int16), zeros(automata, vocab_size, dtype=np.int16))
+    tables: list[Any] = [every, np.zeros(states, np.int32), np.zeros(states, np.int32), np.full(states, -1, np.int32)]
+    tables += [np.zeros(cells, np.int16), np.zeros((automata, vocab_size), np.int16)]
+    return Automata(*tables)

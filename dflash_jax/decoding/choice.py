@@ -111,7 +111,7 @@ class Choice(struct.PyTreeNode):
             return self.walk.along(self.automata, proposal.tokens)
         return self.walk.in_tree(self.automata, proposal.tokens, proposal.parents, proposal.depth)
 
-    def following(self, states: Int[Array, "B *T"] | None, tokens: Int[Array, "B *T"]) -> Int[Array, "B *T"] | None:
+    def following(self, states: Int[Array, "B T"] | None, tokens: Int[Array, "B T"]) -> Int[Array, "B T"] | None:
         """The states after further tokens, the target's ids."""
         if self.automata is None or self.walk is None or states is None:
             return None

@@ -28,7 +28,7 @@ CANDIDATES = 64  # least tokens of a depth that are looked at for a tree under a
 def propose(choice: Choice, logits: Float[Array, "B T V"]) -> Proposal:
     """The chain of the best tokens of the depths 0..T-1, or the tree of the likeliest paths.
 
-    Where a row has a constraint, what is allowed at a depth follows from the tokens before: depth after depth is chosen.
+    Where a row has a constraint, the tokens before decide what is allowed: depth after depth is chosen.
     """
     raw, logits, depth = logits, choice.allowed(logits), logits.shape[1]
     anchor = jnp.zeros(logits.shape[0], jnp.int32)  # the logits follow from it already

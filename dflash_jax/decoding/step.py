@@ -122,8 +122,8 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
 
 
 def _calibrated(state: State, proposal: Proposal, accepted: Accepted) -> Calibration | None:
-    """What the step reveals of the drafter: a token is judged if all proposals before it were right. Nothing is learnt of
-    rows with a constraint, whose tokens it may have had no choice to get wrong."""
+    """What the step reveals of the drafter: a token is judged if all proposals before it were right. Rows with a
+    constraint teach nothing: what nobody can get wrong says nothing of the drafter."""
     if state.calibration is None or proposal.lessons is None:
         return state.calibration
     depth = proposal.depth
@@ -244,7 +244,10 @@ def step_functions(
         depth = drafter.depth(block_size)
         propose = make_propose(target, drafter, block_size, proposals, nodes)
     return StepFunctions(
-        make_choose(target, depth, automata), propose, partial(verify, target, drafter), partial(commit, target, drafter)
+        make_choose(target, depth, automata),
+        propose,
+        partial(verify, target, drafter),
+        partial(commit, target, drafter),
     )
 
 

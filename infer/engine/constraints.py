@@ -114,11 +114,19 @@ class Constraints:
         if params.ignore_eos:
             raise invalid(f"{name} and ignore_eos exclude each other: a constraint says where the answer ends", name)
         if not params.eos_token_ids:
-            raise invalid(f"{name} needs eos_token_ids, the tokens that end an answer where the constraint allows it", name)
+            raise invalid(
+                f"{name} needs eos_token_ids, the tokens that end an answer where the constraint allows it", name
+            )
         try:
             return self._prepare(_Key(params.constraint, params.eos_token_ids))
         except ConstraintError as error:
             raise RequestError(error.code, f"{name}: {error}", name) from error
+
+    def knows(self, params: SamplingParams) -> bool:
+        """Whether `check` has nothing to prepare."""
+        key = params.constraint and _Key(params.constraint, params.eos_token_ids)
+        with self._lock:
+            return key is None or key in self._ready
 
     def _prepare(self, key: _Key) -> Ready:
         with self._lock:

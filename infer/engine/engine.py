@@ -264,6 +264,11 @@ class Engine:
 
     def check(self, request: Request) -> Ready | None:
         """Raises RequestError if this engine cannot serve the request; returns its constraint, prepared."""
+        self.check_settings(request)
+        return self.constraints.check(request.params) if self.constraints else None
+
+    def check_settings(self, request: Request) -> None:
+        """Raises RequestError for settings that this engine cannot serve; does not prepare a constraint."""
         request.check(self.target.config.vocab_size, self.max_length)
         if not request.speculative and self.drafter and not self.config.plain:
             raise invalid("steps without speculation are not served: the engine was made with plain=False")
@@ -273,7 +278,6 @@ class Engine:
         if (constraint := request.params.constraint) is not None and self.constraints is None:
             name = constraint.name or "constraint"
             raise invalid(f"{name} is not served: the engine was made with constraints=False", name)
-        return self.constraints.check(request.params) if self.constraints else None
 
     def _read(self, filling: Mapping[int, ActiveRequest]) -> list[ActiveRequest]:
         """Reads some of these prompts, until one ends or rows that decode have waited long enough; returns the rows

@@ -41,8 +41,8 @@ class EngineConfig:
             `max_length` either. "auto" is then the checkpoint's block size, and no tree.
         gpu_graphs: whether all steps of a device call run as one CUDA graph: "on", "off", or "auto", which is on where
             one device decodes, its driver is of CUDA 12.4 or later, and a small program at the first use is right.
-        constraints: whether requests may have a constraint (`SamplingParams.constraint`). Without, programs are the same
-            as if there were none.
+        constraints: whether requests may have a constraint (`SamplingParams.constraint`). Without, programs have
+            nothing of them.
         constraint_states: states of the automata of all constraints that are in use at a time. Their tables take some
             memory: about 65 MB with the default and a vocabulary of 150,000.
 

@@ -44,7 +44,16 @@ def decode_call(
     those of constraints. `state` is donated."""
     steps, leave = np.int32(max_steps), np.int32(leave_below)
     static = draft, config.proposals, config.steps_per_visit, config.logprobs
-    return _decode_program(tuple((options or {}).items())), (target, drafter, state, rows, steps, leave, automata, *static)
+    return _decode_program(tuple((options or {}).items())), (
+        target,
+        drafter,
+        state,
+        rows,
+        steps,
+        leave,
+        automata,
+        *static,
+    )
 
 
 @cache

@@ -155,6 +155,7 @@ class Service:
         self._model, self._limits = model, limits
         self._reading = ThreadPoolExecutor(READERS, "tokenize")
         self._writing = ThreadPoolExecutor(1, "detokenize")
+        self._preparing = ThreadPoolExecutor(READERS, "constrain")
 
     async def complete(self, request: HTTPRequest) -> Response:
         """A completion or a stream of its parts."""
@@ -173,7 +174,7 @@ class Service:
         except OverflowError as error:
             return _error(413, "request_too_large", str(error))
         except RequestError as error:
-            return _error(400, error.code, str(error))
+            return _error(400, error.code, str(error), param=error.param)
         except OverloadedError as error:
             return _error(429, "overloaded", str(error), {"Retry-After": RETRY_SECONDS})
         with contextlib.ExitStack() as present:
@@ -195,7 +196,11 @@ class Service:
         worker = self._worker
         worker.enter(1)
         try:
-            asked = await asyncio.get_running_loop().run_in_executor(self._reading, self._read, raw, endpoint)
+            loop, constraints = asyncio.get_running_loop(), worker.engine.constraints
+            asked = await loop.run_in_executor(self._reading, self._read, raw, endpoint)
+            params = asked.samples[0].params
+            if constraints is not None and not constraints.knows(params):  # other requests need not wait for it
+                await loop.run_in_executor(self._preparing, constraints.check, params)
         finally:
             worker.leave(1)
         worker.enter(len(asked.samples))
@@ -205,7 +210,7 @@ class Service:
         """Reads a body; raises RequestError, whatever is in it."""
         try:
             asked = read_body(raw, endpoint, self._text, self._defaults, self._model)
-            self._worker.engine.check(asked.samples[0])
+            self._worker.engine.check_settings(asked.samples[0])
         except Exception as error:
             raise refusal(error) from error
         return asked
@@ -267,9 +272,11 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _error(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def _error(
+    status: int, code: str, message: str, headers: Mapping[str, str] | None = None, param: str | None = None
+) -> JSONResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
+    error = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status_code=status, headers=headers)
 
 
