@@ -79,7 +79,7 @@ class Preparer:
         assert constraints is not None
         with self._lock:
             if self._process is None:
-                self._process = Process(constraints.vocabulary, constraints.states - 1)
+                self._process = Process(constraints.vocabulary, constraints.most_states)
         return self._process.prepared(constraint, ends)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ class Budget(NamedTuple):
         until: by `time.monotonic`.
     """
 
-    states: int = 2**14
+    states: int = 2**13
     until: float = float("inf")
 
     def check(self) -> None:
@@ -84,7 +84,7 @@ def automaton(made: Expressions, expression: Expression, budget: Budget | None =
                 row[members[of]] = number
         rows.append(row)
         final.append(state.empty)
-    return _smallest(np.stack(rows), np.asarray(final), budget)
+    return _smallest(np.stack(rows), np.asarray(final), budget, plain=made.plain)
 
 
 def unsatisfiable(why: str = "no text does") -> ConstraintError:
@@ -113,14 +113,14 @@ def leading_to(following: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return found
 
 
-def _smallest(following: np.ndarray, final: np.ndarray, budget: Budget) -> Automaton:
+def _smallest(following: np.ndarray, final: np.ndarray, budget: Budget, *, plain: bool) -> Automaton:
     """Without states that lead nowhere, and with equal ones merged."""
-    alive = leading_to(following, final)
-    budget.check()
-    if not alive[1]:
-        raise unsatisfiable()
-    following = np.where(alive[following], following, DEAD)
-    final = final & alive
+    if not plain:
+        alive = leading_to(following, final)
+        budget.check()
+        if not alive[1]:
+            raise unsatisfiable()
+        following, final = np.where(alive[following], following, DEAD), final & alive
     weights = np.random.default_rng(0).integers(1, 2**63, SYMBOLS, dtype=np.uint64) | np.uint64(1)
     while True:  # states with equal rows are one, until all differ
         budget.check()

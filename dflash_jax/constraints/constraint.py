@@ -16,7 +16,8 @@ from dflash_jax.constraints.vocabulary import TokenAutomaton, Vocabulary
 
 VERSION = 1  # of what constraints mean: answers of another one may differ
 LARGEST = 2**18  # bytes of a constraint
-SECONDS = 2.0  # that a constraint may take
+SECONDS = 5.0  # that a constraint may take; its size ends it before, on a processor that has time
+STATES = 2**13  # that an automaton may have
 
 Kind = Literal["regex", "choice", "json_schema"]
 
@@ -67,7 +68,7 @@ def prepared(
     vocabulary: Vocabulary,
     ends: Sequence[int],
     *,
-    states: int = 2**14,
+    states: int = STATES,
     seconds: float = SECONDS,
 ) -> TokenAutomaton:
     """The automaton of a constraint.

@@ -41,10 +41,12 @@ class Expressions:
         nothing: matches no text.
         empty: matches the empty text.
         anything: matches every text.
+        plain: whether all other expressions match some text; intersections and complements may match none.
     """
 
     def __init__(self):
         self._known: dict[Key, Expression] = {}
+        self.plain = True
         self.nothing = self._made(_NOTHING, (), empty=False)
         self.empty = self._made(_EMPTY, (), empty=True)
         self.anything = self._made(_NOT, (self.nothing,), empty=True)
@@ -151,11 +153,12 @@ class Expressions:
             return self.empty if all(one.empty for one in chosen.values()) else self.nothing
         if len(chosen) < 2:
             return next(iter(chosen.values()), self.anything)
-        ordered = tuple(chosen[number] for number in sorted(chosen))
+        ordered, self.plain = tuple(chosen[number] for number in sorted(chosen)), False
         return self._made(_BOTH, ordered, empty=all(one.empty for one in ordered))
 
     def without(self, part: Expression) -> Expression:
         """Whatever it does not match."""
+        self.plain = False
         return part.parts[0] if part.kind == _NOT else self._made(_NOT, (part,), empty=not part.empty)
 
     def times(self, part: Expression, least: int, most: int | None) -> Expression:

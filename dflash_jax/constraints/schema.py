@@ -23,7 +23,8 @@ from dflash_jax.constraints.numbers import Numbers
 from dflash_jax.constraints.regex import regex
 from dflash_jax.files import Fields
 
-DEPTH = 5  # of recursion, and of values of which nothing is said
+DEPTH = 5  # of recursion, and of a value of which nothing is said;
+INNER = 3  # of such a value inside of others
 MOST_LEVELS = 64  # of a schema
 ESCAPES = 8  # most characters of a bounded string that may be written as \\uXXXX; longer ones take too many states
 INDENT = 16  # most blanks at the beginning of a line; or
@@ -86,7 +87,7 @@ class _Compiler:
         """
         self._budget.check()
         if schema is True or schema == {}:
-            return self._any(DEPTH - 1 if at else DEPTH)
+            return self._any(INNER if at else DEPTH)
         if schema is False:
             return self._made.nothing
         if not isinstance(schema, Mapping):
@@ -120,7 +121,7 @@ class _Compiler:
             elif "type" in schema:  # types that exclude each other
                 return made.nothing
             else:
-                parts.append(self._any(DEPTH - 1))
+                parts.append(self._any(INNER if at else DEPTH))
         return made.both(parts)
 
     def _listed(self, schema: Fields) -> list[Any]:
@@ -294,12 +295,13 @@ class _Compiler:
     def _object(self, schema: Fields, at: str, inside: tuple[str, ...]) -> Expression:
         made, properties = self._made, dict(schema.get("properties", {}))
         required, more = schema.get("required", []), schema.get("additionalProperties")
+        unnamed = True if more is None else more
         patterns, names = schema.get("patternProperties", {}), schema.get("propertyNames", True)
         if more is None:  # the schema of an object without any properties is about others
             more = not properties and not patterns and not required
         for name in required:
             matching = [value for pattern, value in patterns.items() if _found(pattern, name)]
-            properties.setdefault(name, conjunction(matching) if matching else True if more is False else more)
+            properties.setdefault(name, conjunction(matching) if matching else unnamed)
         if names is not True and (
             not isinstance(names, Mapping) or set(names) - {"type", *OF_TYPE["string"], *SAYS_NOTHING}
         ):

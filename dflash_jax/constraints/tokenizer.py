@@ -29,6 +29,8 @@ def vocabulary_of(tokenizer: Any, size: int) -> Vocabulary:
         read = _byte_level()
     elif kinds & {"Metaspace", "ByteFallback", "Replace"}:
         read = _sentencepiece
+    elif "Fuse" in kinds:  # tokens are their text
+        read = lambda token: token.encode(errors="replace")
     else:
         raise ConstraintError(
             "no_constraints",

@@ -58,9 +58,9 @@ class Automata(struct.PyTreeNode):
         """
         words = self.masks[self.mask_of[states]]
         if vocabulary is not None:
-            bits = words[:, :, vocabulary // 32] >> (vocabulary % 32).astype(jnp.uint32)
+            bits = words[:, :, vocabulary // 32] >> (vocabulary % 32).astype(jnp.uint32)[None, None]
             return (bits & 1).astype(bool)
-        bits = words[..., None] >> jnp.arange(32, dtype=jnp.uint32)
+        bits = words[..., None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, None]
         return (bits & 1).astype(bool).reshape(*words.shape[:2], -1)[:, :, :size]
 
     def permits(self, states: Int[Array, "B T"], tokens: Int[Array, "B T K"]) -> Bool[Array, "B T K"]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dflash_jax.constraints.constraint import Constraint, prepared
+from dflash_jax.constraints.constraint import STATES, Constraint, prepared
 from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.tokenizer import vocabulary_of
 from dflash_jax.constraints.vocabulary import TokenAutomaton, Vocabulary
@@ -93,6 +93,11 @@ class Constraints:
         self._upload()
 
     @property
+    def most_states(self) -> int:
+        """States that one automaton may have."""
+        return min(STATES, self.states - 1)
+
+    @property
     def vocabulary(self) -> Vocabulary:
         """What tokens are made of.
 
@@ -148,7 +153,7 @@ class Constraints:
         return ready
 
     def _in_this_process(self, constraint: Constraint, ends: Sequence[int]) -> TokenAutomaton:
-        return prepared(constraint, self.vocabulary, ends, states=self.states - 1)
+        return prepared(constraint, self.vocabulary, ends, states=self.most_states)
 
     def place(self, ready: Ready | None) -> Walk | None:
         """Where the row of a request begins; None if there is no room in the tables until another request ends."""

@@ -1,0 +1,125 @@
+"""Automata that read tokens do what those over bytes do."""
+
+import random
+
+import numpy as np
+import pytest
+
+from dflash_jax.constraints.automaton import automaton
+from dflash_jax.constraints.constraint import choice, json_schema, prepared, regex
+from dflash_jax.constraints.errors import ConstraintError
+from dflash_jax.constraints.expressions import Expressions
+from dflash_jax.constraints.process import Process
+from dflash_jax.constraints.schema import json_schema as expression
+from dflash_jax.constraints.tokenizer import vocabulary_of
+from dflash_jax.constraints.vocabulary import Vocabulary
+from dflash_jax.vocabulary import load_tokenizer
+from tests import tiny
+from tests.fakes import schemas, vocabulary
+
+NASTY = vocabulary.vocabulary()
+
+
+def by_bytes(found, state, text):
+    for byte in text:
+        state = found.next[state, byte]
+    return int(state)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+def test_every_state_allows_what_its_bytes_do(seed):
+    made, rng = Expressions(), random.Random(seed)
+    of_bytes = automaton(made, expression(made, schemas.schema(rng)))
+    found = NASTY.reading(of_bytes, [vocabulary.END])
+    state_of, waiting = {1: 1}, [1]
+    for state in waiting:
+        following = found.next[state][found.classes]
+        expected = [by_bytes(of_bytes, state_of[state], text) if text else 0 for text in NASTY.tokens]
+        np.testing.assert_array_equal(following > 0, np.asarray(expected) > 0)
+        allowed = found.allows(state)
+        assert allowed[vocabulary.END] == of_bytes.final[state_of[state]]
+        np.testing.assert_array_equal(np.delete(allowed, vocabulary.END), np.delete(following > 0, vocabulary.END))
+        assert allowed[found.hint[state]]
+        for after, byte_state in zip(following.tolist(), expected, strict=True):
+            if after and after not in state_of:
+                state_of[after] = byte_state
+                waiting.append(after)
+            assert not after or state_of[after] == byte_state
+    assert sorted(state_of) == list(range(1, len(found.next)))
+
+
+def test_where_no_tokens_lead_on_none_are_allowed():
+    """A vocabulary without the bytes of some characters."""
+    few = Vocabulary([None, b"a", b"b", b"ab", b"c"])
+    found = prepared(regex("a(b|bx)c?|ax"), few, [0])
+    assert found.allows(1).tolist() == [False, True, False, True, False]  # not towards x
+    with pytest.raises(ConstraintError, match="no tokens of this vocabulary"):
+        prepared(regex("x+"), few, [0])
+    with pytest.raises(ConstraintError, match="no text"):
+        prepared(choice([]), few, [0])
+
+
+def test_hints_are_the_longest_token_of_what_must_follow():
+    found = prepared(choice(["true", "truth"]), NASTY, [vocabulary.END])
+    assert NASTY.tokens[found.hint[1]] == b"tr"
+    last = found.walk([NASTY.numbers[text] for text in (b"tr", b"u", b"e")])[-1]
+    assert found.hint[last] == vocabulary.END
+
+
+@pytest.mark.parametrize("name", ["byte level", "sentencepiece", "characters"])
+def test_bytes_of_tokens(name, tmp_path):
+    """What a tokenizer decodes is what its tokens are made of."""
+    if name == "byte level":
+        vocabulary.write_tokenizer(tmp_path)
+    elif name == "characters":
+        tiny.write_tokenizer(tmp_path)
+    else:
+        from tokenizers import Tokenizer, decoders, models
+        from transformers import PreTrainedTokenizerFast
+
+        pieces = ["▁the", "▁", "a", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
+        tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<0x00>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    found = vocabulary_of(tokenizer, len(tokenizer) + 3)
+    assert len(found) == len(tokenizer) + 3
+    rng = random.Random(0)
+    texts = [i for i, token in enumerate(found.tokens) if token]
+    letters, compared = [i for i in texts if max(found.tokens[i]) < 0x80 or len(found.tokens[i]) > 1], 0
+    for _ in range(200):
+        tokens = rng.choices(letters, k=4)
+        try:
+            text = b"".join(found.tokens[i] for i in tokens).decode()
+        except UnicodeDecodeError:
+            continue
+        assert tokenizer.decode(tokens) == text
+        compared += 1
+    assert compared > 50
+    if name == "byte level":
+        assert [token for token in found.tokens if token] == vocabulary.TEXTS
+        assert found.special["<end>"] == vocabulary.END
+
+
+def test_tokenizers_without_bytes_are_refused():
+    with pytest.raises(ConstraintError, match=r"need the target's tokenizer\.json") as error:
+        vocabulary_of(None, 8)
+    assert error.value.code == "no_constraints"
+
+
+def test_another_process_prepares_the_same():
+    process = Process(NASTY, 2**12)
+    try:
+        for made in (regex("a+b"), json_schema({"type": "object", "properties": {"a": {"type": "integer"}}})):
+            expected = prepared(made, NASTY, [vocabulary.END])
+            for one, other in zip(process.prepared(made, [vocabulary.END]), expected, strict=True):
+                np.testing.assert_array_equal(one, other)
+        with pytest.raises(ConstraintError, match="/not") as error:
+            process.prepared(json_schema({"not": {}}), [vocabulary.END])
+        assert error.value.code == "unsupported_schema"
+        running = process._running
+        running.kill()
+        running.wait()
+        assert process.prepared(regex("b"), [vocabulary.END]).next.shape[0] == 3  # by a new one
+    finally:
+        process.close()

@@ -1,0 +1,59 @@
+"""A small vocabulary with tokens that are hard to constrain: halves of characters, ends of strings, blanks."""
+
+from pathlib import Path
+
+from dflash_jax.constraints.vocabulary import Vocabulary
+
+# Each is made of two tokens before it, as in byte-pair encoding.
+MERGED = [
+    *['"}', '",', '":', '", ', '": ', '{"', '["', '"]', "}}", "},", '\\"', "\\n", "\\u", "\\u0", "\\\\", "\\\\n"],
+    *[
+        "\n ",
+        "\n  ",
+        "\n    ",
+        "  ",
+        "    ",
+        " {",
+        ' "',
+        "é",
+        "中",
+        '中"',
+        'é",',
+        "ab",
+        "abc",
+        "tr",
+        "true",
+        "nu",
+        "null",
+    ],
+    *["12", "123", "-1", "1.", "0.5", "1e", "e5", "[]", "{}", "]}", '"a', '"a"', '"a":', '"b": ', "a b", "\t", "\t\t"],
+    *["<t", "</think>", '"\n', "}\n", ",\n", "é中", "\U0001f600", "\\ud", "d8", "\\ud8"],
+]
+END, MASK = 0, 1
+FIRST = 2  # the token of byte 0
+TEXTS = [bytes([byte]) for byte in range(256)] + list(dict.fromkeys(x.encode() for x in MERGED if len(x.encode()) > 1))
+TEXTS += [b"\xc3\xa9\xe4", b'\xb8\xad"', b"\xf0\x9f", b"\x98\x80", b'"\xe4\xb8']  # beginnings and ends of characters
+SIZE = -(-(FIRST + len(TEXTS)) // 8) * 8
+
+
+def vocabulary() -> Vocabulary:
+    """The vocabulary; ids from the last text on are no tokens."""
+    tokens: list[bytes | None] = [None, None, *TEXTS]
+    return Vocabulary([*tokens, *[None] * (SIZE - len(tokens))], {"<end>": END, "<mask>": MASK})
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """The same as files; texts are encoded byte by byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letter = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    ids = {"".join(letter[byte] for byte in text): FIRST + i for i, text in enumerate(TEXTS)}
+    tokenizer = Tokenizer(models.BPE(ids | {"<end>": END, "<mask>": MASK}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", mask_token="<mask>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(directory)
+    return directory
