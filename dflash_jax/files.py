@@ -20,6 +20,7 @@ MOST_DIGITS = 308  # of a whole number in a file of settings, so that it can bec
 LONGEST_WORD, LONGEST_LINE = 500, 4000  # characters in a message: of a word, such as a tensor's name, and in all
 
 T = TypeVar("T")
+Value = Any  # of JSON
 Json = dict[str, Any]  # an object
 Fields = Mapping[str, Any]  # the same, only to be read
 

@@ -2,8 +2,6 @@
 
 import os
 import sys
-import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,9 +12,6 @@ from dflash_jax.infer.progress import warm_up
 from dflash_jax.loading import load
 
 if TYPE_CHECKING:
-    from dflash_jax.constraints.constraint import Constraint
-    from dflash_jax.constraints.vocabulary import TokenAutomaton
-    from dflash_jax.infer.engine.engine import Engine
     from dflash_jax.infer.http.server import Limits
 
 LENGTH = 4096  # tokens of a row where --max-length does not say
@@ -63,30 +58,6 @@ class HttpOptions:
         return Limits(self.max_request_bytes, self.client_timeout)
 
 
-class Preparer:
-    """Prepares the constraints of an engine in a process of its own, which begins with the first one."""
-
-    def __init__(self, engine: "Engine"):
-        self._constraints, self._process = engine.constraints, None
-        self._lock = threading.Lock()
-        if self._constraints is not None:
-            self._constraints.prepare = self._prepared
-
-    def _prepared(self, constraint: "Constraint", ends: Sequence[int]) -> "TokenAutomaton":
-        from dflash_jax.constraints.process import Process
-
-        constraints = self._constraints
-        assert constraints is not None
-        with self._lock:
-            if self._process is None:
-                self._process = Process(constraints.vocabulary, constraints.most_states)
-        return self._process.prepared(constraint, ends)
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.close()
-
-
 def serve_http(
     address: str,
     models: ModelOptions,
@@ -126,7 +97,8 @@ def serve_http(
         given = models.target or str(target.directory)
         name = Path(given).resolve().name if Path(given).exists() else given  # a hub id as it is
         app = make_app(worker, loaded.text, loaded.defaults, model=name, root=given, api_key=api_key, limits=limits)
-        preparing = Preparer(engine)
+        if engine.constraints is not None:
+            engine.constraints.prepare_beside()
         worker.start()
         here = f"http://{host}:{listener.getsockname()[1]}"
         print(f"answering at {here}/v1; a page to try it: {here}/", file=sys.stderr)
@@ -134,5 +106,6 @@ def serve_http(
             make_server(app, limits.client_seconds, options.shutdown_timeout).run(sockets=[listener])
         finally:
             worker.stop()
-            preparing.close()
+            if engine.constraints is not None:
+                engine.constraints.close()
     return 0

@@ -4,10 +4,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from dflash_jax.constraints.constraint import Constraint, choice, json_object, json_schema, regex
-from dflash_jax.files import Fields
+from dflash_jax.files import Fields, Value
 from dflash_jax.infer.engine.requests import RequestError, invalid
 from dflash_jax.infer.text import valid_text
 
@@ -31,7 +30,7 @@ def constraint_of(row: Fields) -> Constraint | None:
     return next((replace(made, name=name) for name, made in found.items()), None)
 
 
-def _response_format(given: Any, name: str) -> Constraint | None:
+def _response_format(given: Value, name: str) -> Constraint | None:
     if given is None or given == {}:
         return None
     kind = given.get("type") if isinstance(given, dict) else None
@@ -60,7 +59,7 @@ def _response_format(given: Any, name: str) -> Constraint | None:
     return _schema(asked["schema"], f"{name}.json_schema.schema")
 
 
-def _structured_outputs(given: Any, name: str) -> Constraint | None:
+def _structured_outputs(given: Value, name: str) -> Constraint | None:
     if given is None:
         return None
     if not isinstance(given, dict):
@@ -74,12 +73,12 @@ def _structured_outputs(given: Any, name: str) -> Constraint | None:
     if not asked:
         return None
     kind, value = next(iter(asked.items()))
-    read: dict[str, Callable[[Any, str], Constraint | None]] = {"json": _schema, "regex": _regex, "choice": _choice}
+    read: dict[str, Callable[[Value, str], Constraint | None]] = {"json": _schema, "regex": _regex, "choice": _choice}
     found = json_object() if kind == "json_object" else read[kind](value, f"{name}.{kind}")
     return found and replace(found, compact=bool(given.get("disable_any_whitespace")))
 
 
-def _schema(given: Any, name: str) -> Constraint | None:
+def _schema(given: Value, name: str) -> Constraint | None:
     """A schema, as an object or as the text of one."""
     if given is None:
         return None
@@ -93,7 +92,7 @@ def _schema(given: Any, name: str) -> Constraint | None:
     return json_schema(schema)
 
 
-def _regex(given: Any, name: str) -> Constraint | None:
+def _regex(given: Value, name: str) -> Constraint | None:
     if given is None:
         return None
     if not isinstance(given, str):
@@ -101,7 +100,7 @@ def _regex(given: Any, name: str) -> Constraint | None:
     return regex(valid_text(given))
 
 
-def _choice(given: Any, name: str) -> Constraint | None:
+def _choice(given: Value, name: str) -> Constraint | None:
     if given is None:
         return None
     if not isinstance(given, list) or not given or not all(isinstance(text, str) for text in given):
@@ -120,7 +119,7 @@ def _only(given: Fields, name: str, *known: str) -> None:
             )
 
 
-_READ: dict[str, Callable[[Any, str], Constraint | None]] = {
+_READ: dict[str, Callable[[Value, str], Constraint | None]] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
     "guided_json": _schema,

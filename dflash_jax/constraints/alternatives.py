@@ -1,17 +1,17 @@
 """Which values schemas tell apart: types, constants, and alternatives that exclude each other."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dflash_jax.constraints.keywords import TYPES
+from dflash_jax.files import Value
 
 
-def is_one_of(value: Any, kinds: Sequence[str]) -> bool:
+def is_one_of(value: Value, kinds: Sequence[str]) -> bool:
     """Whether a value is of one of these types."""
     return any(kind in kinds for kind in _kinds(value))
 
 
-def _kinds(value: Any) -> tuple[str, ...]:
+def _kinds(value: Value) -> tuple[str, ...]:
     if isinstance(value, bool):
         return ("boolean",)
     if isinstance(value, int):
@@ -23,14 +23,14 @@ def _kinds(value: Any) -> tuple[str, ...]:
     return ("string",) if isinstance(value, str) else ("array",) if isinstance(value, list) else ("object",)
 
 
-def _constants(schema: Any) -> list[Any] | None:
+def _constants(schema: Value) -> list[Value] | None:
     """The values of an enumeration; None where a schema is none."""
     if not isinstance(schema, Mapping):
         return None
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
-def disjoint(one: Any, other: Any) -> bool:
+def disjoint(one: Value, other: Value) -> bool:
     """Whether it is plain that no value satisfies both schemas."""
     if False in (one, other):
         return True
@@ -53,6 +53,6 @@ def disjoint(one: Any, other: Any) -> bool:
     return any(None not in [_constants(x) for x in pair] and disjoint(*pair) for pair in pairs)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Value, other: Value) -> bool:
     """Whether two values of JSON are equal: 1 is 1.0, and neither is true."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)

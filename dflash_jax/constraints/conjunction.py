@@ -1,9 +1,8 @@
 """Schemas that must all hold, as one: what `allOf`, a `$ref` with neighbours and alternatives with neighbours mean."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from dflash_jax.files import Fields, Json
+from dflash_jax.files import Fields, Json, Value
 
 _LARGEST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _SMALLEST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
@@ -12,7 +11,7 @@ _LISTS = ("items", "prefixItems")
 NESTED = ("$ref", "allOf", "anyOf", "oneOf")
 
 
-def conjunction(schemas: Sequence[Any]) -> Any:
+def conjunction(schemas: Sequence[Value]) -> Value:
     """One schema that holds where all of them do. What cannot be said in one is left in its `allOf`."""
     found: Json = {}
     for schema in schemas:
@@ -47,7 +46,7 @@ def _joined(one: Fields, other: Fields) -> Json:
     return found
 
 
-def _types(one: Any, other: Any) -> list[str]:
+def _types(one: Value, other: Value) -> list[str]:
     """The types that both allow; an integer is a number."""
     first, second = ([x] if isinstance(x, str) else x for x in (one, other))
     both = [name for name in first if name in second]
@@ -60,11 +59,11 @@ def _objects(one: Fields, other: Fields) -> Json:
     """What two schemas say of objects."""
     names = dict.fromkeys([*one.get("properties", {}), *other.get("properties", {})])
 
-    def said(schema: Fields, name: str) -> Any:
+    def said(schema: Fields, name: str) -> Value:
         properties = schema.get("properties", {})
         return properties[name] if name in properties else schema.get("additionalProperties", True)
 
-    def together(values: list[Any]) -> Any:
+    def together(values: list[Value]) -> Value:
         values = [value for value in values if value is not True]
         if False in values:
             return False

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from dflash_jax.constraints import regex as expressions_of
 from dflash_jax.constraints import schema as schemas
@@ -13,6 +13,7 @@ from dflash_jax.constraints.characters import utf8
 from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import Expression, Expressions
 from dflash_jax.constraints.vocabulary import TokenAutomaton, Vocabulary
+from dflash_jax.files import Value
 
 VERSION = 1  # of what constraints mean: answers of another one may differ
 LARGEST = 2**18  # bytes of a constraint
@@ -48,7 +49,7 @@ def choice(texts: Sequence[str]) -> Constraint:
     return Constraint("choice", json.dumps(list(texts)))
 
 
-def json_schema(schema: Any, *, compact: bool = False) -> Constraint:
+def json_schema(schema: Value, *, compact: bool = False) -> Constraint:
     """Answers of JSON that a schema allows (docs/constraints.md).
 
     Args:

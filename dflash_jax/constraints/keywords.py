@@ -4,11 +4,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
 
 from dflash_jax.constraints.conjunction import NESTED
 from dflash_jax.constraints.errors import ConstraintError
-from dflash_jax.files import Fields
+from dflash_jax.files import Fields, Value
 
 SAYS_NOTHING = frozenset(
     """
@@ -54,11 +53,11 @@ def pointer(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _list_of(value: Any, one: Callable[[Any], bool], least: int = 0) -> bool:
+def _list_of(value: Value, one: Callable[[Value], bool], least: int = 0) -> bool:
     return isinstance(value, list) and len(value) >= least and all(map(one, value))
 
 
-def _is_value(value: Any) -> bool:
+def _is_value(value: Value) -> bool:
     """Whether it is a value of JSON that can be written."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -74,7 +73,7 @@ _is_schema = lambda value: isinstance(value, Mapping | bool)
 _of_schemas = lambda value: (
     isinstance(value, Mapping) and all(map(_is_text, value)) and all(map(_is_schema, value.values()))
 )
-_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+_VALUES: dict[str, tuple[Callable[[Value], bool], str]] = {
     "type": (
         lambda value: value in TYPES if isinstance(value, str) else _list_of(value, lambda x: x in TYPES, 0),
         f"among {', '.join(TYPES)}, or a list of these",

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from dflash_jax.constraints.alternatives import disjoint, is_one_of
 from dflash_jax.constraints.automaton import Budget, automaton
@@ -21,7 +21,7 @@ from dflash_jax.constraints.formats import FORMATS
 from dflash_jax.constraints.keywords import OF_TYPE, SAYS_NOTHING, check, pointer
 from dflash_jax.constraints.numbers import Numbers
 from dflash_jax.constraints.regex import regex
-from dflash_jax.files import Fields
+from dflash_jax.files import Fields, Value
 
 DEPTH = 5  # of recursion, and of a value of which nothing is said;
 INNER = 3  # of such a value inside of others
@@ -43,7 +43,7 @@ class Layout:
 
 
 def json_schema(
-    made: Expressions, schema: Any, layout: Layout | None = None, budget: Budget | None = None
+    made: Expressions, schema: Value, layout: Layout | None = None, budget: Budget | None = None
 ) -> Expression:
     """The texts of JSON that a schema allows.
 
@@ -58,13 +58,13 @@ def json_object(made: Expressions, layout: Layout | None = None) -> Expression:
     return json_schema(made, {"type": "object", "additionalProperties": True}, layout)
 
 
-def literal(value: Any) -> bytes:
+def literal(value: Value) -> bytes:
     """A number, a string, a truth value or null as it is written."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
 class _Compiler:
-    def __init__(self, made: Expressions, root: Any, layout: Layout, budget: Budget):
+    def __init__(self, made: Expressions, root: Value, layout: Layout, budget: Budget):
         self._made, self._root, self._budget = made, root, budget
         self._numbers = Numbers(made)
         self._done: dict[tuple, Expression] = {}
@@ -78,7 +78,7 @@ class _Compiler:
         self._colon = made.then(text(b":"), self._blank)
         self._text = self._quoted(made.times(any_in_json(made), 0, None))
 
-    def schema(self, schema: Any, at: str, inside: tuple[str, ...]) -> Expression:
+    def schema(self, schema: Value, at: str, inside: tuple[str, ...]) -> Expression:
         """What a schema allows.
 
         Args:
@@ -124,7 +124,7 @@ class _Compiler:
                 parts.append(self._any(INNER if at else DEPTH))
         return made.both(parts)
 
-    def _listed(self, schema: Fields) -> list[Any]:
+    def _listed(self, schema: Fields) -> list[Value]:
         if "const" in schema:
             return [schema["const"]] if schema["const"] in schema.get("enum", [schema["const"]]) else []
         return schema["enum"]
@@ -153,7 +153,7 @@ class _Compiler:
         found = [self.schema(conjunction([rest, part]), f"{place}/{i}", inside) for i, part in enumerate(value)]
         return self._made.either(found)
 
-    def _inlined(self, part: Any, at: str) -> Any:
+    def _inlined(self, part: Value, at: str) -> Value:
         """A part without a reference at its top."""
         for _ in range(MOST_LEVELS):
             if not isinstance(part, Mapping) or "$ref" not in part:
@@ -162,7 +162,7 @@ class _Compiler:
             part = conjunction([self._resolved(part["$ref"], f"{at}/$ref"), rest])
         return self._invalid(at, "references lead to each other")
 
-    def _resolved(self, reference: Any, at: str) -> Any:
+    def _resolved(self, reference: Value, at: str) -> Value:
         if not isinstance(reference, str) or not reference.startswith("#"):
             self._unsupported(at, f"a reference must point into the schema itself (#/...), got {reference!r:.80}")
         found = self._root
@@ -176,7 +176,7 @@ class _Compiler:
                 self._invalid(at, f"{reference:.80} points to nothing")
         return found
 
-    def _check_disjoint(self, parts: Sequence[Any], at: str) -> None:
+    def _check_disjoint(self, parts: Sequence[Value], at: str) -> None:
         """Raises ConstraintError where two alternatives of a `oneOf` may hold together."""
         for i, one in enumerate(parts):
             for other in parts[:i]:
@@ -220,7 +220,7 @@ class _Compiler:
     def _null(self, schema: Fields, at: str, inside: tuple[str, ...]) -> Expression:
         return self._made.text(b"null")
 
-    def _values(self, values: Sequence[Any], at: str) -> Expression:
+    def _values(self, values: Sequence[Value], at: str) -> Expression:
         """One of these values."""
         plain = [value for value in values if not isinstance(value, list | Mapping)]
         found = [self._made.texts(map(literal, plain))]
@@ -336,7 +336,7 @@ class _Compiler:
         return made.optional(made.then(one, made.times(made.then(self._comma, one), 0, None)))
 
     def _extra(
-        self, properties: Fields, patterns: Fields, more: Any, names: Any, at: str, inside: tuple[str, ...]
+        self, properties: Fields, patterns: Fields, more: Value, names: Value, at: str, inside: tuple[str, ...]
     ) -> Expression:
         """A property that the schema does not name; its name is written without escapes."""
         made = self._made
@@ -369,7 +369,7 @@ def _unescaped(made: Expressions, of: Characters) -> Expression:
     return utf8(made, of & PLAIN)
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: Value) -> Value:
     """A schema that allows this value alone."""
     if isinstance(value, list):
         return {"type": "array", "prefixItems": [*map(_constant, value)], "items": False, "minItems": len(value)}

@@ -151,7 +151,7 @@ class Vocabulary:
         after[0] = np.arange(len(run))
         for n in range(1, longest + 1):
             after[n] = np.where(after[n - 1] < 0, -1, run[after[n - 1]])
-        by_length = (after >= 0).all(axis=0)
+        by_length: np.ndarray = np.all(after >= 0, axis=0)
         by_length[DEAD] = False
         whole, rest = self._trees
         budget.check()

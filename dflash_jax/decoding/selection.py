@@ -87,7 +87,8 @@ def rank(
     # What may not be proposed gives way to another of the first one.
     tokens = ids(jnp.where(likely > -jnp.inf, places, places[..., :1]))
     if hints is not None:
-        first = ((likely[..., :1] == -jnp.inf) & (hints >= 0)[..., None]) & (jnp.arange(likely.shape[-1]) == 0)[None, None]
+        first = jnp.arange(likely.shape[-1])[None, None] == 0
+        first &= (likely[..., :1] == -jnp.inf) & (hints >= 0)[..., None]
         likely, tokens = jnp.where(first, 0.0, likely), jnp.where(first, hints[..., None], tokens)
 
     def likelihood() -> Float[Array, "B T R C0"]:

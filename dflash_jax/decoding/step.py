@@ -116,7 +116,7 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
         remaining=remaining,
         history=remember(view.history, tokens, view.lengths + 1, count),
         calibration=_calibrated(view, block.proposal, accepted),
-        walk=choice.after(tokens, count),
+        walk=choice.replace(walk=state.walk).after(tokens, count),  # a row that waits to be moved keeps its own
     )
     return after, Committed(tokens, count, scores, _forecast(block.proposal, accepted))
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.constraints.constraint import STATES, Constraint, prepared
 from dflash_jax.constraints.errors import ConstraintError
+from dflash_jax.constraints.process import Process
 from dflash_jax.constraints.tokenizer import vocabulary_of
 from dflash_jax.constraints.vocabulary import TokenAutomaton, Vocabulary
 from dflash_jax.decoding.automata import Automata, Walk, empty_tables
@@ -25,8 +26,6 @@ KEPT = 2**28  # bytes of prepared constraints, used or not
 AUTOMATA = 64  # in the tables at a time
 CELLS = 256  # transitions for each state of the tables,
 MASKS = 8  # and one mask for so many
-
-Prepare = Callable[[Constraint, Sequence[int]], TokenAutomaton]
 
 
 class _Key(NamedTuple):
@@ -70,16 +69,14 @@ class _Placed:
 class Constraints:
     """What an engine knows of constraints. `check` may be called by any thread, the rest by the engine's.
 
-    Args:
+    Attributes:
         target: whose tokenizer says what tokens are made of.
         states: of all automata together.
         tables: as programs read them.
-        prepare: makes automata; by default in this process, as a server has it in another.
     """
 
     target: Target
     states: int
-    prepare: Prepare | None = None
     tables: Automata = field(init=False)
 
     def __post_init__(self):
@@ -87,6 +84,8 @@ class Constraints:
         rooms = {"states": self.states, "cells": CELLS * self.states, "masks": self.states // MASKS}
         self._host = empty_tables(size, **rooms, automata=AUTOMATA)
         self._lock, self._vocabulary = threading.Lock(), None
+        self._process: Process | None = None
+        self._beside = False
         self._ready: OrderedDict[_Key, Ready] = OrderedDict()
         self._placed: OrderedDict[_Key, _Placed] = OrderedDict()
         self._mask_users, self._mask_at = [1] + [0] * (self.states // MASKS - 1), dict[bytes, int]()
@@ -138,7 +137,7 @@ class Constraints:
             if (known := self._ready.get(key)) is not None:
                 self._ready.move_to_end(key)
                 return known
-        found = (self.prepare or self._in_this_process)(key.constraint, key.ends)
+        found = self._prepared(*key)
         sets, mask_of = np.unique(np.packbits(found.allowed, axis=1), axis=0, return_inverse=True)
         sets = np.unpackbits(sets, axis=1, count=found.allowed.shape[1])
         bits = np.packbits(sets[:, found.classes], axis=1, bitorder="little")
@@ -152,8 +151,23 @@ class Constraints:
                 self._ready.popitem(last=False)
         return ready
 
-    def _in_this_process(self, constraint: Constraint, ends: Sequence[int]) -> TokenAutomaton:
-        return prepared(constraint, self.vocabulary, ends, states=self.most_states)
+    def _prepared(self, constraint: Constraint, ends: Sequence[int]) -> TokenAutomaton:
+        vocabulary = self.vocabulary
+        if not self._beside:
+            return prepared(constraint, vocabulary, ends, states=self.most_states)
+        with self._lock:
+            self._process = self._process or Process(vocabulary, self.most_states)
+        return self._process.prepared(constraint, ends)
+
+    def prepare_beside(self) -> None:
+        """From now on constraints are prepared in a process of its own, which begins with the first one: this one has
+        requests to answer meanwhile. `close` ends it."""
+        self._beside = True
+
+    def close(self) -> None:
+        """Ends the process of `prepare_beside`."""
+        if self._process is not None:
+            self._process.close()
 
     def place(self, ready: Ready | None) -> Walk | None:
         """Where the row of a request begins; None if there is no room in the tables until another request ends."""

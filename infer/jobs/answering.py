@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import replace
 
 from dflash_jax.checkpoint.fingerprint import fingerprint
+from dflash_jax.constraints.constraint import VERSION
 from dflash_jax.files import Fields, Json
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.params import SamplingParams
@@ -41,6 +42,8 @@ def job_settings(
     if deterministic is not None:
         more["deterministic"] = dict(deterministic)
     more |= {name: dict(fields) for name, fields in (overrides or {}).items() if fields}
+    if any(line.request and line.request.params.constraint for line in lines):
+        more["constraints"] = VERSION
     if defaults.min_tokens:
         more["min_tokens"] = defaults.min_tokens
     sampling = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")

@@ -54,7 +54,7 @@ def test_a_line_ends_as_its_record(error):
 def test_a_request_ends_as_4xx(error):
     service = object.__new__(Service)
     service._text, service._defaults, service._model = Provoked(error), SamplingParams(), "m"
-    service._worker = SimpleNamespace(engine=SimpleNamespace(check=lambda request: None))
+    service._worker = SimpleNamespace(engine=SimpleNamespace(check_settings=lambda request: None))
     assert len(service._read(b'{"prompt": "good"}', TEXT).samples) == 1
     with pytest.raises(RequestError) as failed:
         service._read(b'{"prompt": "bad"}', TEXT)
