@@ -7,9 +7,8 @@ Everything else is passed on, and a template may read it or not.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from dflash_jax.files import Fields, Json
+from dflash_jax.files import Fields, Json, Value
 from dflash_jax.infer.engine.requests import RequestError
 
 MOST_LEVELS = 64  # of objects and lists in a message
@@ -21,7 +20,7 @@ def _invalid(message: str) -> RequestError:
     return RequestError("invalid_messages", message)
 
 
-def template_messages(messages: Any, template: str) -> list[Json]:
+def template_messages(messages: Value, template: str) -> list[Json]:
     """The messages of a request in the form that a chat template reads.
 
     Args:
@@ -39,7 +38,7 @@ def template_messages(messages: Any, template: str) -> list[Json]:
     return [_message(message, place, template) for place, message in enumerate(messages)]
 
 
-def strings_in(value: Any, level: int = 0) -> list[str]:
+def strings_in(value: Value, level: int = 0) -> list[str]:
     """All strings in a JSON value, keys included.
 
     Raises:
@@ -56,7 +55,7 @@ def strings_in(value: Any, level: int = 0) -> list[str]:
     return []
 
 
-def _message(message: Any, place: int, template: str) -> Json:
+def _message(message: Value, place: int, template: str) -> Json:
     if not isinstance(message, Mapping):
         raise _invalid(f"message {place} must be an object, got {message!r:.80}")
     role = message.get("role")
@@ -75,7 +74,7 @@ def _message(message: Any, place: int, template: str) -> Json:
     return found
 
 
-def _content(content: Any, place: int, *, optional: bool) -> str:
+def _content(content: Value, place: int, *, optional: bool) -> str:
     """The text of a message; raises RequestError where it is none."""
     if isinstance(content, str):
         return content
@@ -86,7 +85,7 @@ def _content(content: Any, place: int, *, optional: bool) -> str:
     return "".join(_part(part, place) for part in content)
 
 
-def _part(part: Any, place: int) -> str:
+def _part(part: Value, place: int) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import IO
 
 from dflash_jax.constraints.constraint import SECONDS, Constraint, prepared
 from dflash_jax.constraints.errors import ConstraintError
@@ -123,7 +123,7 @@ def main() -> None:
             constraint, ends = pickle.loads(_read(given))
         except EOFError:
             return
-        answer: Any
+        answer: TokenAutomaton | ConstraintError
         try:
             answer = prepared(constraint, vocabulary, ends, states=states)
         except ConstraintError as error:

@@ -2,10 +2,12 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.vocabulary import Vocabulary
+from dflash_jax.files import Value
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # of SentencePiece, a byte that is no character of its own
 
@@ -44,7 +46,7 @@ def vocabulary_of(tokenizer: Any, size: int) -> Vocabulary:
     return Vocabulary(tokens, {text: i for i, text in added.items() if 0 <= i < size})
 
 
-def _kinds(part: Any) -> list[str]:
+def _kinds(part: Value) -> list[str]:
     """Types of a part of a tokenizer, and of those that it is made of."""
     if not isinstance(part, dict):
         return []
@@ -52,7 +54,7 @@ def _kinds(part: Any) -> list[str]:
     return [part.get("type", ""), *(kind for one in inner for kind in _kinds(one))]
 
 
-def _byte_level() -> Any:
+def _byte_level() -> Callable[[str], bytes | None]:
     """Reads tokens in which each character stands for a byte."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
