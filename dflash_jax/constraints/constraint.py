@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dflash_jax.constraints import regex as expressions_of
-from dflash_jax.constraints import schema as schemas
 from dflash_jax.constraints.automaton import Budget, automaton
 from dflash_jax.constraints.characters import utf8
 from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import Expression, Expressions
+from dflash_jax.constraints.patterns import regex as pattern_expression
+from dflash_jax.constraints.schema import Layout
+from dflash_jax.constraints.schema import json_schema as schema_expression
 from dflash_jax.constraints.vocabulary import TokenAutomaton, Vocabulary
 from dflash_jax.files import Value
 
@@ -101,8 +102,8 @@ def prepared(
 
 def _expression(constraint: Constraint, made: Expressions, budget: Budget) -> Expression:
     if constraint.kind == "regex":
-        return expressions_of.regex(made, constraint.source, utf8)
+        return pattern_expression(made, constraint.source, utf8)
     given = json.loads(constraint.source)
     if constraint.kind == "choice":
         return made.texts(text.encode() for text in given)
-    return schemas.json_schema(made, given, schemas.Layout(constraint.compact), budget)
+    return schema_expression(made, given, Layout(constraint.compact), budget)

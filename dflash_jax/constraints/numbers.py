@@ -23,6 +23,8 @@ class Numbers:
     def integer(self, least: int | None = None, most: int | None = None) -> Expression:
         """An integer within bounds, both of which are included; it is written without fraction and exponent."""
         made = self._made
+        if least is None and most is None:
+            return made.then(made.optional(self._minus), self._whole)
         above = made.either([made.text(b"0"), made.then(made.optional(self._minus), self._from(1))])
         found = [above]
         if least is not None:

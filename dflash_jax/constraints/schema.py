@@ -20,7 +20,7 @@ from dflash_jax.constraints.expressions import Expression, Expressions
 from dflash_jax.constraints.formats import FORMATS
 from dflash_jax.constraints.keywords import OF_TYPE, SAYS_NOTHING, check, pointer
 from dflash_jax.constraints.numbers import Numbers
-from dflash_jax.constraints.regex import regex
+from dflash_jax.constraints.patterns import regex
 from dflash_jax.files import Fields, Value
 
 DEPTH = 5  # of recursion, and of a value of which nothing is said;

@@ -18,6 +18,7 @@ from dflash_jax.infer.engine.constraints import Constraints
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.programs import decode_call
+from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 from tests.fakes import vocabulary
 from tests.fakes.drafters import BigramDrafter
@@ -295,3 +296,14 @@ def test_answers_come_as_often_as_the_projected_distribution_has_them(directory,
     statistic = sum((texts.count(key) - count * p) ** 2 / (count * p) for key, p in expected.items())
     degrees = len(expected) - 1
     assert statistic < degrees + 4 * (2 * degrees) ** 0.5  # beyond which lie 1 in 10**4
+
+
+@pytest.mark.slow
+@pytest.mark.lossless
+@pytest.mark.parametrize("axes", ["data=2,model=2", "model=4"])
+def test_a_mesh_changes_nothing(axes, directory, plain):
+    devices = jax.devices()[:4]
+    mesh = make_mesh(parse_mesh(axes, devices), devices)
+    target = load_target(directory / "target", mesh=mesh)
+    drafter = load_drafter(directory / "dflash", mesh=mesh, num_target_layers=4)
+    assert answers(target, drafter, requests(), slots=4, tree=7) == plain

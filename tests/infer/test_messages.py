@@ -113,9 +113,9 @@ def test_deep_nesting_is_an_error_of_its_line(text):
     [
         ({"temprature": 2.0}, "unknown parameter 'temprature'; the nearest is 'temperature'"),
         ({"system": "be brief"}, "unknown parameter 'system'.*data of your own goes into metadata"),
-        ({"response_format": {"type": "json_object"}}, "response_format .* is not supported"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format must be of type text"),
         ({"logit_bias": {"5": 1}}, "logit_bias .* is not supported"),
-        ({"guided_regex": "a+"}, "guided_regex is not supported"),
+        ({"guided_grammar": "a"}, "guided_grammar is not supported"),
         ({"tools": [{}]}, "tools .* is not supported"),
         ({"best_of": 2}, "best_of 2 is not supported"),
         ({"echo": True}, "echo True is not supported"),

@@ -10,7 +10,7 @@ from dflash_jax.constraints.characters import utf8
 from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import Expressions
 from dflash_jax.constraints.formats import FORMATS
-from dflash_jax.constraints.regex import regex
+from dflash_jax.constraints.patterns import regex
 
 PATTERNS = [
     *["a|b*", "(ab|cd){2,3}x?", r"[^a-c\d]+", "^(foo|bar)$", ".{0,5}é+[à-ü]*", r"\w+@\w+\.(com|org)", "a{,3}b{2,}"],
