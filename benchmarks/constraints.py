@@ -95,7 +95,8 @@ def main() -> None:
     for temperature in (0.0, 0.8):
         asked = requests(text, temperature, ends, constrained=True)
         taus, answers = {}, {}
-        for name, one in (("target alone", Unaware(drafter)), ("proposals, too", drafter)):
+        drafters: dict[str, Any] = {"target alone": Unaware(drafter), "proposals, too": drafter}
+        for name, one in drafters.items():
             engine = Engine(target, one, constraints=True, **given)
             answers[name] = [done.token_ids for done in engine.generate(asked)]
             taus[name] = engine.stats.tau

@@ -59,7 +59,8 @@ NAMES = "self_attn/qkv_proj", "self_attn/o_proj", "mlp/gate_up_proj", "mlp/down_
 FAMILIES = "qwen3_moe", "qwen3_next", "gemma4", "deepseek_v3", "minimax_m2"
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", *FAMILIES])
 def test_every_family(family, tmp_path):
     """Experts, too; what is stored quantised stays as it is; the answers of a drafted block are those without."""
     raw = tiny.target_config(**tiny.FAMILIES[family], model_type=family)
@@ -109,7 +110,7 @@ def at(params, path):
 
 
 @pytest.mark.parametrize(
-    "axes", ["model=2", *(pytest.param(axes, marks=pytest.mark.slow) for axes in ("fsdp=2", "data=2,model=2"))]
+    "axes", [pytest.param(axes, marks=pytest.mark.slow) for axes in ("model=2", "fsdp=2", "data=2,model=2")]
 )
 def test_on_a_mesh(axes, pair):
     """Each device quantises what lies on it, to the same numbers."""

@@ -18,7 +18,7 @@ from dflash_jax.files import Value
 
 VERSION = 1  # of what constraints mean: answers of another one may differ
 LARGEST = 2**18  # bytes of a constraint
-SECONDS = 5.0  # that a constraint may take; its size ends it before, on a processor that has time
+SECONDS = 2.0  # that an automaton over bytes may take, and as long again its tokens
 STATES = 2**13  # that an automaton may have
 
 Kind = Literal["regex", "choice", "json_schema"]
@@ -78,19 +78,20 @@ def prepared(
     Args:
         ends: tokens that end an answer.
         states: that it may have.
-        seconds: that it may take.
+        seconds: see `SECONDS`.
 
     Raises:
         ConstraintError: it cannot be enforced, or not within these limits.
     """
-    budget, made = Budget(states, time.monotonic() + seconds), Expressions()
+    begin, made = time.monotonic(), Expressions()
+    budget = Budget(states, begin + seconds)
     if len(constraint.source.encode(errors="replace")) > LARGEST:
         raise ConstraintError(
             "constraint_too_large", f"a constraint may have {LARGEST} bytes, got {len(constraint.source)}"
         )
     try:
         of_bytes = automaton(made, _expression(constraint, made, budget), budget)
-        found = vocabulary.reading(of_bytes, ends, budget)
+        found = vocabulary.reading(of_bytes, ends, Budget(states, begin + 2 * seconds))
     except RecursionError as error:
         raise ConstraintError("constraint_too_large", "the constraint is nested too deep") from error
     except UnicodeEncodeError as error:

@@ -129,6 +129,8 @@ class Numbers:
         if not low:
             return made.empty
         free = lambda count: made.times(self._digit, count, count)
+        if not low.strip("0") and not high.strip("9"):
+            return free(len(low))
         if low[0] == high[0]:
             return made.then(made.text(low[:1].encode()), self._of_length(low[1:], high[1:]))
         first, last, rest = int(low[0]), int(high[0]), len(low) - 1

@@ -48,7 +48,7 @@ class Process:
                 late.set()
                 process.kill()
 
-            timer = threading.Timer(SECONDS + GRACE, end)
+            timer = threading.Timer(2 * SECONDS + GRACE, end)
             timer.start()
             try:
                 assert process.stdin is not None

@@ -93,11 +93,6 @@ class Walk(struct.PyTreeNode):
             states = jnp.concatenate([first, after], axis=1)
         return states
 
-    def after(self, automata: Automata, tokens: Int[Array, "B J"], count: Int[Array, " B"]) -> "Walk":
-        """Where the rows are after the first `count` of these tokens."""
-        states = self.along(automata, tokens)
-        return self.replace(state=jnp.take_along_axis(states, count[:, None], axis=1)[:, 0])
-
 
 def unconstrained(rows: int) -> Walk:
     """Rows without a constraint."""

@@ -92,18 +92,20 @@ class Choice(struct.PyTreeNode):
         """The target's ids of tokens."""
         return tokens if self.vocabulary is None else self.vocabulary[tokens]
 
-    def for_block(self, logits: Float[Array, "B T V"], block: Block) -> Int[Array, "B T"]:
-        """The target's token after every position of a block, each given its own ancestors."""
+    def for_block(
+        self, logits: Float[Array, "B T V"], block: Block, states: Int[Array, "B T"] | None = None
+    ) -> Int[Array, "B T"]:
+        """The target's token after every position of a block, each given its own ancestors, and the states of the rows'
+        automata there."""
         if block.tree is None:
             seen, noise = None, self.noise[:, : logits.shape[1]]
         else:
             seen = block.tree.ancestors[:, :, 1:]
             noise = jnp.take_along_axis(self.noise, block.tree.depth[:, :, None], axis=1)
-        states = self._states(block.proposal)
         logits = self._penalised(logits, block.proposal.tokens, seen, states=states)
         return select(self.masked(logits, states), noise, self.sampling)
 
-    def _states(self, proposal: Proposal) -> Int[Array, "B T"] | None:
+    def states(self, proposal: Proposal) -> Int[Array, "B T"] | None:
         """The state of each row's automaton after the anchor and after each node."""
         if self.automata is None or self.walk is None:
             return None
@@ -116,12 +118,6 @@ class Choice(struct.PyTreeNode):
         if self.automata is None or self.walk is None or states is None:
             return None
         return self.automata.following(states, self.walk.automaton, tokens)
-
-    def after(self, tokens: Int[Array, "B J"], count: Int[Array, " B"]) -> Walk | None:
-        """Where the rows are after the first `count` of these tokens."""
-        if self.automata is None or self.walk is None:
-            return None
-        return self.walk.after(self.automata, tokens, count)
 
     def chain_scores(
         self, logits: Float[Array, "B T V"], following: Int[Array, "B P"], states: Int[Array, "B T"] | None = None

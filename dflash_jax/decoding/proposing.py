@@ -16,7 +16,7 @@ from dflash_jax.decoding.calibration import Lessons
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.sampling import if_any
-from dflash_jax.decoding.selection import likeliest, pick, rank
+from dflash_jax.decoding.selection import likeliest, pick, pick_in_turn, rank
 from dflash_jax.decoding.tree import Level, best_nodes, joined, next_level, pruned
 
 Carry = TypeVar("Carry")
@@ -30,14 +30,13 @@ def propose(choice: Choice, logits: Float[Array, "B T V"]) -> Proposal:
 
     Where a row has a constraint, the tokens before decide what is allowed: depth after depth is chosen.
     """
-    raw, logits, depth = logits, choice.allowed(logits), logits.shape[1]
-    anchor = jnp.zeros(logits.shape[0], jnp.int32)  # the logits follow from it already
+    logits, depth = choice.allowed(logits), logits.shape[1]
     if not choice.nodes:
-        at_once = lambda: pick(choice, logits)
+        picked = pick(choice, logits)
         if choice.automata is None:
-            return at_once()
-        expand = lambda d, frontier, carried: (Options(raw[:, d, None]), carried)
-        return if_any(choice.constrained, lambda: grow(choice, anchor, depth, expand, ()), at_once)
+            return picked
+        tokens = if_any(choice.constrained, lambda: pick_in_turn(choice, logits), lambda: picked.tokens)
+        return picked.replace(tokens=tokens)
     ranked, lessons = rank(choice, logits, slice(depth))
 
     def best() -> tuple[Array, Array, Array]:
@@ -52,6 +51,7 @@ def propose(choice: Choice, logits: Float[Array, "B T V"]) -> Proposal:
             shape = (*frontier.tokens.shape, count)
             return Options(*(jnp.broadcast_to(x[:, d, None], shape) for x in (scores, candidates))), carried
 
+        anchor = jnp.zeros(logits.shape[0], jnp.int32)  # the logits follow from it already
         tree = grow(choice, anchor, depth, expand, ())
         assert tree.parents is not None
         assert tree.scores is not None

@@ -46,6 +46,29 @@ def pick(
     return Proposal(_hinted(tokens, scores, hints), lessons=Lessons(trials))
 
 
+def pick_in_turn(choice: Choice, scores: Float[Array, "B T N"]) -> Int[Array, "B T"]:
+    """The chain of the best token of each depth among those that a row's constraint allows after the ones before.
+
+    Filters are the target's affair: what they leave of a drafter's tokens may hold none that is allowed.
+    """
+    assert choice.automata is not None
+    assert choice.walk is not None
+    temperature = choice.sampling.temperature[:, None, None]
+    sampled, states, tokens = temperature > 0, choice.walk.state[:, None], list[Array]()
+    for depth in range(scores.shape[1]):
+        keys, c = scores[:, depth, None], jnp.float32(1)
+        if not choice.plain:
+            if choice.sharpness is not None:
+                c = jnp.asarray(SHARPNESS)[choice.sharpness[depth]]
+            sharp = jnp.where(jnp.isfinite(c), c, 1.0) * keys / jnp.where(sampled, temperature, 1.0)
+            keys = jnp.where(sampled & jnp.isfinite(c), sharp + choice.noise[:, depth, None], keys)
+        keys = choice.masked(keys, states)
+        best = choice.ids(first_argmax(keys))
+        tokens.append(_hinted(best, keys, choice.automata.hint[states]))
+        states = choice.automata.following(states, choice.walk.automaton, tokens[-1])
+    return jnp.concatenate(tokens, axis=1)
+
+
 def _hinted(
     tokens: Int[Array, "B T"], scores: Float[Array, "B T N"], hints: Int[Array, "B T"] | None
 ) -> Int[Array, "B T"]:

@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax import cache
-from dflash_jax.decoding.automata import FREE, Automata
+from dflash_jax.decoding.automata import FREE, Automata, Walk
 from dflash_jax.decoding.calibration import Calibration
 from dflash_jax.decoding.choice import Choice, Proposals
 from dflash_jax.decoding.logprobs import Logprobs, log_probabilities
@@ -103,7 +103,8 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
         deep, most = block.proposal.depth, choice.noise.shape[1] - 1
         raise ValueError(f"a proposal may be {most} nodes deep, as its drafter's `depth` says; this one is {deep}")
     logits, verified = functions.verify(view, block)
-    accepted, remaining = accept(choice.for_block(logits, block), block, view.remaining, view.stop_tokens)
+    states = choice.states(block.proposal)
+    accepted, remaining = accept(choice.for_block(logits, block, states), block, view.remaining, view.stop_tokens)
     tokens, path, count = accepted
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     scores = None
@@ -116,9 +117,23 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
         remaining=remaining,
         history=remember(view.history, tokens, view.lengths + 1, count),
         calibration=_calibrated(view, block.proposal, accepted),
-        walk=choice.replace(walk=state.walk).after(tokens, count),  # a row that waits to be moved keeps its own
+        walk=_walked(state, choice, states, accepted, last),
     )
     return after, Committed(tokens, count, scores, _forecast(block.proposal, accepted))
+
+
+def _walked(
+    state: State, choice: Choice, states: Int[Array, "B T"] | None, accepted: Accepted, last: Int[Array, " B"]
+) -> Walk | None:
+    """Where the rows are after a step: one token beyond the last accepted position of the block. A row that is idle
+    stays where it is: it may be moved."""
+    if state.walk is None or states is None:
+        return state.walk
+    at = jnp.maximum(accepted.count - 1, 0)[:, None]
+    at = at if accepted.path is None else jnp.take_along_axis(accepted.path, at, axis=1)
+    after = choice.following(jnp.take_along_axis(states, at, axis=1), last[:, None])
+    assert after is not None
+    return state.walk.replace(state=jnp.where(accepted.count > 0, after[:, 0], state.walk.state))
 
 
 def _calibrated(state: State, proposal: Proposal, accepted: Accepted) -> Calibration | None:

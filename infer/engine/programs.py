@@ -147,7 +147,10 @@ def prefill(
     budgets = jnp.where(goes_on, given.remaining - 1, 0)
     of_rows = of_rows.replace(tokens=remember(of_rows, token, end, jnp.ones_like(end)).tokens)
     written = jnp.where(read, rows, state.lengths.shape[0])
-    given = given._replace(remaining=budgets, walk=choice.after(token, jnp.ones_like(end)))
+    walk = given.walk
+    if walk is not None and (after := choice.following(begun, token)) is not None:
+        walk = walk.replace(state=after[:, 0])
+    given = given._replace(remaining=budgets, walk=walk)
     filled = state.replace(rows=written, anchor=token[:, 0], lengths=end, history=of_rows, **given._asdict())
     state = all_rows(state.replace(history=history), filled)
     return pin(state), Committed(token, last.astype(jnp.int32), scores)
