@@ -45,7 +45,8 @@ of plain decoding, up to ties.
                 conversation, turn by turn), with optional max_new_tokens,
                 temperature, top_p, top_k, min_p, repetition_penalty,
                 presence_penalty, frequency_penalty, seed, n, logprobs (how many
-                alternatives), stop (string or list) and chat_template_kwargs; or
+                alternatives), stop (string or list), response_format (JSON and
+                schemas) and chat_template_kwargs; or
                 OpenAI batch lines {"custom_id", "method": "POST",
                 "url": "/v1/chat/completions" | "/v1/completions", "body"}
   output lines  {"id", "index", "text", "token_ids", "finish_reason", "usage",
