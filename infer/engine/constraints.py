@@ -84,6 +84,7 @@ class Constraints:
         rooms = {"states": self.states, "cells": CELLS * self.states, "masks": self.states // MASKS}
         self._host = empty_tables(size, **rooms, automata=AUTOMATA)
         self._lock, self._vocabulary = threading.Lock(), None
+        self._making = threading.Lock()  # of what takes long; `knows` must not wait for it
         self._process: Process | None = None
         self._beside = False
         self._ready: OrderedDict[_Key, Ready] = OrderedDict()
@@ -103,7 +104,7 @@ class Constraints:
         Raises:
             ConstraintError: the target has no tokenizer that says so.
         """
-        with self._lock:
+        with self._making:
             if self._vocabulary is None:
                 directory = self.target.directory
                 tokenizer = load_tokenizer(Path(directory)) if directory else None
@@ -155,7 +156,7 @@ class Constraints:
         vocabulary = self.vocabulary
         if not self._beside:
             return prepared(constraint, vocabulary, ends, states=self.most_states)
-        with self._lock:
+        with self._making:
             self._process = self._process or Process(vocabulary, self.most_states)
         return self._process.prepared(constraint, ends)
 
