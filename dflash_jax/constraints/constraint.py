@@ -83,7 +83,7 @@ def prepared(
     Raises:
         ConstraintError: it cannot be enforced, or not within these limits.
     """
-    begin, made = time.monotonic(), Expressions()
+    begin, made = time.thread_time(), Expressions()
     budget = Budget(states, begin + seconds)
     if len(constraint.source.encode(errors="replace")) > LARGEST:
         raise ConstraintError(

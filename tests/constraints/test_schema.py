@@ -170,7 +170,7 @@ REFUSED = [
 @pytest.mark.parametrize(("schema", "code", "why"), REFUSED)
 def test_what_cannot_be_enforced_is_refused_by_pointer(schema, code, why):
     with pytest.raises(ConstraintError, match=why) as error:
-        prepared(json_schema(schema), vocabulary.vocabulary(), [vocabulary.END])
+        prepared(json_schema(schema), vocabulary.vocabulary(), [vocabulary.END], states=2**10, seconds=60)
     assert error.value.code == code
 
 

@@ -98,7 +98,7 @@ def test_more_constraints_than_automata(target):
 
 
 def test_what_cannot_be_served_is_refused_before_it_starts(target):
-    engine = Engine(target, None, max_length=32, constraints=True)
+    engine = Engine(target, None, max_length=32, constraints=True, constraint_states=256)
     refused = [
         (
             {"constraint": regex("a"), "ignore_eos": True},

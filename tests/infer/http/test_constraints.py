@@ -38,7 +38,15 @@ def served(tmp_path_factory):
     drafting = {"mask_token_id": vocabulary.MASK}
     raw = tiny.drafter_config(vocab_size=vocabulary.SIZE, eos_token_id=None, dflash_config=drafting)
     drafter = load_drafter(tiny.write_drafter(tmp_path_factory.mktemp("drafter"), raw))
-    engine = Engine(load_target(directory), drafter, slots=4, max_length=256, steps_per_visit=4, constraints=True)
+    engine = Engine(
+        load_target(directory),
+        drafter,
+        slots=4,
+        max_length=256,
+        steps_per_visit=4,
+        constraints=True,
+        constraint_states=2**11,
+    )
     engine.constraints.prepare_beside()
     worker = Worker(engine)
     worker.start()
