@@ -40,7 +40,9 @@ class Process:
             ConstraintError: it cannot be enforced, or takes too much time or memory.
         """
         with self._lock:
-            if self._running is None or self._running.poll() is not None:
+            if self._running is not None and self._running.poll() is not None:
+                self.close()
+            if self._running is None:
                 self._running = self._start()
             process, late = self._running, threading.Event()
 
@@ -66,12 +68,6 @@ class Process:
         if isinstance(found, ConstraintError):
             raise found
         return found
-
-    def start(self) -> None:
-        """Starts the process, if it does not run, so that the first constraint need not wait for it."""
-        with self._lock:
-            if self._running is None:
-                self._running = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         paths = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))

@@ -116,7 +116,7 @@ def test_three_tokens_come_as_often_as_the_target_has_them(pair, settings):
 class Reusing(Choice):
     """Wrong: every position has the noise of the first."""
 
-    def for_block(self, logits, block):
+    def for_block(self, logits, block, states=None):
         same = jnp.broadcast_to(self.noise[:, :1], self.noise.shape)
         return Choice.for_block(self.replace(noise=same), logits, block)
 
@@ -124,7 +124,7 @@ class Reusing(Choice):
 class Lenient(Choice):
     """Wrong: a proposal is taken if it is among the target's four likeliest tokens."""
 
-    def for_block(self, logits, block):
+    def for_block(self, logits, block, states=None):
         chosen = Choice.for_block(self, logits, block)
         likely = jnp.sort(logits, axis=-1)[:, :-1, -4]
         proposed = block.proposal.tokens

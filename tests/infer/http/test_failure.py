@@ -24,9 +24,9 @@ class BrokenEngine:
 
     slots, max_length, busy, waiting, left, drafter = 1, 64, 0, 0, 0, None
     target = SimpleNamespace(dtype=np.dtype("float32"), params={})
-    config = SimpleNamespace(plain=False)
+    config, constraints = SimpleNamespace(plain=False), None
 
-    def check(self, request):
+    def check_settings(self, request):
         pass
 
     def submit(self, request):
