@@ -38,7 +38,7 @@ def disjoint(one: Value, other: Value) -> bool:
         return False
     values = _constants(one), _constants(other)
     if None not in values:
-        return not any(_same(x, y) for x in values[0] or () for y in values[1] or ())
+        return not any(same(x, y) for x in values[0] or () for y in values[1] or ())
     kinds = []
     for schema, constants in zip((one, other), values, strict=True):
         found = schema.get("type", None if constants is None else [k for value in constants for k in _kinds(value)])
@@ -53,6 +53,6 @@ def disjoint(one: Value, other: Value) -> bool:
     return any(None not in [_constants(x) for x in pair] and disjoint(*pair) for pair in pairs)
 
 
-def _same(one: Value, other: Value) -> bool:
+def same(one: Value, other: Value) -> bool:
     """Whether two values of JSON are equal: 1 is 1.0, and neither is true."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)

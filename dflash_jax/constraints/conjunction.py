@@ -1,7 +1,9 @@
 """Schemas that must all hold, as one: what `allOf`, a `$ref` with neighbours and alternatives with neighbours mean."""
 
+import json
 from collections.abc import Sequence
 
+from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.files import Fields, Json, Value
 
 _LARGEST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
@@ -24,14 +26,23 @@ def conjunction(schemas: Sequence[Value]) -> Value:
 
 def _joined(one: Fields, other: Fields) -> Json:
     found, left = dict(one), list(one.get("allOf", ()))
+    for names, rare in ((_OBJECTS, ("patternProperties", "propertyNames")), (_LISTS, ("prefixItems",))):
+        # What these say depends on their neighbours in their own schema.
+        if any(name in schema for schema in (one, other) for name in rare):
+            mine, theirs = ([name for name in names if name in schema] for schema in (one, other))
+            if mine and theirs:
+                why = f"{mine[0]} and {theirs[0]} of schemas that must hold together cannot be joined"
+                raise ConstraintError("unsupported_schema", f"{why} where one of them has {' or '.join(rare)}")
     for name, value in other.items():
         if name == "allOf":
             left += value
-        elif name not in found or found[name] == value:
+        elif name not in found or json.dumps(found[name]) == json.dumps(value):  # 1 is not true here
             found[name] = value
-        elif name in _LARGEST and name != "minProperties":
+        elif name == "uniqueItems":
+            found[name] = True
+        elif name in _LARGEST:
             found[name] = max(found[name], value)
-        elif name in _SMALLEST and name != "maxProperties":
+        elif name in _SMALLEST:
             found[name] = min(found[name], value)
         elif name == "type":
             found[name] = _types(found[name], value)

@@ -94,8 +94,13 @@ def prepared(
         found = vocabulary.reading(of_bytes, ends, Budget(states, begin + 2 * seconds))
     except RecursionError as error:
         raise ConstraintError("constraint_too_large", "the constraint is nested too deep") from error
+    except ConstraintError:
+        raise
     except UnicodeEncodeError as error:
         raise ConstraintError("invalid_schema", "the constraint holds a lone surrogate") from error
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        # A schema is looked at in parts before each of them is checked.
+        raise ConstraintError("invalid_schema", f"the constraint cannot be read: {error!s:.200}") from error
     if len(found.next) > states:
         raise ConstraintError("constraint_too_large", f"the constraint needs more than {states} states")
     return found

@@ -165,6 +165,8 @@ class Expressions:
         """It, repeated; `most` is None for any number of times."""
         if part.empty:
             least = 0
+        if most is not None and most < least:
+            return self.nothing
         if most == 0 or part is self.empty:
             return self.empty
         if part is self.nothing:

@@ -38,6 +38,8 @@ def check(schema: Fields, at: str) -> None:
     schema."""
     for name, value in schema.items():
         place = f"schema at {at}/{pointer(name)}"
+        if name == "$id" and at:
+            raise ConstraintError("unsupported_schema", f"{place}: it is served at the root alone")
         if name in _REFUSED:
             raise ConstraintError("unsupported_schema", f"{place}: the keyword cannot be enforced; leave it out")
         if name not in _KNOWN and not name.startswith("x-"):

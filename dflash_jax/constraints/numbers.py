@@ -1,7 +1,7 @@
 """Numbers of JSON within bounds, as expressions."""
 
 from collections.abc import Callable
-from decimal import Decimal
+from decimal import MAX_EMAX, MIN_EMIN, Decimal, localcontext
 
 from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import Expression, Expressions
@@ -37,6 +37,10 @@ class Numbers:
 
     def of_schema(self, schema: Fields, at: str, *, whole: bool) -> Expression:
         """The numbers, or the integers (`whole`), of a schema that stands at a JSON pointer; raises ConstraintError."""
+        with localcontext(prec=2000, Emax=MAX_EMAX, Emin=MIN_EMIN):
+            return self._of_schema(schema, at, whole=whole)
+
+    def _of_schema(self, schema: Fields, at: str, *, whole: bool) -> Expression:
         least, most, above, below = _bounds(schema)
         step = Decimal(str(schema["multipleOf"])) if "multipleOf" in schema else None
         if whole or (step is not None and step % 1 == 0):
@@ -44,6 +48,8 @@ class Numbers:
                 least = int(least.to_integral_value("ROUND_CEILING")) if least % 1 else int(least) + above
             if most is not None:
                 most = int(most.to_integral_value("ROUND_FLOOR")) if most % 1 else int(most) - below
+            if step is not None and step % 1 and 1 % step:
+                raise _unsupported(at, f"{step} is served for numbers, or integers that divide 1000")
             found = self.integer(least, most)
             return found if step is None or 1 % step == 0 else self._made.both([found, self._multiple(step, at)])
         places = None
@@ -54,6 +60,9 @@ class Numbers:
             places = -int(exponent.exponent)
         if least is None and most is None and places is None:
             return self.number()
+        if above or below:  # more digits might be read as the bound itself
+            size = max(len(str(int(abs(x)))) for x in (least, most) if x is not None)
+            places = min(max(0, 15 - size), 15 if places is None else places)
         return self.decimal(least, most, above=above, below=below, places=places)
 
     def _multiple(self, step: Decimal, at: str) -> Expression:

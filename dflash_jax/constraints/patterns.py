@@ -21,6 +21,8 @@ _WORD = Characters([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
 _SPACE = Characters([(9, 13), (0x20, 0x20)])
 _CLASSES = {"d": _DIGITS, "w": _WORD, "s": _SPACE}
 _CLASSES |= {name.upper(): of.others() for name, of in _CLASSES.items()}
+_BLANKS = Characters([(0x1C, 0x1F), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)])
+_BLANKS |= Characters([(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)])
 _DOT = Characters([(10, 10)]).others()
 _CONTROL = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "a": 7, "0": 0}
 _BEGIN, _END = "^", "$"
@@ -59,7 +61,7 @@ def regex(made: Expressions, text: str, encode: Encode, *, search: bool = False)
         raise ConstraintError(
             "constraint_too_large", f"a regular expression may have {LONGEST} characters, got {len(text)}"
         )
-    group = _Reader(text).read()
+    group = _Reader(text, search=search).read()
     around = made.times(encode(made, ALL), 0, None) if search else made.empty
 
     def written(part: _Part) -> Expression:
@@ -96,8 +98,8 @@ def regex(made: Expressions, text: str, encode: Encode, *, search: bool = False)
 
 
 class _Reader:
-    def __init__(self, text: str):
-        self._text, self._at, self._level = text, 0, 0
+    def __init__(self, text: str, *, search: bool):
+        self._text, self._at, self._level, self._search = text, 0, 0, search
 
     def read(self) -> _Group:
         group = self._group()
@@ -163,8 +165,8 @@ class _Reader:
         begin = self._at
         end = self._text.find("}", begin)
         inside = self._text[begin + 1 : end].split(",") if self._next() == "{" and end > 0 else []
-        plain = all((part.isascii() and part.isdigit()) or not part for part in inside)
-        if not plain or len(inside) not in (1, 2) or not any(inside):
+        plain = all((part.isascii() and part.isdigit() and len(part) < 10) or not part for part in inside)
+        if not plain or len(inside) not in (1, 2) or inside == [""]:
             return None
         if peek:
             return 0, 0
@@ -214,7 +216,8 @@ class _Reader:
             self._refuse("a backslash with nothing after it")
         self._at += 1
         if letter in _CLASSES:
-            return _CLASSES[letter]
+            # Validators of schemas take all blanks of Unicode for blanks.
+            return _CLASSES[letter] & _BLANKS.others() if letter == "S" and self._search else _CLASSES[letter]
         if letter == "b" and in_set:
             return _single(8)
         if letter in ("x", "u", "U"):

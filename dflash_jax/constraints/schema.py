@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from dflash_jax.constraints.alternatives import disjoint, is_one_of
-from dflash_jax.constraints.automaton import Budget, automaton
+from dflash_jax.constraints.alternatives import disjoint, is_one_of, same
+from dflash_jax.constraints.automaton import Automaton, Budget, automaton
 from dflash_jax.constraints.characters import ALL, PLAIN, Characters, any_in_json, in_json, utf8
 from dflash_jax.constraints.conjunction import NESTED, conjunction
 from dflash_jax.constraints.errors import ConstraintError
@@ -53,11 +53,6 @@ def json_schema(
     return _Compiler(made, schema, layout or Layout(), budget or Budget()).schema(schema, "", ())
 
 
-def json_object(made: Expressions, layout: Layout | None = None) -> Expression:
-    """Any object."""
-    return json_schema(made, {"type": "object", "additionalProperties": True}, layout)
-
-
 def literal(value: Value) -> bytes:
     """A number, a string, a truth value or null as it is written."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -66,7 +61,7 @@ def literal(value: Value) -> bytes:
 class _Compiler:
     def __init__(self, made: Expressions, root: Value, layout: Layout, budget: Budget):
         self._made, self._root, self._budget = made, root, budget
-        self._numbers = Numbers(made)
+        self._numbers, self._patterns = Numbers(made), dict[str, Automaton]()
         self._done: dict[tuple, Expression] = {}
         text, optional = made.text, made.optional
         self._blank = self._line = made.empty
@@ -126,7 +121,8 @@ class _Compiler:
 
     def _listed(self, schema: Fields) -> list[Value]:
         if "const" in schema:
-            return [schema["const"]] if schema["const"] in schema.get("enum", [schema["const"]]) else []
+            known = schema.get("enum", [schema["const"]])
+            return [schema["const"]] if any(same(schema["const"], value) for value in known) else []
         return schema["enum"]
 
     def _nested(self, name: str, schema: Fields, at: str, inside: tuple[str, ...]) -> Expression:
@@ -139,6 +135,11 @@ class _Compiler:
                 return self._made.nothing
             return self.schema(conjunction([target, rest]), f"{place}", inside)
         if name == "allOf":
+            for part in value:  # references count, wherever they are resolved
+                if isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
+                    inside = (*inside, part["$ref"])
+            if len(inside) - len(set(inside)) > DEPTH:
+                return self._made.nothing
             resolved = [self._inlined(part, f"{place}/{i}") for i, part in enumerate(value)]
             whole = conjunction([rest, *resolved])
             left = whole.pop("allOf", []) if isinstance(whole, dict) else []
@@ -168,7 +169,7 @@ class _Compiler:
         found = self._root
         for part in filter(None, reference[1:].split("/")):
             name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            if isinstance(found, list) and name.isdecimal() and name.isascii() and int(name) < len(found):
                 found = found[int(name)]
             elif isinstance(found, Mapping) and name in found:
                 found = found[name]
@@ -294,14 +295,26 @@ class _Compiler:
 
     def _object(self, schema: Fields, at: str, inside: tuple[str, ...]) -> Expression:
         made, properties = self._made, dict(schema.get("properties", {}))
-        required, more = schema.get("required", []), schema.get("additionalProperties")
+        named = [*properties, *schema.get("required", [])]
+        required, more = list(dict.fromkeys(schema.get("required", []))), schema.get("additionalProperties")
         unnamed = True if more is None else more
         patterns, names = schema.get("patternProperties", {}), schema.get("propertyNames", True)
         if more is None:  # the schema of an object without any properties is about others
             more = not properties and not patterns and not required
         for name in required:
-            matching = [value for pattern, value in patterns.items() if _found(pattern, name)]
+            matching = [value for pattern, value in patterns.items() if self._found(pattern, name)]
             properties.setdefault(name, conjunction(matching) if matching else unnamed)
+        if names is not True and named:
+            self._unsupported(
+                f"{at}/propertyNames", "it is served for objects whose properties have no names of their own"
+            )
+        for name in schema.get("properties", {}):
+            if any(self._found(pattern, name) for pattern in patterns):
+                self._unsupported(f"{at}/patternProperties", f"a pattern matches the property {name!r:.40}, too")
+        if isinstance(names, Mapping):
+            check(names, f"{at}/propertyNames")
+            if names.get("type", "string") != "string":
+                self._unsupported(f"{at}/propertyNames", "names are strings")
         if names is not True and (
             not isinstance(names, Mapping) or set(names) - {"type", *OF_TYPE["string"], *SAYS_NOTHING}
         ):
@@ -355,6 +368,13 @@ class _Compiler:
             found.append(made.sequence([made.both([*allowed, *other]), self._colon, value]))
         return made.either(found)
 
+    def _found(self, pattern: str, name: str) -> bool:
+        """Whether a name matches a pattern."""
+        if pattern not in self._patterns:
+            made = Expressions()
+            self._patterns[pattern] = automaton(made, regex(made, pattern, utf8, search=True), self._budget)
+        return self._patterns[pattern].matches(name.encode())
+
     # ----------------------------------------------------------------------------------------------
     # What is wrong
 
@@ -377,12 +397,3 @@ def _constant(value: Value) -> Value:
         properties = {name: _constant(one) for name, one in value.items()}
         return {"type": "object", "properties": properties, "required": [*value], "additionalProperties": False}
     return {"const": value}
-
-
-def _found(pattern: str, name: str) -> bool:
-    """Whether a name matches a pattern."""
-    made = Expressions()
-    try:
-        return automaton(made, regex(made, pattern, utf8, search=True)).matches(name.encode())
-    except UnicodeEncodeError:
-        return False

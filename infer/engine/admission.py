@@ -71,7 +71,7 @@ class Admission:
                 placed.append((row, self._give(row, slots.popleft()), None))
             else:
                 passed.append(row)
-                for_long |= not fits
+                for_long |= not fits and not slots
         self.waiting.extendleft(reversed(passed))
         return placed
 

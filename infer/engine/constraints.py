@@ -24,6 +24,7 @@ from dflash_jax.vocabulary import load_tokenizer
 
 KEPT = 2**28  # bytes of prepared constraints, used or not
 AUTOMATA = 64  # in the tables at a time
+MOST_CLASSES = 2**15 - 1  # of tokens: the largest number of the tables' kind
 CELLS = 256  # transitions for each state of the tables,
 MASKS = 8  # and one mask for so many
 
@@ -143,7 +144,8 @@ class Constraints:
         sets = np.unpackbits(sets, axis=1, count=found.allowed.shape[1])
         bits = np.packbits(sets[:, found.classes], axis=1, bitorder="little")
         words = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))).view("<u4")
-        if found.next.size > len(self._host.cells) or len(words) >= len(self._host.masks):
+        room = len(self._host.cells), len(self._host.masks) - 1, MOST_CLASSES
+        if any(x > y for x, y in zip((found.next.size, len(words), found.next.shape[1]), room, strict=True)):
             raise ConstraintError("constraint_too_large", "the constraint takes too much room; make it smaller")
         ready = Ready(key, found, words, mask_of.reshape(-1))
         with self._lock:

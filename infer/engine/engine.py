@@ -84,6 +84,7 @@ class Engine:
         self._admission = Admission(self.batch.lengths[: config.slots], config.max_length)
         self._pacing = Pacing(config.slots, config.steps_per_visit)
         self._ahead: Visit | None = None  # the one in flight
+        self._no_room = False  # whether a constraint has found no room just now
 
     @property
     def waiting(self) -> int:
@@ -229,6 +230,7 @@ class Engine:
 
     def _place(self, admit: bool) -> None:
         """Moves rows and begins requests on the device, where there are slots for them."""
+        self._no_room = False
         for row, slot, left in self._admission.place(admit, self._constrained):
             row.settings = row.on_device(self.config.seed)
             if left is not None:
@@ -238,10 +240,12 @@ class Engine:
                 self.batch.begin(slot)
 
     def _constrained(self, row: ActiveRequest) -> bool:
-        """Places the constraint of a request; false if there is no room for it yet."""
-        if self.constraints is not None:
-            row.walk = self.constraints.place(row.constraint)
-        return self.constraints is None or row.walk is not None
+        """Places the constraint of a request; false if there is no room for it yet, nor for one that came before it."""
+        if self.constraints is None:
+            return True
+        row.walk = None if row.constraint is not None and self._no_room else self.constraints.place(row.constraint)
+        self._no_room |= row.walk is None
+        return row.walk is not None
 
     def _ended(self, row: ActiveRequest) -> None:
         """A request has left its slot for good."""

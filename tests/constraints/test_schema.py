@@ -114,6 +114,9 @@ INVALID = [
         ['{"a":2}', '{"a":3.5}'],
     ),
     ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["[1,2]", '["a"]']),
+    ({"type": "number", "exclusiveMaximum": 1}, ["0." + "9" * 20]),
+    ({"allOf": [{"minProperties": 1, "type": "object"}, {"minProperties": 0}]}, ["{}"]),
+    ({"type": "string", "pattern": "^\\S+$"}, ['"\u00a0"']),
     ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, ["[]", "[1,2,3]"]),
     (
         {"type": "object", "properties": {"a": True}, "required": ["a"], "additionalProperties": False},
@@ -163,6 +166,14 @@ REFUSED = [
     ({"type": "object", "nullable": True}, "unsupported_schema", "/nullable"),
     ({"type": "object", "properties": {"a": {}}, "maxProperties": 0}, "unsupported_schema", "/maxProperties"),
     ({"anyOf": []}, "invalid_schema", "/anyOf"),
+    ({"properties": {"ab": {}}, "patternProperties": {"^a": {"type": "integer"}}}, "unsupported_schema", "matches"),
+    ({"properties": {"abc": {}}, "propertyNames": {"maxLength": 2}}, "unsupported_schema", "/propertyNames"),
+    ({"allOf": [{"patternProperties": {"a": {}}}, {"required": ["b"]}]}, "unsupported_schema", "cannot be joined"),
+    ({"allOf": [{"prefixItems": [{}]}, {"items": {"type": "null"}}]}, "unsupported_schema", "cannot be joined"),
+    ({"type": "string", "minLength": 5, "maxLength": 3}, "unsatisfiable", "nothing"),
+    ({"allOf": [{"const": 1}, {"const": True}]}, "unsatisfiable", "nothing"),
+    ({"allOf": [{"minimum": "a"}, {"minimum": 1}]}, "invalid_schema", "cannot be read"),
+    ({"type": "integer", "multipleOf": 2.5}, "unsupported_schema", "/multipleOf"),
     (["x"], "invalid_schema", "must be an object"),
 ]
 
