@@ -33,7 +33,7 @@ class Budget(NamedTuple):
 
 
 class Automaton(NamedTuple):
-    """An automaton over bytes and special tokens; state 0 is dead, state 1 the first.
+    """An automaton over bytes; state 0 is dead, state 1 the first.
 
     Attributes:
         next: of a state by a byte [S, SYMBOLS].

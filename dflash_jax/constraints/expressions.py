@@ -4,12 +4,12 @@ The derivative of an expression by a byte matches what may follow that byte. An 
 derivatives lead to (Owens, Reppy and Turon, "Regular-expression derivatives re-examined", 2009). Equal expressions are
 one object, so that derivatives are computed once and states are merged where they are written alike.
 
-A set of bytes is an integer with a bit for each. Bits from 256 on stand for special tokens, which are no text.
+A set of bytes is an integer with a bit for each.
 """
 
 from collections.abc import Iterable, Sequence
 
-SYMBOLS = 256 + 32  # bytes and special tokens
+SYMBOLS = 256  # the bytes
 EVERY = (1 << SYMBOLS) - 1
 Set = int  # of bytes
 

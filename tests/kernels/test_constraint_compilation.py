@@ -54,7 +54,6 @@ def test_they_add_few_kernels(block_size, tmp_path):
             kernels[constrained] = launches(dump)
             memory[constrained] = compiled.memory_analysis().temp_size_in_bytes
     without, found = kernels[False], kernels[True]
-    print(without, found, memory)
     assert (found["graphs"], found["host_decisions"]) == (without["graphs"], without["host_decisions"])
     depth = max(block_size - 1, 0)
     assert found["kernels"] <= without["kernels"] + VERIFY
