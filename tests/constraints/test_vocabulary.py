@@ -26,10 +26,20 @@ def by_bytes(found, state, text):
     return int(state)
 
 
+def of_schema(schema):
+    """The automaton of a schema; None if it allows nothing."""
+    made = Expressions()
+    try:
+        return automaton(made, expression(made, schema))
+    except ConstraintError as error:
+        assert error.code == "unsatisfiable"
+        return None
+
+
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
 def test_every_state_allows_what_its_bytes_do(seed):
-    made, rng = Expressions(), random.Random(seed)
-    of_bytes = automaton(made, expression(made, schemas.schema(rng)))
+    rng = random.Random(seed)
+    of_bytes = next(filter(None, (of_schema(schemas.schema(rng)) for _ in range(100))))
     found = NASTY.reading(of_bytes, [vocabulary.END])
     state_of, waiting = {1: 1}, [1]
     for state in waiting:
