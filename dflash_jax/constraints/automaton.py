@@ -36,7 +36,7 @@ class Automaton(NamedTuple):
     """An automaton over bytes; state 0 is dead, state 1 the first.
 
     Attributes:
-        next: of a state by a byte [S, SYMBOLS].
+        next: of a state by a byte, or a symbol of special tokens [S, SYMBOLS].
         final: whether what was read is matched [S].
     """
 

@@ -3,40 +3,44 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dflash_jax.constraints.automaton import Budget, automaton
 from dflash_jax.constraints.characters import utf8
 from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import Expression, Expressions
+from dflash_jax.constraints.notation import Layout
 from dflash_jax.constraints.patterns import regex as pattern_expression
-from dflash_jax.constraints.schema import Layout
 from dflash_jax.constraints.schema import json_schema as schema_expression
+from dflash_jax.constraints.tools.form import Form, Thinking, Tool
+from dflash_jax.constraints.tools.formats import FORMATS, answer_expression
 from dflash_jax.constraints.vocabulary import TokenAutomaton, Vocabulary
-from dflash_jax.files import Value
+from dflash_jax.files import Fields, Value
 
 VERSION = 1  # of what constraints mean: answers of another one may differ
 LARGEST = 2**18  # bytes of a constraint
 SECONDS = 2.0  # that an automaton over bytes may take, and as long again its tokens
 STATES = 2**13  # that an automaton may have
 
-Kind = Literal["regex", "choice", "json_schema"]
+Kind = Literal["regex", "choice", "json_schema", "free"]
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What an answer must look like; make one with `regex`, `choice`, `json_schema` or `json_object`.
+    """What an answer must look like; make one with `regex`, `choice`, `json_schema`, `json_object` or `tool_calls`.
 
     Attributes:
-        kind, source: what it is, as text.
+        kind, source: what the text of the answer must be.
         compact: whether JSON is written without blanks.
+        form: what else the answer may have, such as reasoning and calls; None is nothing.
         name: of the field of a request that it came from, for messages.
     """
 
     kind: Kind
     source: str
     compact: bool = False
+    form: Form | None = None
     name: str = field(default="", compare=False)
 
 
@@ -65,6 +69,37 @@ def json_object(*, compact: bool = False) -> Constraint:
     return json_schema({"type": "object"}, compact=compact)
 
 
+def tool_calls(
+    tools: Sequence[Fields],
+    format: str,
+    *,
+    choice: Literal["auto", "required"] = "auto",
+    thinking: Thinking = "",
+    parallel: bool = True,
+) -> Constraint:
+    """Answers that may call functions, or must.
+
+    Args:
+        tools: `{"name", "parameters", "strict"}` each, as in OpenAI's `tools[].function`.
+        format: what the target's family writes (`FORMATS`).
+        choice: "auto" leaves it to the model whether it calls any.
+        thinking: see `Form.thinking`.
+        parallel: whether several calls may follow one another.
+
+    Raises:
+        ValueError: the format is unknown, or has no reasoning.
+    """
+    if format not in FORMATS or not FORMATS[format].begins and not FORMATS[format].single:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r:.60}")
+    if thinking and not FORMATS[format].closes:
+        raise ValueError(f"thinking must be \"\" with the format {format}, got {thinking!r:.60}")
+    made = [
+        Tool(tool["name"], json.dumps(tool["parameters"]) if tool.get("parameters") else "", tool.get("strict"))
+        for tool in tools
+    ]
+    return Constraint("free", "", form=Form(format, thinking, tuple(made), choice, parallel))
+
+
 def prepared(
     constraint: Constraint,
     vocabulary: Vocabulary,
@@ -83,15 +118,31 @@ def prepared(
     Raises:
         ConstraintError: it cannot be enforced, or not within these limits.
     """
-    begin, made = time.thread_time(), Expressions()
-    budget = Budget(states, begin + seconds)
-    if len(constraint.source.encode(errors="replace")) > LARGEST:
-        raise ConstraintError(
-            "constraint_too_large", f"a constraint may have {LARGEST} bytes, got {len(constraint.source)}"
-        )
     try:
-        of_bytes = automaton(made, _expression(constraint, made, budget), budget)
-        found = vocabulary.reading(of_bytes, ends, Budget(states, begin + 2 * seconds))
+        return _prepared(constraint, vocabulary, ends, states, seconds)
+    except ConstraintError as error:
+        form = constraint.form
+        too_much = error.code in ("constraint_too_large", "constraint_timeout")
+        if not too_much or form is None or form.loosened == form:
+            raise
+        # Nothing was promised of tools that are not strict.
+        return _prepared(replace(constraint, form=form.loosened), vocabulary, ends, states, seconds)
+
+
+def _prepared(
+    constraint: Constraint, vocabulary: Vocabulary, ends: Sequence[int], states: int, seconds: float
+) -> TokenAutomaton:
+    begin, made = time.thread_time(), Expressions(vocabulary.special)
+    budget = Budget(states, begin + seconds)
+    size = len(constraint.source.encode(errors="replace"))
+    size += sum(len(tool.parameters) for tool in constraint.form.tools) if constraint.form else 0
+    if size > LARGEST:
+        raise ConstraintError("constraint_too_large", f"a constraint may have {LARGEST} bytes, got {size}")
+    try:
+        content = _expression(constraint, made, budget)
+        whole = answer_expression(made, constraint.form, content, budget) if constraint.form else content
+        of_bytes = automaton(made, made.free() if whole is None else whole, budget)
+        found = vocabulary.reading(of_bytes, ends, Budget(states, begin + 2 * seconds), made.marks)
     except RecursionError as error:
         raise ConstraintError("constraint_too_large", "the constraint is nested too deep") from error
     except ConstraintError:
@@ -106,7 +157,10 @@ def prepared(
     return found
 
 
-def _expression(constraint: Constraint, made: Expressions, budget: Budget) -> Expression:
+def _expression(constraint: Constraint, made: Expressions, budget: Budget) -> Expression | None:
+    """What the text of the answer must be; None is any."""
+    if constraint.kind == "free":
+        return None
     if constraint.kind == "regex":
         return pattern_expression(made, constraint.source, utf8)
     given = json.loads(constraint.source)

@@ -4,14 +4,18 @@ The derivative of an expression by a byte matches what may follow that byte. An 
 derivatives lead to (Owens, Reppy and Turon, "Regular-expression derivatives re-examined", 2009). Equal expressions are
 one object, so that derivatives are computed once and states are merged where they are written alike.
 
-A set of bytes is an integer with a bit for each.
+Besides bytes there are symbols for special tokens, which have no text: one for each that an expression names, and one for
+all others. A set of symbols is an integer with a bit for each.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-SYMBOLS = 256  # the bytes
+from dflash_jax.constraints.errors import ConstraintError
+
+OTHER = 256  # after the bytes, any special token that no expression names;
+SYMBOLS = 288  # after it, those that are named
 EVERY = (1 << SYMBOLS) - 1
-Set = int  # of bytes
+Set = int  # of symbols
 
 Key = tuple  # of an expression: its kind, and what it is made of
 _NOTHING, _EMPTY, _SET, _THEN, _EITHER, _BOTH, _NOT, _TIMES = range(8)
@@ -38,13 +42,16 @@ class Expressions:
     """Makes expressions, each once.
 
     Attributes:
+        special: names of the vocabulary's special tokens.
+        marks: symbols of those that were asked for.
         nothing: matches no text.
         empty: matches the empty text.
         anything: matches every text.
         plain: whether all other expressions match some text; intersections and complements may match none.
     """
 
-    def __init__(self):
+    def __init__(self, special: Collection[str] = ()):
+        self.special, self.marks = special, dict[str, int]()
         self._known: dict[Key, Expression] = {}
         self.plain = True
         self.nothing = self._made(_NOTHING, (), empty=False)
@@ -62,8 +69,28 @@ class Expressions:
         return found
 
     def one(self, of: Set) -> Expression:
-        """One byte of a set."""
+        """One symbol of a set."""
         return self._made(_SET, (of,), empty=False) if of else self.nothing
+
+    def mark(self, name: str) -> Expression:
+        """A special token, or its text where the vocabulary has no such token."""
+        if name not in self.special:
+            return self.text(name.encode())
+        symbol = self.marks.setdefault(name, OTHER + 1 + len(self.marks))
+        if symbol >= SYMBOLS:
+            raise ConstraintError("constraint_too_large", "the constraint names too many special tokens")
+        return self.one(1 << symbol)
+
+    def free(self, *without: str) -> Expression:
+        """Any text with any special tokens, but without these marks (see `mark`)."""
+        allowed, parts = EVERY, list[Expression]()
+        for name in without:
+            one = self.mark(name)
+            if name in self.special:
+                allowed &= ~one.parts[0]
+            else:
+                parts.append(self.without(self.sequence([self.anything, one, self.anything])))
+        return self.both([self.times(self.one(allowed), 0, None), *parts])
 
     def text(self, text: bytes) -> Expression:
         """These bytes."""
@@ -180,7 +207,7 @@ class Expressions:
         return self.either([part, self.empty])
 
     def classes(self, of: Expression) -> tuple[Set, ...]:
-        """Sets of bytes that together are all of them; the bytes of one set have the same derivative."""
+        """Sets that together are all symbols; those of one set have the same derivative."""
         if of._classes is None:
             of._classes = self._found_classes(of)
         return of._classes
@@ -199,7 +226,7 @@ class Expressions:
         return self.classes(of.parts[0]) if of.kind in (_NOT, _TIMES) else (EVERY,)
 
     def derivative(self, of: Expression, by: Set) -> Expression:
-        """What may follow a byte of this set, one of `classes(of)` or a part of one."""
+        """What may follow a symbol of this set, one of `classes(of)` or a part of one."""
         if of.kind == _SET:
             return self.empty if of.parts[0] & by else self.nothing
         if of.kind in (_NOTHING, _EMPTY):

@@ -8,17 +8,17 @@ schema, recursion ends at a depth, and an object has no properties that its sche
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 from dflash_jax.constraints.alternatives import disjoint, is_one_of, same
 from dflash_jax.constraints.automaton import Automaton, Budget, automaton
-from dflash_jax.constraints.characters import ALL, PLAIN, Characters, any_in_json, in_json, utf8
+from dflash_jax.constraints.characters import ALL, utf8
 from dflash_jax.constraints.conjunction import NESTED, conjunction
 from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import Expression, Expressions
 from dflash_jax.constraints.formats import FORMATS
 from dflash_jax.constraints.keywords import OF_TYPE, SAYS_NOTHING, check, pointer
+from dflash_jax.constraints.notation import Layout, Notation
 from dflash_jax.constraints.numbers import Numbers
 from dflash_jax.constraints.patterns import regex
 from dflash_jax.files import Fields, Value
@@ -27,19 +27,6 @@ DEPTH = 5  # of recursion, and of a value of which nothing is said;
 INNER = 3  # of such a value inside of others
 MOST_LEVELS = 64  # of a schema
 ESCAPES = 8  # most characters of a bounded string that may be written as \\uXXXX; longer ones take too many states
-INDENT = 16  # most blanks at the beginning of a line; or
-TABS = 4
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How JSON is written.
-
-    Attributes:
-        compact: without any blanks; else one may follow each colon and comma, or a new line with some blanks.
-    """
-
-    compact: bool = False
 
 
 def json_schema(
@@ -53,25 +40,13 @@ def json_schema(
     return _Compiler(made, schema, layout or Layout(), budget or Budget()).schema(schema, "", ())
 
 
-def literal(value: Value) -> bytes:
-    """A number, a string, a truth value or null as it is written."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-
-
 class _Compiler:
     def __init__(self, made: Expressions, root: Value, layout: Layout, budget: Budget):
         self._made, self._root, self._budget = made, root, budget
         self._numbers, self._patterns = Numbers(made), dict[str, Automaton]()
         self._done: dict[tuple, Expression] = {}
-        text, optional = made.text, made.optional
-        self._blank = self._line = made.empty
-        if not layout.compact:
-            indent = made.either([made.times(text(b" "), 0, INDENT), made.times(text(b"\t"), 1, TABS)])
-            self._blank = optional(text(b" "))
-            self._line = optional(made.either([text(b" "), made.then(text(b"\n"), indent)]))
-        self._comma = made.then(text(b","), self._line)
-        self._colon = made.then(text(b":"), self._blank)
-        self._text = self._quoted(made.times(any_in_json(made), 0, None))
+        self._notation = notation = Notation(made, layout)
+        self._line, self._comma, self._colon, self._text = notation.line, notation.comma, notation.colon, notation.text
 
     def schema(self, schema: Value, at: str, inside: tuple[str, ...]) -> Expression:
         """What a schema allows.
@@ -196,11 +171,11 @@ class _Compiler:
         key = "any", depth
         if key not in self._done:
             made, text = self._made, self._made.text
-            words = made.texts([b"true", b"false", b"null"])
-            found = [words, self._numbers.number(), self._text]
+            words = made.texts([b"true", b"false"])
+            found = [words, self._notation.null, self._numbers.number(), self._text]
             if depth:
                 value = self._any(depth - 1)
-                pair = made.sequence([self._text, self._colon, value])
+                pair = made.sequence([self._notation.any_name, self._colon, value])
                 for begin, one, end in ((b"[", value, b"]"), (b"{", pair, b"}")):
                     found.append(made.sequence([text(begin), self._several(one, 0, None), text(end)]))
             self._done[key] = made.either(found)
@@ -219,12 +194,12 @@ class _Compiler:
         return self._made.texts([b"true", b"false"])
 
     def _null(self, schema: Fields, at: str, inside: tuple[str, ...]) -> Expression:
-        return self._made.text(b"null")
+        return self._notation.null
 
     def _values(self, values: Sequence[Value], at: str) -> Expression:
         """One of these values."""
         plain = [value for value in values if not isinstance(value, list | Mapping)]
-        found = [self._made.texts(map(literal, plain))]
+        found = [self._notation.literals(plain)]
         for i, value in enumerate(values):
             if isinstance(value, list | Mapping):
                 found.append(self.schema(_constant(value), f"{at}/{i}", ()))
@@ -241,7 +216,8 @@ class _Compiler:
 
     def _string_of(self, schema: Fields, at: str, *, key: bool = False) -> Expression:
         """Strings of a schema, or names of properties, which are written without escapes."""
-        made, encode = self._made, _unescaped if key else in_json
+        made, notation = self._made, self._notation
+        encode = notation.in_name if key else notation.in_text
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         parts = list[Expression]()
         if "pattern" in schema:
@@ -255,13 +231,9 @@ class _Compiler:
             parts.append(regex(made, FORMATS[schema["format"]], encode))
         if least or most is not None or not parts:
             free = not parts and (most or least) <= ESCAPES
-            one = _unescaped(made, ALL) if key else in_json(made, ALL) if parts else any_in_json(made, escapes=free)
+            one = encode(made, ALL) if key or parts else notation.any_character(escapes=free)
             parts.append(made.times(one, least, most))
-        return self._quoted(made.both(parts))
-
-    def _quoted(self, inside: Expression) -> Expression:
-        quote = self._made.text(b'"')
-        return self._made.sequence([quote, inside, quote])
+        return (notation.name if key else notation.quoted)(made.both(parts))
 
     def _array(self, schema: Fields, at: str, inside: tuple[str, ...]) -> Expression:
         made, first = self._made, schema.get("prefixItems", [])
@@ -332,9 +304,9 @@ class _Compiler:
         # What may follow, the last one first: at the beginning of the object, and after another property.
         end = made.times(made.then(self._comma, extra), 0, None)
         after, begin = end, self._several_inside(extra)
-        for name, value in reversed(properties.items()):
+        for name, value in reversed(self._notation.ordered(properties)):
             value = self.schema(value, f"{at}/properties/{pointer(name)}", inside)
-            pair = made.sequence([made.text(literal(name)), self._colon, value])
+            pair = made.sequence([self._notation.property(name), self._colon, value])
             first, next = made.then(pair, after), made.sequence([self._comma, pair, after])
             after, begin = (
                 (next, first) if name in required else (made.either([next, after]), made.either([first, begin]))
@@ -353,7 +325,7 @@ class _Compiler:
     ) -> Expression:
         """A property that the schema does not name; its name is written without escapes."""
         made = self._made
-        known = made.texts([literal(name) for name in properties])
+        known = self._notation.properties(properties)
         allowed = [self._string_of(names if isinstance(names, Mapping) else {}, at, key=True), made.without(known)]
         found, other = list[Expression](), list[Expression]()
         matching = {pattern: self._string_of({"pattern": pattern}, at, key=True) for pattern in patterns}
@@ -383,10 +355,6 @@ class _Compiler:
 
     def _unsupported(self, at: str, why: str) -> NoReturn:
         raise ConstraintError("unsupported_schema", f"schema at {at or '/'}: {why}")
-
-
-def _unescaped(made: Expressions, of: Characters) -> Expression:
-    return utf8(made, of & PLAIN)
 
 
 def _constant(value: Value) -> Value:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_jax.constraints.automaton import DEAD, Automaton, Budget, leading_to, unsatisfiable
 from dflash_jax.constraints.errors import ConstraintError
-from dflash_jax.constraints.expressions import SYMBOLS
+from dflash_jax.constraints.expressions import OTHER, SYMBOLS
 
 MOST_EDGES = 2**23  # of a state and a text, that are followed one by one
 CHARACTER = SYMBOLS  # any character that stands for itself in a string of JSON
@@ -133,11 +133,18 @@ class Vocabulary:
         """Makes what all constraints share."""
         _ = self._trees, self.numbers
 
-    def reading(self, automaton: Automaton, ends: Sequence[int], budget: Budget | None = None) -> TokenAutomaton:
+    def reading(
+        self,
+        automaton: Automaton,
+        ends: Sequence[int],
+        budget: Budget | None = None,
+        marks: Mapping[str, int] | None = None,
+    ) -> TokenAutomaton:
         """The automaton that reads tokens in place of bytes.
 
         Args:
             ends: tokens that end an answer, where it may end.
+            marks: symbols of special tokens (see `Expressions.marks`); all others are `OTHER`.
 
         Raises:
             ConstraintError: it takes too long, is too large, or no tokens satisfy it.
@@ -160,7 +167,7 @@ class Vocabulary:
             _walk(following, np.flatnonzero(~by_length), whole, budget),
             _walk(following, np.flatnonzero(by_length), rest, budget),
         ]
-        return self._table(automaton, parts, np.where(by_length[None], after, 0), ends, budget)
+        return self._table(automaton, parts, np.where(by_length[None], after, 0), ends, budget, marks or {})
 
     def _table(
         self,
@@ -169,6 +176,7 @@ class Vocabulary:
         after: np.ndarray,
         ends: Sequence[int],
         budget: Budget,
+        marks: Mapping[str, int],
     ) -> TokenAutomaton:
         """Classes of tokens, and the table by them.
 
@@ -187,6 +195,12 @@ class Vocabulary:
         of_length = (names[0][None] * (names[1][after] >> np.uint64(7)) * (after > 0)).sum(axis=1, dtype=np.uint64)
         plain = self._plain
         sums += np.where(plain > 0, of_length[np.maximum(plain, 0)], np.uint64(0))
+        symbols = {i: marks.get(name, OTHER) for name, i in self.special.items()}
+        weights = (names[0][:, None] * (names[1][automaton.next[:, OTHER:]] >> np.uint64(7))).sum(axis=0, dtype=np.uint64)
+        used = automaton.next[:, OTHER:].any(axis=0)
+        for i, symbol in symbols.items():
+            if used[symbol - OTHER]:
+                sums[i] = weights[symbol - OTHER]
         special = {i: number for number, i in enumerate(dict.fromkeys(ends))}
         sums[list(special)] = rng.integers(1, 2**63, len(special), dtype=np.uint64)
         _, first, classes = np.unique(sums, return_index=True, return_inverse=True)
@@ -204,10 +218,13 @@ class Vocabulary:
             if plain[i] > 0 and i not in special:
                 column = after[plain[i]]
                 table[:, number] = np.where(column > 0, column, table[:, number])
+            if int(i) in symbols:
+                table[:, number] = automaton.next[:, symbols[int(i)]]
         end_classes = classes[list(special)]
         table[:, end_classes] = DEAD
         alive: np.ndarray = np.arange(size) > DEAD
-        if not self._has_every_byte:  # else what bytes can finish, tokens can
+        # What bytes can finish, tokens can, if there is one for each byte and none of the special ones is an end.
+        if not self._has_every_byte or any(symbols.get(i, OTHER) > OTHER for i in ends):
             alive = leading_to(table, automaton.final)
             table = np.where(alive[table], table, DEAD)
         if not alive[1]:

@@ -11,8 +11,8 @@ from dflash_jax.constraints.automaton import automaton
 from dflash_jax.constraints.constraint import json_object, json_schema, prepared
 from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import Expressions
+from dflash_jax.constraints.notation import Layout
 from dflash_jax.constraints.numbers import Numbers
-from dflash_jax.constraints.schema import Layout
 from dflash_jax.constraints.schema import json_schema as expression
 from tests.fakes import schemas, vocabulary
 

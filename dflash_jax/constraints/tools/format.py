@@ -1,0 +1,167 @@
+"""What all formats share: reasoning before the answer, and calls after the text."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from dflash_jax.constraints.automaton import Budget
+from dflash_jax.constraints.errors import ConstraintError
+from dflash_jax.constraints.expressions import Expression, Expressions
+from dflash_jax.constraints.notation import Layout
+from dflash_jax.constraints.schema import json_schema
+from dflash_jax.constraints.tools.form import Form, Tool
+from dflash_jax.constraints.tools.reading import Event, Feed, Steps
+from dflash_jax.files import Json
+
+NO_ARGUMENTS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Grammar:
+    """Makes the expressions of calls.
+
+    Attributes:
+        made, budget: see `schema.json_schema`.
+    """
+
+    def __init__(self, made: Expressions, budget: Budget):
+        self.made, self.budget = made, budget
+
+    def arguments(self, tool: Tool, layout: Layout | None = None) -> Expression:
+        """The arguments of a call, as one object.
+
+        Raises:
+            ConstraintError: the schema of a strict tool cannot be enforced, or that of any is none.
+        """
+        found = self.enforced(tool, lambda schema: json_schema(self.made, schema, layout, self.budget))
+        return json_schema(self.made, {"type": "object"}, layout, self.budget) if found is None else found
+
+    def enforced(self, tool: Tool, read: Callable[[Json], Expression]) -> Expression | None:
+        """What `read` makes of the schema of a tool; None where it is not enforced."""
+        if tool.strict is False:
+            return None
+        try:
+            found = read(schema_of(tool))
+        except ConstraintError as error:
+            if tool.strict or error.code != "unsupported_schema":
+                raise ConstraintError(error.code, f"function {tool.name}: {error}") from error
+            return None
+        if found is self.made.nothing:
+            raise ConstraintError("unsatisfiable", f"function {tool.name}: no arguments satisfy its parameters")
+        return found
+
+    def several(self, one: Expression, between: Expression, *, parallel: bool) -> Expression:
+        """One call, or several."""
+        made = self.made
+        return made.then(one, made.times(made.then(between, one), 0, None)) if parallel else one
+
+
+def schema_of(tool: Tool) -> Json:
+    """The schema of a tool's arguments."""
+    found = json.loads(tool.parameters) if tool.parameters else NO_ARGUMENTS
+    if not found.get("type") and not set(found) & {"anyOf", "oneOf", "allOf", "$ref"}:
+        found = {**found, "type": "object"}
+    return found
+
+
+class Format:
+    """How a family writes an answer: reasoning, then text, then calls.
+
+    Attributes:
+        name: that `--tool-format` takes.
+        known_by: parts of a chat template, all of which the templates of this format have.
+        opens, heading, closes: what stands around reasoning; "" where there is none.
+        begins: what the first call begins with; "" where the format has no calls.
+        marks: special tokens that reading looks for.
+        single: whether an answer has one call at most.
+    """
+
+    name: ClassVar[str] = ""
+    known_by: ClassVar[Sequence[str]] = ()
+    opens: ClassVar[str] = "<think>"
+    heading: ClassVar[str] = ""
+    closes: ClassVar[str] = "</think>"
+    begins: ClassVar[str] = ""
+    marks: ClassVar[Sequence[str]] = ()
+    single: ClassVar[bool] = False
+
+    def call(self, grammar: Grammar, form: Form) -> Expression:
+        """All calls of an answer."""
+        raise NotImplementedError
+
+    def read_calls(self, feed: Feed) -> Steps:
+        """Reads calls, of which `begins` has been read."""
+        raise NotImplementedError
+
+    def tools_prompt(self, tools: Sequence[Json]) -> str:
+        """What is said of tools in a system message, where the chat template of the family does not print them; ""
+        where it does."""
+        return ""
+
+    def call_id(self, event: Event, unique: str) -> str:
+        """The id of a call."""
+        return event.id or f"call_{unique}"
+
+    def thinking(self, prompt: str, template: str) -> str:
+        """See `Form.thinking`; what the end of a prompt says."""
+        end = prompt.rstrip()
+        if not self.closes or self.closes not in template:
+            return ""
+        if end.endswith((self.opens, self.opens + self.heading.rstrip())):
+            return "opened"
+        return "" if end.endswith(self.closes) else "may"
+
+    def expression(self, grammar: Grammar, form: Form, content: Expression | None) -> Expression:
+        """An answer; `content` is what its text must be, None is any."""
+        made = grammar.made
+        answer = self._answer(grammar, form, content)
+        if not form.thinking:
+            return answer
+        blank = made.times(made.text(b"\n"), 0, 2)
+        thought = made.sequence([made.free(self.opens, self.closes), made.mark(self.closes), blank, answer])
+        if form.thinking == "opened":
+            return thought
+        heading = made.text(self.heading.encode())
+        return made.either([answer, made.sequence([made.mark(self.opens), heading, thought])])
+
+    def _answer(self, grammar: Grammar, form: Form, content: Expression | None) -> Expression:
+        made = grammar.made
+        if content is not None:
+            return content
+        if form.calls and form.choice == "required":
+            return self.call(grammar, form)
+        without = [*([self.begins] if self.begins else []), *([self.opens] if form.thinking else [])]
+        free = made.free(*without)
+        return made.then(free, made.optional(self.call(grammar, form))) if form.calls else free
+
+    def read(self, feed: Feed) -> Steps:
+        """Reads an answer."""
+        thinking = feed.form.thinking
+        if thinking == "opened" or (thinking and (yield from feed.starts(self.opens))):
+            if thinking == "may" and self.heading:
+                yield from feed.starts(self.heading)
+            if not (yield from feed.until("reasoning", self.closes, trim=True)):
+                return
+            yield from feed.skip("\n")
+        if not (feed.form.calls and self.begins):
+            yield from feed.until("content")
+        elif (yield from feed.until("content", self.begins, trim=True)):
+            yield from self.read_calls(feed)
+
+
+def json_call(grammar: Grammar, tool: Tool, key: str = "arguments") -> Expression:
+    """A call written as an object with its name and arguments."""
+    made = grammar.made
+    begin = made.text(f'{{"name": "{tool.name}", "{key}": '.encode())
+    return made.sequence([begin, grammar.arguments(tool), made.text(b"}")])
+
+
+def read_json_call(feed: Feed, key: str = "arguments") -> Steps:
+    """Reads such a call."""
+    yield from feed.take('{"name": "')
+    yield Event("call", (yield from feed.take('"')))
+    yield from feed.take(f'"{key}": ')
+    yield from feed.value()
+    yield from feed.take("}")
+    yield Event("done")
+
+

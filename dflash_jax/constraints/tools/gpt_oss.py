@@ -1,0 +1,67 @@
+"""gpt-oss: an answer is messages in channels (the harmony format)."""
+
+import re
+
+from dflash_jax.constraints.expressions import Expression
+from dflash_jax.constraints.tools.form import Form
+from dflash_jax.constraints.tools.format import Format, Grammar
+from dflash_jax.constraints.tools.reading import Event, Feed, Steps
+
+CHANNEL, MESSAGE, END, START, JSON = "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"
+_RECIPIENT = re.compile(r"to=functions\.([a-zA-Z0-9_.-]+)")
+
+
+class GptOss(Format):
+    """Reasoning in the channel analysis, then an answer in final or one call in commentary (openai/harmony, its guide to
+    the format; chat template of openai/gpt-oss-20b). The prompt ends with the beginning of the first message."""
+
+    name, known_by = "gpt_oss", (CHANNEL, START)
+    marks = CHANNEL, MESSAGE, END, START, JSON
+    closes = CHANNEL
+    single = True
+
+    def thinking(self, prompt: str, template: str) -> str:
+        """See `Format.thinking`."""
+        return "may"
+
+    def expression(self, grammar: Grammar, form: Form, content: Expression | None) -> Expression:
+        """See `Format.expression`."""
+        made, mark = grammar.made, grammar.made.mark
+        text = made.free(CHANNEL, MESSAGE, END, START, JSON)
+        head = lambda name: [mark(CHANNEL), made.text(name.encode()), mark(MESSAGE)]
+        again = [mark(END), mark(START), made.text(b"assistant")]
+        channels = ["analysis"] + (["commentary"] if form.choice == "auto" and content is None else [])
+        before = [made.sequence([*head(name), text, *again]) for name in channels]
+        last = list[Expression]()
+        if form.calls and content is None:
+            last.append(self.call(grammar, form))
+        if form.choice != "required" or content is not None:
+            last.append(made.sequence([*head("final"), text if content is None else content]))
+        return made.then(made.times(made.either(before), 0, None), made.either(last))
+
+    def call(self, grammar: Grammar, form: Form) -> Expression:
+        """See `Format.call`; the recipient stands before or in the channel."""
+        made, mark = grammar.made, grammar.made.mark
+        found = list[Expression]()
+        for tool in form.tools:
+            name, channel = made.text(f" to=functions.{tool.name}".encode()), made.text(b"commentary")
+            heads = [made.sequence([name, mark(CHANNEL), channel]), made.sequence([mark(CHANNEL), channel, name])]
+            kind = made.sequence([made.text(b" "), made.optional(mark(JSON)), made.text(b"json"), mark(MESSAGE)])
+            found.append(made.sequence([made.either(heads), kind, grammar.arguments(tool)]))
+        return made.either(found)
+
+    def read(self, feed: Feed) -> Steps:
+        """See `Format.read`."""
+        reasoned = False
+        while True:
+            head = yield from feed.take(MESSAGE)
+            if found := _RECIPIENT.search(head.replace(feed.mark(CHANNEL), " ").replace(feed.mark(JSON), " ")):
+                yield Event("call", found[1])
+                yield from feed.value()
+                yield Event("done")
+                return
+            kind = "reasoning" if "analysis" in head else "content"
+            if kind == "reasoning" and reasoned:
+                yield Event("reasoning", "\n\n")
+            reasoned |= kind == "reasoning"
+            yield from feed.until(kind, END)
