@@ -2,21 +2,46 @@
 
 from collections.abc import Sequence
 
+from dflash_jax.constraints.tools.form import Form
 from dflash_jax.files import Json
 from dflash_jax.infer.engine.requests import Completion
+from dflash_jax.infer.parts import AnswerParts, message
 from dflash_jax.infer.text import Text
 
 
-def answer(completion: Completion, text: Text, stop: Sequence[str] = (), after: int = 0) -> Json:
-    """An answer as output records have it; `stop` and `after` as in `Text.find_stop`."""
+def answer(
+    completion: Completion,
+    text: Text,
+    stop: Sequence[str] = (),
+    after: int = 0,
+    form: Form | None = None,
+    name: str = "",
+) -> Json:
+    """An answer as output records have it.
+
+    Args:
+        stop, after: see `Text.find_stop`.
+        form: what it may be made of besides text; then it has a `message`, whose parts stand apart.
+        name: of the request; see `AnswerParts`.
+    """
     scores = {"logprobs": token_logprobs(completion, text)} if completion.logprobs else {}
-    return {
+    found: Json = {
         "text": text.answer(completion.token_ids, stop, after),
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "usage": {"prompt_tokens": completion.prompt_tokens, "completion_tokens": len(completion.token_ids)},
         "speculation": speculation(completion),
-    } | scores
+    }
+    if form is not None:
+        parts = AnswerParts(text, form, answer_name(name, completion), stop, after)
+        found["message"] = message(parts.add(completion.token_ids, last=True))
+        found["finish_reason"] = parts.finish_reason(completion.finish_reason)
+    return found | scores
+
+
+def answer_name(name: str, completion: Completion) -> str:
+    """The name of one of the answers to a request."""
+    return f"{name}/{completion.sample}"
 
 
 def speculation(completion: Completion) -> Json:

@@ -15,7 +15,8 @@ from dflash_jax.infer.engine.requests import RequestError, invalid
 COMMON = """
     temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed n stop chat_template_kwargs
     max_tokens max_completion_tokens min_tokens ignore_eos stop_token_ids reasoning_effort response_format
-    structured_outputs guided_json guided_regex guided_choice json_schema regex
+    structured_outputs guided_json guided_regex guided_choice json_schema regex tools tool_choice parallel_tool_calls
+    include_reasoning
 """.split()
 # A line of a job, and a body with OpenAI's fields.
 LINE = frozenset([*COMMON, *"id prompt messages prompt_token_ids turns max_new_tokens logprobs metadata".split()])
@@ -26,7 +27,7 @@ INERT = frozenset(
     """
     model user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options
     prompt_cache_retention verbosity request_id session_id rid priority cache_salt include_obfuscation prediction
-    parallel_tool_calls include_reasoning separate_reasoning stream_reasoning spaces_between_special_tokens
+    spaces_between_special_tokens
     return_meta_info stream_options mm_processor_kwargs media_io_kwargs return_cached_tokens_details extra_key
     data_parallel_rank cache_prompt keep_alive id_slot timings_per_token return_progress usage
     """.split()
@@ -42,14 +43,15 @@ _NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
     (("",), "suffix"),
     (({}, []), "logit_bias"),
     ((["text"], []), "modalities"),
-    (([],), "tools functions transforms plugins bad_words allowed_token_ids logits_processors documents"),
-    (("none", "auto"), "tool_choice function_call"),
-    ((True,), "skip_special_tokens add_generation_prompt return_text_in_logprobs"),
+    (([],), "functions transforms plugins bad_words allowed_token_ids logits_processors documents"),
+    (("none", "auto"), "function_call"),
+    ((True,), "separate_reasoning stream_reasoning skip_special_tokens add_generation_prompt return_text_in_logprobs"),
     ((0,), "top_a mirostat dry_multiplier xtc_probability dynatemp_range prompt_logprobs"),
     ((-1,), "top_n_sigma"),
     (({},), "session_params custom_params web_search_options"),
 ]
 NEUTRAL = {name: values for values, names in _NEUTRAL for name in names.split()}
+_INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
 # Known from other servers, and not here with any value.
 UNSUPPORTED = frozenset(
     """
@@ -78,7 +80,8 @@ def check_fields(row: Fields, known: Collection[str]) -> None:
             continue
         if name in NEUTRAL:
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]):
-                raise RequestError("unsupported_parameter", f"{name} {value!r:.60} is not supported; leave it out")
+                instead = _INSTEAD.get(name, "leave it out")
+                raise RequestError("unsupported_parameter", f"{name} {value!r:.60} is not supported; {instead}", name)
         elif name in UNSUPPORTED:
             raise RequestError("unsupported_parameter", f"{name} is not supported; leave it out")
         else:

@@ -64,6 +64,8 @@ def _message(message: Value, place: int, template: str) -> Json:
     found = {name: value for name, value in message.items() if value is not None}
     if not found.get("tool_calls", True):  # an empty list means none, but templates ask whether the field is there
         del found["tool_calls"]
+    if "reasoning" in found and "reasoning_content" not in found:  # some servers' name of it
+        found["reasoning_content"] = found.pop("reasoning")
     if (calls := found.get("tool_calls")) is not None:
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             raise _invalid(f"tool_calls of message {place} must be a list of objects, got {calls!r:.80}")

@@ -112,7 +112,8 @@ def body(endpoint: str, model: str, answers: Sequence[Fields]) -> Json:
         scores = logprobs(endpoint, answer.get("logprobs"))
         choice = {"index": index, "logprobs": scores, "finish_reason": answer["finish_reason"]}
         if endpoint == CHAT:
-            choice["message"] = {"role": "assistant", "content": answer["text"], "refusal": None}
+            text = {"role": "assistant", "content": answer["text"], "refusal": None}
+            choice["message"] = answer.get("message", text)
         else:
             choice["text"] = answer["text"]
         choices.append(choice)
@@ -138,13 +139,21 @@ def usage(prompt: int, generated: int) -> Json:
 
 
 def chunk_choice(
-    endpoint: str, text: str, finish_reason: str | None, first: bool, scores: Sequence[Fields] | None
+    endpoint: str,
+    text: str,
+    finish_reason: str | None,
+    first: bool,
+    scores: Sequence[Fields] | None,
+    parts: Json | None = None,
 ) -> Json:
-    """The choice of a streamed chunk, without its index."""
+    """The choice of a streamed chunk, without its index; `parts` is its delta where an answer has more than text."""
     choice: Json = {"logprobs": logprobs(endpoint, scores), "finish_reason": finish_reason}
     if endpoint != CHAT:
         return choice | {"text": text}
-    delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+    role = {"role": "assistant"} if first else {}
+    if parts is not None:
+        return choice | {"delta": role | parts}
+    delta = role | ({"content": text} if text or first else {})
     return choice | {"delta": delta}
 
 

@@ -3,12 +3,16 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from dflash_jax.constraints.constraint import Constraint
+from dflash_jax.constraints.tools.form import Form
+from dflash_jax.constraints.tools.formats import FORMATS
 from dflash_jax.files import Fields, Json, said
 from dflash_jax.infer.constrained import constraint_of
 from dflash_jax.infer.engine.params import MOST_ALTERNATIVES, SamplingParams
 from dflash_jax.infer.engine.requests import Request, RequestError, invalid
 from dflash_jax.infer.fields import LINE, check_fields, flag, token_budget
 from dflash_jax.infer.text import Text, template_arguments, valid_text
+from dflash_jax.infer.tools import Offer, offer_of
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids", "turns")
 MOST_SAMPLES = 128  # answers to one prompt
@@ -26,6 +30,7 @@ class PlainRequest(NamedTuple):
     Attributes:
         messages, later: of a conversation, its first turn and the user turns after it.
         template_arguments: of the chat template.
+        form: what the answer may be made of besides text; None is nothing.
     """
 
     request: Request
@@ -33,6 +38,16 @@ class PlainRequest(NamedTuple):
     messages: tuple[dict[str, str], ...]
     later: tuple[str, ...]
     template_arguments: Json
+    form: Form | None = None
+
+
+class _Prompt(NamedTuple):
+    """A prompt: its tokens, what the chat template made of it if there is one, and see `PlainRequest`."""
+
+    tokens: list[int]
+    rendered: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+    later: tuple[str, ...] = ()
 
 
 def plain_request(row: Fields, name: str, text: Text, defaults: SamplingParams) -> PlainRequest:
@@ -45,10 +60,48 @@ def plain_request(row: Fields, name: str, text: Text, defaults: SamplingParams) 
     stop = _stop_strings(row.get("stop"))
     arguments = text.reasoning_arguments(row.get("reasoning_effort"))
     arguments |= template_arguments(row.get("chat_template_kwargs"))
-    prompt, messages, later = _prompt(row, text, arguments)
-    params = replace(defaults, **_settings(row, defaults), constraint=constraint_of(row))
-    find_stop = text.find_stop(stop, params.min_tokens)
-    return PlainRequest(Request(prompt, params, id=name, find_stop=find_stop), stop, messages, later, arguments)
+    offer = offer_of(row)
+    prompt = _prompt(row, text, arguments, offer)
+    form = _form(row, text, prompt.rendered, offer)
+    params = replace(defaults, **_settings(row, defaults), constraint=_constraint(row, form, offer))
+    request = Request(prompt.tokens, params, id=name, find_stop=text.find_stop(stop, params.min_tokens))
+    return PlainRequest(request, stop, prompt.messages, prompt.later, arguments, form)
+
+
+def _form(row: Fields, text: Text, rendered: str | None, offer: Offer) -> Form | None:
+    """What the answer to a rendered prompt may be made of; None is text alone."""
+    reasoning = flag(row, "include_reasoning") is not False
+    if rendered is None:
+        if offer.tools:
+            raise invalid("tools need messages; another prompt has no template that describes them", "tools")
+        return None
+    found = text.format
+    if offer.tools and offer.choice != "none" and (found is None or not found.calls):
+        known = ", ".join(name for name, one in FORMATS.items() if one.calls)
+        raise RequestError(
+            "no_tool_format",
+            f"the chat template does not show how this model writes calls; name its format by --tool-format ({known})",
+            "tools",
+        )
+    if found is None:
+        return None
+    thinking = found.thinking(rendered, text.chat_template or "")
+    if not thinking and not offer.tools:
+        return None
+    return Form(found.name, thinking, offer.tools, offer.choice, offer.parallel and not found.single, reasoning)
+
+
+def _constraint(row: Fields, form: Form | None, offer: Offer) -> Constraint | None:
+    found = constraint_of(row)
+    if found is None:
+        return Constraint("free", "", form=form, name="tools") if form is not None and offer.tools else None
+    if offer.tools and offer.choice != "none":
+        raise RequestError(
+            "conflicting_constraints",
+            f"{found.name} and tools exclude each other; leave one out, or set tool_choice to none",
+            found.name,
+        )
+    return replace(found, form=form) if form is not None and form.thinking else found
 
 
 def _settings(row: Fields, defaults: SamplingParams) -> Json:
@@ -103,10 +156,7 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _prompt(
-    row: Fields, text: Text, arguments: Fields
-) -> tuple[list[int], tuple[dict[str, str], ...], tuple[str, ...]]:
-    """Tokens of the first prompt; and its messages and later user turns, if it is a conversation."""
+def _prompt(row: Fields, text: Text, arguments: Fields, offer: Offer) -> _Prompt:
     given = [name for name in PROMPT_FIELDS if row.get(name) is not None]
     if len(given) != 1:
         raise RequestError(
@@ -116,15 +166,19 @@ def _prompt(
     if row.get("chat_template_kwargs") and kind not in ("messages", "turns"):
         raise invalid("chat_template_kwargs needs messages or turns; another prompt has no template")
     if kind == "prompt" and isinstance(value, str):
-        return text.encode(value), (), ()
+        return _Prompt(text.encode(value))
     if kind == "prompt_token_ids" and isinstance(value, list):
         if all(isinstance(token, int) and not isinstance(token, bool) for token in value):
-            return value, (), ()
+            return _Prompt(value)
     elif kind == "turns" and isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
         messages = ({"role": "user", "content": value[0]},)
-        return text.encode_chat(messages, **arguments), messages, tuple(map(valid_text, value[1:]))
+        if offer.tools:
+            raise invalid("tools need messages; turns have no place for what the functions return", "tools")
+        rendered = text.render(messages, **arguments)
+        return _Prompt(text.encode_rendered(rendered), rendered, messages, tuple(map(valid_text, value[1:])))
     elif kind == "messages":
-        return text.encode_chat(value, **arguments), (), ()
+        rendered = text.render(value, offer.given, **arguments)
+        return _Prompt(text.encode_rendered(rendered), rendered)
     expected = {"prompt": "a string", "prompt_token_ids": "a list of integers", "turns": "a list of strings"}
     raise RequestError("invalid_request", f"{kind} must be {expected[kind]}, got {value!r:.80}")
 

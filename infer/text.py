@@ -1,20 +1,25 @@
 """Prompts and chat messages into tokens, tokens into text, and stop strings."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.constraints.tools.format import Format
+from dflash_jax.constraints.tools.formats import FORMATS, format_of
 from dflash_jax.files import Fields, Json
 from dflash_jax.infer.engine.requests import RequestError, invalid
 from dflash_jax.infer.messages import strings_in, template_messages
 from dflash_jax.vocabulary import TOKENIZER_FILES, load_tokenizer
 
+FIRST_MARK = 0xFDD0  # the first of 32 characters that no text should have: they stand for special tokens
 LEAST_BYTES = 16  # that a text may have per token, however short the tokens of a vocabulary are
 # What `apply_chat_template` takes itself, or is given here: no arguments of a template.
 RESERVED = frozenset(
-    "self conversation messages chat_template tokenize add_generation_prompt continue_final_message padding truncation "
-    "max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs processor_kwargs".split()
+    "self conversation messages tools chat_template tokenize add_generation_prompt continue_final_message padding "
+    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs "
+    "processor_kwargs".split()
 )
 
 
@@ -26,12 +31,21 @@ class Text:
             can be served.
         template_arguments: of the chat template, where a call gives no others; see `template_arguments`.
         most_tokens: a text that cannot fit into so many is refused without being tokenized; None refuses none.
+        tool_format: name of the format in which the family writes reasoning and calls (`FORMATS`); None is what the
+            chat template shows.
 
     Raises:
         ValueError: there are tokenizer files, but they cannot be used.
     """
 
-    def __init__(self, directory: str, template_arguments: Fields | None = None, most_tokens: int | None = None):
+    def __init__(
+        self,
+        directory: str,
+        template_arguments: Fields | None = None,
+        most_tokens: int | None = None,
+        tool_format: str | None = None,
+    ):
+        self._tool_format = tool_format
         self.template_arguments = dict(template_arguments or {})
         self._directory, self._tokenizer = directory, load_tokenizer(Path(directory))
         self._most_tokens, self._most_bytes = most_tokens, math.inf
@@ -63,29 +77,77 @@ class Text:
         return prompt
 
     def encode_chat(self, messages: Any, **arguments: Any) -> list[int]:
-        """Tokens of a conversation under the chat template, up to where the answer begins.
+        """Tokens of a conversation; see `render`."""
+        return self.encode_rendered(self.render(messages, **arguments))
+
+    def render(self, messages: Any, tools: Sequence[Json] = (), **arguments: Any) -> str:
+        """A conversation under the chat template, up to where the answer begins.
 
         Args:
             messages: as a request gives them; see `messages.template_messages`.
+            tools: that the model may call, as OpenAI's requests have them.
             arguments: of the template, like `enable_thinking`; they win over the ones this was made with.
 
         Raises:
-            RequestError: there is no template, or the messages are none for it.
+            RequestError: there is no template, the messages are none for it, or it prints no tools.
         """
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
             raise RequestError("no_chat_template", "the target's tokenizer has no chat template; give a plain prompt")
-        for text in strings_in(messages):
+        for text in strings_in([messages, *tools]):
             self._checked(text)
         given = template_messages(messages, str(tokenizer.chat_template))
+        if self.format is not None:
+            given = self.format.messages(given, tools)
+        if tools and not (self.format is not None and self.format.describes):
+            if not self._prints_tools:
+                raise RequestError(
+                    "no_tool_template", "the target's chat template prints no tools; leave them out", "tools"
+                )
+            arguments["tools"] = list(tools)
+        return self._rendered(given, self.template_arguments | arguments)
+
+    def _rendered(self, messages: Sequence[Json], arguments: Fields) -> str:
         try:
-            text = tokenizer.apply_chat_template(
-                given, tokenize=False, add_generation_prompt=True, **self.template_arguments | arguments
+            return self._need_tokenizer().apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **arguments
             )
         except Exception as error:  # templates are programs, and raise what they like
             why = f"{error!s:.200}" or type(error).__name__
             raise RequestError("invalid_messages", f"the chat template refused the messages: {why}") from error
-        return tokenizer.encode(self._checked(text), add_special_tokens=False)
+
+    def encode_rendered(self, prompt: str) -> list[int]:
+        """Tokens of what a template has rendered, special tokens included."""
+        return self._need_tokenizer().encode(self._checked(prompt), add_special_tokens=False)
+
+    @cached_property
+    def _prints_tools(self) -> bool:
+        """Whether the chat template reads its argument `tools`."""
+        name = "function_of_a_trial"
+        tool = {
+            "type": "function",
+            "function": {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}},
+        }
+        try:
+            return name in self._rendered([{"role": "user", "content": "x"}], {"tools": [tool]})
+        except RequestError:
+            return False
+
+    @cached_property
+    def format(self) -> Format | None:
+        """How the family writes reasoning and calls; None if that is not known."""
+        if self._tool_format is not None:
+            return FORMATS[self._tool_format]
+        return format_of(self.chat_template or "")
+
+    @cached_property
+    def marks(self) -> Mapping[str, tuple[int, str]]:
+        """The marks of the format that are special tokens: the token of each, and a character that stands for it."""
+        if self.format is None or self._tokenizer is None:
+            return {}
+        names = self.format.marks
+        ids = {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
+        return {name: (ids[name], chr(FIRST_MARK + place)) for place, name in enumerate(names) if name in ids}
 
     def reasoning_arguments(self, effort: Any) -> Json:
         """Arguments of the chat template for OpenAI's `reasoning_effort`; none if the template takes no such thing.

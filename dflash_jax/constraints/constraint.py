@@ -13,7 +13,7 @@ from dflash_jax.constraints.expressions import Expression, Expressions
 from dflash_jax.constraints.notation import Layout
 from dflash_jax.constraints.patterns import regex as pattern_expression
 from dflash_jax.constraints.schema import json_schema as schema_expression
-from dflash_jax.constraints.tools.form import Form, Thinking, Tool
+from dflash_jax.constraints.tools.form import Choice, Form, Thinking, Tool
 from dflash_jax.constraints.tools.formats import FORMATS, answer_expression
 from dflash_jax.constraints.vocabulary import TokenAutomaton, Vocabulary
 from dflash_jax.files import Fields, Value
@@ -73,7 +73,7 @@ def tool_calls(
     tools: Sequence[Fields],
     format: str,
     *,
-    choice: Literal["auto", "required"] = "auto",
+    choice: Choice = "auto",
     thinking: Thinking = "",
     parallel: bool = True,
 ) -> Constraint:
@@ -82,17 +82,17 @@ def tool_calls(
     Args:
         tools: `{"name", "parameters", "strict"}` each, as in OpenAI's `tools[].function`.
         format: what the target's family writes (`FORMATS`).
-        choice: "auto" leaves it to the model whether it calls any.
-        thinking: see `Form.thinking`.
+        choice, thinking: see `Form`.
         parallel: whether several calls may follow one another.
 
     Raises:
         ValueError: the format is unknown, or has no reasoning.
     """
-    if format not in FORMATS or not FORMATS[format].begins and not FORMATS[format].single:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r:.60}")
+    if format not in FORMATS or not FORMATS[format].calls:
+        known = ", ".join(name for name, one in FORMATS.items() if one.calls)
+        raise ValueError(f"format must be one of {known}, got {format!r:.60}")
     if thinking and not FORMATS[format].closes:
-        raise ValueError(f"thinking must be \"\" with the format {format}, got {thinking!r:.60}")
+        raise ValueError(f'thinking must be "" with the format {format}, got {thinking!r:.60}')
     made = [
         Tool(tool["name"], json.dumps(tool["parameters"]) if tool.get("parameters") else "", tool.get("strict"))
         for tool in tools

@@ -4,8 +4,8 @@ The derivative of an expression by a byte matches what may follow that byte. An 
 derivatives lead to (Owens, Reppy and Turon, "Regular-expression derivatives re-examined", 2009). Equal expressions are
 one object, so that derivatives are computed once and states are merged where they are written alike.
 
-Besides bytes there are symbols for special tokens, which have no text: one for each that an expression names, and one for
-all others. A set of symbols is an integer with a bit for each.
+Besides bytes there are symbols for special tokens, which have no text: one for each that an expression names, and one
+for all others. A set of symbols is an integer with a bit for each.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -196,8 +196,9 @@ class Vocabulary:
         plain = self._plain
         sums += np.where(plain > 0, of_length[np.maximum(plain, 0)], np.uint64(0))
         symbols = {i: marks.get(name, OTHER) for name, i in self.special.items()}
-        weights = (names[0][:, None] * (names[1][automaton.next[:, OTHER:]] >> np.uint64(7))).sum(axis=0, dtype=np.uint64)
-        used = automaton.next[:, OTHER:].any(axis=0)
+        led = automaton.next[:, OTHER:]  # by special tokens
+        weights = (names[0][:, None] * (names[1][led] >> np.uint64(7))).sum(axis=0, dtype=np.uint64)
+        used = np.count_nonzero(led, axis=0)
         for i, symbol in symbols.items():
             if used[symbol - OTHER]:
                 sums[i] = weights[symbol - OTHER]

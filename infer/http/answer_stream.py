@@ -1,14 +1,16 @@
 """Streamed answers: what each chunk says."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from dflash_jax.constraints.tools.reading import Event
 from dflash_jax.files import Json
 from dflash_jax.infer import openai
 from dflash_jax.infer.answers import token_logprobs
 from dflash_jax.infer.engine.requests import Completion
 from dflash_jax.infer.http.asked import Asked
 from dflash_jax.infer.http.worker import Progress
+from dflash_jax.infer.parts import AnswerParts, Deltas
 from dflash_jax.infer.text import GrowingText, Text
 
 
@@ -20,8 +22,12 @@ class AnswerStream:
         tokens: those of it that chunks were made of.
     """
 
-    def __init__(self, text: Text, asked: Asked):
+    def __init__(self, text: Text, asked: Asked, sample: int = 0):
         self._asked, self._text, self._growing = asked, text, GrowingText(text, asked.stop, asked.min_tokens)
+        self._parts, self._deltas = None, Deltas()
+        if asked.form is not None:
+            name = f"{asked.samples[sample].id}/{sample}"
+            self._parts = AnswerParts(text, asked.form, name, asked.stop, asked.min_tokens)
         self.completion, self.tokens = Completion(), 0
         self._scored = 0  # tokens whose log-probabilities were sent
         self._begun = False
@@ -30,18 +36,19 @@ class AnswerStream:
         """The choice of the next chunk; None if nothing more can be said yet."""
         done, count, ended = progress.completion, progress.tokens, progress.finished
         self.completion = done
-        steps = []
+        steps, events = [], list[Event]()
         for end in self._ends(done, count):
-            steps.append([end - self.tokens, self._growing.add(done.token_ids[self.tokens : end])])
+            steps.append([end - self.tokens, self._read(done.token_ids[self.tokens : end], events)])
             self.tokens = end
         if ended:
-            rest = self._growing.end(done.token_ids)
+            rest = self._end(done, events)
             if steps:
                 steps[-1][1] += rest
             elif rest:
                 steps.append([0, rest])
         piece = "".join(text for _, text in steps)
-        if not piece and not ended and not self._asked.with_steps:
+        parts = None if self._parts is None else self._deltas.of(events)
+        if not piece and not parts and not ended and not self._asked.with_steps:
             return None
         scores = None
         if self._asked.samples[0].params.logprobs is not None:
@@ -49,8 +56,26 @@ class AnswerStream:
             self._scored = count
         first, self._begun = not self._begun, True
         reason = done.finish_reason if ended else None
-        choice = openai.chunk_choice(self._asked.endpoint, piece, reason, first, scores)
+        if reason and self._parts is not None:
+            reason = self._parts.finish_reason(reason)
+        choice = openai.chunk_choice(self._asked.endpoint, piece, reason, first, scores, parts)
         return choice | {"steps": steps} if self._asked.with_steps else choice
+
+    def _read(self, tokens: Sequence[int], events: list[Event]) -> str:
+        """The text of new tokens; if an answer has other parts, they are added to `events`."""
+        if self._parts is None:
+            return self._growing.add(tokens)
+        found = self._parts.add(tokens)
+        events += found
+        return _shown(found)
+
+    def _end(self, done: Completion, events: list[Event]) -> str:
+        """The same of what is left at the end."""
+        if self._parts is None:
+            return self._growing.end(done.token_ids)
+        found = self._parts.add([], last=True)
+        events += found
+        return _shown(found)
 
     def _ends(self, done: Completion, count: int) -> Iterator[int]:
         """Where the new tokens end; if steps are asked for, where those of each step do."""
@@ -62,3 +87,7 @@ class AnswerStream:
                     yield end
         if self.tokens < count:
             yield count
+
+
+def _shown(events: Sequence[Event]) -> str:
+    return "".join(event.text for event in events if event.kind in ("reasoning", "content", "arguments"))

@@ -5,6 +5,7 @@ import uuid
 from dataclasses import replace
 from typing import NamedTuple
 
+from dflash_jax.constraints.tools.form import Form
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Request, RequestError, invalid
@@ -22,6 +23,7 @@ class Asked(NamedTuple):
     Attributes:
         endpoint, model: `openai.CHAT` or `openai.TEXT`, and the name that the answer repeats.
         samples: one for each answer.
+        form: what an answer may be made of besides text; None is nothing.
         streamed: whether the answer is sent while it grows, as server-sent events.
         with_usage: whether a stream ends with the numbers of tokens; `always_usage`: whether each chunk has them.
         with_steps: whether to say which step every token of a stream came from.
@@ -31,6 +33,7 @@ class Asked(NamedTuple):
     endpoint: str
     model: str
     samples: list[Request]
+    form: Form | None
     stop: tuple[str, ...]
     streamed: bool
     with_usage: bool
@@ -71,6 +74,7 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
         endpoint,
         openai.model_name(body, model),
         [replace(request, sample=i) for i in range(sample_count(plain))],
+        asked.form,
         asked.stop,
         streamed=flag(body, "stream") or False,
         with_usage=flag(options, "include_usage") or False,

@@ -216,7 +216,8 @@ class Service:
         return asked
 
     def _whole(self, asked: Asked, done: Sequence[Completion]) -> bytes:
-        answers = [answer(completion, self._text, asked.stop, asked.min_tokens) for completion in done]
+        name, least = asked.samples[0].id, asked.min_tokens
+        answers = [answer(completion, self._text, asked.stop, least, asked.form, name) for completion in done]
         body: Json = openai.body(asked.endpoint, asked.model, answers)
         body["usage"] = reports.usage(done)
         if len(done) == 1:
@@ -235,7 +236,7 @@ class Service:
         kind = "chat.completion.chunk" if asked.endpoint == openai.CHAT else "text_completion"
         head = openai.envelope(asked.endpoint, kind, asked.model)
         event = lambda **fields: b"data: %s\n\n" % _json(head | fields)
-        streams = [AnswerStream(text, asked) for _ in asked.samples]
+        streams = [AnswerStream(text, asked, sample) for sample in range(len(asked.samples))]
 
         def tokens() -> Json:
             begun = [stream for stream in streams if stream.tokens]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from dflash_jax.checkpoint.fingerprint import fingerprint
 from dflash_jax.constraints.constraint import VERSION
 from dflash_jax.files import Fields, Json
+from dflash_jax.infer.answers import answer
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Completion, Request
@@ -132,7 +133,9 @@ def _next_turn(line: Line, turns: Sequence[Completion], text: Text) -> Request:
     """The request of a conversation's next user turn: all before it, answers included, under the chat template."""
     assert line.request is not None
     messages = list(line.messages)
+    least = line.request.params.min_tokens
     for completion, following in zip(turns, line.later, strict=False):
-        answer = text.answer(completion.token_ids, line.stop, line.request.params.min_tokens) or ""
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": following}]
+        given = answer(completion, text, line.stop, least, line.form)
+        said = given.get("message", {"role": "assistant", "content": given["text"] or ""})
+        messages += [said, {"role": "user", "content": following}]
     return replace(line.request, prompt_token_ids=text.encode_chat(messages, **line.template_arguments))

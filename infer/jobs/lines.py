@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dflash_jax.constraints.tools.form import Form
 from dflash_jax.files import Fields
 from dflash_jax.infer import openai
 from dflash_jax.infer.engine.params import SamplingParams
@@ -22,8 +23,8 @@ class Line:
     Attributes:
         index: line number in the input, blank lines not counted, from 0.
         id: the line's own id, else its index.
-        request, stop, messages, later, template_arguments: see `PlainRequest`; the `later` user turns follow one answer
-            after the other.
+        request, stop, messages, later, template_arguments, form: see `PlainRequest`; the `later` user turns follow one
+            answer after the other.
         error: instead of a request.
         named: whether the line itself has the id.
         n: answers to give to the prompt.
@@ -40,6 +41,7 @@ class Line:
     messages: tuple[dict[str, str], ...] = ()
     later: tuple[str, ...] = ()
     template_arguments: Fields = field(default_factory=dict)
+    form: Form | None = None
     error: RequestError | None = None
     named: bool = False
     n: int = 1

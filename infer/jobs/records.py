@@ -23,7 +23,8 @@ def answer_record(line: Line, completions: Sequence[Completion], text: Text) -> 
     `samples` if more than one was asked for."""
     assert line.request is not None
     least = line.request.params.min_tokens
-    answers = [answer(completion, text, line.stop, least) for completion in completions]
+    name = str(line.id)
+    answers = [answer(completion, text, line.stop, least, line.form, name) for completion in completions]
     if line.batch:
         return openai.batch_record(line.id, line.batch, answers if line.n > 1 else answers[-1:])
     record = {"id": line.id, "index": line.index, **_repeated(line), **(answers[0] if line.n > 1 else answers[-1])}

@@ -1,1 +1,1 @@
-"""How families write what they think, say and call: the grammar of an answer, and what reads it; a file for each format."""
+"""How families write reasoning, text and calls: one file a format, with the grammar of an answer and its reader."""

@@ -1,9 +1,10 @@
 """What an answer may be made of, as plain data."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Thinking = Literal["", "may", "opened"]
+Choice = Literal["none", "auto", "required", "named"]
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,32 @@ class Form:
         format: name of the format that the family writes (see `formats.FORMATS`).
         thinking: whether it may begin with reasoning, or the prompt has opened that already.
         tools: that may be called.
-        choice: whether calls are left to the model, must be, or must not be.
+        choice: whether calls are left to the model, must be, or must not be. Of a named function there is one call.
         parallel: whether several calls may follow one another.
+        reasoning: whether the reader of the answer is shown its reasoning.
     """
 
     format: str
     thinking: Thinking = ""
     tools: tuple[Tool, ...] = ()
-    choice: Literal["none", "auto", "required"] = "none"
+    choice: Choice = "none"
     parallel: bool = True
+    reasoning: bool = field(default=True, compare=False)
 
     @property
     def calls(self) -> bool:
         """Whether the answer may call tools."""
         return bool(self.tools) and self.choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is one call at least."""
+        return self.choice in ("required", "named")
+
+    @property
+    def several(self) -> bool:
+        """Whether it may have more than one call."""
+        return self.parallel and self.choice != "named"
 
     @property
     def loosened(self) -> "Form":

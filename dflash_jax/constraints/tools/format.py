@@ -9,7 +9,7 @@ from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import Expression, Expressions
 from dflash_jax.constraints.notation import Layout
 from dflash_jax.constraints.schema import json_schema
-from dflash_jax.constraints.tools.form import Form, Tool
+from dflash_jax.constraints.tools.form import Form, Thinking, Tool
 from dflash_jax.constraints.tools.reading import Event, Feed, Steps
 from dflash_jax.files import Json
 
@@ -72,7 +72,9 @@ class Format:
         opens, heading, closes: what stands around reasoning; "" where there is none.
         begins: what the first call begins with; "" where the format has no calls.
         marks: special tokens that reading looks for.
+        calls: whether it has calls.
         single: whether an answer has one call at most.
+        describes: whether `messages` tells of tools, in place of the template.
     """
 
     name: ClassVar[str] = ""
@@ -82,7 +84,9 @@ class Format:
     closes: ClassVar[str] = "</think>"
     begins: ClassVar[str] = ""
     marks: ClassVar[Sequence[str]] = ()
+    calls: ClassVar[bool] = True
     single: ClassVar[bool] = False
+    describes: ClassVar[bool] = False
 
     def call(self, grammar: Grammar, form: Form) -> Expression:
         """All calls of an answer."""
@@ -92,16 +96,12 @@ class Format:
         """Reads calls, of which `begins` has been read."""
         raise NotImplementedError
 
-    def tools_prompt(self, tools: Sequence[Json]) -> str:
-        """What is said of tools in a system message, where the chat template of the family does not print them; ""
-        where it does."""
-        return ""
+    def messages(self, messages: Sequence[Json], tools: Sequence[Json]) -> Sequence[Json]:
+        """A conversation as the chat template takes it; where the template of the family prints no tools, they are
+        written into the messages."""
+        return messages
 
-    def call_id(self, event: Event, unique: str) -> str:
-        """The id of a call."""
-        return event.id or f"call_{unique}"
-
-    def thinking(self, prompt: str, template: str) -> str:
+    def thinking(self, prompt: str, template: str) -> Thinking:
         """See `Form.thinking`; what the end of a prompt says."""
         end = prompt.rstrip()
         if not self.closes or self.closes not in template:
@@ -127,7 +127,7 @@ class Format:
         made = grammar.made
         if content is not None:
             return content
-        if form.calls and form.choice == "required":
+        if form.must_call:
             return self.call(grammar, form)
         without = [*([self.begins] if self.begins else []), *([self.opens] if form.thinking else [])]
         free = made.free(*without)
@@ -163,5 +163,3 @@ def read_json_call(feed: Feed, key: str = "arguments") -> Steps:
     yield from feed.value()
     yield from feed.take("}")
     yield Event("done")
-
-

@@ -22,6 +22,7 @@ class Thinking(Format):
 
     name, known_by = "thinking", ("</think>",)
     marks = "<think>", "</think>"
+    calls = False
 
 
 # The first one whose marks a template has, so those with more of them come first.

@@ -6,7 +6,7 @@ from dflash_jax.constraints.expressions import Expression
 from dflash_jax.constraints.notation import Layout
 from dflash_jax.constraints.tools.form import Form
 from dflash_jax.constraints.tools.format import Format, Grammar
-from dflash_jax.constraints.tools.reading import Event, Feed, Steps
+from dflash_jax.constraints.tools.reading import Event, Feed, Steps, escaped
 
 CALL, CALL_END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 LAYOUT = Layout(compact=True, quote=QUOTE)
@@ -28,7 +28,7 @@ class Gemma4(Format):
             made.then(made.text(f"call:{tool.name}".encode()), grammar.arguments(tool, LAYOUT)) for tool in form.tools
         ]
         one = made.sequence([made.mark(CALL), made.either(inside), made.mark(CALL_END)])
-        return grammar.several(one, made.empty, parallel=form.parallel)
+        return grammar.several(one, made.empty, parallel=form.several)
 
     def read_calls(self, feed: Feed) -> Steps:
         """See `Format.read_calls`."""
@@ -58,7 +58,7 @@ def _read_value(feed: Feed) -> Steps:
         if letter == quote[0]:
             feed.text = feed.text[len(quote) :]
             yield Event("arguments", '"')
-            if not (yield from feed.until("arguments", QUOTE, change=lambda text: json.dumps(text, ensure_ascii=False)[1:-1])):
+            if not (yield from feed.until("arguments", QUOTE, change=escaped)):
                 return
             yield Event("arguments", '"')
             continue

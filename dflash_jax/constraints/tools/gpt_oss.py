@@ -1,28 +1,41 @@
 """gpt-oss: an answer is messages in channels (the harmony format)."""
 
 import re
+from collections.abc import Sequence
 
 from dflash_jax.constraints.expressions import Expression
-from dflash_jax.constraints.tools.form import Form
+from dflash_jax.constraints.tools.form import Form, Thinking
 from dflash_jax.constraints.tools.format import Format, Grammar
 from dflash_jax.constraints.tools.reading import Event, Feed, Steps
+from dflash_jax.files import Json
 
 CHANNEL, MESSAGE, END, START, JSON = "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"
 _RECIPIENT = re.compile(r"to=functions\.([a-zA-Z0-9_.-]+)")
 
 
 class GptOss(Format):
-    """Reasoning in the channel analysis, then an answer in final or one call in commentary (openai/harmony, its guide to
-    the format; chat template of openai/gpt-oss-20b). The prompt ends with the beginning of the first message."""
+    """Reasoning in the channel analysis, then an answer in final or one call in commentary (openai/harmony, its guide
+    to the format; chat template of openai/gpt-oss-20b). The prompt ends with the beginning of the first message."""
 
     name, known_by = "gpt_oss", (CHANNEL, START)
     marks = CHANNEL, MESSAGE, END, START, JSON
     closes = CHANNEL
     single = True
 
-    def thinking(self, prompt: str, template: str) -> str:
+    def thinking(self, prompt: str, template: str) -> Thinking:
         """See `Format.thinking`."""
         return "may"
+
+    def messages(self, messages: Sequence[Json], tools: Sequence[Json]) -> Sequence[Json]:
+        """See `Format.messages`; the template takes reasoning, or else text, beside a call."""
+        found = list[Json]()
+        for message in messages:
+            if reasoning := message.get("reasoning_content"):
+                message = {name: value for name, value in message.items() if name != "reasoning_content"}
+                if not (message.get("tool_calls") and message.get("content")):
+                    message["thinking"] = reasoning
+            found.append(message)
+        return found
 
     def expression(self, grammar: Grammar, form: Form, content: Expression | None) -> Expression:
         """See `Format.expression`."""
@@ -35,7 +48,7 @@ class GptOss(Format):
         last = list[Expression]()
         if form.calls and content is None:
             last.append(self.call(grammar, form))
-        if form.choice != "required" or content is not None:
+        if not form.must_call or content is not None:
             last.append(made.sequence([*head("final"), text if content is None else content]))
         return made.then(made.times(made.either(before), 0, None), made.either(last))
 

@@ -25,7 +25,7 @@ class KimiK2(Format):
             head = [made.text(f"functions.{tool.name}:".encode()), made.times(digit, 1, 3), made.mark(ARGUMENTS)]
             found.append(made.sequence([*head, grammar.arguments(tool)]))
         one = made.sequence([made.mark(CALL), made.either(found), made.mark(CALL_END)])
-        calls = grammar.several(one, made.empty, parallel=form.parallel)
+        calls = grammar.several(one, made.empty, parallel=form.several)
         return made.sequence([made.mark(SECTION), calls, made.mark(SECTION_END)])
 
     def read_calls(self, feed: Feed) -> Steps:

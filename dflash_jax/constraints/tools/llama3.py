@@ -28,7 +28,7 @@ class Llama3(Format):
         made = grammar.made
         if content is not None or not form.tools:
             return super()._answer(grammar, form, content)
-        if form.choice == "required":
+        if form.must_call:
             return self.call(grammar, form)
         # A text that begins as a call of a known function is one.
         begins = made.either([made.text(f'{{"name": "{tool.name}"'.encode()) for tool in form.tools])

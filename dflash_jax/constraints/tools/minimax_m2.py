@@ -24,7 +24,7 @@ class MiniMaxM2(Format):
         for tool in form.tools:
             inside.append(made.then(made.text(f'{tool.name}">\n'.encode()), arguments(grammar, tool, TAGS)))
         one = made.sequence([made.text(b'<invoke name="'), made.either(inside), made.text(b"</invoke>\n")])
-        calls = grammar.several(one, made.empty, parallel=form.parallel)
+        calls = grammar.several(one, made.empty, parallel=form.several)
         return made.sequence([made.mark(SECTION), made.text(b"\n"), calls, made.mark(SECTION_END)])
 
     def read_calls(self, feed: Feed) -> Steps:

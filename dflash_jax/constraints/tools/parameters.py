@@ -12,7 +12,7 @@ from dflash_jax.constraints.notation import Layout
 from dflash_jax.constraints.schema import json_schema
 from dflash_jax.constraints.tools.form import Tool
 from dflash_jax.constraints.tools.format import Grammar, schema_of
-from dflash_jax.constraints.tools.reading import Event, Feed, Steps
+from dflash_jax.constraints.tools.reading import Event, Feed, Steps, escaped
 from dflash_jax.files import Fields, Json, Value
 
 RAW = Layout(quote="")
@@ -70,7 +70,9 @@ def _listed(grammar: Grammar, schema: Json, pair) -> Expression:
 
 def _within(part: Value, root: Fields) -> Value:
     """A part of a schema as a schema of its own."""
-    return {**part, **{name: root[name] for name in _DEFINITIONS if name in root}} if isinstance(part, Mapping) else part
+    return (
+        {**part, **{name: root[name] for name in _DEFINITIONS if name in root}} if isinstance(part, Mapping) else part
+    )
 
 
 def _value(grammar: Grammar, schema: Value, root: Fields, level: int = 0) -> Expression:
@@ -108,7 +110,7 @@ def _alternatives(schema: Value) -> Sequence[Value]:
 
 def _kinds(schema: Value, root: Fields, level: int = 0) -> set[str]:
     """Types that a value may have."""
-    every = set(TYPES)
+    every = set[str](TYPES)
     if not isinstance(schema, Mapping) or level == MOST_LEVELS:
         return every
     found = every
@@ -144,7 +146,8 @@ def _kinds_of(value: Value) -> set[str]:
 def read_arguments(feed: Feed, name: str, tags: Tags, last: str) -> Steps:
     """Reads parameters up to the mark that stands behind the last one; the arguments are given as JSON."""
     schema = next((schema_of(tool) for tool in feed.form.tools if tool.name == name), {})
-    properties = schema.get("properties") if isinstance(schema.get("properties"), Mapping) else {}
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
     first, begin = True, tags.begin.strip()
     while (yield from feed.skip("\n")) is None and (yield from feed.starts(begin)):
         key = yield from feed.take(tags.named.strip())
@@ -154,7 +157,7 @@ def read_arguments(feed: Feed, name: str, tags: Tags, last: str) -> Steps:
         first, kinds = False, _kinds(properties.get(key, True), schema)
         if kinds == {"string"}:
             yield Event("arguments", '"')
-            if not (yield from feed.until("arguments", tags.end, change=lambda text: json.dumps(text, ensure_ascii=False)[1:-1])):
+            if not (yield from feed.until("arguments", tags.end, change=escaped)):
                 return
             yield Event("arguments", '"')
         else:

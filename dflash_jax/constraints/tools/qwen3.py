@@ -20,7 +20,7 @@ class Qwen3(Format):
         inside = made.either([json_call(grammar, tool) for tool in form.tools])
         line = made.text(b"\n")
         one = made.sequence([made.mark(self.begins), line, inside, line, made.mark("</tool_call>")])
-        return grammar.several(one, line, parallel=form.parallel)
+        return grammar.several(one, line, parallel=form.several)
 
     def read_calls(self, feed: Feed) -> Steps:
         """See `Format.read_calls`."""

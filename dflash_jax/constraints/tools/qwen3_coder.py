@@ -25,7 +25,7 @@ class Qwen3Coder(Format):
         begin = made.then(made.mark(self.begins), made.text(b"\n<function="))
         end = made.then(made.text(b"</function>\n"), made.mark("</tool_call>"))
         one = made.sequence([begin, made.either(inside), end])
-        return grammar.several(one, made.text(b"\n"), parallel=form.parallel)
+        return grammar.several(one, made.text(b"\n"), parallel=form.several)
 
     def read_calls(self, feed: Feed) -> Steps:
         """See `Format.read_calls`."""

@@ -1,9 +1,10 @@
 """Answers while they arrive, read by the same formats that constrain them.
 
-A format reads text by a generator: it yields what it found, and None where it needs more text. So pieces of an answer do not
-depend on how many tokens come at a time.
+A format reads text by a generator: it yields what it found, and None where it needs more text. So what an answer says
+does not depend on how many tokens come at a time.
 """
 
+import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -17,8 +18,8 @@ class Event(NamedTuple):
     """A part of an answer.
 
     Attributes:
-        kind: reasoning, content and arguments come in pieces; a call begins with its name, and is done when its arguments
-            are complete.
+        kind: reasoning, content and arguments come in pieces; a call begins with its name, and is done when its
+            arguments are complete.
         text: of the piece, or name of the function.
         id: of the call, where the model writes one.
     """
@@ -87,8 +88,8 @@ class Feed:
     def until(
         self, kind: Kind, *names: str, trim: bool = False, change: Callable[[str], str] = str
     ) -> Generator[Event | None, None, str]:
-        """Yields the text before the first of these marks, piece by piece; returns the mark, which is read, or "" at the end
-        of the answer.
+        """Yields the text before the first of these marks, piece by piece; returns the mark, which is read, or "" at
+        the end of the answer.
 
         Args:
             trim: leave out blanks at the beginning, and before a mark.
@@ -151,6 +152,11 @@ class Feed:
 def _held(text: str, mark: str) -> int:
     """Characters at the end of a text that may be the beginning of a mark."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def escaped(text: str) -> str:
+    """A piece of a string as JSON has it."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class Reading:

@@ -1,0 +1,122 @@
+"""The parts of an answer, reasoning, text and calls, while its tokens arrive and when it is whole."""
+
+import hashlib
+from collections.abc import Sequence
+
+from dflash_jax.constraints.tools.form import Form
+from dflash_jax.constraints.tools.formats import reading
+from dflash_jax.constraints.tools.reading import Event
+from dflash_jax.files import Json
+from dflash_jax.infer.text import FIRST_MARK, GrowingText, Text
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+_NO_MARKS = {FIRST_MARK + i: "\ufffd" for i in range(32)}  # in what the model wrote as text
+
+
+class AnswerParts:
+    """Reads an answer token by token. What it returns does not depend on how many tokens come at a time.
+
+    Args:
+        text, stops, after: see `GrowingText`.
+        form: what the answer may be made of.
+        name: of the request and the answer; the ids of calls are made of it.
+
+    Attributes:
+        ended_calls: whether the last of its calls is complete, and there is one.
+    """
+
+    def __init__(self, text: Text, form: Form, name: str, stops: Sequence[str] = (), after: int = 0):
+        self._text, self._form, self._name, self._stops, self._after = text, form, name, stops, after
+        self._reading = reading(form, {mark: letter for mark, (_, letter) in text.marks.items()})
+        self._letters = dict(text.marks.values())
+        self._count, self._calls = 0, 0
+        self.ended_calls = False
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        """What comes between two marks is text of its own."""
+        self._run = list[int]()
+        self._growing = GrowingText(self._text, self._stops, max(0, self._after - self._count))
+
+    def add(self, tokens: Sequence[int], *, last: bool = False) -> list[Event]:
+        """What further tokens say; `last` says that no more will come."""
+        found, begin = "", 0
+        for at, token in enumerate(tokens):
+            if token in self._letters:
+                found += self._text_of(tokens[begin:at]) + self._rest() + self._letters[token]
+                self._count, begin = self._count + 1, at + 1
+                self._begin_run()
+        found += self._text_of(tokens[begin:])
+        if last:
+            found += self._rest()
+        return [self._noted(event) for event in self._reading.add(found, last=last) if self._shown(event)]
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        self._run += tokens
+        self._count += len(tokens)
+        return self._growing.add(tokens).translate(_NO_MARKS) if tokens else ""
+
+    def _rest(self) -> str:
+        return self._growing.end(self._run).translate(_NO_MARKS) if self._run else ""
+
+    def _shown(self, event: Event) -> bool:
+        return event.kind != "reasoning" or self._form.reasoning
+
+    def _noted(self, event: Event) -> Event:
+        if event.kind == "call":
+            self.ended_calls, self._calls = False, self._calls + 1
+            return event if event.id else event._replace(id=_call_id(f"{self._name}/{self._calls}"))
+        self.ended_calls |= event.kind == "done"
+        return event
+
+    def finish_reason(self, reason: str) -> str:
+        """The reason that a client is given: calls which are complete are one, but of a function that was named."""
+        return "tool_calls" if reason == "stop" and self.ended_calls and self._form.choice != "named" else reason
+
+
+def _call_id(name: str) -> str:
+    """An id, the same for the same call of the same answer."""
+    digest = hashlib.sha256(name.encode()).digest()[:24]
+    return "call_" + "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
+
+
+def message(events: Sequence[Event]) -> Json:
+    """The message of an assistant, in OpenAI's form."""
+    text: dict[str, str] = {"reasoning": "", "content": ""}
+    calls = list[Json]()
+    for event in events:
+        if event.kind in text:
+            text[event.kind] += event.text
+        elif event.kind == "call":
+            calls.append({"id": event.id, "type": "function", "function": {"name": event.text, "arguments": ""}})
+        elif event.kind == "arguments":
+            calls[-1]["function"]["arguments"] += event.text
+    content = text["content"] or (None if calls or text["reasoning"] else "")
+    found: Json = {"role": "assistant", "content": content, "refusal": None}
+    found |= {"reasoning_content": text["reasoning"]} if text["reasoning"] else {}
+    return found | ({"tool_calls": calls} if calls else {})
+
+
+class Deltas:
+    """What a stream says of the parts of one answer."""
+
+    def __init__(self) -> None:
+        self._calls = -1
+
+    def of(self, events: Sequence[Event]) -> Json:
+        """The delta of the next chunk: text in one piece, and calls in their order."""
+        found, calls = Json(), list[Json]()
+        for event in events:
+            if event.kind in ("reasoning", "content"):
+                name = "reasoning_content" if event.kind == "reasoning" else "content"
+                found[name] = found.get(name, "") + event.text
+            elif event.kind == "call":
+                self._calls += 1
+                function = {"name": event.text, "arguments": ""}
+                calls.append({"index": self._calls, "id": event.id, "type": "function", "function": function})
+            elif event.kind == "arguments":
+                if calls and "id" not in calls[-1]:
+                    calls[-1]["function"]["arguments"] += event.text
+                else:
+                    calls.append({"index": self._calls, "function": {"arguments": event.text}})
+        return found | ({"tool_calls": calls} if calls else {})
