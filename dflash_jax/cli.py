@@ -230,6 +230,7 @@ class GenerationOptions:
         batch_size: rows decoded together
         proposals: how the drafter picks tokens at temperature > 0; changes the speed, and in float32 never the answers
         chat_template_kwargs: arguments of the chat template, a JSON object like {"enable_thinking": false}
+        tool_format: format in which the model writes reasoning and calls of functions, such as qwen3 (docs/tools.md)
         min_tokens: of the first so many tokens of an answer none ends it
         ignore_eos: do not stop at the model's end tokens, as load tests need it
         stop_token_ids: further tokens that end an answer
@@ -245,6 +246,7 @@ class GenerationOptions:
     batch_size: int = 1
     proposals: Literal["calibrated", "coupled", "argmax", "independent"] = "calibrated"
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
+    tool_format: Annotated[str | None, optional(str, "NAME", "what the chat template shows")] = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: TokenIds = ()

@@ -120,7 +120,7 @@ def _text(
     from dflash_jax.infer.text import Text
 
     longest = min(filter(None, (max_length, config.most_positions)), default=None)
-    text = Text(directory, generation.chat_template_kwargs, longest)
+    text = Text(directory, generation.chat_template_kwargs, longest, generation.tool_format)
     ends = config.eos_token_ids
     if not ends and text.end_token is not None:
         ends = (text.end_token,)

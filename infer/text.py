@@ -35,7 +35,7 @@ class Text:
             chat template shows.
 
     Raises:
-        ValueError: there are tokenizer files, but they cannot be used.
+        ValueError: there are tokenizer files, but they cannot be used, or the format is unknown.
     """
 
     def __init__(
@@ -45,7 +45,9 @@ class Text:
         most_tokens: int | None = None,
         tool_format: str | None = None,
     ):
-        self._tool_format = tool_format
+        if tool_format is not None and tool_format not in FORMATS:
+            raise ValueError(f"--tool-format must be one of {', '.join(FORMATS)}, got {tool_format!r:.60}")
+        self.tool_format = tool_format
         self.template_arguments = dict(template_arguments or {})
         self._directory, self._tokenizer = directory, load_tokenizer(Path(directory))
         self._most_tokens, self._most_bytes = most_tokens, math.inf
@@ -136,8 +138,8 @@ class Text:
     @cached_property
     def format(self) -> Format | None:
         """How the family writes reasoning and calls; None if that is not known."""
-        if self._tool_format is not None:
-            return FORMATS[self._tool_format]
+        if self.tool_format is not None:
+            return FORMATS[self.tool_format]
         return format_of(self.chat_template or "")
 
     @cached_property

@@ -26,12 +26,12 @@ SERVE = """
     mesh min-p no-speculation ordered output prefix-chunks processes prompt proposals seed stats-interval
     gpu-graphs long-slots short-length stream-interval summary target temperature top-k top-p tree
     chat-template-kwargs deterministic kernels ray ray-workers ray-resources
-    target-config drafter-config quantize min-tokens ignore-eos stop-token-ids
+    target-config drafter-config quantize min-tokens ignore-eos stop-token-ids tool-format
 """
 MEASURING = """
     batch-size block-size dataset dtype json max-new-tokens max-samples mesh min-p proposals seed target temperature
     top-k top-p tree chat-template-kwargs kernels target-config drafter-config quantize min-tokens ignore-eos
-    stop-token-ids
+    stop-token-ids tool-format
 """
 BENCHMARK = {
     "compare": MEASURING + "drafter official untrained",

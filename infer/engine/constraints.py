@@ -112,20 +112,28 @@ class Constraints:
                 self._vocabulary = vocabulary_of(tokenizer, self.target.config.vocab_size)
             return self._vocabulary
 
-    def check(self, params: SamplingParams) -> Ready | None:
-        """The prepared constraint of a request, if it has one; raises RequestError if it cannot be served."""
+    @staticmethod
+    def check_settings(params: SamplingParams) -> None:
+        """Raises RequestError for settings that do not go together with a request's constraint."""
         if params.constraint is None:
-            return None
-        name = params.constraint.name or "constraint"
+            return
+        name = _name(params.constraint)
         if params.ignore_eos:
             raise invalid(f"{name} and ignore_eos exclude each other: a constraint says where the answer ends", name)
         if not params.eos_token_ids:
             raise invalid(
                 f"{name} needs eos_token_ids, the tokens that end an answer where the constraint allows it", name
             )
+
+    def check(self, params: SamplingParams) -> Ready | None:
+        """The prepared constraint of a request, if it has one; raises RequestError if it cannot be served."""
+        self.check_settings(params)
+        if params.constraint is None:
+            return None
         try:
             return self._prepare(_Key(params.constraint, params.eos_token_ids))
         except ConstraintError as error:
+            name = _name(params.constraint)
             raise RequestError(error.code, f"{name}: {error}", name) from error
 
     def knows(self, params: SamplingParams) -> bool:
@@ -234,6 +242,10 @@ class Constraints:
         where = NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
         copied = jax.tree.map(np.copy, self._host)  # on CPU the device may keep what it is given
         self.tables = jax.device_put(copied, where)
+
+
+def _name(constraint: Constraint) -> str:
+    return constraint.name or "constraint"
 
 
 def _walk(state: int, automaton: int) -> Walk:

@@ -279,7 +279,9 @@ class Engine:
         served, asked = self.config.logprobs, request.params.logprobs
         if asked is not None and asked not in range(0 if served is None else served + 1):
             raise invalid(f"logprobs {asked} is not served: the engine was made with logprobs={served}")
-        if (constraint := request.params.constraint) is not None and self.constraints is None:
+        if self.constraints is not None:
+            self.constraints.check_settings(request.params)
+        elif (constraint := request.params.constraint) is not None:
             name = constraint.name or "constraint"
             raise invalid(f"{name} is not served: the engine was made with constraints=False", name)
 

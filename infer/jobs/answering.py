@@ -40,6 +40,8 @@ def job_settings(
     more: Json = {}  # defaults are left out
     if text.template_arguments:
         more["chat_template_kwargs"] = text.template_arguments
+    if text.tool_format:
+        more["tool_format"] = text.tool_format
     if deterministic is not None:
         more["deterministic"] = dict(deterministic)
     more |= {name: dict(fields) for name, fields in (overrides or {}).items() if fields}

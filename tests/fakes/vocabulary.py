@@ -1,5 +1,6 @@
 """A small vocabulary with tokens that are hard to constrain: halves of characters, ends of strings, blanks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax.constraints.vocabulary import Vocabulary
@@ -36,15 +37,25 @@ TEXTS += [b"\xc3\xa9\xe4", b'\xb8\xad"', b"\xf0\x9f", b"\x98\x80", b'"\xe4\xb8']
 SIZE = -(-(FIRST + len(TEXTS)) // 8) * 8
 
 
-def vocabulary() -> Vocabulary:
-    """The vocabulary; ids from the last text on are no tokens."""
+def vocabulary(marks: Sequence[str] = ()) -> Vocabulary:
+    """The vocabulary; ids from the last text on are special tokens with these names, then no tokens."""
     tokens: list[bytes | None] = [None, None, *TEXTS]
-    return Vocabulary([*tokens, *[None] * (SIZE - len(tokens))], {"<end>": END, "<mask>": MASK})
+    special = {"<end>": END, "<mask>": MASK}
+    for mark in marks:  # a text that is one is no text any more
+        place = tokens.index(mark.encode()) if mark.encode() in tokens else len(tokens)
+        tokens[place : place + 1] = [None]
+        special[mark] = place
+    return Vocabulary([*tokens, *[None] * (size(marks) - len(tokens))], special)
 
 
-def write_tokenizer(directory: Path) -> Path:
+def size(marks: Sequence[str] = ()) -> int:
+    """Rows of the embedding table of such a vocabulary."""
+    return -(-(FIRST + len(TEXTS) + len(marks)) // 8) * 8
+
+
+def write_tokenizer(directory: Path, marks: Sequence[str] = (), template: str | None = None) -> Path:
     """The same as files; texts are encoded byte by byte."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -53,7 +64,9 @@ def write_tokenizer(directory: Path) -> Path:
     ids = {"".join(letter[byte] for byte in text): FIRST + i for i, text in enumerate(TEXTS)}
     tokenizer = Tokenizer(models.BPE(ids | {"<end>": END, "<mask>": MASK}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    # As in published vocabularies: those with bars are special, others are decoded as text.
+    tokenizer.add_tokens([AddedToken(mark, special="|" in mark, normalized=False) for mark in marks])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", mask_token="<mask>")
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.chat_template = template or "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     fast.save_pretrained(directory)
     return directory

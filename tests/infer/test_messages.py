@@ -116,7 +116,7 @@ def test_deep_nesting_is_an_error_of_its_line(text):
         ({"response_format": {"type": "structural_tag"}}, "response_format must be of type text"),
         ({"logit_bias": {"5": 1}}, "logit_bias .* is not supported"),
         ({"guided_grammar": "a"}, "guided_grammar is not supported"),
-        ({"tools": [{}]}, "tools .* is not supported"),
+        ({"tools": [{}]}, "must be an object with the name of a function"),
         ({"best_of": 2}, "best_of 2 is not supported"),
         ({"echo": True}, "echo True is not supported"),
         ({"skip_special_tokens": False}, "skip_special_tokens False is not supported"),

@@ -1,12 +1,14 @@
 """Gemma 4: arguments are written without JSON's quotes, strings between special tokens."""
 
 import json
+from collections.abc import Sequence
 
 from dflash_jax.constraints.expressions import Expression
 from dflash_jax.constraints.notation import Layout
 from dflash_jax.constraints.tools.form import Form
 from dflash_jax.constraints.tools.format import Format, Grammar
 from dflash_jax.constraints.tools.reading import Event, Feed, Steps, escaped
+from dflash_jax.files import Json
 
 CALL, CALL_END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 LAYOUT = Layout(compact=True, quote=QUOTE)
@@ -20,6 +22,15 @@ class Gemma4(Format):
     opens, heading, closes = "<|channel>", "thought\n", "<channel|>"
     begins = CALL
     marks = opens, closes, CALL, CALL_END, QUOTE
+
+    def messages(self, messages: Sequence[Json], tools: Sequence[Json]) -> Sequence[Json]:
+        """See `Format.messages`; the template prints the name of the function beside what it returned."""
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        names = {call.get("id"): call["function"]["name"] for call in calls}
+        return [
+            {"name": names.get(message.get("tool_call_id"), ""), **message} if message["role"] == "tool" else message
+            for message in messages
+        ]
 
     def call(self, grammar: Grammar, form: Form) -> Expression:
         """See `Format.call`."""

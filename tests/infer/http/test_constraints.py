@@ -13,11 +13,11 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
 from dflash_jax import Engine, SamplingParams, load_drafter, load_target  # noqa: E402
-from dflash_jax.infer.http.listening import listen, make_server  # noqa: E402
-from dflash_jax.infer.http.server import Worker, make_app  # noqa: E402
+from dflash_jax.infer.http.worker import Worker  # noqa: E402
 from dflash_jax.infer.text import Text  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.fakes import vocabulary  # noqa: E402
+from tests.fakes.servers import serving  # noqa: E402
 
 NEGATED = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}}
 RAW = {"vocab_size": vocabulary.SIZE, "eos_token_id": vocabulary.END}
@@ -47,22 +47,9 @@ def served(tmp_path_factory):
         constraints=True,
         constraint_states=2**11,
     )
-    engine.constraints.prepare_beside()
-    worker = Worker(engine)
-    worker.start()
     defaults = SamplingParams(200, 1.0, eos_token_ids=(vocabulary.END,))
-    app = make_app(worker, Text(str(directory)), defaults, model="tiny", api_key=None)
-    listener = listen("127.0.0.1", 0)
-    server = make_server(app, 30.0, shutdown_seconds=60)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield "http://{}:{}".format(*listener.getsockname()), engine
-    server.should_exit = True
-    thread.join(60)
-    worker.stop()
-    engine.constraints.close()
+    with serving(Worker(engine), Text(str(directory)), defaults) as address:
+        yield address, engine
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +126,7 @@ def test_log_probabilities_and_stop_strings_go_with_them(served, client):
         ({"guided_grammar": "root ::= x"}, "unsupported_parameter", None, "guided_grammar"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "conflicting_constraints", "guided_choice", "exclude"),
         ({"guided_regex": "a", "ignore_eos": True}, "invalid_parameter", "guided_regex", "ignore_eos"),
+        ({"guided_choice": ["ok"], "ignore_eos": True}, "invalid_parameter", "guided_choice", "ignore_eos"),  # known
         ({"guided_regex_": "a"}, "unsupported_parameter", None, "nearest"),
         ({"structured_outputs": {"choice": []}}, "invalid_parameter", "structured_outputs.choice", "at least one"),
     ],
