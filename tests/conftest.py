@@ -67,13 +67,18 @@ def _memory_maps():
     return len(maps.read_bytes().splitlines()) if maps.exists() else math.inf
 
 
+PARTS = 5  # of which .ci/run takes one
+
+
 @pytest.hookimpl(trylast=True)  # of the tests that were asked for
 def pytest_collection_modifyitems(config, items):
-    """With DFLASH_TESTS_PART=N, one of three parts of the tests, that of N modulo 3."""
+    """With DFLASH_TESTS_PART=N, one of `PARTS` parts of the tests, that of N modulo so many."""
     if not (part := os.environ.get("DFLASH_TESTS_PART")):
         return
     number = lambda item: int.from_bytes(hashlib.sha256(item.nodeid.encode()).digest()[:4])
-    kept = {item for item in items if number(item) % 3 == int(part) % 3} or set(items[:1])  # none would be an error
+    kept = {item for item in items if number(item) % PARTS == int(part) % PARTS} or set(
+        items[:1]
+    )  # none would be an error
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -49,7 +49,8 @@ def answers(engine, order):
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("of", ["pair", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["pair", "experts"])
 def test_neighbours_arrival_prefixes_and_lengths_change_no_bit(of, request):
     pair = request.getfixturevalue(of)
     everyone = range(len(requests()))

@@ -23,7 +23,7 @@ def requests():
 @pytest.mark.parametrize(
     "quantize",
     [
-        "target=int8,drafter=int8,head=int8",
+        pytest.param("target=int8,drafter=int8,head=int8", marks=pytest.mark.slow),
         pytest.param("target=int4,drafter=int4,head=int8", marks=pytest.mark.slow),
         pytest.param("target=fp8,drafter=fp8,head=fp8", marks=pytest.mark.slow),
         pytest.param("target=int4,drafter=none,head=int4", marks=pytest.mark.slow),
