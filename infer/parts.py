@@ -23,13 +23,19 @@ class AnswerParts:
 
     Attributes:
         ended_calls: whether the last of its calls is complete, and there is one.
+        reasoning_tokens: how many tokens came before its text and its calls.
     """
 
     def __init__(self, text: Text, form: Form, name: str, stops: Sequence[str] = (), after: int = 0):
         self._text, self._form, self._name, self._stops, self._after = text, form, name, stops, after
         self._reading = reading(form, {mark: letter for mark, (_, letter) in text.marks.items()})
         self._letters = dict(text.marks.values())
-        self._count, self._calls = 0, 0
+        # Marks that stand where they mean nothing are text again, or left out as special tokens are.
+        self._back = {
+            ord(letter): "" if text.is_special(token) else mark for mark, (token, letter) in text.marks.items()
+        }
+        self._count, self._calls, self._thinking = 0, 0, True
+        self.reasoning_tokens = 0
         self.ended_calls = False
         self._begin_run()
 
@@ -40,16 +46,23 @@ class AnswerParts:
 
     def add(self, tokens: Sequence[int], *, last: bool = False) -> list[Event]:
         """What further tokens say; `last` says that no more will come."""
-        found, begin = "", 0
+        found, begin = list[Event](), 0
         for at, token in enumerate(tokens):
             if token in self._letters:
-                found += self._text_of(tokens[begin:at]) + self._rest() + self._letters[token]
+                text = self._text_of(tokens[begin:at]) + self._rest() + self._letters[token]
                 self._count, begin = self._count + 1, at + 1
                 self._begin_run()
-        found += self._text_of(tokens[begin:])
-        if last:
-            found += self._rest()
-        return [self._noted(event) for event in self._reading.add(found, last=last) if self._shown(event)]
+                found += self._said(text)
+        text = self._text_of(tokens[begin:])
+        return found + self._said(text + self._rest() if last else text, last=last)
+
+    def _said(self, text: str, *, last: bool = False) -> list[Event]:
+        """What a further piece of text says."""
+        events = self._reading.add(text, last=last)
+        self._thinking &= all(event.kind == "reasoning" for event in events)
+        if self._thinking and (events or self.reasoning_tokens):
+            self.reasoning_tokens = self._count
+        return [noted for event in events if (noted := self._noted(event)) is not None]
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         self._run += tokens
@@ -59,10 +72,11 @@ class AnswerParts:
     def _rest(self) -> str:
         return self._growing.end(self._run).translate(_NO_MARKS) if self._run else ""
 
-    def _shown(self, event: Event) -> bool:
-        return event.kind != "reasoning" or self._form.reasoning
-
-    def _noted(self, event: Event) -> Event:
+    def _noted(self, event: Event) -> Event | None:
+        """An event as it is passed on; None if nothing is left of it."""
+        if event.kind in ("reasoning", "content", "arguments"):
+            text = event.text.translate(self._back)
+            return event._replace(text=text) if text and (event.kind != "reasoning" or self._form.reasoning) else None
         if event.kind == "call":
             self.ended_calls, self._calls = False, self._calls + 1
             return event if event.id else event._replace(id=_call_id(f"{self._name}/{self._calls}"))

@@ -1,17 +1,77 @@
-"""Streamed answers: what each chunk says."""
+"""Streamed completions: what each chunk says."""
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 
 from dflash_jax.constraints.tools.reading import Event
-from dflash_jax.files import Json
+from dflash_jax.files import Json, Value
 from dflash_jax.infer import openai
 from dflash_jax.infer.answers import token_logprobs
 from dflash_jax.infer.engine.requests import Completion
+from dflash_jax.infer.http import reports
 from dflash_jax.infer.http.asked import Asked
 from dflash_jax.infer.http.worker import Progress
 from dflash_jax.infer.parts import AnswerParts, Deltas
 from dflash_jax.infer.text import GrowingText, Text
+
+
+class CompletionStream:
+    """The server-sent events of all answers to a request.
+
+    Args:
+        asked: the request.
+    """
+
+    def __init__(self, text: Text, asked: Asked):
+        kind = "chat.completion.chunk" if asked.endpoint == openai.CHAT else "text_completion"
+        self._asked, self._head = asked, openai.envelope(asked.endpoint, kind, asked.model)
+        self._streams = [AnswerStream(text, asked, sample) for sample in range(len(asked.samples))]
+
+    def begin(self) -> bytes:
+        """What is sent before any token has come."""
+        return b""
+
+    def add(self, index: int, progress: Progress) -> bytes:
+        """What is sent of the progress of one answer; nothing if nothing more can be said yet."""
+        if (choice := self._streams[index].add(progress)) is None:
+            return b""
+        fields: Json = {"choices": [{"index": index} | choice]}
+        if self._asked.always_usage or progress.finished:  # load generators look for it there, asked for or not
+            fields["usage"] = self._usage()
+        if progress.finished:
+            done = progress.completion
+            fields["speculation"] = reports.timed(done, progress.alone)
+            fields |= {"meta_info": reports.meta_info(done)} if self._asked.with_meta_info else {}
+            if not self._asked.with_usage:  # clients add up what they find, so an answer has it once
+                fields["metrics"] = reports.metrics(done)
+        return event(self._head | fields)
+
+    def _usage(self) -> Json:
+        begun = [stream for stream in self._streams if stream.tokens]
+        return reports.usage([stream.completion for stream in begun], [stream.tokens for stream in begun])
+
+    def end(self) -> bytes:
+        """What is sent after all answers."""
+        last = b""
+        if self._asked.with_usage:
+            metrics = {"metrics": reports.metrics(self._streams[0].completion)} if len(self._streams) == 1 else {}
+            last = event(self._head | {"choices": [], "usage": self._usage()} | metrics)
+        return last + b"data: [DONE]\n\n"
+
+    def failed(self, message: str) -> bytes:
+        """What is sent in place of the rest."""
+        return event({"error": {"message": message, "code": "engine_failed"}})
+
+
+def event(fields: Json, name: str = "") -> bytes:
+    """A server-sent event."""
+    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % compact(fields)
+
+
+def compact(value: Value) -> bytes:
+    """JSON without blanks."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 class AnswerStream:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from dflash_jax.constraints.tools.form import Form
-from dflash_jax.infer import openai
+from dflash_jax.files import Json
+from dflash_jax.infer import openai, responses
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Request, RequestError, invalid
 from dflash_jax.infer.fields import flag
@@ -28,6 +29,7 @@ class Asked(NamedTuple):
         with_usage: whether a stream ends with the numbers of tokens; `always_usage`: whether each chunk has them.
         with_steps: whether to say which step every token of a stream came from.
         with_meta_info: whether the answer has SGLang's `meta_info`.
+        response: of a request for a response, that response as it begins.
     """
 
     endpoint: str
@@ -40,6 +42,7 @@ class Asked(NamedTuple):
     always_usage: bool
     with_steps: bool
     with_meta_info: bool
+    response: Json | None = None
 
     @property
     def min_tokens(self) -> int:
@@ -62,6 +65,13 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
             raise ValueError(f"expected an object, got {type(body).__name__}")
     except (ValueError, RecursionError) as error:
         raise RequestError("invalid_json", f"the body must be a JSON object: {error!s:.200}") from error
+    response = None
+    if endpoint == responses.PATH:
+        response, body, endpoint = (
+            responses.response(body, openai.model_name(body, model)),
+            responses.chat_body(body),
+            openai.CHAT,
+        )
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise invalid(f"stream_options must be an object, got {options!r:.60}")
@@ -81,4 +91,5 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
         always_usage=flag(options, "continuous_usage_stats") or False,
         with_steps=flag(options, "include_steps") or False,
         with_meta_info=flag(body, "return_meta_info") or False,
+        response=response,
     )

@@ -1,4 +1,4 @@
-"""An HTTP server with OpenAI's completions and chat completions: one engine, any number of clients.
+"""An HTTP server with OpenAI's completions, chat completions and responses: one engine, any number of clients.
 
 The event loop reads requests, hands them to the worker that owns the engine, and streams what comes back.
 """
@@ -6,12 +6,11 @@ The event loop reads requests, hands them to the worker that owns the engine, an
 import asyncio
 import contextlib
 import hmac
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -22,15 +21,16 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from dflash_jax.files import Json
-from dflash_jax.infer import openai
+from dflash_jax.infer import openai, responses
 from dflash_jax.infer.answers import answer
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Completion, Request, RequestError
 from dflash_jax.infer.http import reports
-from dflash_jax.infer.http.answer_stream import AnswerStream
+from dflash_jax.infer.http.answer_stream import CompletionStream, compact
 from dflash_jax.infer.http.asked import Asked, read_body
-from dflash_jax.infer.http.responses import SentAnswer, parts_of
-from dflash_jax.infer.http.worker import OverloadedError, Progress, Worker
+from dflash_jax.infer.http.response_stream import ResponseStream, whole_response
+from dflash_jax.infer.http.sending import SentAnswer, parts_of
+from dflash_jax.infer.http.worker import OverloadedError, Worker
 from dflash_jax.infer.plain import refusal
 from dflash_jax.infer.text import Text
 from dflash_jax.quantised import forms
@@ -138,6 +138,7 @@ def make_app(
             Route("/server_info", guarded(server_info)),
             Route(openai.CHAT, guarded(service.complete), methods=["POST"]),
             Route(openai.TEXT, guarded(service.complete), methods=["POST"]),
+            Route(responses.PATH, guarded(service.complete), methods=["POST"]),
         ],
         exception_handlers={HTTPException: refused, Exception: failed},
     )
@@ -216,6 +217,8 @@ class Service:
         return asked
 
     def _whole(self, asked: Asked, done: Sequence[Completion]) -> bytes:
+        if asked.response:
+            return compact(whole_response(self._text, asked, done[0]))
         name, least = asked.samples[0].id, asked.min_tokens
         answers = [answer(completion, self._text, asked.stop, least, asked.form, name) for completion in done]
         body: Json = openai.body(asked.endpoint, asked.model, answers)
@@ -227,50 +230,23 @@ class Service:
             for choice, completion in zip(body["choices"], done, strict=True):
                 choice["meta_info"] = reports.meta_info(completion)
         # One by one: while Python encodes a value, none of its threads runs, the event loop's neither.
-        choices = b",".join(map(_json, body.pop("choices")))
-        return b'%s,"choices":[%s]}' % (_json(body)[:-1], choices)
+        choices = b",".join(map(compact, body.pop("choices")))
+        return b'%s,"choices":[%s]}' % (compact(body)[:-1], choices)
 
     async def _chunks(self, asked: Asked) -> AsyncGenerator[bytes, None]:
         """Server-sent events of answers as they grow; text is sent once nothing can change it any more."""
-        loop, worker, text = asyncio.get_running_loop(), self._worker, self._text
-        kind = "chat.completion.chunk" if asked.endpoint == openai.CHAT else "text_completion"
-        head = openai.envelope(asked.endpoint, kind, asked.model)
-        event = lambda **fields: b"data: %s\n\n" % _json(head | fields)
-        streams = [AnswerStream(text, asked, sample) for sample in range(len(asked.samples))]
-
-        def tokens() -> Json:
-            begun = [stream for stream in streams if stream.tokens]
-            return reports.usage([stream.completion for stream in begun], [stream.tokens for stream in begun])
-
-        def chunk(index: int, progress: Progress) -> bytes | None:
-            if (choice := streams[index].add(progress)) is None:
-                return None
-            fields: Json = {"choices": [{"index": index} | choice]}
-            if asked.always_usage or progress.finished:  # load generators look for it there, asked for or not
-                fields["usage"] = tokens()
-            if progress.finished:
-                done = progress.completion
-                fields["speculation"] = reports.timed(done, progress.alone)
-                fields |= {"meta_info": reports.meta_info(done)} if asked.with_meta_info else {}
-                if not asked.with_usage:  # clients add up what they find, so an answer has it once
-                    fields["metrics"] = reports.metrics(done)
-            return event(**fields)
-
+        loop, worker = asyncio.get_running_loop(), self._worker
+        stream = (ResponseStream if asked.response else CompletionStream)(self._text, asked)
         try:
+            if begun := stream.begin():
+                yield begun
             async with contextlib.aclosing(worker.stream(asked.samples)) as completions:
                 async for index, progress in completions:
-                    if written := await loop.run_in_executor(self._writing, chunk, index, progress):
+                    if written := await loop.run_in_executor(self._writing, stream.add, index, progress):
                         yield written
-            if asked.with_usage:
-                last = {"metrics": reports.metrics(streams[0].completion)} if len(streams) == 1 else {}
-                yield event(choices=[], usage=tokens(), **last)
-            yield b"data: [DONE]\n\n"
+            yield stream.end()
         except Exception as error:  # the status line is long gone
-            yield b"data: %s\n\n" % _json({"error": {"message": worker.blamed(error), "code": "engine_failed"}})
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+            yield stream.failed(worker.blamed(error))
 
 
 def _error(

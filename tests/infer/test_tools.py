@@ -230,6 +230,8 @@ def test_text_that_only_looks_like_a_mark_is_text(text):
     events = AnswerParts(text, form, "x").add(tokens, last=True)
     assert message(events)["content"] == said.replace("\ufdd2", "\ufffd")
     assert "tool_calls" not in message(events)
+    closed = AnswerParts(text, form, "x").add(text.encode_rendered("a</tool_call>b<|im_end|>"), last=True)
+    assert message(closed)["content"] == "a</tool_call>b"
 
 
 def test_a_stop_string_cuts_the_text_before_a_call(text):
