@@ -19,6 +19,7 @@ from dflash_jax import Engine, SamplingParams, load_drafter, load_target  # noqa
 from dflash_jax.infer.http.server import Worker, make_app  # noqa: E402
 from dflash_jax.infer.text import Text  # noqa: E402
 from tests import tiny  # noqa: E402
+from tests.fakes import vocabulary  # noqa: E402
 from tests.infer.http.test_server import running, until  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -27,11 +28,14 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory):
     directory = tmp_path_factory.mktemp("target")
-    tiny.write_target(directory, tiny.target_config())
-    tiny.write_tokenizer(directory)
+    sizes = {"vocab_size": vocabulary.SIZE, "eos_token_id": vocabulary.END}
+    vocabulary.write_tokenizer(tiny.write_target(directory, tiny.target_config(**sizes)))
     target = load_target(directory)
-    drafter = load_drafter(tiny.write_drafter(tmp_path_factory.mktemp("drafter"), tiny.drafter_config()))
-    engine = Engine(target, drafter, slots=2, max_length=1024, steps_per_visit=2, plain=True)
+    drafting = {"mask_token_id": vocabulary.MASK}
+    raw = tiny.drafter_config(vocab_size=vocabulary.SIZE, eos_token_id=None, dflash_config=drafting)
+    drafter = load_drafter(tiny.write_drafter(tmp_path_factory.mktemp("drafter"), raw))
+    made = {"max_length": 1024, "steps_per_visit": 2, "plain": True, "constraints": True}
+    engine = Engine(target, drafter, slots=2, constraint_states=2**10, **made)
     engine.warm_up()
     worker = Worker(engine)
     worker.start()
@@ -42,7 +46,8 @@ def worker(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pages(worker):
     """Addresses of a server that asks for no key, and of one that does."""
-    apps = [make_app(*worker, SamplingParams(16), model="tiny", api_key=key) for key in (None, "secret")]
+    defaults = SamplingParams(16, eos_token_ids=(vocabulary.END,))
+    apps = [make_app(*worker, defaults, model="tiny", api_key=key) for key in (None, "secret")]
     with running(apps[0]) as (plain, _), running(apps[1]) as (guarded, _):
         yield f"http://{plain}/", f"http://{guarded}/"
 
@@ -99,6 +104,22 @@ def test_an_answer_streams_in_colours(page):
     assert "τ " in numbers
     assert "tokens/s" in numbers
     assert not shown(page, "#second")
+
+
+def test_an_answer_has_the_form_of_a_schema(page):
+    of(page, "#formed summary").click()
+    put(page, "#schema", '{"enum": ["yes", "no"]}')
+    of(page, "#run").click()
+    finished(page)
+    assert of(page, "#first .text").text in ('"yes"', '"no"')
+    put(page, "#schema", "{")
+    of(page, "#run").click()
+    finished(page)
+    assert "no JSON" in of(page, "#error").text
+    put(page, "#schema", '{"not": {}}')
+    of(page, "#run").click()
+    finished(page)
+    assert "/not" in of(page, "#error").text
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.9"])
