@@ -73,6 +73,14 @@ def test_quickstart(execute):
 
 
 @pytest.mark.slow
+def test_tools(execute):
+    shown = execute("tools")
+    assert "the function returned" in shown.text
+    assert "8 of 8 answers ended, and are JSON" in shown.text
+    assert "without the form" in shown.text
+
+
+@pytest.mark.slow
 def test_own_proposer(execute):
     shown = execute("own_proposer")
     assert "the same tokens" in shown.text

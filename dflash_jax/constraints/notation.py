@@ -20,12 +20,14 @@ class Layout:
     """How values are written.
 
     Attributes:
-        compact: without any blanks; else one may follow each colon and comma, or a new line with some blanks.
+        compact: without any blanks; else one may follow each colon and comma.
+        lines: whether a new line with some blanks may stand in their place, and inside of brackets.
         quote: what stands at both ends of a string. Other ones than JSON's have every character between them as it is,
             and names of properties have none, and come in alphabetical order.
     """
 
     compact: bool = False
+    lines: bool = True
     quote: str = '"'
 
 
@@ -42,12 +44,12 @@ class Notation:
         self._made, self._json = made, layout.quote == '"'
         self._quote = made.mark(layout.quote)
         text, optional = made.text, made.optional
-        self.line = blank = made.empty
-        if not layout.compact:
+        blank, self.line = made.empty if layout.compact else optional(text(b" ")), made.empty
+        if layout.lines and not layout.compact:
             indent = made.either([made.times(text(b" "), 0, INDENT), made.times(text(b"\t"), 1, TABS)])
-            blank = optional(text(b" "))
             self.line = optional(made.either([text(b" "), made.then(text(b"\n"), indent)]))
-        self.comma, self.colon = made.then(text(b","), self.line), made.then(text(b":"), blank)
+        self.comma = made.then(text(b","), self.line if layout.lines else blank)
+        self.colon = made.then(text(b":"), blank)
         # A quote that is no token of its own must not stand inside.
         self._allowed = made.anything
         if layout.quote not in ('"', "", *made.special):

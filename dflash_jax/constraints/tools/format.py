@@ -13,6 +13,7 @@ from dflash_jax.constraints.tools.form import Form, Thinking, Tool
 from dflash_jax.constraints.tools.reading import Event, Feed, Steps
 from dflash_jax.files import Json
 
+ONE_LINE = Layout(lines=False)
 NO_ARGUMENTS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -26,8 +27,9 @@ class Grammar:
     def __init__(self, made: Expressions, budget: Budget):
         self.made, self.budget = made, budget
 
-    def arguments(self, tool: Tool, layout: Layout | None = None) -> Expression:
-        """The arguments of a call, as one object.
+    def arguments(self, tool: Tool, layout: Layout = ONE_LINE) -> Expression:
+        """The arguments of a call, as one object. On one line, as templates write them: a model that is free to begin
+        new ones may do so until its tokens are used up.
 
         Raises:
             ConstraintError: the schema of a strict tool cannot be enforced, or that of any is none.

@@ -11,7 +11,7 @@ from dflash_jax.constraints.keywords import OF_TYPE, SAYS_NOTHING, TYPES
 from dflash_jax.constraints.notation import Layout
 from dflash_jax.constraints.schema import json_schema
 from dflash_jax.constraints.tools.form import Tool
-from dflash_jax.constraints.tools.format import Grammar, schema_of
+from dflash_jax.constraints.tools.format import ONE_LINE, Grammar, schema_of
 from dflash_jax.constraints.tools.reading import Event, Feed, Steps, escaped
 from dflash_jax.files import Fields, Json, Value
 
@@ -81,7 +81,7 @@ def _value(grammar: Grammar, schema: Value, root: Fields, level: int = 0) -> Exp
     if kinds == {"string"}:
         return write(RAW)
     if "string" not in kinds:
-        found = write(None)
+        found = write(ONE_LINE)
         words = [word for word, kind in (("True", "boolean"), ("False", "boolean"), ("None", "null")) if kind in kinds]
         plain = isinstance(schema, Mapping) and not {"enum", "const"} & schema.keys()
         return made.either([found, *(made.text(word.encode()) for word in words if plain)])
