@@ -11,17 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from dflash_jax.constraints.automaton import DEAD, Automaton, Budget, leading_to, unsatisfiable
-from dflash_jax.constraints.errors import ConstraintError
-from dflash_jax.constraints.expressions import OTHER, SYMBOLS
+from dflash_jax.constraints.expressions import OTHER
+from dflash_jax.constraints.texts import CHARACTER, Edges, Tree, alike, runs, summed, tree_of, walk
 
-MOST_EDGES = 2**23  # of a state and a text, that are followed one by one
-CHARACTER = SYMBOLS  # any character that stands for itself in a string of JSON
-TOGETHER = 2**20  # nodes that are looked at together
-
-
-# Characters that stand for themselves in a string of JSON.
+# Characters that stand for themselves in a string of JSON; without <, with which marks begin.
 _PLAIN = re.compile(
-    rb"(?:[\x20-\x21\x23-\x5b\x5d-\x7f]|[\xc2-\xdf][\x80-\xbf]|\xe0[\xa0-\xbf][\x80-\xbf]"
+    rb"(?:[\x20-\x21\x23-\x3b\x3d-\x5b\x5d-\x7f]|[\xc2-\xdf][\x80-\xbf]|\xe0[\xa0-\xbf][\x80-\xbf]"
     rb"|[\xe1-\xec\xee\xef][\x80-\xbf]{2}|\xed[\x80-\x9f][\x80-\xbf]|\xf0[\x90-\xbf][\x80-\xbf]{2}"
     rb"|[\xf1-\xf3][\x80-\xbf]{3}|\xf4[\x80-\x8f][\x80-\xbf]{2})*"
 )
@@ -55,32 +50,22 @@ class TokenAutomaton(NamedTuple):
         return self.allowed[state][self.classes]
 
 
-class _Tree(NamedTuple):
-    """Texts of tokens as a tree; node 0 is its root, and the children of a node follow one another.
+class _Paths(NamedTuple):
+    """Where the texts of all tokens lead from all states.
 
     Attributes:
-        symbol: that leads to each node, a byte or `CHARACTER`.
-        child, children: of each node, the first one and how many.
-        leaf: number of the text that ends at each node; -1 where none does.
-        of_token: which text each token is; -1 for those that are not in the tree.
-        texts: how many there are.
+        parts: from states of each kind, where texts lead that are followed one by one.
+        after: where plain characters lead, by their number [n, S]; 0 where it does not depend on that alone.
+        like: states that do what another one does [L], and which one that is [L];
+        differs: but not after these symbols [S, SYMBOLS].
+        instead: where the other states lead after these.
     """
 
-    symbol: np.ndarray
-    child: np.ndarray
-    children: np.ndarray
-    leaf: np.ndarray
-    of_token: np.ndarray
-    texts: int
-
-
-class _Edges(NamedTuple):
-    """From which states which texts of a tree lead where."""
-
-    tree: _Tree
-    state: np.ndarray
-    leaf: np.ndarray
-    to: np.ndarray
+    parts: Sequence[Edges]
+    after: np.ndarray
+    like: tuple[np.ndarray, np.ndarray]
+    differs: np.ndarray
+    instead: Edges
 
 
 class Vocabulary:
@@ -108,7 +93,7 @@ class Vocabulary:
         return found
 
     @cached_property
-    def _trees(self) -> tuple[_Tree, _Tree]:
+    def _trees(self) -> tuple[Tree, Tree]:
         """Of all tokens; and of those that are not plain, in which each plain character at the beginning is one
         symbol."""
         texts = {i: tuple(token) for i, token in enumerate(self.tokens) if token}
@@ -118,7 +103,7 @@ class Vocabulary:
                 begin = _PLAIN.match(bytes(text))
                 plain = begin[0] if begin else b""
                 short[i] = (CHARACTER,) * len(plain.decode()) + text[len(plain) :]
-        return _tree(texts, len(self)), _tree(short, len(self))
+        return tree_of(texts, len(self)), tree_of(short, len(self))
 
     @cached_property
     def numbers(self) -> dict[bytes, int]:
@@ -150,7 +135,7 @@ class Vocabulary:
             ConstraintError: it takes too long, is too large, or no tokens satisfy it.
         """
         budget = budget or Budget()
-        run = _runs(automaton.next)
+        run = runs(automaton.next)
         lengths = self._plain
         longest = int(lengths.max(initial=0))
         # After n plain characters [n, S]; -1 where that depends on which they are.
@@ -163,62 +148,64 @@ class Vocabulary:
         whole, rest = self._trees
         budget.check()
         following = np.concatenate([automaton.next, np.where(by_length, run, DEAD)[:, None]], axis=1)
+        states, others, differs = alike(automaton.next, by_length, run)
+        alone = ~by_length
+        alone[states] = False
         parts = [
-            _walk(following, np.flatnonzero(~by_length), whole, budget),
-            _walk(following, np.flatnonzero(by_length), rest, budget),
+            walk(following, np.flatnonzero(alone), whole, budget),
+            walk(following, np.flatnonzero(by_length), rest, budget),
+            walk(following, states, whole, budget, differs),
         ]
-        return self._table(automaton, parts, np.where(by_length[None], after, 0), ends, budget, marks or {})
+        instead = walk(following, states, whole, budget, differs, others)
+        paths = _Paths(parts, np.where(by_length[None], after, 0), (states, others), differs, instead)
+        return self._table(automaton, paths, ends, budget, marks or {})
 
     def _table(
         self,
         automaton: Automaton,
-        parts: Sequence[_Edges],
-        after: np.ndarray,
+        paths: _Paths,
         ends: Sequence[int],
         budget: Budget,
         marks: Mapping[str, int],
     ) -> TokenAutomaton:
-        """Classes of tokens, and the table by them.
-
-        Args:
-            parts: where texts lead.
-            after: of each number of plain characters, where they lead [n, S]; 0 where the parts say it.
-        """
+        """Classes of tokens, and the table by them."""
+        parts, after, (similar, others) = paths.parts, paths.after, paths.like
         rng, size = np.random.default_rng(1), len(automaton.next)
         names = rng.integers(1, 2**63, (2, size), dtype=np.uint64) | np.uint64(1)
         # Tokens that lead every state to the same one have equal sums, and others do not but by a chance of 2**-60.
         sums = np.zeros(len(self), np.uint64)
-        for tree, state, leaf, to in parts:
-            of_leaf = np.zeros(tree.texts + 1, np.uint64)
-            np.add.at(of_leaf, leaf, names[0][state] * (names[1][to] >> np.uint64(7)))
-            sums += of_leaf[tree.of_token]
-        of_length = (names[0][None] * (names[1][after] >> np.uint64(7)) * (after > 0)).sum(axis=1, dtype=np.uint64)
+        weights = names[0].copy()  # what is like a state counts with it
+        np.add.at(weights, others, names[0][similar])
+        for (tree, state, leaf, to), of in ((parts[0], names[0]), (parts[1], weights), (parts[2], names[0])):
+            sums += summed(tree, leaf, of[state] * (names[1][to] >> np.uint64(7)))
+        tree, state, leaf, to = paths.instead
+        sums -= summed(tree, leaf, names[0][state] * (names[1][to] >> np.uint64(7)))
+        of_length = (weights[None] * (names[1][after] >> np.uint64(7)) * (after > 0)).sum(axis=1, dtype=np.uint64)
         plain = self._plain
         sums += np.where(plain > 0, of_length[np.maximum(plain, 0)], np.uint64(0))
         symbols = {i: marks.get(name, OTHER) for name, i in self.special.items()}
         led = automaton.next[:, OTHER:]  # by special tokens
-        weights = (names[0][:, None] * (names[1][led] >> np.uint64(7))).sum(axis=0, dtype=np.uint64)
+        of_symbol = (names[0][:, None] * (names[1][led] >> np.uint64(7))).sum(axis=0, dtype=np.uint64)
         used = np.count_nonzero(led, axis=0)
         for i, symbol in symbols.items():
             if used[symbol - OTHER]:
-                sums[i] = weights[symbol - OTHER]
+                sums[i] = of_symbol[symbol - OTHER]
         special = {i: number for number, i in enumerate(dict.fromkeys(ends))}
         sums[list(special)] = rng.integers(1, 2**63, len(special), dtype=np.uint64)
         _, first, classes = np.unique(sums, return_index=True, return_inverse=True)
         classes = classes.reshape(-1)
         budget.check()
         table = np.zeros((size, len(first)), np.int32)
-        for tree, state, leaf, to in parts:
-            order = np.argsort(leaf, kind="stable")
-            begins = np.searchsorted(leaf[order], np.arange(tree.texts + 1))
-            for number, text in enumerate(tree.of_token[first]):
-                if text >= 0:
-                    some = order[begins[text] : begins[text + 1]]
-                    table[state[some], number] = to[some]
+        for edges in parts[:2]:
+            _fill(table, edges, first)
         for number, i in enumerate(first):
             if plain[i] > 0 and i not in special:
                 column = after[plain[i]]
                 table[:, number] = np.where(column > 0, column, table[:, number])
+        begins = np.asarray([(self.tokens[i] or b"\xff")[0] for i in first])  # which no text begins with
+        table[similar] = np.where(paths.differs[similar][:, begins], DEAD, table[others])
+        _fill(table, parts[2], first)
+        for number, i in enumerate(first):
             if int(i) in symbols:
                 table[:, number] = automaton.next[:, symbols[int(i)]]
         end_classes = classes[list(special)]
@@ -246,88 +233,15 @@ class Vocabulary:
         return TokenAutomaton(number[table[seen]].astype(np.int32), classes.astype(np.int32), allowed[seen], hint[seen])
 
 
-def _tree(texts: Mapping[int, tuple[int, ...]], size: int) -> _Tree:
-    """The tree of the texts of some tokens, of `size` in all."""
-    parents, symbols, leaves, path, before = [-1], [0], [-1], [0], ()
-    of_token, texts_found = np.full(size, -1, np.int32), 0
-    for i in sorted(texts, key=texts.__getitem__):
-        text, shared = texts[i], 0
-        for one, other in zip(before, text, strict=False):
-            if one != other:
-                break
-            shared += 1
-        del path[shared + 1 :]
-        for symbol in text[shared:]:
-            parents.append(path[-1])
-            symbols.append(symbol)
-            leaves.append(-1)
-            path.append(len(symbols) - 1)
-        if leaves[path[-1]] < 0:
-            leaves[path[-1]] = texts_found
-            texts_found += 1
-        of_token[i], before = leaves[path[-1]], text
-    order = np.argsort(np.asarray(parents), kind="stable")  # children of a node side by side, the root first
-    begin = np.searchsorted(np.asarray(parents)[order], np.arange(len(order) + 1))
-    columns = np.asarray(symbols, np.int32)[order], begin[:-1][order], np.diff(begin)[order]
-    return _Tree(*columns, np.asarray(leaves, np.int32)[order], of_token, texts_found)
-
-
-def _walk(following: np.ndarray, states: np.ndarray, tree: _Tree, budget: Budget) -> _Edges:
-    """Where the texts of a tree lead from some states."""
-    none = np.zeros(0, np.int64)
-    found, edges = [(none, none, none)], 0
-    begin, each = 0, 32
-    while begin < len(states):
-        begun = states[begin : begin + each]
-        begin += each
-        origin, at, node = begun, begun, np.zeros(len(begun), np.int64)
-        most = 1
-        while node.size:
-            budget.check()
-            counts = tree.children[node]
-            total = int(counts.sum())
-            most = max(most, total)
-            ends = np.cumsum(counts)
-            child = np.repeat(tree.child[node] - (ends - counts), counts) + np.arange(total)
-            to = following[np.repeat(at, counts), tree.symbol[child]]
-            alive = np.flatnonzero(to)
-            node, at, origin = child[alive], to[alive], np.repeat(origin, counts)[alive]
-            here = np.flatnonzero(tree.leaf[node] >= 0)
-            edges += len(here)
-            if edges > MOST_EDGES:
-                why = "the constraint allows too many tokens in too many states; make it smaller"
-                raise ConstraintError("constraint_too_large", why)
-            found.append((origin[here], tree.leaf[node[here]], at[here]))
-        each = max(1, min(4 * each, each * TOGETHER // most))
-    return _Edges(tree, *(np.concatenate(column) for column in zip(*found, strict=True)))
-
-
-def _runs(following: np.ndarray) -> np.ndarray:
-    """Where any single character leads that stands for itself in a string of JSON [S]; -1 where that depends on which
-    it is."""
-
-    def same(columns: np.ndarray) -> np.ndarray:
-        """The state that all columns [S, n] have; -1 where they differ."""
-        return np.where((columns == columns[:, :1]).all(axis=1), columns[:, 0], -1)
-
-    def behind(states: np.ndarray, of: np.ndarray) -> np.ndarray:
-        return np.where(states < 0, -1, of[states])
-
-    every = lambda low, high: same(following[:, low : high + 1])
-    last = every(0x80, 0xBF)
-    two = behind(last, last)
-    ascii = [b for b in range(0x20, 0x80) if b not in b'"\\']
-    leads = [
-        same(following[:, ascii]),
-        behind(every(0xC2, 0xDF), last),
-        behind(following[:, 0xE0], behind(every(0xA0, 0xBF), last)),
-        behind(same(following[:, [*range(0xE1, 0xED), 0xEE, 0xEF]]), two),
-        behind(following[:, 0xED], behind(every(0x80, 0x9F), last)),
-        behind(following[:, 0xF0], behind(every(0x90, 0xBF), two)),
-        behind(every(0xF1, 0xF3), behind(last, two)),
-        behind(following[:, 0xF4], behind(every(0x80, 0x8F), two)),
-    ]
-    return same(np.stack(leads, axis=1))
+def _fill(table: np.ndarray, edges: Edges, first: np.ndarray) -> None:
+    """Writes where edges lead; each column is of one token."""
+    tree, state, leaf, to = edges
+    order = np.argsort(leaf, kind="stable")
+    begins = np.searchsorted(leaf[order], np.arange(tree.texts + 1))
+    for number, text in enumerate(tree.of_token[first]):
+        if text >= 0:
+            some = order[begins[text] : begins[text + 1]]
+            table[state[some], number] = to[some]
 
 
 def _hints(

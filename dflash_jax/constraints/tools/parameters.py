@@ -33,7 +33,7 @@ class Tags(NamedTuple):
 def arguments(grammar: Grammar, tool: Tool, tags: Tags) -> Expression:
     """All parameters of a call, in the order of the schema, with what separates them behind each."""
     made = grammar.made
-    free = made.free(tags.end.strip())
+    free = made.free(tags.end)
     end = made.text((tags.end + tags.between).encode())
     pair = lambda name, value: made.sequence(
         [made.text((tags.begin + name + tags.named).encode()), made.both([value, free]), end]
