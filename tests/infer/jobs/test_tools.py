@@ -43,6 +43,7 @@ def said(path):
     return found
 
 
+@pytest.mark.slow
 def test_a_job_with_tools_continues(pair, tmp_path):
     """Its records have the message, with the same ids; a batch line has it in OpenAI's form."""
     line = {"messages": ASKED, "max_tokens": 90} | NAMED | QUIET
