@@ -99,7 +99,7 @@ def flag(row: Fields, name: str) -> bool | None:
     """A field that is true, false, or absent; raises RequestError for anything else."""
     value = row.get(name)
     if not isinstance(value, bool | None):
-        raise invalid(f"{name} must be true or false, got {value!r:.60}")
+        raise invalid(f"{name} must be true or false, got {value!r:.60}", name)
     return value
 
 

@@ -35,7 +35,12 @@ def template_messages(messages: Value, template: str) -> list[Json]:
         raise RequestError(
             "invalid_request", f"messages must be a list of role and content objects, got {messages!r:.80}"
         )
-    return [_message(message, place, template) for place, message in enumerate(messages)]
+    found = [_message(message, place, template) for place, message in enumerate(messages)]
+    # Of several messages of the system at the beginning, templates print the first one, or refuse the others.
+    while len(found) > 1 and all(message["role"] in ("system", "developer") for message in found[:2]):
+        texts = [message["content"] for message in found[:2] if message["content"]]
+        found[:2] = [found[0] | {"content": "\n\n".join(texts)}]
+    return found
 
 
 def strings_in(value: Value, level: int = 0) -> list[str]:

@@ -34,7 +34,7 @@ class AnswerParts:
         self._back = {
             ord(letter): "" if text.is_special(token) else mark for mark, (token, letter) in text.marks.items()
         }
-        self._count, self._calls, self._thinking = 0, 0, True
+        self._count, self._ids, self._thinking = 0, list[str](), True
         self.reasoning_tokens = 0
         self.ended_calls = False
         self._begin_run()
@@ -47,6 +47,12 @@ class AnswerParts:
     def add(self, tokens: Sequence[int], *, last: bool = False) -> list[Event]:
         """What further tokens say; `last` says that no more will come."""
         found, begin = list[Event](), 0
+        while (
+            self._form.thinking and self._thinking and len(tokens) - begin > 1
+        ):  # where it ends does not depend on them
+            found += self.add(tokens[begin : begin + 1])
+            begin += 1
+        tokens, begin = tokens[begin:], 0
         for at, token in enumerate(tokens):
             if token in self._letters:
                 text = self._text_of(tokens[begin:at]) + self._rest() + self._letters[token]
@@ -78,8 +84,13 @@ class AnswerParts:
             text = event.text.translate(self._back)
             return event._replace(text=text) if text and (event.kind != "reasoning" or self._form.reasoning) else None
         if event.kind == "call":
-            self.ended_calls, self._calls = False, self._calls + 1
-            return event if event.id else event._replace(id=_call_id(f"{self._name}/{self._calls}"))
+            self.ended_calls = False
+            name = event.id or _call_id(f"{self._name}/{len(self._ids) + 1}")
+            while name in self._ids:  # the model has written it twice
+                begin, _, number = name.rpartition(":")
+                name = f"{begin}:{int(number) + 1}"
+            self._ids.append(name)
+            return event._replace(id=name)
         self.ended_calls |= event.kind == "done"
         return event
 

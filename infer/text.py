@@ -107,7 +107,14 @@ class Text:
                     "no_tool_template", "the target's chat template prints no tools; leave them out", "tools"
                 )
             arguments["tools"] = list(tools)
-        return self._rendered(given, self.template_arguments | arguments)
+        arguments = self.template_arguments | arguments
+        try:
+            return self._rendered(given, arguments)
+        except RequestError:
+            if not tools or "tools" not in arguments:
+                raise
+            # Some templates need what OpenAI's requests may leave out.
+            return self._rendered(given, arguments | {"tools": [_whole(tool) for tool in tools]})
 
     def _rendered(self, messages: Sequence[Json], arguments: Fields) -> str:
         try:
@@ -249,6 +256,13 @@ class Text:
             return next((count for count in range(first + 1, len(tokens) + 1) if ended(count)), None)
 
         return find
+
+
+def _whole(tool: Json) -> Json:
+    """A tool with all parts of a function."""
+    given = {name: value for name, value in tool["function"].items() if value is not None}
+    function = {"description": "", "parameters": {"type": "object", "properties": {}}} | given
+    return {"type": "function", "function": function}
 
 
 def template_arguments(value: Any) -> Json:

@@ -135,7 +135,8 @@ def _prepared(
     begin, made = time.thread_time(), Expressions(vocabulary.special)
     budget = Budget(states, begin + seconds)
     size = len(constraint.source.encode(errors="replace"))
-    size += sum(len(tool.parameters) for tool in constraint.form.tools) if constraint.form else 0
+    if constraint.form is not None:
+        size += sum(len(tool.parameters) for tool in constraint.form.tools if tool.strict is not False)
     if size > LARGEST:
         raise ConstraintError("constraint_too_large", f"a constraint may have {LARGEST} bytes, got {size}")
     try:

@@ -24,7 +24,7 @@ OF_TYPE: Mapping[str, Sequence[str]] = {
     "number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split(),
 }
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-_KNOWN = {*SAYS_NOTHING, *NESTED, "type", "enum", "const", *(name for names in OF_TYPE.values() for name in names)}
+KNOWN = {*SAYS_NOTHING, *NESTED, "type", "enum", "const", *(name for names in OF_TYPE.values() for name in names)}
 _REFUSED = frozenset(
     """
     not if then else contains minContains maxContains unevaluatedProperties unevaluatedItems dependentRequired
@@ -42,8 +42,8 @@ def check(schema: Fields, at: str) -> None:
             raise ConstraintError("unsupported_schema", f"{place}: it is served at the root alone")
         if name in _REFUSED:
             raise ConstraintError("unsupported_schema", f"{place}: the keyword cannot be enforced; leave it out")
-        if name not in _KNOWN and not name.startswith("x-"):
-            near = get_close_matches(name, _KNOWN, 1)
+        if name not in KNOWN and not name.startswith("x-"):
+            near = get_close_matches(name, KNOWN, 1)
             hint = f"the nearest is {near[0]}" if near else "it is not ignored, since it might be meant to restrict"
             raise ConstraintError("unsupported_schema", f"{place}: unknown keyword; {hint}")
         if name in _VALUES and not _VALUES[name][0](value):

@@ -18,7 +18,7 @@ from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.vocabulary import TokenAutomaton, Vocabulary
 
 MEMORY = 2**30  # bytes that one may take besides what the process needs itself
-GRACE = 10.0  # seconds after which a process that does not answer is ended
+GRACE = 60.0  # seconds after which a process that does not answer is ended, however busy the machine is
 
 
 class Process:

@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from dflash_jax.vocabulary import load_tokenizer
 KEPT = 2**28  # bytes of prepared constraints, used or not
 AUTOMATA = 64  # in the tables at a time
 MOST_CLASSES = 2**15 - 1  # of tokens: the largest number of the tables' kind
+NO_ROOM = "constraint_too_large"
 CELLS = 256  # transitions for each state of the tables,
 MASKS = 8  # and one mask for so many
 
@@ -147,20 +148,30 @@ class Constraints:
             if (known := self._ready.get(key)) is not None:
                 self._ready.move_to_end(key)
                 return known
-        found = self._prepared(*key)
+        try:
+            ready = self._fitting(key, key.constraint)
+        except ConstraintError as error:
+            form = key.constraint.form
+            if error.code != NO_ROOM or form is None or form.loosened == form:
+                raise
+            ready = self._fitting(key, replace(key.constraint, form=form.loosened))
+        with self._lock:
+            self._ready[key] = ready
+            while len(self._ready) > 1 and sum(one.size for one in self._ready.values()) > KEPT:
+                self._ready.popitem(last=False)
+        return ready
+
+    def _fitting(self, key: _Key, constraint: Constraint) -> Ready:
+        """A constraint, prepared; raises ConstraintError if it does not fit into the tables."""
+        found = self._prepared(constraint, key.ends)
         sets, mask_of = np.unique(np.packbits(found.allowed, axis=1), axis=0, return_inverse=True)
         sets = np.unpackbits(sets, axis=1, count=found.allowed.shape[1])
         bits = np.packbits(sets[:, found.classes], axis=1, bitorder="little")
         words = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))).view("<u4")
         room = len(self._host.cells), len(self._host.masks) - 1, MOST_CLASSES
         if any(x > y for x, y in zip((found.next.size, len(words), found.next.shape[1]), room, strict=True)):
-            raise ConstraintError("constraint_too_large", "the constraint takes too much room; make it smaller")
-        ready = Ready(key, found, words, mask_of.reshape(-1))
-        with self._lock:
-            self._ready[key] = ready
-            while len(self._ready) > 1 and sum(one.size for one in self._ready.values()) > KEPT:
-                self._ready.popitem(last=False)
-        return ready
+            raise ConstraintError(NO_ROOM, "the constraint takes too much room; make it smaller")
+        return Ready(key, found, words, mask_of.reshape(-1))
 
     def _prepared(self, constraint: Constraint, ends: Sequence[int]) -> TokenAutomaton:
         vocabulary = self.vocabulary

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dflash_jax.constraints.tools.reading import Event
 from dflash_jax.files import Json, Value
 from dflash_jax.infer import openai
-from dflash_jax.infer.answers import token_logprobs
+from dflash_jax.infer.answers import answer_name, token_logprobs
 from dflash_jax.infer.engine.requests import Completion
 from dflash_jax.infer.http import reports
 from dflash_jax.infer.http.asked import Asked
@@ -86,7 +86,7 @@ class AnswerStream:
         self._asked, self._text, self._growing = asked, text, GrowingText(text, asked.stop, asked.min_tokens)
         self._parts, self._deltas = None, Deltas()
         if asked.form is not None:
-            name = f"{asked.samples[sample].id}/{sample}"
+            name = answer_name(asked.samples[sample].id, Completion(sample=sample))
             self._parts = AnswerParts(text, asked.form, name, asked.stop, asked.min_tokens)
         self.completion, self.tokens = Completion(), 0
         self._scored = 0  # tokens whose log-probabilities were sent

@@ -230,3 +230,139 @@ def test_unknown_formats_are_refused():
         tool_calls(TOOLS, "qwen2")
     with pytest.raises(ValueError, match="thinking"):
         tool_calls(TOOLS, "llama3", thinking="may")
+
+
+def enforced(name, schema, text, *, strict=True):
+    """Whether the parameter x of a function may be written as this text, and what is read then."""
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
+    parameters["$defs"] = {"U": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "integer"}]}}
+    constraint = tool_calls([{"name": "f", "parameters": parameters, "strict": strict}], name, choice="required")
+    words, begin, end = known(name, True), *WRITTEN[name]
+    tokens = [words.special["<tool_call>"], *_tokens(begin + text + end), words.special["</tool_call>"]]
+    found = prepared(constraint, words, [vocabulary.END], seconds=60)
+    if not found.walk(tokens)[-1]:
+        return None
+    symbols = symbols_of(name, True)
+    (call,) = calls_of(reading(constraint.form, symbols).add(text_of(tokens, words, symbols), last=True))
+    return json.loads(call[1], parse_constant=pytest.fail)["x"]
+
+
+WRITTEN = {"qwen3_coder": ("\n<function=f>\n<parameter=x>\n", "\n</parameter>\n</function>\n")}
+
+
+def _tokens(text):
+    return [vocabulary.FIRST + byte for byte in text.encode()]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "read"),
+    [
+        ({"type": "string"}, "</parameter> 5 <b>", "</parameter> 5 <b>"),
+        ({"type": "string"}, "", ""),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, "None of them", "None of them"),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, '["a"]', ["a"]),
+        ({"type": ["string", "number"]}, "NaN", "NaN"),
+        ({"type": ["string", "number"]}, "-1.5e3", -1500.0),
+        ({"$ref": "#/$defs/U"}, "abc", "abc"),
+        ({"allOf": [{"$ref": "#/$defs/U"}], "default": 1}, "12", 12),
+        ({"type": "boolean"}, "True", True),
+        ({"description": "anything"}, "[1", "[1"),
+    ],
+)
+def test_parameters_that_may_be_strings_and_other_values(schema, text, read):
+    assert enforced("qwen3_coder", schema, text) == read
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, "[1]"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]}, "-5"),
+        ({"enum": ["3", 4]}, "3"),
+        ({"$ref": "#/$defs/U"}, "abcd"),
+        ({"allOf": [{"$ref": "#/$defs/U"}], "default": 1}, "abcd"),
+        ({"type": "string"}, "a\n</parameter>\nb"),
+    ],
+)
+def test_a_text_is_not_allowed_that_would_be_read_as_what_the_schema_refuses(schema, text):
+    assert enforced("qwen3_coder", schema, text) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m2", "qwen3"])
+def test_schemas_that_lead_back_to_themselves_or_are_none(name):
+    """Reading looks at each part once, whatever the schema; and nothing but a ConstraintError comes of them."""
+    again = {"anyOf": [{"$ref": "#/$defs/A"}] * 10}
+    odd = [
+        {"type": "object", "properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": again}},
+        {"type": "object", "properties": {"x": {"allOf": 5}}},
+        {"type": "object", "properties": {"x": {"type": 5}, "y": {"not": {}}}},
+        {"type": "object", "properties": {"x": {"$ref": "#/nothing"}}, "required": None},
+        {"anyOf": 3},
+    ]
+    for parameters in odd:
+        for strict in (True, None, False):
+            asked = tool_calls([{"name": "f", "parameters": parameters, "strict": strict}], name)
+            try:
+                prepared(asked, known(name, True), [vocabulary.END])
+            except ConstraintError:
+                assert strict is not False
+            text = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+            text += FORMATS[name].begins + '\n<invoke name="f">\n<parameter name="x">1</parameter>\n</invoke>'
+            reading(asked.form).add(text, last=True)
+
+
+@pytest.mark.parametrize(
+    "root", [{"type": "string"}, {"type": "array"}, {"$ref": "#/$defs/S", "$defs": {"S": {"type": "string"}}}]
+)
+def test_arguments_are_an_object(root):
+    tools = [{"name": "f", "parameters": root, "strict": True}]
+    with pytest.raises(ConstraintError, match="no arguments satisfy"):
+        prepared(tool_calls(tools, "qwen3"), known("qwen3", True), [vocabulary.END])
+    nullable = [{"name": "f", "parameters": {"type": ["object", "null"]}, "strict": True}]
+    words = known("qwen3", True)
+    found = prepared(tool_calls(nullable, "qwen3"), words, [vocabulary.END])
+    begin = [words.special["<tool_call>"], *_tokens('\n{"name": "f", "arguments": ')]
+    assert not found.walk([*begin, *_tokens("null")])[-1]
+    assert found.walk([*begin, *_tokens("{}")])[-1]
+
+
+def test_what_of_a_schema_is_enforced_for_a_tool_that_is_not_strict():
+    """Keywords that cannot be are left out, each by itself; the others hold."""
+    parameters = {
+        "type": "object",
+        "properties": {
+            "mail": {"type": "string", "format": "email", "pattern": r"^(?!\.)a"},
+            "kind": {"enum": ["a", "b"], "nullable": True},
+            "set": {"type": "array", "uniqueItems": True, "items": {"type": "integer"}},
+            "one": {"oneOf": [{"type": "string", "maxLength": 5000}, {"type": "string"}]},
+        },
+        "required": ["kind"],
+    }
+    words = known("qwen3", True)
+    found = prepared(tool_calls([{"name": "f", "parameters": parameters}], "qwen3"), words, [vocabulary.END])
+    begin = [words.special["<tool_call>"], *_tokens('\n{"name": "f", "arguments": {')]
+    assert found.walk([*begin, *_tokens('"mail": "x", "kind": "b", "set": [1, 1], "one": "y"}}')])[-1]
+    assert not found.walk([*begin, *_tokens('"kind": "c"')])[-1]
+    assert not found.walk([*begin, *_tokens('"set": ["x"')])[-1]
+    strict = tool_calls([{"name": "f", "parameters": parameters, "strict": True}], "qwen3")
+    with pytest.raises(ConstraintError):
+        prepared(strict, words, [vocabulary.END])
+
+
+def test_gpt_oss_without_tools_has_no_calls():
+    form = Form("gpt_oss", "may")
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    text += "<|channel|>commentary to=functions.rm json<|message|>{}"
+    events = reading(form).add(text, last=True)
+    assert (joined(events, "reasoning"), joined(events, "content"), calls_of(events)) == ("hm", "{}", [])
+    assert joined(reading(form).add("plain text", last=True), "content") == "plain text"
+    two = "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant<|channel|>final<|message|>Done."
+    assert joined(reading(form).add(two, last=True), "content") == "Let me look.\n\nDone."
+
+
+def test_content_keeps_its_beginning():
+    form = tool_calls(TOOLS, "qwen3", thinking="may").form
+    assert joined(reading(form).add("    code\n", last=True), "content") == "    code\n"
+    thought = reading(form).add("\n<think>\nhm\n</think>\n\n  code\n<tool_call>", last=True)
+    assert (joined(thought, "reasoning"), joined(thought, "content")) == ("hm", "  code")

@@ -9,7 +9,9 @@ from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import Expression, Expressions
 from dflash_jax.constraints.notation import Layout
 from dflash_jax.constraints.schema import json_schema
+from dflash_jax.constraints.tools.eased import eased
 from dflash_jax.constraints.tools.form import Form, Thinking, Tool
+from dflash_jax.constraints.tools.kinds import allowed_kinds
 from dflash_jax.constraints.tools.reading import Event, Feed, Steps
 from dflash_jax.files import Json
 
@@ -34,8 +36,16 @@ class Grammar:
         Raises:
             ConstraintError: the schema of a strict tool cannot be enforced, or that of any is none.
         """
-        found = self.enforced(tool, lambda schema: json_schema(self.made, schema, layout, self.budget))
+        found = self.enforced(tool, lambda schema: self._object(schema, layout))
         return json_schema(self.made, {"type": "object"}, layout, self.budget) if found is None else found
+
+    def _object(self, schema: Json, layout: Layout) -> Expression:
+        """What a schema allows that is an object."""
+        made, found = self.made, json_schema(self.made, schema, layout, self.budget)
+        kinds = allowed_kinds(schema, schema)
+        if kinds == {"object"}:
+            return found
+        return made.both([found, made.then(made.text(b"{"), made.anything)]) if "object" in kinds else made.nothing
 
     def enforced(self, tool: Tool, read: Callable[[Json], Expression]) -> Expression | None:
         """What `read` makes of the schema of a tool; None where it is not enforced."""
@@ -44,7 +54,7 @@ class Grammar:
         try:
             found = read(schema_of(tool))
         except ConstraintError as error:
-            if tool.strict or error.code != "unsupported_schema":
+            if tool.strict or error.code not in ("unsupported_schema", "invalid_regex"):
                 raise ConstraintError(error.code, f"function {tool.name}: {error}") from error
             return None
         if found is self.made.nothing:
@@ -58,8 +68,9 @@ class Grammar:
 
 
 def schema_of(tool: Tool) -> Json:
-    """The schema of a tool's arguments."""
+    """The schema of a tool's arguments: what of it is enforced."""
     found = json.loads(tool.parameters) if tool.parameters else NO_ARGUMENTS
+    found = found if tool.strict else eased(found)
     if not found.get("type") and not set(found) & {"anyOf", "oneOf", "allOf", "$ref"}:
         found = {**found, "type": "object"}
     return found
@@ -71,6 +82,7 @@ class Format:
     Attributes:
         name: that `--tool-format` takes.
         known_by: parts of a chat template, all of which the templates of this format have.
+        unlike: parts of a template that none of this format has.
         opens, heading, closes: what stands around reasoning; "" where there is none.
         begins: what the first call begins with; "" where the format has no calls.
         marks: special tokens that reading looks for.
@@ -81,6 +93,7 @@ class Format:
 
     name: ClassVar[str] = ""
     known_by: ClassVar[Sequence[str]] = ()
+    unlike: ClassVar[Sequence[str]] = ()
     opens: ClassVar[str] = "<think>"
     heading: ClassVar[str] = ""
     closes: ClassVar[str] = "</think>"
@@ -123,7 +136,7 @@ class Format:
         if form.thinking == "opened":
             return thought
         heading = made.text(self.heading.encode())
-        return made.either([answer, made.sequence([made.mark(self.opens), heading, thought])])
+        return made.either([answer, made.sequence([blank, made.mark(self.opens), heading, thought])])
 
     def _answer(self, grammar: Grammar, form: Form, content: Expression | None) -> Expression:
         made = grammar.made
@@ -138,15 +151,17 @@ class Format:
     def read(self, feed: Feed) -> Steps:
         """Reads an answer."""
         thinking = feed.form.thinking
+        if thinking == "may":
+            yield from feed.skip("\n")
         if thinking == "opened" or (thinking and (yield from feed.starts(self.opens))):
             if thinking == "may" and self.heading:
                 yield from feed.starts(self.heading)
-            if not (yield from feed.until("reasoning", self.closes, trim=True)):
+            if not (yield from feed.until("reasoning", self.closes, trim="both")):
                 return
             yield from feed.skip("\n")
         if not (feed.form.calls and self.begins):
             yield from feed.until("content")
-        elif (yield from feed.until("content", self.begins, trim=True)):
+        elif (yield from feed.until("content", self.begins, trim="end")):
             yield from self.read_calls(feed)
 
 

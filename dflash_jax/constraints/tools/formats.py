@@ -34,7 +34,8 @@ FORMATS: Mapping[str, Format] = {
 
 def format_of(template: str) -> Format | None:
     """The format of a chat template; None if none is known."""
-    return next((one for one in FORMATS.values() if all(part in template for part in one.known_by)), None)
+    has = lambda parts: [part in template for part in parts]
+    return next((one for one in FORMATS.values() if all(has(one.known_by)) and not any(has(one.unlike))), None)
 
 
 def answer_expression(made: Expressions, form: Form, content: Expression | None, budget: Budget) -> Expression:

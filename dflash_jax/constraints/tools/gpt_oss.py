@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dflash_jax.constraints.expressions import Expression
 from dflash_jax.constraints.tools.form import Form, Thinking
 from dflash_jax.constraints.tools.format import Format, Grammar
-from dflash_jax.constraints.tools.reading import Event, Feed, Steps
+from dflash_jax.constraints.tools.reading import EndedError, Event, Feed, Kind, Steps
 from dflash_jax.files import Json
 
 CHANNEL, MESSAGE, END, START, JSON = "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"
@@ -65,16 +65,22 @@ class GptOss(Format):
 
     def read(self, feed: Feed) -> Steps:
         """See `Format.read`."""
-        reasoned = False
+        before = set[Kind]()
         while True:
-            head = yield from feed.take(MESSAGE)
-            if found := _RECIPIENT.search(head.replace(feed.mark(CHANNEL), " ").replace(feed.mark(JSON), " ")):
+            try:
+                head = yield from feed.take(MESSAGE)
+            except EndedError:
+                if not before and feed.mark(CHANNEL) not in feed.text:  # no message at all
+                    yield from feed.until("content")
+                return
+            said = head.replace(feed.mark(CHANNEL), " ").replace(feed.mark(JSON), " ")
+            if (found := _RECIPIENT.search(said)) and feed.form.calls:
                 yield Event("call", found[1])
                 yield from feed.value()
                 yield Event("done")
                 return
-            kind = "reasoning" if "analysis" in head else "content"
-            if kind == "reasoning" and reasoned:
-                yield Event("reasoning", "\n\n")
-            reasoned |= kind == "reasoning"
+            kind: Kind = "reasoning" if "analysis" in head else "content"
+            if kind in before:
+                yield Event(kind, "\n\n")
+            before.add(kind)
             yield from feed.until(kind, END)

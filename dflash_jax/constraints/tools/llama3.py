@@ -3,7 +3,7 @@
 from dflash_jax.constraints.expressions import Expression
 from dflash_jax.constraints.tools.form import Form
 from dflash_jax.constraints.tools.format import Format, Grammar, json_call, read_json_call
-from dflash_jax.constraints.tools.reading import Event, Feed, Steps
+from dflash_jax.constraints.tools.reading import Feed, Steps
 
 TAG = "<|python_tag|>"
 KEY = "parameters"
@@ -26,26 +26,22 @@ class Llama3(Format):
 
     def _answer(self, grammar: Grammar, form: Form, content: Expression | None) -> Expression:
         made = grammar.made
-        if content is not None or not form.tools:
+        if content is not None or not form.calls:
             return super()._answer(grammar, form, content)
         if form.must_call:
             return self.call(grammar, form)
         # A text that begins as a call of a known function is one.
         begins = made.either([made.text(f'{{"name": "{tool.name}"'.encode()) for tool in form.tools])
         text = made.both([made.free(TAG), made.without(made.then(begins, made.anything))])
-        return text if form.choice == "none" else made.either([text, self.call(grammar, form)])
+        return made.either([text, self.call(grammar, form)])
 
     def read(self, feed: Feed) -> Steps:
         """See `Format.read`."""
-        tagged = yield from feed.starts(TAG)
+        tagged = feed.form.calls and (yield from feed.starts(TAG))
         begins = [f'{{"name": "{tool.name}"' for tool in feed.form.tools] if feed.form.calls else []
         while any(text.startswith(feed.text) and text != feed.text for text in begins) and not feed.ended:
             yield None
         if tagged or feed.text.startswith(tuple(begins)):
             yield from read_json_call(feed, KEY)
         else:
-            for text in begins:  # an answer that ended where it might have become a call
-                if feed.ended and feed.text and text.startswith(feed.text):
-                    yield Event("content", feed.text)
-                    return
             yield from feed.until("content")

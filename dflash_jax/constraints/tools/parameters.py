@@ -1,24 +1,29 @@
 """Calls whose arguments stand between tags, one after the other: strings as they are, other values as JSON."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from dflash_jax.constraints.characters import ALL, utf8
 from dflash_jax.constraints.errors import ConstraintError
-from dflash_jax.constraints.expressions import Expression
-from dflash_jax.constraints.keywords import OF_TYPE, SAYS_NOTHING, TYPES
+from dflash_jax.constraints.expressions import Expression, Expressions
+from dflash_jax.constraints.keywords import SAYS_NOTHING
 from dflash_jax.constraints.notation import Layout
+from dflash_jax.constraints.numbers import Numbers
 from dflash_jax.constraints.schema import json_schema
 from dflash_jax.constraints.tools.form import Tool
 from dflash_jax.constraints.tools.format import ONE_LINE, Grammar, schema_of
+from dflash_jax.constraints.tools.kinds import MOST_LEVELS, allowed_kinds, kinds_of, referred
 from dflash_jax.constraints.tools.reading import Event, Feed, Steps, escaped
 from dflash_jax.files import Fields, Json, Value
 
 RAW = Layout(quote="")
-MOST_LEVELS = 32  # of references and alternatives that are followed to learn what a parameter may be
+MOST_NESTED = 4  # alternatives inside of alternatives
 _DEFINITIONS = "$defs", "definitions"
 _SPELLED = {"True": "true", "False": "false", "None": "null"}  # as Python writes them, and templates with it
+_WORDS = dict.fromkeys(("true", "false", "True", "False"), "boolean") | dict.fromkeys(("null", "None"), "null")
+_BLANKS = " \t\r\n"
 
 
 class Tags(NamedTuple):
@@ -32,40 +37,61 @@ class Tags(NamedTuple):
 
 def arguments(grammar: Grammar, tool: Tool, tags: Tags) -> Expression:
     """All parameters of a call, in the order of the schema, with what separates them behind each."""
-    made = grammar.made
-    free = made.free(tags.end)
-    end = made.text((tags.end + tags.between).encode())
-    pair = lambda name, value: made.sequence(
-        [made.text((tags.begin + name + tags.named).encode()), made.both([value, free]), end]
-    )
-    found = grammar.enforced(tool, lambda schema: _listed(grammar, schema, pair))
-    if found is not None:
-        return found
-    letter = made.one(sum(1 << ord(letter) for letter in _LETTERS))
-    begin, named = made.text(tags.begin.encode()), made.text(tags.named.encode())
-    return made.times(made.sequence([begin, made.times(letter, 1, 64), named, free, end]), 0, None)
+    parts = _Parts(grammar, tags, tool.strict is True)
+    found = grammar.enforced(tool, parts.listed)
+    return parts.others((), parts.text) if found is None else found
 
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.$"
 
 
-def _listed(grammar: Grammar, schema: Json, pair) -> Expression:
-    """The parameters of a schema, one after the other."""
-    made, known = grammar.made, {*SAYS_NOTHING, "type", "properties", "required", "additionalProperties"}
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    names = [*properties, *required] if isinstance(properties, Mapping) and isinstance(required, list) else [None]
-    json_schema(made, schema, None, grammar.budget)  # it must be one
-    more = [name for name in schema if name not in known and not name.startswith("x-")]
-    odd = [name for name in names if not isinstance(name, str) or not name or set(name) - set(_LETTERS)]
-    if more or odd or schema.get("type") != "object":
-        raise ConstraintError(
-            "unsupported_schema", f"this model's tool calls need an object with plain properties, found {more or odd}"
-        )
-    found = list[Expression]()
-    for name in dict.fromkeys(names):
-        part = pair(name, _value(grammar, properties.get(name, True), schema))
-        found.append(part if name in required else made.optional(part))
-    return made.sequence(found)
+class _Parts:
+    """Makes parameters between their tags.
+
+    Attributes:
+        text: any text that a parameter may have.
+    """
+
+    def __init__(self, grammar: Grammar, tags: Tags, strict: bool):
+        self._grammar, self._tags, self._strict = grammar, tags, strict
+        self._made = made = grammar.made
+        self._free, self.text = made.free(tags.end), any_text(made)
+
+    def _pair(self, name: Expression, value: Expression) -> Expression:
+        made, tags = self._made, self._tags
+        begin, named, end = (made.text(text.encode()) for text in (tags.begin, tags.named, tags.end + tags.between))
+        return made.sequence([begin, name, named, made.both([value, self._free]), end])
+
+    def others(self, known: Iterable[str], value: Expression) -> Expression:
+        """Any parameters besides those that are known."""
+        made = self._made
+        name = made.times(made.one(sum(1 << ord(letter) for letter in _LETTERS)), 1, 64)
+        unknown = [made.without(made.texts(name.encode() for name in known))] if known else []
+        return made.times(self._pair(made.both([name, *unknown]), value), 0, None)
+
+    def listed(self, schema: Json) -> Expression:
+        """The parameters of a schema, one after the other."""
+        made, known = self._made, {*SAYS_NOTHING, "type", "properties", "required", "additionalProperties"}
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        json_schema(made, schema, None, self._grammar.budget)  # it must be one
+        names = list(dict.fromkeys([*properties, *required]))
+        odd = [name for name in schema if name not in known and not name.startswith("x-")]
+        odd += [name for name in names if not name or set(name) - set(_LETTERS)]
+        if odd or schema.get("type") != "object":
+            raise ConstraintError(
+                "unsupported_schema", f"this model's tool calls need an object with plain properties, found {odd}"
+            )
+        more, found = schema.get("additionalProperties", not names), list[Expression]()
+        for name in names:
+            value = self._value(properties.get(name, True if more is False else more), schema)
+            part = self._pair(made.text(name.encode()), value)
+            found.append(part if name in required else made.optional(part))
+        if more is not False:
+            found.append(self.others(names, self._value(more, schema)))
+        return made.sequence(found)
+
+    def _value(self, schema: Value, root: Json) -> Expression:
+        return _value(self._grammar, schema, root, self._strict)
 
 
 def _within(part: Value, root: Fields) -> Value:
@@ -75,20 +101,73 @@ def _within(part: Value, root: Fields) -> Value:
     )
 
 
-def _value(grammar: Grammar, schema: Value, root: Fields, level: int = 0) -> Expression:
-    made, kinds = grammar.made, _kinds(schema, root)
+def _value(
+    grammar: Grammar, schema: Value, root: Fields, strict: bool, others: frozenset[str] | None = None, level: int = 0
+) -> Expression:
+    """A value of a parameter.
+
+    Args:
+        strict: whether all that is allowed must satisfy the schema.
+        others: types besides strings that the whole parameter may have; a string must not read as one of them.
+    """
+    grammar.budget.check()
+    made, schema = grammar.made, _inlined(schema, root)
+    kinds = allowed_kinds(schema, root)
+    others = frozenset(kinds - {"string"}) if others is None else others
     write = partial(json_schema, made, _within(schema, root), budget=grammar.budget)
     if kinds == {"string"}:
-        return write(RAW)
+        text = write(RAW)
+        return made.both([text, made.without(_read_as(made, others))]) if others else text
     if "string" not in kinds:
         found = write(ONE_LINE)
         words = [word for word, kind in (("True", "boolean"), ("False", "boolean"), ("None", "null")) if kind in kinds]
         plain = isinstance(schema, Mapping) and not {"enum", "const"} & schema.keys()
         return made.either([found, *(made.text(word.encode()) for word in words if plain)])
     parts = _alternatives(schema)
-    if not parts or level == MOST_LEVELS:
-        return made.free()
-    return made.either([_value(grammar, part, root, level + 1) for part in parts])
+    if parts and level < MOST_NESTED:
+        return made.either([_value(grammar, part, root, strict, others, level + 1) for part in parts])
+    said = isinstance(schema, Mapping) and any(name not in SAYS_NOTHING for name in schema)
+    if strict and said:
+        raise ConstraintError(
+            "unsupported_schema", "this model's tool calls need parameters that are a string, or no string, or an anyOf"
+        )
+    return any_text(made)
+
+
+def any_text(made: Expressions) -> Expression:
+    """Any text, without special tokens."""
+    return made.times(utf8(made, ALL), 0, None)
+
+
+def _read_as(made: Expressions, kinds: Collection[str]) -> Expression:
+    """Texts that `_as_json` takes for values of these types."""
+    found = list[Expression]()
+    if {"number", "integer"} & set(kinds):
+        found.append(Numbers(made).number())
+    words = [word for word, kind in _WORDS.items() if kind in kinds]
+    found.append(made.texts(word.encode() for word in words))
+    for kind, bracket in (("array", b"["), ("object", b"{")):
+        if kind in kinds:
+            found.append(made.then(made.text(bracket), made.anything))
+    blanks = made.times(made.one(sum(1 << ord(blank) for blank in _BLANKS)), 0, None)
+    return made.sequence([blanks, made.either(found), blanks])
+
+
+def _inlined(schema: Value, root: Fields) -> Value:
+    """A schema that is but a reference to another one, or has but one part, is that one."""
+    for _ in range(MOST_LEVELS):
+        rest = (
+            {name: value for name, value in schema.items() if name not in SAYS_NOTHING}
+            if isinstance(schema, Mapping)
+            else {}
+        )
+        if set(rest) == {"$ref"} and isinstance(rest["$ref"], str):
+            schema = referred(rest["$ref"], root)
+        elif set(rest) == {"allOf"} and isinstance(rest["allOf"], list) and len(rest["allOf"]) == 1:
+            schema = rest["allOf"][0]
+        else:
+            break
+    return schema
 
 
 def _alternatives(schema: Value) -> Sequence[Value]:
@@ -108,41 +187,6 @@ def _alternatives(schema: Value) -> Sequence[Value]:
     return []
 
 
-def _kinds(schema: Value, root: Fields, level: int = 0) -> set[str]:
-    """Types that a value may have."""
-    every = set[str](TYPES)
-    if not isinstance(schema, Mapping) or level == MOST_LEVELS:
-        return every
-    found = every
-    if isinstance(reference := schema.get("$ref"), str):
-        target: Value = root
-        for part in reference.removeprefix("#").split("/")[1:]:
-            target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        found = found & _kinds(target, root, level + 1)
-    for name in ("anyOf", "oneOf"):
-        if isinstance(schema.get(name), list):
-            found = found & set[str]().union(*(_kinds(part, root, level + 1) for part in schema[name]))
-    for part in schema.get("allOf", []):
-        found = found & _kinds(part, root, level + 1)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        found = found & set[str]().union(*map(_kinds_of, values))
-    if kinds := schema.get("type"):
-        found = found & set([kinds] if isinstance(kinds, str) else kinds)
-    elif said := {kind for kind, names in OF_TYPE.items() if any(name in schema for name in names)}:
-        found = found & said
-    return found
-
-
-def _kinds_of(value: Value) -> set[str]:
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int | float):
-        return {"number", "integer"} if isinstance(value, int) or value.is_integer() else {"number"}
-    kinds = {str: "string", list: "array", dict: "object", type(None): "null"}
-    return {kinds[type(value)]}
-
-
 def read_arguments(feed: Feed, name: str, tags: Tags, last: str) -> Steps:
     """Reads parameters up to the mark that stands behind the last one; the arguments are given as JSON."""
     schema = next((schema_of(tool) for tool in feed.form.tools if tool.name == name), {})
@@ -154,7 +198,7 @@ def read_arguments(feed: Feed, name: str, tags: Tags, last: str) -> Steps:
         if tags.named.endswith("\n"):
             yield from feed.starts("\n")
         yield Event("arguments", ("{" if first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
-        first, kinds = False, _kinds(properties.get(key, True), schema)
+        first, kinds = False, allowed_kinds(properties.get(key, True), schema)
         if kinds == {"string"}:
             yield Event("arguments", '"')
             if not (yield from feed.until("arguments", tags.end, change=escaped)):
@@ -168,11 +212,15 @@ def read_arguments(feed: Feed, name: str, tags: Tags, last: str) -> Steps:
 
 def _as_json(text: str, kinds: set[str]) -> str:
     """A value that was written, as JSON: what reads as a value of another kind than a string is one, if it may be."""
-    written = _SPELLED.get(text.strip(), text.strip())
+    written = _SPELLED.get(text.strip(_BLANKS), text.strip(_BLANKS))
     try:
-        value = json.loads(written)
+        value = json.loads(written, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    if isinstance(value, str) or not _kinds_of(value) & kinds:
+    if isinstance(value, str) or not kinds_of(value) & kinds:
         return json.dumps(text, ensure_ascii=False) if "string" in kinds else written
     return written
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

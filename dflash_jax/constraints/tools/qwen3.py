@@ -10,7 +10,8 @@ class Qwen3(Format):
     """`<tool_call>`, an object with name and arguments, `</tool_call>`, each on a line of its own (chat template of
     Qwen/Qwen3-8B)."""
 
-    name, known_by = "qwen3", ("<tool_call>",)
+    name, known_by = "qwen3", ("<tool_call>", "arguments")
+    unlike = "<arg_key>", "<invoke", "<tool_calls>"
     begins = "<tool_call>"
     marks = "<think>", "</think>", "<tool_call>", "</tool_call>"
 

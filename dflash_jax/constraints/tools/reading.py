@@ -86,17 +86,17 @@ class Feed:
         return found
 
     def until(
-        self, kind: Kind, *names: str, trim: bool = False, change: Callable[[str], str] = str
+        self, kind: Kind, *names: str, trim: Literal["", "end", "both"] = "", change: Callable[[str], str] = str
     ) -> Generator[Event | None, None, str]:
         """Yields the text before the first of these marks, piece by piece; returns the mark, which is read, or "" at
         the end of the answer.
 
         Args:
-            trim: leave out blanks at the beginning, and before a mark.
+            trim: leave out blanks before a mark, or at the beginning, too.
             change: what becomes of each piece.
         """
         marks = {self.mark(name): name for name in names}
-        begun = not trim
+        begun = trim != "both"
         while True:
             if not begun:
                 self.text = self.text.lstrip()

@@ -27,6 +27,7 @@ class SmolLM2(Format):
     name, known_by = "smollm2", ("SmolLM",)
     begins = "<tool_call>"
     opens = closes = ""
+    unlike = "xml_tools", "</think>"
     describes = True
     marks = "<tool_call>", "</tool_call>"
 
