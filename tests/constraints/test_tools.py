@@ -102,7 +102,7 @@ def test_every_answer_is_read_alike_however_it_arrives_and_its_calls_are_valid(n
         tools = TOOLS[:1] if asked == "named" else TOOLS
         constraint, rng = tool_calls(tools, name, choice=asked, thinking=thinking), random.Random(0)
         found = prepared(constraint, words, [vocabulary.END], seconds=60)
-        for tokens in answers(found, words, rng, 4, 500):
+        for tokens in answers(found, words, rng, *((4, 500) if marked else (12, 1500))):
             text, place, pieces = text_of(tokens, words, symbols), 0, []
             whole, parts = reading(constraint.form, symbols), reading(constraint.form, symbols)
             events = whole.add(text, last=True)
