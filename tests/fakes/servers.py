@@ -31,6 +31,7 @@ def serving(worker: Worker, text: Text, defaults: SamplingParams) -> Iterator[st
     finally:
         server.should_exit = True
         thread.join(60)
+        assert not thread.is_alive()
         worker.stop()
         if constraints is not None:
             constraints.close()

@@ -17,7 +17,7 @@ from dflash_jax.constraints.tools.reading import Reading
 from dflash_jax.constraints.tools.smollm2 import SmolLM2
 
 
-class Thinking(Format):
+class ReasoningAlone(Format):
     """No calls, but reasoning between tags."""
 
     name, known_by = "thinking", ("</think>",)
@@ -28,7 +28,7 @@ class Thinking(Format):
 # The first one whose marks a template has, so those with more of them come first.
 FORMATS: Mapping[str, Format] = {
     one.name: one
-    for one in (GptOss(), Gemma4(), KimiK2(), MiniMaxM2(), Qwen3Coder(), Qwen3(), Llama3(), SmolLM2(), Thinking())
+    for one in (GptOss(), Gemma4(), KimiK2(), MiniMaxM2(), Qwen3Coder(), Qwen3(), Llama3(), SmolLM2(), ReasoningAlone())
 }
 
 

@@ -49,12 +49,12 @@ class SmolLM2(Format):
 
     def messages(self, messages: Sequence[Json], tools: Sequence[Json]) -> Sequence[Json]:
         """See `Format.messages`."""
-        told = PROMPT.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+        described = PROMPT.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
         found = [_written(message) for message in messages]
         if tools and found and found[0]["role"] == "system":
-            found[0] = {**found[0], "content": f"{found[0]['content']}\n\n{told}"}
+            found[0] = {**found[0], "content": f"{found[0]['content']}\n\n{described}"}
         elif tools:
-            found.insert(0, {"role": "system", "content": told})
+            found.insert(0, {"role": "system", "content": described})
         return found
 
 

@@ -6,8 +6,6 @@
 import json
 import subprocess
 import sys
-import threading
-import time
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -19,13 +17,13 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
 from dflash_jax import Engine, SamplingParams, load_drafter, load_target
-from dflash_jax.infer.http.listening import listen, make_server
-from dflash_jax.infer.http.server import Worker, make_app
+from dflash_jax.infer.http.worker import Worker
 from dflash_jax.infer.text import Text
 from tests import tiny
 from tests.clients import from_wheel
 from tests.clients.figures import counted, differences
 from tests.clients.runs import CHAT, CLIENTS, LENGTH, TEXT, Setting
+from tests.fakes.servers import serving
 
 QUESTIONS = "hello there", "one and two", "three", "hello again"
 
@@ -38,20 +36,8 @@ def url(tmp_path_factory):
     tiny.write_tokenizer(directory)
     drafter = load_drafter(tiny.write_drafter(tmp_path_factory.mktemp("drafter"), tiny.drafter_config()))
     engine = Engine(load_target(directory), drafter, slots=2, max_length=128, steps_per_visit=4)
-    worker = Worker(engine)
-    worker.start()
-    app = make_app(worker, Text(str(directory)), SamplingParams(16), model="tiny", api_key=None)
-    listener = listen("127.0.0.1", 0)
-    served = make_server(app, 30.0, shutdown_seconds=60)
-    thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    while not served.started:
-        time.sleep(0.01)
-    yield "http://{}:{}".format(*listener.getsockname())
-    served.should_exit = True
-    thread.join(60)
-    assert not thread.is_alive()
-    worker.stop()
+    with serving(Worker(engine), Text(str(directory)), SamplingParams(16)) as address:
+        yield address
 
 
 @pytest.mark.parametrize("name", ["dflash", "openai"])
