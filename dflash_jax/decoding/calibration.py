@@ -5,15 +5,18 @@ noise)` if q were p. Where the target is sharper than its drafter says, the nois
 makes a better guess, `argmax(c log q / T + noise)`, up to `argmax(log q)`. At every verified position whose proposals
 before were right, the target's token is known, and so is whether each c would have proposed it.
 
-A tree is ranked by how likely each token is to be the target's. Of a greedy target that is not q, but a sharper
-distribution, softmax(c0 log q). There the likelihood of the target's tokens tells which c0 is best.
+A tree is ranked by how likely each token is to be the target's. The drafter says p, the softmax of the scores with the
+noise, and may be too sure of it, or not sure enough. So two numbers are fitted at each depth, apart for greedy and
+sampled rows: a token is right with probability sigmoid(a + b logit(p)). Every verified position is an observation of
+its ranked tokens, and a and b take a Newton step of the logistic regression.
 
 What is proposed never changes what is emitted. Shapes: B rows, M places, D depths, T block positions, C candidates,
-R ranks.
+R ranks, G kinds of rows: greedy and sampled.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Self
 
 import jax
@@ -24,10 +27,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 SHARPNESS = (1.0, 1.5, 2.0, 3.0, math.inf)  # candidates for c; the last one leaves the noise out
-GREEDY = (1.0, 0.7, 1.4, 2.0, 3.0)  # candidates for c0
 MOST = 1000.0  # stands for infinity in a file
 MEMORY = 4096.0  # verified positions of a depth after which what was learnt has faded to 1 / e
 PRIOR = 16.0  # verified positions that a stored sharpness counts as
+STIFF = (4.0, 0.0, 4.0)  # information on a and b that there is before any token was judged
+LEAST, MOST_LOGIT = 0.05, 12.0  # of b; and of all logits, in size
 
 
 class Lessons(struct.PyTreeNode):
@@ -38,14 +42,14 @@ class Lessons(struct.PyTreeNode):
     Attributes:
         trials: what each sharpness would have proposed after each place; None where none is learnt.
         tokens: the likeliest tokens after each place, the best first; of a tree.
-        likelihood: their log-probabilities under each candidate for c0.
+        logits: of the drafter's probability of each of them to be right.
         places: place of each block position, -1 for a node that the drafter did not go on from. None: a place for each
             depth.
     """
 
     trials: Int[Array, "B M C"] | None
     tokens: Int[Array, "B M R"] | None = None
-    likelihood: Float[Array, "B M R C0"] | None = None
+    logits: Float[Array, "B M R"] | None = None
     places: Int[Array, "B T"] | None = None
 
     def along(self, path: Int[Array, "B J"] | None, depth: int) -> "tuple[Lessons, Bool[Array, 'B D'] | None]":
@@ -67,23 +71,20 @@ class Calibration(struct.PyTreeNode):
 
     Attributes:
         hits: verified positions at which each candidate would have been right, fading.
-        likelihood: log-probability of the target's greedy tokens under each candidate for c0, summed and fading.
+        weights: a and b of each depth.
+        information: on them, fading: the Hessian of the regression, aa, ab and bb.
         frozen: whether nothing more is learnt.
     """
 
     hits: Float[Array, "D C"]
-    likelihood: Float[Array, "D C0"]
+    weights: Float[Array, "G D 2"]
+    information: Float[Array, "G D 3"]
     frozen: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def best(self) -> Int[Array, " D"]:
         """The candidate to use at each depth; the first of equals."""
         return jnp.argmax(self.hits, axis=1)
-
-    @property
-    def greedy(self) -> Float[Array, " D"]:
-        """c0 of each depth; the first of equals."""
-        return jnp.asarray(GREEDY)[jnp.argmax(self.likelihood, axis=1)]
 
     @property
     def sharpness(self) -> list[float]:
@@ -117,23 +118,40 @@ class Calibration(struct.PyTreeNode):
         depth = right.shape[1]
         lessons, placed = lessons.along(path, depth)
         judged = judged if placed is None else judged & placed
-        hits, likelihood = self.hits, self.likelihood
+        learnt = self
         if lessons.trials is not None:
             of = judged & sampled[:, None]
             hit = (lessons.trials == right[:, :, None]) & of[:, :, None]
-            hits = _fading(hits, of, jnp.sum(hit, axis=0).astype(jnp.float32))
-        if lessons.tokens is not None and lessons.likelihood is not None:
-            of = judged & ~sampled[:, None]
-            same = (lessons.tokens == right[:, :, None])[..., None]
-            known = jnp.sum(jnp.where(same, lessons.likelihood, 0.0), axis=2)
-            other = jnp.log1p(-jnp.minimum(jnp.sum(jnp.exp(lessons.likelihood), axis=2), 1 - 1e-6))
-            found = jnp.where(jnp.any(same, axis=2), known, other)
-            likelihood = _fading(likelihood, of, jnp.sum(jnp.where(of[..., None], found, 0.0), axis=0))
-        return self.replace(hits=hits, likelihood=likelihood)
+            learnt = learnt.replace(hits=_fading(self.hits, of, jnp.sum(hit, axis=0).astype(jnp.float32)))
+        if lessons.tokens is not None and lessons.logits is not None:
+            of = jnp.stack([judged & ~sampled[:, None], judged & sampled[:, None]])
+            learnt = learnt._regressed(lessons.logits, lessons.tokens == right[:, :, None], of)
+        return learnt
+
+    def _regressed(
+        self, logits: Float[Array, "B P R"], right: Bool[Array, "B P R"], judged: Bool[Array, "G B P"]
+    ) -> "Calibration":
+        """A Newton step towards the a and b of the first depths that make these outcomes likeliest."""
+        depth, summed = logits.shape[1], partial(jnp.sum, axis=(1, 3))
+        a, b = (self.weights[:, None, :depth, None, i] for i in range(2))
+        counts, p = judged[..., None], jax.nn.sigmoid(a + b * logits[None])
+        missed, doubt = jnp.where(counts, right[None].astype(p.dtype) - p, 0.0), jnp.where(counts, p * (1 - p), 0.0)
+        keep = jnp.exp(-jnp.sum(judged, axis=1).astype(jnp.float32) / MEMORY)[..., None]
+        z, least = logits[None], jnp.asarray(STIFF)[None, None]
+        seen = jnp.stack([summed(doubt), summed(doubt * z), summed(doubt * z**2)], axis=-1)
+        information = keep * self.information[:, :depth] + (1 - keep) * least + seen
+        g, h = summed(missed), summed(missed * z)
+        aa, ab, bb = jnp.moveaxis(information, -1, 0)
+        step = jnp.stack([bb * g - ab * h, aa * h - ab * g], axis=-1) / (aa * bb - ab**2)[..., None]
+        weights = jnp.clip(self.weights[:, :depth] + step, jnp.asarray([-MOST_LOGIT, LEAST])[None, None], MOST_LOGIT)
+        return self.replace(
+            weights=self.weights.at[:, :depth].set(weights),
+            information=self.information.at[:, :depth].set(information),
+        )
 
     def partition(self) -> Self:
         """The same on every device."""
-        return self.replace(hits=PartitionSpec(), likelihood=PartitionSpec())
+        return self.replace(hits=PartitionSpec(), weights=PartitionSpec(), information=PartitionSpec())
 
 
 def _fading(counted: Float[Array, "D C"], judged: Bool[Array, "B P"], more: Float[Array, "P C"]) -> Float[Array, "D C"]:
@@ -154,4 +172,5 @@ def init_calibration(depth: int, start: Sequence[float] = ()) -> Calibration:
     for d in range(depth if start else 0):
         distances = [abs(1 / start[min(d, len(start) - 1)] - 1 / sharpness) for sharpness in SHARPNESS]
         hits[d, distances.index(min(distances))] = PRIOR
-    return Calibration(jnp.asarray(hits), jnp.zeros((depth, len(GREEDY))))
+    weights = jnp.tile(jnp.asarray([0.0, 1.0]), (2, depth, 1))
+    return Calibration(jnp.asarray(hits), weights, jnp.tile(jnp.asarray(STIFF), (2, depth, 1)))

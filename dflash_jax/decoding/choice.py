@@ -35,7 +35,7 @@ class Choice(struct.PyTreeNode):
         plain: whether the best penalised score is taken, without temperature, filters and noise.
         nodes: of the tree that a drafter is to propose; 0 is a chain.
         sharpness: which of `calibration.SHARPNESS` to use at each depth; None does without.
-        greedy: sharpness of each depth for the ranks of greedy rows; None does without.
+        reliability: a and b of each depth, for greedy and for sampled rows (see `calibration`); None does without.
         stops: stop tokens of every row, padded with -1, which `Penalties.min_tokens` holds back; None holds back none.
         vocabulary: the target's id of each token, ascending; None is 0, 1, 2, ...
         vocab_size: ids of the target, where there is a vocabulary.
@@ -51,7 +51,7 @@ class Choice(struct.PyTreeNode):
     plain: bool = struct.field(pytree_node=False, default=False)
     nodes: int = struct.field(pytree_node=False, default=0)
     sharpness: Int[Array, " D"] | None = None
-    greedy: Float[Array, " D"] | None = None
+    reliability: Float[Array, "2 D 2"] | None = None
     stops: Int[Array, "B Q"] | None = None
     vocabulary: Int[Array, " V"] | None = None
     vocab_size: int | None = struct.field(pytree_node=False, default=None)
@@ -245,7 +245,7 @@ class Choice(struct.PyTreeNode):
         same token at any temperature; "calibrated" sharpens the scores first, by what was learnt; "argmax" adds no
         noise; "independent" adds noise of its own.
         """
-        drafting = self.replace(greedy=calibration.greedy)
+        drafting = self.replace(reliability=calibration.weights)
         if proposals == "calibrated":
             return drafting.replace(sharpness=calibration.best)
         if proposals == "argmax":

@@ -11,14 +11,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from dflash_jax.decoding.calibration import GREEDY, SHARPNESS, Lessons
+from dflash_jax.decoding.calibration import MOST_LOGIT, SHARPNESS, Lessons
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.sampling import first_argmax, if_any, scaled_scores, select, top_k
 from dflash_jax.decoding.tree import Ranked
 
+RANKS = 16  # tokens of a place that a tree may have; of more, XLA sorts the whole vocabulary on GPUs
 Noise = Callable[[], Array]  # [#B #T N], made inside conditions: their operands are made even if no row needs them
 
 
@@ -87,8 +88,8 @@ def rank(
 ) -> tuple[Ranked, Lessons]:
     """The best tokens by how likely each is to be what the target will choose, and what there is to learn of them.
 
-    With the noise that draft and target share, that is the softmax of the very scores that a chain takes the
-    largest of; without noise, the softmax of c0 times the scores.
+    Their order is that of the scores that a chain takes the largest of. The drafter's probability of each is the
+    softmax of its scores, with the noise that draft and target share. `choice.reliability` says what that is worth.
 
     Args:
         depths: T of them, or one, if the scores are of T nodes of that depth.
@@ -96,32 +97,38 @@ def rank(
         hints: see `pick`.
     """
     noise, ids = _options(choice, depths, candidates)
-    c0 = jnp.ones((1, 1, 1)) if choice.greedy is None else choice.greedy[depths][None, :, None]
-
-    def sampled() -> tuple[Array, Array]:
-        keys, with_noise = _keys(choice, scores, noise, depths)
-        return keys, jnp.where(with_noise, 1.0, c0)
-
-    greedy = lambda: (scores, jnp.broadcast_to(c0, jnp.broadcast_shapes((scores.shape[0], 1, 1), c0.shape)))
-    keys, scale = greedy() if choice.plain else if_any(choice.sampling.temperature > 0, sampled, greedy)
-    best, places = top_k(keys, min(choice.nodes, keys.shape[-1]))
-    likely = scale * best - jax.nn.logsumexp(scale * keys, axis=-1, keepdims=True)
-    likely = jnp.where(best > -jnp.inf, likely, -jnp.inf)  # nothing may follow a place without options
-    # What may not be proposed gives way to another of the first one.
+    coupled = lambda: _keys(choice, scores, noise, depths)
+    keys, own = (
+        (scores, scores) if choice.plain else if_any(choice.sampling.temperature > 0, coupled, lambda: (scores, scores))
+    )
+    best, places = top_k(keys, min(choice.nodes, RANKS, keys.shape[-1]))
+    logits = _logits(jnp.take_along_axis(own, places, axis=-1) - jax.nn.logsumexp(own, axis=-1, keepdims=True))
+    likely = jnp.where(best > -jnp.inf, jax.nn.log_sigmoid(_reliable(choice, logits, depths)), -jnp.inf)
+    # What may not be proposed gives way to another of the first one, and nothing follows a place without options.
     tokens = ids(jnp.where(likely > -jnp.inf, places, places[..., :1]))
     if hints is not None:
         first = jnp.arange(likely.shape[-1])[None, None] == 0
         first &= (likely[..., :1] == -jnp.inf) & (hints >= 0)[..., None]
         likely, tokens = jnp.where(first, 0.0, likely), jnp.where(first, hints[..., None], tokens)
-
-    def likelihood() -> Float[Array, "B T R C0"]:
-        scaled = [c * best - jax.nn.logsumexp(c * keys, axis=-1, keepdims=True) for c in GREEDY]
-        return jnp.stack(scaled, axis=-1)
-
-    nothing = lambda: jnp.zeros((*best.shape, len(GREEDY)))
-    learnt = if_any(choice.sampling.temperature == 0, likelihood, nothing)
     trials = None if choice.plain or choice.sharpness is None else ids(_trials(choice, scores, noise))
-    return Ranked(likely, tokens), Lessons(trials, tokens, learnt)
+    return Ranked(likely, tokens), Lessons(trials, tokens, logits)
+
+
+def _logits(likely: Float[Array, "B T R"]) -> Float[Array, "B T R"]:
+    """The logits of log-probabilities of tokens, none above that of one before it, within `MOST_LOGIT`."""
+    likely = jax.lax.cummin(likely, axis=2)
+    logits = likely - jnp.log(jnp.maximum(-jnp.expm1(likely), 1e-30))
+    return jnp.clip(jnp.where(likely > -jnp.inf, logits, -jnp.inf), -MOST_LOGIT, MOST_LOGIT)
+
+
+def _reliable(choice: Choice, logits: Float[Array, "B T R"], depths: slice) -> Float[Array, "B T R"]:
+    """What they are worth."""
+    if choice.reliability is None:
+        return logits
+    a, b = jnp.moveaxis(choice.reliability[:, depths], 2, 0)[..., None]
+    sampled = (choice.sampling.temperature > 0)[:, None, None]
+    greedy, noisy = (a[i][None] + b[i][None] * logits for i in range(2))
+    return jnp.where(sampled, noisy, greedy)
 
 
 def likeliest(
@@ -168,10 +175,12 @@ def _trials(choice: Choice, scores: Float[Array, "B T N"], noise: Noise) -> Int[
 
 def _keys(
     choice: Choice, scores: Float[Array, "B T N"], noise: Noise, depths: slice
-) -> tuple[Float[Array, "B T N"], Bool[Array, "B _ 1"]]:
-    """What the largest of is picked at some depths, in a step with a sampled row, and which of it has noise in it."""
-    scaled, c = scaled_scores(scores, choice.sampling), jnp.ones((1, 1, 1))
-    if choice.sharpness is not None:
-        c = jnp.asarray(SHARPNESS)[choice.sharpness[depths]][None, :, None]
-    with_noise = (choice.sampling.temperature[:, None, None] > 0) & jnp.isfinite(c)
-    return jnp.where(with_noise, jnp.where(jnp.isfinite(c), c, 1.0) * scaled + noise(), scaled), with_noise
+) -> tuple[Float[Array, "B T N"], Float[Array, "B T N"]]:
+    """What the largest of is picked at some depths, in a step with a sampled row, and the same at a sharpness of 1."""
+    scaled = scaled_scores(scores, choice.sampling)
+    noisy = jnp.where(choice.sampling.temperature[:, None, None] > 0, noise(), 0.0)
+    if choice.sharpness is None:
+        return scaled + noisy, scaled + noisy
+    c = jnp.asarray(SHARPNESS)[choice.sharpness[depths]][None, :, None]
+    keys = jnp.where(jnp.isfinite(c), jnp.where(jnp.isfinite(c), c, 1.0) * scaled + noisy, scaled)
+    return keys, scaled + noisy

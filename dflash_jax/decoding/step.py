@@ -44,7 +44,7 @@ class Forecast(struct.PyTreeNode):
     Attributes:
         chain: of the tokens of a step, how many of the first ones are the drafter's first choices: what a chain of
             its would have got right.
-        nodes: of the tree's best 1, 2, 4, ... nodes, how many are expected to be right.
+        nodes: of the tree's best nodes, as many as `sizes_within` names, how many are expected to be right.
     """
 
     chain: Int[Array, " B"]
@@ -167,7 +167,7 @@ def _forecast(proposal: Proposal, accepted: Accepted) -> Forecast | None:
 
 def sizes_within(nodes: int) -> tuple[int, ...]:
     """Numbers of nodes that a tree of so many says something of."""
-    return (*(size for size in (1, 3, 7, 15, 31, 63) if size < nodes), nodes)
+    return (*(size for size in (1, 3, 5, 7, 15, 31, 63) if size < nodes), nodes)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from typing import Generic, NamedTuple, TypeVar
 Name = TypeVar("Name", bound=Hashable)
 
 SIZES = (1, 4, 8, 16)  # block sizes to choose from, as far as the drafter goes, and its own; 1 proposes nothing
+SMALL = ((8, 7), (8, 5), (4, 3))  # block size and nodes of trees
+SMALL_ROWS = 16  # that decode in a program at least, for which these are worth compiling
 MEMORY = 400.0  # steps of a row after which an observation has lost most of its weight
 BATCH_MEMORY = 128.0  # the same for what new requests are expected to be like
 TRUST = 4.0  # steps of a request that count as much as what is known of the batch
@@ -54,6 +56,12 @@ def tree_sizes(depth: int, *, wide: bool) -> tuple[int, ...]:
     """Nodes of trees to choose from for a drafter that proposes chains of `depth` tokens: as wide a block as that
     chain's, twice, and where wide blocks are cheap four times as wide."""
     return tuple((depth + 1) * times - 1 for times in ((1, 2, 4) if wide else (1, 2)))
+
+
+def small_trees(largest: int) -> tuple[Draft, ...]:
+    """Trees of shorter blocks to choose from for a drafter of block size `largest`: where many rows decode, every
+    position of a verify pass costs."""
+    return tuple(Draft(*tree) for tree in SMALL if tree[0] < largest)
 
 
 class Acceptance:
@@ -122,38 +130,50 @@ class Outcome(NamedTuple):
     chain: Sequence[int] | None = None
 
 
+class Chains(NamedTuple):
+    """Tokens that chains of the same drafter commit in a step: one as deep as a tree may be, and the longest."""
+
+    own: float
+    longest: float
+
+
 class Trees:
-    """What trees gain over the chain of the same drafter: how many times the tokens a step commits; the past fades."""
+    """What trees commit, by what chains of the same drafter do; the past fades."""
 
     def __init__(self):
-        self._tokens = self._of_chain = 0.0
+        self._tokens, self._chains = 0.0, Chains(0.0, 0.0)
         self._nodes, self._expected = 0, dict[int, float]()
 
-    def observe(self, nodes: int, tokens: float, of_chain: float, steps: int, expected: Mapping[int, float]) -> None:
+    def observe(self, nodes: int, tokens: float, chains: Chains, steps: int, expected: Mapping[int, float]) -> None:
         """Steps of a tree committed so many tokens.
 
         Args:
-            of_chain: what its chain was expected to commit.
+            chains: what these were expected to commit in all of the steps.
             expected: what the tree's best nodes, so many of them, promised in one step on average.
         """
         keep = math.exp(-steps / BATCH_MEMORY)
         if nodes != self._nodes:  # what was learnt of another tree, as if of this one
-            scale = self.ratio(nodes)
-            self._tokens, self._nodes = scale * self._of_chain, nodes
-        self._tokens, self._of_chain = keep * self._tokens + tokens, keep * self._of_chain + of_chain
+            longest = self._chains.longest
+            own = longest * chains.own / chains.longest
+            self._tokens = self.tokens(nodes, Chains(own, longest)) if longest else 0.0
+            self._chains, self._nodes = Chains(own, longest), nodes
+        self._tokens = keep * self._tokens + tokens
+        self._chains = Chains(*(keep * old + new for old, new in zip(self._chains, chains, strict=True)))
         self._expected = dict(expected)
 
-    def ratio(self, nodes: int) -> float:
-        """Tokens of a step with such a tree over those of the chain."""
-        if not nodes:
-            return 1.0
+    def tokens(self, nodes: int, chains: Chains) -> float:
+        """Tokens that a step with such a tree is expected to commit where these chains commit so many.
+
+        The best nodes of a larger tree are a smaller one, whose promise is known beside that of the larger. Of a tree
+        that none of this was seen of, its size is all that promises anything.
+        """
         promise = lambda nodes: 1 + PROMISE * math.log2(nodes + 1)
-        if not self._of_chain:
-            return promise(nodes)
-        known = self._tokens / self._of_chain
+        if not self._tokens:
+            return chains.own * promise(nodes)
         if {nodes, self._nodes} <= self._expected.keys():
-            return known * (1 + self._expected[nodes]) / (1 + self._expected[self._nodes])
-        return known * promise(nodes) / promise(self._nodes)
+            share = (1 + self._expected[nodes]) / (1 + self._expected[self._nodes])
+            return chains.longest * share * self._tokens / self._chains.longest
+        return chains.own * promise(nodes) / promise(self._nodes) * self._tokens / self._chains.own
 
 
 class Estimates:
@@ -177,7 +197,11 @@ class Estimates:
 
     def gain(self, candidate: Candidate, rates: Sequence[float]) -> float:
         """Tokens that a step is expected to commit for a row of these acceptance rates."""
-        return expected_tokens(rates, candidate.proposed) * self.trees.ratio(candidate.nodes)
+        chains = self._chains(candidate, rates)
+        return self.trees.tokens(candidate.nodes, chains) if candidate.nodes else chains.own
+
+    def _chains(self, candidate: Candidate, rates: Sequence[float]) -> Chains:
+        return Chains(expected_tokens(rates, candidate.proposed), expected_tokens(rates, self._deepest))
 
     def observe(self, candidate: Candidate, seen: Mapping[Hashable, Outcome], expected: Mapping[int, float]) -> None:
         """Learns from steps of this candidate; arguments as in `Chooser.observe`."""
@@ -192,8 +216,9 @@ class Estimates:
                 if row in self._rows:
                     self._rows[row].observe(tried, right)
         if candidate.nodes and counts:
-            of_chain = expected_tokens(self._batch.rates(0.5, 2.0), proposed) * len(counts)
-            self.trees.observe(candidate.nodes, sum(counts), of_chain, len(counts), expected)
+            chains = self._chains(candidate, self._batch.rates(0.5, 2.0))
+            chains = Chains(*(len(counts) * tokens for tokens in chains))
+            self.trees.observe(candidate.nodes, sum(counts), chains, len(counts), expected)
 
 
 class Chooser(Generic[Name]):

@@ -5,7 +5,16 @@ from collections.abc import Hashable, Iterable, Mapping
 import jax
 
 from dflash_jax.decoding.state import DraftModel
-from dflash_jax.infer.engine.chooser import Candidate, Chooser, Draft, Estimates, block_sizes, tree_sizes
+from dflash_jax.infer.engine.chooser import (
+    SMALL_ROWS,
+    Candidate,
+    Chooser,
+    Draft,
+    Estimates,
+    block_sizes,
+    small_trees,
+    tree_sizes,
+)
 from dflash_jax.infer.engine.engine_config import EngineConfig
 
 PLAIN = Draft(0)  # a step without speculation
@@ -40,13 +49,15 @@ class Drafts:
                 drafter = None
         self.drafter, self.auto = drafter, auto and drafter is not None and not config.deterministic
         self.tree = config.tree if drafter and isinstance(config.tree, int) and not self.auto else 0
-        self.choices = (Draft(self.block_size, self.tree),)
+        self.choices, self._small = (Draft(self.block_size, self.tree),), tuple[Draft, ...]()
         if drafter is not None and self.auto:
-            trees = tree_sizes(drafter.depth(self.block_size), wide=jax.default_backend() != "cpu")
+            sizes = tree_sizes(drafter.depth(self.block_size), wide=jax.default_backend() != "cpu")
             if isinstance(config.tree, int):
-                trees = (config.tree,) if config.tree else ()
-            chains = map(Draft, block_sizes(self.block_size))
-            self.choices = (*chains, *(Draft(self.block_size, nodes) for nodes in trees))
+                sizes = (config.tree,) if config.tree else ()
+            elif config.slots >= SMALL_ROWS:
+                self._small = small_trees(self.block_size)
+            trees = (*self._small, *(Draft(self.block_size, nodes) for nodes in sizes))
+            self.choices = (*map(Draft, block_sizes(self.block_size)), *trees)
         plain = (PLAIN,) if config.plain and drafter else ()
         self.programs = tuple(dict.fromkeys((*map(self.program, self.choices), *plain)))
         usual = self.program(Draft(self.block_size, self.tree))
@@ -56,6 +67,10 @@ class Drafts:
     def program(self, draft: Draft) -> Draft:
         """What `Slots.decode` is asked for: a block size of 1 is no speculation where there is a choice."""
         return PLAIN if self.auto and draft == Draft(1) else draft
+
+    def programs_of(self, rows: int) -> list[Draft]:
+        """Those of `programs` that there are for so many rows."""
+        return [draft for draft in self.programs if rows >= SMALL_ROWS or draft not in self._small]
 
     def _depth(self, draft: Draft) -> int:
         """Tokens that a step with this draft proposes for a row one after the other."""

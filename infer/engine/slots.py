@@ -109,7 +109,10 @@ class Slots:
     @property
     def names(self) -> list[Name]:
         """All large programs."""
-        return [*((draft, width) for width in self._widths for draft in self._drafts.programs), *self._prefills.shapes]
+        return [
+            *((draft, width) for width in self._widths for draft in self._drafts.programs_of(width)),
+            *self._prefills.shapes,
+        ]
 
     @property
     def first(self) -> list[Name]:

@@ -36,7 +36,8 @@ def choices():
     penalties = Penalties(
         jnp.asarray([1.0, 2.0, 0.5, 1, 1, 2.0]), jnp.full(B, 0.5), jnp.full(B, 0.25), jnp.zeros(B, jnp.int32)
     )
-    calibrated = {"sharpness": draw(5, 5, DEPTH), "greedy": jnp.asarray([1.0, 0.7, 1.4, 2.0, 3.0])}
+    reliability = jnp.stack([jnp.linspace(-1, 0.5, 2 * DEPTH), jnp.linspace(0.4, 1.6, 2 * DEPTH)], axis=-1)
+    calibrated = {"sharpness": draw(5, 5, DEPTH), "reliability": reliability.reshape(2, DEPTH, 2)}
     return {
         "plain": choice.replace(plain=True),
         "coupled": choice,

@@ -1,13 +1,15 @@
 """Constrained answers: the same with any drafter, tree and neighbours, and distributed as they must be."""
 
+import contextlib
 import dataclasses
+import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, load_drafter, load_target, replay, spec_generate
+from dflash_jax import Engine, Request, load_drafter, load_target, replay, spec_generate
 from dflash_jax.constraints.constraint import choice, json_schema, regex
 from dflash_jax.decoding.automata import Walk, empty_tables
 from dflash_jax.decoding.proposal import Proposal, make_block
@@ -18,9 +20,10 @@ from dflash_jax.infer.engine.constraints import Constraints
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.programs import decode_call
+from dflash_jax.infer.engine.requests import RequestError
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
-from tests.fakes import vocabulary
+from tests.fakes import schemas, vocabulary
 from tests.fakes.drafters import BigramDrafter
 
 SIZE, END = vocabulary.SIZE, vocabulary.END
@@ -105,6 +108,29 @@ def test_they_are_those_of_plain_decoding(kind, tree, directory, target, plain):
     for request, (tokens, reason) in zip(requests(), plain, strict=True):
         if reason == "stop" and request.params.constraint:
             assert tokens[-1] == END
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tree", [0, 7])
+def test_many_are_those_of_plain_decoding(kind, tree, directory, target):
+    """400 answers of each kind, chain and tree, under 300 schemas, beside a hundred without any."""
+    rng, constraints = random.Random(7), Constraints(target, 2**14)
+    params = SamplingParams(40, eos_token_ids=(END,), seed=3)
+    asked = []
+    while len(asked) < 400:
+        temperature, constraint = rng.choice((0.0, 0.8, 1.0)), None
+        if len(asked) % 4:
+            constraint = json_schema(schemas.schema(rng), compact=rng.random() < 0.3)
+        given = dataclasses.replace(params, temperature=temperature, constraint=constraint)
+        with contextlib.suppress(RequestError):  # a few schemas allow nothing, or too much
+            constraints.check(given)
+            asked.append(Request([rng.randrange(3, 60) for _ in range(3)], given, id=str(len(asked))))
+    expected = answers(target, None, asked, slots=8)
+    drafter = load_drafter(directory / kind, num_target_layers=4)
+    found = answers(target, drafter, asked, tree=tree, slots=8)
+    assert [i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]] == []
+    assert sum(reason == "stop" for _, reason in found) > 100
 
 
 @pytest.mark.lossless

@@ -19,11 +19,12 @@ from dflash_jax import (
     speculative_step,
     step_functions,
 )
-from dflash_jax.decoding.calibration import GREEDY, SHARPNESS, init_calibration
+from dflash_jax.decoding.calibration import MOST_LOGIT, SHARPNESS, Lessons, init_calibration
 from dflash_jax.decoding.proposal import Proposal, accept, make_block
 from dflash_jax.decoding.proposing import Options, grow
 from dflash_jax.decoding.selection import pick, rank
 from dflash_jax.decoding.tree import Ranked, best_nodes, levels_of, pruned
+from dflash_jax.infer.engine.chooser import Chains
 from tests import tiny
 
 B = 40  # cases at once
@@ -194,41 +195,69 @@ def test_acceptance_equals_a_walk():
     assert max(accepted.count) > 4
 
 
-def test_scores_are_those_of_the_choice_that_draft_and_target_share():
-    """P(the target takes v), if its scores differ from the draft's by Gumbel noise, given the noise that they share."""
-    rows, depth, V = 4, 3, 30
+@pytest.mark.parametrize("weights", [None, ((0.0, 1.0), (0.0, 1.0)), ((-0.5, 0.8), (-1.0, 0.4))])
+def test_scores_are_the_drafters_probabilities_as_far_as_they_are_reliable(weights):
+    """Those of a sharpness of 1, with the noise that draft and target share, whatever sharpness orders the tokens."""
+    rows, depth, V = 4, 3, 16
     logits = jax.random.normal(jax.random.key(2), (rows, depth, V)) * 2
+    reliability = None if weights is None else jnp.tile(jnp.asarray(weights)[:, None], (1, depth, 1))
     for temperature in (0.0, 0.7):
-        choice = tiny.choice_of(rows, depth, V, temperature).replace(nodes=V)
+        choice = tiny.choice_of(rows, depth, V, temperature).replace(nodes=V, reliability=reliability)
         scored = jax.jit(lambda own: (rank(own, logits, slice(depth))[0], pick(own, logits)))
+        a, b = (weights or ((0, 1), (0, 1)))[temperature > 0]
         for best, c in enumerate(SHARPNESS):
-            own = choice.replace(sharpness=jnp.full(depth, best), greedy=jnp.full(depth, 1.4))
+            own = choice.replace(sharpness=jnp.full(depth, best))
             ranked, picks = scored(own)
-            if temperature and np.isfinite(c):
-                expected = jax.nn.log_softmax(c * logits / temperature + own.noise[:, :depth])
-            else:
-                expected = jax.nn.log_softmax(1.4 * logits / (temperature or 1))
-            np.testing.assert_allclose(ranked.scores, -jnp.sort(-expected), atol=1e-5)
+            noise = own.noise[:, :depth] if temperature else 0
+            keys = logits / (temperature or 1)
+            order = np.argsort(-(c * keys + noise if np.isfinite(c) else keys), axis=-1)
+            p = np.take_along_axis(np.asarray(jax.nn.softmax(keys + noise)), order, axis=-1)
+            p = np.minimum.accumulate(p, axis=-1)  # none is likelier than one before it
+            p = np.clip(p, *(1 / (1 + np.exp([MOST_LOGIT, -MOST_LOGIT]))))
+            expected = 1 / (1 + np.exp(-a) * (1 / p - 1) ** b)
+            np.testing.assert_array_equal(ranked.tokens, order)
+            np.testing.assert_allclose(np.exp(ranked.scores), expected, rtol=2e-4, atol=1e-5)
             np.testing.assert_array_equal(ranked.tokens[..., 0], picks.tokens)
 
 
-def test_greedy_sharpness_is_learnt_by_likelihood():
-    """The target takes the tokens of softmax(2 x); draft scores are x."""
-    rows, depth, V = 200, 2, 20
-    x = jax.random.normal(jax.random.key(3), (rows, depth, V))
-    right = jax.random.categorical(jax.random.key(4), 2 * x)
+def test_a_place_has_sixteen_ranks_at_most():
+    """XLA sorts the whole vocabulary on GPUs for more."""
+    logits = jax.random.normal(jax.random.key(2), (2, 3, 50))
+    ranked, _ = rank(tiny.choice_of(2, 3, 50).replace(nodes=40), logits, slice(3))
+    assert ranked.tokens.shape == (2, 3, 16)
+    best = best_nodes(ranked, 40)
+    assert best.tokens.shape == (2, 40)
+    assert np.all(np.diff(best.scores) <= 0)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_how_reliable_a_drafter_is_is_learnt_by_logistic_regression(sampled):
+    """Tokens are right with probability sigmoid(a + b logit(p)); and of other depths and rows nothing is learnt."""
+    rng, rows, depth, ranks, rounds = np.random.default_rng(0), 300, 2, 4, 60
+    a, b, logits, outcomes = -0.7, 0.6, [], []
     calibration = init_calibration(depth)
-    assert calibration.greedy.tolist() == [1.0, 1.0]
-    choice = tiny.choice_of(rows, depth, V).replace(nodes=6)
-    _, lessons = jax.jit(lambda choice: rank(choice, x, slice(depth)))(choice)
-    judged, nobody = jnp.ones((rows, depth), bool).at[:, 1].set(False), jnp.zeros(rows, bool)
-    after = calibration.learn(lessons, right, None, judged, nobody)
-    assert after.greedy.tolist() == [2.0, 1.0]
-    each = [jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(c * x[:, 0]), right[:, :1], axis=1)) for c in GREEDY]
-    among = jnp.any(lessons.tokens[:, 0] == right[:, :1], axis=1)
-    assert 0 < jnp.mean(~among) < 0.5
-    assert after.likelihood[0, 3] >= each[3]  # all other tokens count as one
-    np.testing.assert_array_equal(calibration.learn(lessons, right, None, judged, ~nobody).likelihood, 0)
+    for _ in range(rounds):
+        z = np.sort(rng.normal(0, 2, (rows, depth, ranks)))[..., ::-1].astype(np.float32)
+        right = rng.random(z.shape) < 1 / (1 + np.exp(-a - b * z))
+        right[..., 1:] &= ~np.logical_or.accumulate(right, axis=-1)[..., :-1]  # one of them, at most
+        tokens = np.broadcast_to(np.arange(ranks, dtype=np.int32), z.shape)
+        chosen = np.where(right.any(-1), right.argmax(-1), -1).astype(np.int32)
+        judged = jnp.ones((rows, depth), bool).at[:, 1].set(False)
+        lessons = Lessons(None, jnp.asarray(tokens), jnp.asarray(z))
+        calibration = calibration.learn(lessons, jnp.asarray(chosen), None, judged, jnp.full(rows, sampled))
+        logits.append(z[:, 0])
+        outcomes.append(tokens[:, 0] == chosen[:, :1])
+    # The best a and b of all that was seen, by many Newton steps.
+    x = np.stack([np.ones(rows * rounds * ranks), np.concatenate(logits).reshape(-1)])
+    y, best = np.concatenate(outcomes).reshape(-1), np.array([0.0, 1.0])
+    for _ in range(30):
+        p = 1 / (1 + np.exp(-best @ x))
+        best = best + np.linalg.solve((x * p * (1 - p)) @ x.T, x @ (y - p))
+    learnt = np.asarray(calibration.weights)
+    np.testing.assert_allclose(learnt[int(sampled), 0], best, atol=0.05)
+    assert abs(best - [0, 1]).max() > 0.3
+    np.testing.assert_array_equal(learnt[1 - int(sampled), 0], [0, 1])
+    np.testing.assert_array_equal(learnt[:, 1], [[0, 1], [0, 1]])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -332,7 +361,7 @@ def test_a_choice_among_chains_and_trees(directory, target):
     chooser.choose = lambda rows: list(rows) and list(chooser.candidates)[rng.integers(len(chooser.candidates))]
     assert [done.token_ids for done in engine.generate(requests)] == expected
     assert min(engine.steps_by_block_size.values()) > 0
-    assert chooser.estimates.trees.ratio(9) > 0
+    assert chooser.estimates.trees.tokens(9, Chains(2.0, 2.0)) > 0
 
 
 def test_settings_that_do_not_go_together(directory, target):

@@ -13,6 +13,7 @@ from dflash_jax.benchmarks.compiled import collectives, launches
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.topologies import compiling_for, dtype_for
 from dflash_jax.chips import CHIPS
+from dflash_jax.decoding.selection import rank
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import BLOCK_OPTIONS, TRAINING_OPTIONS
 from dflash_jax.infer.engine.engine_config import EngineConfig
@@ -20,6 +21,7 @@ from dflash_jax.infer.engine.graphs import GRAPH_OPTIONS
 from dflash_jax.infer.engine.programs import decode_call
 from dflash_jax.kernels.block_attention.reference import slots_at_once
 from dflash_jax.mesh import make_mesh, parse_mesh
+from tests import tiny
 from tests.chips import SERVED, compile_attention, topology
 
 
@@ -57,6 +59,17 @@ def test_nothing_of_the_vocabularys_size_changes_places():
     found = collectives(program.as_text())
     assert {c["kind"] for c in found} <= {"all-reduce", "all-to-all"}
     assert max(c["bytes"] for c in found) <= 1.01 * 2 * (4 * 2560 * 4 * 16)  # two sums of hidden states at once
+
+
+@pytest.mark.parametrize("nodes", [15, 63])
+def test_no_tree_sorts_the_vocabulary(nodes):
+    place, size = SingleDeviceSharding(topology("h100")[0]), 151_936
+    choice = jax.eval_shape(lambda: tiny.choice_of(2, 15, size, 0.7).replace(nodes=nodes))
+    scores = jax.ShapeDtypeStruct((2, 15, size), jnp.float32)
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (choice, scores))
+    text = jax.jit(lambda choice, scores: rank(choice, scores, slice(15))[0]).lower(*given).compile().as_text()
+    assert "TopK" in text
+    assert not re.findall(rf"\[[\d,]*{size}\]\S* sort\(|\[[\d,]*{size}\].* sort\(", text)
 
 
 @pytest.mark.parametrize(

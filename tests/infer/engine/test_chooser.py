@@ -7,12 +7,14 @@ from dflash_jax import Engine
 from dflash_jax.infer.engine.chooser import (
     Acceptance,
     Candidate,
+    Chains,
     Chooser,
     Draft,
     Outcome,
     Trees,
     block_sizes,
     expected_tokens,
+    small_trees,
     tree_sizes,
 )
 from tests import tiny
@@ -74,16 +76,31 @@ def test_expected_tokens():
 
 def test_trees_are_known_by_what_was_seen_of_one():
     trees = Trees()
-    assert trees.ratio(0) == 1
-    assert trees.ratio(31) > trees.ratio(15) > 1.1  # untried ones promise enough to be tried
+    ratio = lambda nodes: trees.tokens(nodes, Chains(4.0, 4.0)) / 4.0
+    assert ratio(31) > ratio(15) > 1.1  # untried ones promise enough to be tried
     for _ in range(30):
-        trees.observe(31, 16 * 5.2, 16 * 4.0, 16, {15: 3.2, 31: 4.2})
-    assert trees.ratio(31) == pytest.approx(1.3)
-    assert trees.ratio(15) == pytest.approx(1.3 * 4.2 / 5.2)  # as its best nodes promised
+        trees.observe(31, 16 * 5.2, Chains(16 * 4.0, 16 * 4.0), 16, {15: 3.2, 31: 4.2})
+    assert ratio(31) == pytest.approx(1.3)
+    assert ratio(15) == pytest.approx(1.3 * 4.2 / 5.2)  # as its best nodes promised
     for _ in range(30):  # and now another one runs, and gains nothing
-        trees.observe(15, 16 * 4.0, 16 * 4.0, 16, {7: 2.0, 15: 3.2})
-    assert trees.ratio(15) == pytest.approx(1.0, abs=0.02)
-    assert trees.ratio(31) < 1.1
+        trees.observe(15, 16 * 4.0, Chains(16 * 4.0, 16 * 4.0), 16, {7: 2.0, 15: 3.2})
+    assert ratio(15) == pytest.approx(1.0, abs=0.02)
+    assert ratio(31) < 1.1
+
+
+def test_trees_of_shorter_blocks_are_parts_of_the_larger_ones():
+    trees, chains = Trees(), Chains(2.0, 2.5)  # of a short block, and of the longest
+    for _ in range(30):
+        trees.observe(15, 16 * 3.0, Chains(16 * 2.5, 16 * 2.5), 16, {3: 1.1, 5: 1.4, 7: 1.6, 15: 2.0})
+    assert trees.tokens(7, chains) == pytest.approx(3.0 * 2.6 / 3.0)
+    assert trees.tokens(5, chains) == pytest.approx(3.0 * 2.4 / 3.0)
+    for _ in range(30):  # of the short block's own tree: what is known of it, and what follows for the larger one
+        trees.observe(5, 16 * 2.2, Chains(16 * 2.0, 16 * 2.5), 16, {3: 1.1, 5: 1.4})
+    assert trees.tokens(5, chains) == pytest.approx(2.2, abs=0.01)
+    assert trees.tokens(3, chains) == pytest.approx(2.2 * 2.1 / 2.4, abs=0.01)
+    assert trees.tokens(15, Chains(2.5, 2.5)) == pytest.approx(2.2 / 2.0 * 2.5, rel=0.1)
+    assert small_trees(16) == (Draft(8, 7), Draft(8, 5), Draft(4, 3))
+    assert small_trees(8) == (Draft(4, 3),)
 
 
 @pytest.mark.parametrize("gain", [0.9, 1.0, 1.15, 1.3])
