@@ -179,6 +179,14 @@ def local_rows(rows: jax.Array | None, count: int, held: Any) -> tuple[jax.Array
     return jnp.clip(at, 0, count - 1), (at >= 0) & (at < count)
 
 
+def local_pages(pages: jax.Array, count: int, held: Any) -> tuple[jax.Array, jax.Array]:
+    """The same of the pages [B, M] of rows, all of a row on one device; those of a row that lies elsewhere are 0."""
+    at, inside = local_rows(pages, count, held)
+    assert at is not None
+    here = jnp.broadcast_to(inside, pages.shape)[:, 0]
+    return jnp.where(here[:, None], at, 0), here
+
+
 def owned_rows(rows: jax.Array, owned: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of a block's rows those that this device holds, all different, as a writer wants them; see `local_rows`.
 

@@ -1,8 +1,8 @@
 """The one attention of the project: drafting, verifying, plain decoding and prefill.
 
-Shapes: B rows, T queries, F fresh keys of the block, S cache slots, N query heads, K key-value heads, H head dim of
-queries and keys, Hv head dim of values, G queries that share a key-value head (N // K heads at T positions). A block
-that attends to itself has T = F.
+Shapes: B rows, T queries, F fresh keys of the block, S cache slots, M pages of a row, N query heads, K key-value heads,
+H head dim of queries and keys, Hv head dim of values, G queries that share a key-value head (N // K heads at T
+positions). A block that attends to itself has T = F.
 """
 
 from functools import partial
@@ -18,6 +18,7 @@ from dflash_jax.mesh import (
     constrain,
     current_mesh,
     from_owner,
+    local_pages,
     local_rows,
     on_each_device,
     split_cache,
@@ -63,6 +64,7 @@ def attend(
     sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
     rows: Int[Array, " B"] | None = None,
+    pages: Int[Array, "B M"] | None = None,
     starts: Int[Array, "B T"] | None = None,
     key_positions: Int[Array, "B F"] | None = None,
     up: Float[Array, "N U C"] | None = None,
@@ -95,6 +97,8 @@ def attend(
         scale: of the scores, `H ** -0.5` by default.
         rows: cache row of each row of the block, all different; None if the block has every row, in order. Where a mesh
             splits the cache into parts and B is a multiple of them, so is the block: each part has rows of its own.
+        pages: of a cache in pages, in the place of `rows`: which of the cache's rows hold the first S positions of each
+            row of the block, the next S, and so on. Pages beyond the row's length may be any.
         starts: a query sees no position before this one, the first of its document (packed documents, to which
             each position of the block belongs likewise); None is 0.
         key_positions: absolute positions of the fresh keys; None where they are those of the queries. Only a window and
@@ -121,14 +125,16 @@ def attend(
         cache_k, cache_v = (jnp.zeros((*cache_k.shape[:1], *x.shape[1:2], 0, x.shape[3]), x.dtype) for x in (k, v))
         up = None
     if up is not None:
+        assert pages is None, "latents that are expanded lie in rows"
         cache_k, rows = _on_all_heads(cache_k, rows, q.shape[0])
-    cache_rows, block_rows, cache_heads, heads = _axes(cache_k, rows, q.shape[0], latent=up is not None)
+    whole = rows is None and pages is None
+    cache_rows, block_rows, cache_heads, heads = _axes(cache_k, q.shape[0], whole=whole, latent=up is not None)
     queries, keys = P(block_rows, None, heads), P(block_rows, heads and split_evenly(k.shape[1], heads))
     by_row, by_head = P(block_rows), P(heads)
     kind = visible if isinstance(visible, str) else "one for each row" if visible.ndim == 3 else "one for all rows"
     options = {"visible": kind, "window": window, "softcap": softcap, "scale": factor, "apart": cache_v is not None}
     given = {"sinks": sinks is not None, "starts": starts is not None, "joined": joined is not None}
-    trial = partial(Trial.of, **given, **options)
+    trial = partial(Trial.of, pages=None if pages is None else pages.shape[1], **given, **options)
     chosen_for = partial(choose, implementation=implementation, call=attend)
     alone = isinstance(visible, str) and visible == "causal" and cache_k.shape[2] == 0 and key_positions is None
     among = ALONE if softcap is None else ALONE_CAPPED
@@ -147,21 +153,23 @@ def attend(
         low = jnp.maximum(0 if low is None else low, positions - window + 1)
     serving = IMPLEMENTATIONS if up is None else EXPANDING
 
-    def local(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows):
+    def local(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows, pages):
         arrays = q, v, cache_k, cache_v
         chosen = chosen_for(serving, *arrays, trial=trial(*arrays[:3]))
         rows, here = local_rows(rows, cache_k.shape[0], cache_rows)
+        if pages is not None:
+            pages, here = local_pages(pages, cache_k.shape[0], cache_rows)
         lengths = jnp.where(here, lengths, 0)
         more = {} if up is None else {"up": up}
         if chosen is mosaic_gpu:
             more = {"joined": joined}
-        out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, rows, **more)
+        out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, rows, pages, **more)
         return from_owner(out, here, _without(cache_rows, block_rows))
 
     masks, caches = P(block_rows if mask.shape[0] > 1 else None), P(cache_rows, cache_heads)
-    specs = (queries, keys, keys, caches, caches, by_head, by_row, by_row, masks, by_head, by_row)
+    specs = (queries, keys, keys, caches, caches, by_head, by_row, by_row, masks, by_head, by_row, by_row)
     run = on_each_device(local, specs, queries)
-    return run(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows)
+    return run(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows, pages)
 
 
 def together(
@@ -180,16 +188,17 @@ _Axes = tuple[str, ...] | None  # of a mesh, over which something is split
 
 
 def _axes(
-    cache_k: Float[Array, "R _ S _"], rows: Int[Array, " B"] | None, count: int, *, latent: bool
+    cache_k: Float[Array, "R _ S _"], count: int, *, whole: bool, latent: bool
 ) -> tuple[_Axes, _Axes, _Axes, _Axes]:
     """The mesh axes of the cache's rows, the block's rows, the cache's heads and the queries' heads.
 
     Args:
         count: rows of the block.
+        whole: whether they are those of the cache, in order.
         latent: whether the cache holds latents that each device makes keys and values of its own heads from.
     """
     cache_rows, cache_heads = (split_rows(cache_k.shape[0]), None) if latent else split_cache(*cache_k.shape[:2])
-    block_rows = cache_rows if rows is None else split_rows(count) if cache_rows else None
+    block_rows = cache_rows if whole else split_rows(count) if cache_rows else None
     return cache_rows, block_rows, cache_heads, _without(HEADS, cache_rows) or None
 
 

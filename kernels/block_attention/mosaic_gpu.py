@@ -111,6 +111,7 @@ def attend(
     softcap: float | None,
     sinks: Float[Array, " N"] | None,
     rows: Int[Array, " B"] | None,
+    pages: Int[Array, "B M"] | None,
     joined: Joined | None,
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block.
@@ -120,8 +121,10 @@ def attend(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     B, T, N, H = q.shape
-    K, S, F, Hv = *cache_k.shape[1:3], *v.shape[2:]
-    G, Q = N // K, N // K * T
+    K, page, F, Hv = *cache_k.shape[1:3], *v.shape[2:]
+    if pages is None:  # a row is one page
+        pages = (jnp.arange(B) if rows is None else rows)[:, None]
+    S, G, Q = page * pages.shape[1], N // K, N // K * T
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
     bounds, mask = jnp.tile(bounds, (1, G)), jnp.tile(mask, (1, G, 1))
     tiles, block_chunks, width = _tiles(Q, F)
@@ -139,7 +142,7 @@ def attend(
     depth = max(2, min(6, STAGE_BYTES // (CHUNK * (H + Hv) * q.dtype.itemsize), S // CHUNK))
     first = jnp.where(lengths > S, 0, jnp.minimum(jnp.min(low[:, :Q], axis=1), lengths) // CHUNK)
     chunks = jnp.maximum(0, -(-jnp.minimum(lengths, S) // CHUNK) - first)
-    scalars = jnp.stack([lengths, first, chunks, jnp.arange(B) if rows is None else rows], axis=1).astype(jnp.int32)
+    scalars = jnp.concatenate([jnp.stack([lengths, first, chunks], axis=1), pages], axis=1).astype(jnp.int32)
 
     result = jax.ShapeDtypeStruct((B, K, splits, tiles * ROWS), jnp.float32)
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -153,6 +156,7 @@ def attend(
     }
     options = {
         "slots": S,
+        "page": page,
         "width": width,
         "block_chunks": block_chunks,
         "depth": depth,
@@ -204,11 +208,11 @@ def _merged(
 def _kernel(
     plgpu, scalars, low, mask, q, k, v, cache_k, cache_v, out, out_top, out_total,
     *, q_smem, k_smem, v_smem, low_smem, arrived, q_arrived,
-    slots, width, block_chunks, depth, splits, places, scale, softcap,
+    slots, page, width, block_chunks, depth, splits, places, scale, softcap,
 ):  # fmt: skip
     """One stretch of one row's cache, for a tile of queries of one key-value head: see the module."""
     b, head, tile, split = (jax.lax.axis_index(name) for name in ("b", "k", "tile", "split"))
-    length, first, chunks, row = (scalars[b, i] for i in range(4))
+    length, first, chunks = (scalars[b, i] for i in range(3))
     rows, (C, Hv) = pl.ds(tile * ROWS, ROWS), v_smem.shape[1:]
     share = jax.lax.div(chunks + splits - 1, jnp.int32(splits))
     begin = first + jnp.minimum(split * share, chunks)
@@ -225,8 +229,12 @@ def _kernel(
 
         @pl.when(i < count)
         def _():
-            at = pl.ds((begin + i) * C, C)
-            copy(cache_k.at[row, head, at], cache_v.at[row, head, at], C)
+            which, within = 0, begin + i
+            if page < slots:
+                which = jax.lax.div(begin + i, jnp.int32(page // C))
+                within = begin + i - which * (page // C)
+            of_row, at = scalars[b, 3 + which], pl.ds(within * C, C)
+            copy(cache_k.at[of_row, head, at], cache_v.at[of_row, head, at], C)
 
         @pl.when((i >= count) & (i < end))
         def _():

@@ -59,16 +59,19 @@ def attend(
     softcap: float | None,
     sinks: Float[Array, " N"] | None,
     rows: Int[Array, " B"] | None,
+    pages: Int[Array, "B M"] | None,
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block."""
     B, T, N, H = q.shape
-    K, S, F, Hv = *cache_k.shape[1:3], *v.shape[2:]
-    G = N // K
+    K, page, F, Hv = *cache_k.shape[1:3], *v.shape[2:]
+    if pages is None:  # a row is one page
+        pages = (jnp.arange(B) if rows is None else rows)[:, None]
+    M, G = pages.shape[1], N // K
     heads = _heads(B, K)
     tile = T if T * G <= ROWS else max(1, ROWS // G)  # positions of a tile of queries
     tiles = -(-T // tile)
     more, height = tiles * tile - T, tile * G
-    chunk = _chunk(S, heads * (H if cache_v is None else H + Hv) * q.dtype.itemsize)
+    S, chunk = M * page, _chunk(page, heads * (H if cache_v is None else H + Hv) * q.dtype.itemsize)
 
     def fold(x: Array) -> Array:
         """[b, T, n, X] -> [b, tiles, n, tile, X]; positions added at the end see nothing."""
@@ -91,9 +94,11 @@ def attend(
     sink = jnp.repeat(sink, tile, axis=1)[..., None]
 
     def cache_spec(width: int, turned: bool) -> pl.BlockSpec:
-        def index(b, h, r, i, lengths, first, count, rows):
+        def index(b, h, r, i, lengths, first, count, pages):
             at = first[b] + jnp.clip(i, 0, jnp.maximum(count[b] - 1, 0))
-            return (rows[b], h, 0, at) if turned else (rows[b], h, at, 0)
+            which, at = (0, at) if M == 1 else (jax.lax.div(at, page // chunk), jax.lax.rem(at, page // chunk))
+            of_row = pages[b * M + which]
+            return (of_row, h, 0, at) if turned else (of_row, h, at, 0)
 
         return pl.BlockSpec((None, heads, *((width, chunk) if turned else (chunk, width))), index)
 
@@ -130,7 +135,7 @@ def attend(
         lengths.astype(jnp.int32),
         first,
         count,
-        jnp.arange(B, dtype=jnp.int32) if rows is None else rows,
+        pages.reshape(-1).astype(jnp.int32),
         queries,
         per_query(bounds[..., None]),
         per_query(mask.astype(jnp.int32)),

@@ -34,6 +34,7 @@ def attend(
     softcap: float | None,
     sinks: Float[Array, " N"] | None,
     rows: Int[Array, " B"] | None,
+    pages: Int[Array, "B M"] | None = None,
     up: Float[Array, "N U C"] | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block.
@@ -41,7 +42,8 @@ def attend(
     Online softmax: block and first chunk of the cache together, then chunk by chunk.
     """
     B, T, N, H = q.shape
-    K, S, F, Hv = k.shape[1], cache_k.shape[2], *v.shape[2:]
+    K, (F, Hv), page = k.shape[1], v.shape[2:], cache_k.shape[2]
+    S = page if pages is None else page * pages.shape[1]
     if S == 0 and K > 1 and B * N * T * F > MOST_SCORES:  # a long block alone, as in training: a head at a time
         by_head = lambda x: jnp.moveaxis(x, 1, 0)[:, :, None]
         queries = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 2, 0)
@@ -55,6 +57,8 @@ def attend(
         return jnp.moveaxis(jax.lax.map(one, (parts, sink)), 0, 2).reshape(B, T, N, Hv)
     width = H if cache_v is None and up is None else H + Hv  # of a slot, for each head
     chunk = min(S, slots_at_once(B * K * width * cache_k.dtype.itemsize, B * N * T))
+    if pages is not None:
+        chunk = max(1, chunk // page) * page
     queries = N // K * T  # of one key-value head, group by group
     q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, queries, H)
 
@@ -68,11 +72,11 @@ def attend(
         seen = jnp.broadcast_to(valid[:, None, :], (B, T, chunk))
         if low is not None:
             seen = seen & (held[:, None, :] >= low[:, :, None])
-        keys = _slots(cache_k, rows, start, chunk)
+        keys = _slots(cache_k, rows, pages, start, chunk)
         if up is not None:
             keys, values = expand(keys, up, H)
         else:
-            values = keys[..., :Hv] if cache_v is None else _slots(cache_v, rows, start, chunk)
+            values = keys[..., :Hv] if cache_v is None else _slots(cache_v, rows, pages, start, chunk)
         values = jnp.where(valid[:, None, :, None], values, 0)  # unwritten slots may hold anything, even NaN
         return keys, values, seen
 
@@ -154,12 +158,19 @@ def slots_at_once(slot_bytes: int, queries: int) -> int:
 
 
 def _slots(
-    cache: Float[Array, "R K S H"], rows: Int[Array, " B"] | None, start: Int[Array, ""], count: int
+    cache: Float[Array, "R K S H"],
+    rows: Int[Array, " B"] | None,
+    pages: Int[Array, "B M"] | None,
+    start: Int[Array, ""],
+    count: int,
 ) -> Float[Array, "B K C H"]:
-    """So many slots of these rows from `start` on."""
+    """So many slots of these rows, or of the pages of rows, from `start` on."""
+    _, K, size, H = cache.shape
+    if pages is not None:
+        of_chunk = jax.lax.dynamic_slice_in_dim(pages, start // size, count // size, axis=1)
+        return cache[of_chunk].swapaxes(1, 2).reshape(-1, K, count, H)
     if rows is None:
         return jax.lax.dynamic_slice_in_dim(cache, start, count, axis=2)
-    _, K, _, H = cache.shape
     one = lambda row: jax.lax.dynamic_slice(cache, (row, 0, start, 0), (1, K, count, H))
     return jnp.concatenate([one(rows[b]) for b in range(rows.shape[0])])
 

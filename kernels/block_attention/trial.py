@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ..pages import in_pages
 from ..verify import TOLERANCE
 from .mosaic_gpu import TILE, join
 
@@ -34,6 +35,7 @@ class Trial(NamedTuple):
         sinks, starts: whether there are any.
         apart: whether the cache has values, besides its keys.
         joined: whether the block is in one array (see `api.together`).
+        page: slots of a page, of a cache in pages.
     """
 
     rows: int
@@ -53,16 +55,26 @@ class Trial(NamedTuple):
     starts: bool
     apart: bool = True
     joined: bool = False
+    page: int | None = None
 
     @classmethod
     def of(
-        cls, q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"], cache_k: Float[Array, "R _ S _"], **options: Any
+        cls,
+        q: Float[Array, "B T N H"],
+        v: Float[Array, "B K F Hv"],
+        cache_k: Float[Array, "R _ S _"],
+        pages: int | None = None,
+        **options: Any,
     ) -> "Trial":
-        """The trial of a call with arrays of these shapes."""
+        """The trial of a call with arrays of these shapes, and so many pages of a row."""
         (B, T, N, H), (K, F, Hv), slots = q.shape, v.shape[1:], cache_k.shape[2]
+        if pages is not None:
+            options["page"], slots = slots, slots * pages
         if slots:
             fits = max(LEAST, BYTES // (K * (H + Hv) * q.dtype.itemsize)) // 128 * 128
-            slots = slots if slots < LEAST else fits + slots % 128
+            if slots >= LEAST:
+                step = options.get("page") or 128
+                slots = -(-fits // step) * step + slots % step
             widths = WIDTHS if options["visible"] in ("causal", "full") else TREE_WIDTHS
             wider = next((width for width in widths if width >= T), T)
             if options.get("joined") and T % TILE and wider > 1:
@@ -109,6 +121,10 @@ class Trial(NamedTuple):
             return jnp.pad(x, ((1, 0), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan)
 
         cache = _Entry(cached(keys[0], self.H), cached(keys[1], self.Hv) if self.apart else None)
+        where = {"rows": B - jnp.arange(B)}
+        if self.page is not None:
+            cache, pages = in_pages(cache, self.page, keys[3])
+            where = {"pages": pages[where["rows"]]}
         at = lengths[:, None] + jnp.arange(F)[None]
         documents = jnp.where(jnp.arange(F)[None] < F // 3, lengths[:, None] // 2, at[:, F // 3][:, None])
         visible: Any = self.visible
@@ -127,7 +143,7 @@ class Trial(NamedTuple):
             softcap=self.softcap,
             sinks=jax.random.normal(keys[3], (self.N,), self.dtype) if self.sinks else None,
             scale=self.scale,
-            rows=B - jnp.arange(B),
+            **where,
             starts=documents[:, F - T :] if self.starts else None,
             key_positions=None if T == F else at,
             joined=join(q, k, v) if self.joined else None,

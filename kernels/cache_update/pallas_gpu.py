@@ -33,12 +33,14 @@ def append(
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
     rows: Int[Array, " B"] | None,
+    pages: Int[Array, "B M"] | None,
     path: Int[Array, "B J"] | None,
     ring: bool,
 ) -> list[Float[Array, "R K S _"]]:
     """See `api.append`."""
-    rows = jnp.arange(lengths.shape[0]) if rows is None else rows
-    scalars = [x.astype(jnp.int32) for x in (lengths, kept, rows, *(() if path is None else (path,)))]
+    if pages is None:  # a row is one page
+        pages = (jnp.arange(lengths.shape[0]) if rows is None else rows)[:, None]
+    scalars = [x.astype(jnp.int32) for x in (lengths, kept, pages, *(() if path is None else (path,)))]
     done: list[Array] = []
     for begin in range(0, len(caches), MOST):
         part = slice(begin, begin + MOST)
@@ -66,14 +68,15 @@ def _append(caches: Sequence[Array], blocks: Sequence[Part], scalars: Sequence[A
 
 
 def _kernel(
-    lengths: Ref, kept: Ref, rows: Ref, *refs: Ref,
+    lengths: Ref, kept: Ref, pages: Ref, *refs: Ref,
     places: Sequence[tuple[int, int]], written: int, tile: int, ring: bool,
 ) -> None:  # fmt: skip
     """A tile of positions of one head of a row, for one of the arrays."""
     count = len(places)
     *path, sources, outs = *refs[: -3 * count], refs[-3 * count : -2 * count], refs[-count:]
     array, b, place = (pl.program_id(axis) for axis in range(3))
-    slots, tiles = outs[0].shape[2], pl.cdiv(written, tile)
+    page, of_row, tiles = outs[0].shape[2], pages.shape[1], pl.cdiv(written, tile)
+    slots = page * of_row
     head, t = place // tiles, place % tiles * tile + jnp.arange(tile)
     count_kept = jnp.minimum(kept[b], written)
     slot, inside = lengths[b] + t, t < count_kept
@@ -83,6 +86,10 @@ def _kernel(
     else:
         inside &= slot < slots
     from_ = plgpu.load(path[0].at[b, t], mask=inside, other=0) if path else t
+    row = pages[b, 0]
+    if of_row > 1:
+        which = jax.lax.div(slot, jnp.int32(page))
+        row, slot = plgpu.load(pages.at[b, which], mask=inside, other=0)[:, None], slot - page * which
 
     for i, (source, out, (first, every)) in enumerate(zip(sources, outs, places, strict=True)):
 
@@ -92,4 +99,4 @@ def _kernel(
             column = jnp.arange(pl.next_power_of_2(width))[None]
             mask = inside[:, None] & (column < width)
             found = plgpu.load(source.at[b, (first + head * every + from_)[:, None], column], mask=mask, other=0)
-            plgpu.store(out.at[rows[b], head, slot[:, None], column], found, mask=mask)
+            plgpu.store(out.at[row, head, slot[:, None], column], found, mask=mask)

@@ -1,6 +1,6 @@
 """TPU implementation. XLA's scatter wants a layout of its own and copies the whole cache into it, twice a step.
 
-Of each row, the one or two aligned windows of slots that the block falls into are read, changed and written back. A
+Of each row, the aligned windows of slots that the block falls into are read, changed and written back. A
 product with a 0/1 matrix moves the block to its slots: positions shift by any amount, and every sum has one term.
 """
 
@@ -36,21 +36,27 @@ def append(
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
     rows: Int[Array, " B"] | None,
+    pages: Int[Array, "B M"] | None,
     ring: bool,
 ) -> list[Float[Array, "R K S _"]]:
     """See `api.append`."""
-    rows = jnp.arange(lengths.shape[0], dtype=jnp.int32) if rows is None else rows
-    scalars = lengths.astype(jnp.int32), kept.astype(jnp.int32), rows
+    if pages is None:  # a row is one page
+        pages = (jnp.arange(lengths.shape[0]) if rows is None else rows)[:, None]
+    scalars = lengths.astype(jnp.int32), kept.astype(jnp.int32), pages.astype(jnp.int32)
     return [_append(cache, block, scalars, ring) for cache, block in zip(caches, blocks, strict=True)]
 
 
 def _append(cache: Array, block: Array, scalars: tuple[Array, ...], ring: bool) -> Array:
     turned, window = _turned(cache), _window(cache, block)
-    (B, K, T, H), S = block.shape, cache.shape[2]
+    (lengths, kept, pages), (B, K, T, H), page = scalars, block.shape, cache.shape[2]
+    M = pages.shape[1]
+    S, of_page = M * page, page // window
 
-    def of_cache(b, j, lengths, kept, rows):
+    def of_cache(b, j, lengths, kept, pages):
         at = _place(lengths[b], j, window, S, ring)
-        return (rows[b], 0, 0, at) if turned else (rows[b], 0, at, 0)
+        which, at = (0, at) if M == 1 else (jax.lax.div(at, of_page), jax.lax.rem(at, of_page))
+        row = pages[b * M + which]
+        return (row, 0, 0, at) if turned else (row, 0, at, 0)
 
     spec = pl.BlockSpec((None, K, H, window) if turned else (None, K, window, H), of_cache)
     view = in_hbm(cache.swapaxes(2, 3) if turned else cache)
@@ -58,7 +64,7 @@ def _append(cache: Array, block: Array, scalars: tuple[Array, ...], ring: bool) 
         partial(_kernel, slots=S, window=window, turned=turned, ring=ring),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(B, 2),
+            grid=(B, min(pl.cdiv(T, window) + 1, S // window)),
             in_specs=[pl.BlockSpec((None, K, T, H), lambda b, j, *_: (b, 0, 0, 0)), spec],
             out_specs=spec,
         ),
@@ -66,16 +72,16 @@ def _append(cache: Array, block: Array, scalars: tuple[Array, ...], ring: bool) 
         input_output_aliases={4: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         name="cache_update",
-    )(*scalars, block, view)
+    )(lengths, kept, pages.reshape(-1), block, view)
     return out.swapaxes(2, 3) if turned else out
 
 
-def _kernel(lengths, kept, rows, block, cache, out, *, slots, window, turned, ring):
+def _kernel(lengths, kept, pages, block, cache, out, *, slots, window, turned, ring):
     """Row b, its j-th window."""
     b, j = pl.program_id(0), pl.program_id(1)
     length, T = lengths[b], block.shape[1]
     at = _place(length, j, window, slots, ring)
-    fresh = (j == 0) | (at != _place(length, 0, window, slots, ring))
+    fresh = (j == 0) | (at != _place(length, j - 1, window, slots, ring))
 
     def moved(axis):
         """Whether block position t goes to slot s of the window; s lies along `axis`."""
@@ -83,9 +89,10 @@ def _kernel(lengths, kept, rows, block, cache, out, *, slots, window, turned, ri
         slot = at * window + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
         t = jax.lax.broadcasted_iota(jnp.int32, shape, 1 - axis)
         target = length + t
-        return (slot == (jax.lax.rem(target, jnp.int32(slots)) if ring else target)) & (t < kept[b])
+        hit = (slot == (jax.lax.rem(target, jnp.int32(slots)) if ring else target)) & (t < kept[b])
+        return hit & (t >= kept[b] - slots) if ring and slots < T else hit
 
-    @pl.when(fresh)  # else the window of j = 0 is still held, and already changed
+    @pl.when(fresh)  # else the window before is still held, and already changed
     def _():
         move = moved(1 if turned else 0)
         hit = jnp.sum(move.astype(jnp.float32), axis=0 if turned else 1, keepdims=True) > 0
@@ -109,8 +116,10 @@ def _turned(cache: Array) -> bool:
 
 
 def _window(cache: Array, block: Array) -> int:
-    """Slots of a window, no fewer than the block's: a power of two, so that one number of slots suits all widths."""
-    return max(LANES if _turned(cache) else SUBLANES, 1 << (block.shape[2] - 1).bit_length())
+    """Slots of a window: those of the block, a power of two, so that one number of slots suits all widths, but no more
+    than those of a small page."""
+    least = LANES if _turned(cache) else SUBLANES
+    return max(least, min(cache.shape[2] & -cache.shape[2], 1 << (block.shape[2] - 1).bit_length()))
 
 
 def _place(length, j, window: int, slots: int, ring: bool):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ..pages import in_pages
 from .part import Part
 
 ARRAYS = 4  # of a trial, at most: keys and values of two layers
@@ -19,6 +20,7 @@ class Trial(NamedTuple):
     Attributes:
         widths: the last axis of each array.
         inside: whether the blocks lie in larger arrays (see `part`).
+        page: slots of a page, of caches in pages.
         path: how many positions of the block are written in an order of their own; None takes them as they are.
     """
 
@@ -31,6 +33,7 @@ class Trial(NamedTuple):
     ring: bool
     path: int | None = None
     inside: bool = False
+    page: int | None = None
 
     @classmethod
     def of(
@@ -40,13 +43,17 @@ class Trial(NamedTuple):
         ring: bool,
         path: int | None = None,
         inside: bool = False,
+        pages: int | None = None,
     ) -> "Trial":
-        """The trial of a call with arrays of these shapes."""
-        (B, K, T, _), slots = blocks[0].shape, caches[0].shape[2]
+        """The trial of a call with arrays of these shapes, and so many pages of a row."""
+        (B, K, T, _), slots, page = blocks[0].shape, caches[0].shape[2], None
+        if pages is not None:
+            page, slots = slots, slots * pages
         step = 128 << max(0, (T - 1).bit_length() - 7)  # a multiple of all windows that an implementation may write
         widths = tuple(x.shape[3] for x in caches[:ARRAYS])
         slots = slots if slots % step else min(slots, 4 * step)
-        return cls(min(B, 2), T, K, widths, slots, str(blocks[0].dtype), ring, path, inside)
+        slots = slots if page is None else -(-slots // page) * page
+        return cls(min(B, 2), T, K, widths, slots, str(blocks[0].dtype), ring, path, inside, page)
 
     @property
     def tolerance(self) -> float:
@@ -74,7 +81,10 @@ class Trial(NamedTuple):
             caches, blocks = map(list, zip(*pairs, strict=True))
             blocks = [self._part(block) for block in blocks] if self.inside else blocks
             rows = self.rows - jnp.arange(self.rows)
-            return call(caches, blocks, lengths, kept, rows, path=path, ring=self.ring)
+            if self.page is None:
+                return call(caches, blocks, lengths, kept, rows, path=path, ring=self.ring)
+            caches, pages = in_pages(caches, self.page, key)
+            return call(caches, blocks, lengths, kept, pages=pages[rows], path=path, ring=self.ring)
 
         return jax.jit(update)(jax.random.key(0))
 

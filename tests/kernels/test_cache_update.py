@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.kernels.cache_update import Part, append, pallas_gpu, pallas_tpu, room
 from dflash_jax.kernels.cache_update.trial import Trial
+from dflash_jax.kernels.pages import in_pages, in_rows
 from tests.chips import topology
 
 
@@ -65,6 +66,40 @@ def test_equals_a_loop(implementation, ring, widths, S, T, lengths, kept):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "tpu", "gpu"])
+@pytest.mark.parametrize(("widths", "page", "T"), [((128, 128), 32, 5), ((128,), 32, 70), ((64, 24), 128, 140)])
+@pytest.mark.parametrize("J", [None, 3])
+def test_rows_in_pages(implementation, widths, page, T, J):
+    """A block over the border of a page, over several pages, at the end of the last one; and a row that keeps nothing.
+    Pages that a row does not have yet are page 0, and nobody's."""
+    if implementation == "tpu" and 24 in widths:
+        widths = (64, 64)
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32))
+    S, K, B = 4 * page, 2, 4
+    lengths, kept = [page - 3, 2 * page + 1, S - 4, 7], [min(T, 2 * page), min(T, page), T, 0]
+    caches, blocks = [draw(5, K, S, w) for w in widths], [draw(B, K, T, w) for w in widths]
+    path = None if J is None else np.tile(np.asarray([0, 2, 3], np.int32), (B, 1))
+    kept = kept if J is None else [min(J, count) for count in kept]
+    rows = [3, 1, 4, 2]  # the first is nobody's
+    ordered = blocks if path is None else [x[:, :, path[0]] for x in blocks]
+    wanted = [expected(c, x, lengths, kept, rows, False) for c, x in zip(caches, ordered, strict=True)]
+    paged, pages = in_pages(caches, page, jax.random.key(1))
+    swap = int(pages[0, 0])  # page 0 becomes one of the first row's
+    pages = jnp.where(pages == 0, -1, pages)
+    pages = jnp.where(pages == swap, 0, pages)
+    pages = jnp.where(pages == -1, swap, pages)
+    paged = [x.at[jnp.asarray([0, swap])].set(x[jnp.asarray([swap, 0])]) for x in paged]
+    of_rows = np.asarray(pages)[rows]
+    for b, (length, count) in enumerate(zip(lengths, kept, strict=True)):
+        of_rows[b, -(-(length + count) // page) :] = 0
+    more = {} if path is None else {"path": jnp.asarray(path)}
+    given = blocks, jnp.asarray(lengths), jnp.asarray(kept)
+    got = in_rows(called(implementation, paged, *given, pages=jnp.asarray(of_rows), **more), pages)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(a[1:], b[1:])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "tpu", "gpu"])
 def test_a_cache_without_values(implementation):
     """Of latents: one head, as wide as no other."""
     rng = np.random.default_rng(0)
@@ -111,10 +146,11 @@ def test_no_more_is_kept_than_there_is(implementation, J):
     assert float(jnp.sum(got)) == 2 * 2 * 64 * (J or 5)
 
 
+@pytest.mark.parametrize("page", [None, 64])
 @pytest.mark.parametrize("path", [None, 3])
-def test_trials_read_what_they_should(path):
+def test_trials_read_what_they_should(path, page):
     """Of blocks inside other arrays, in the order of a path; NaN lies around them."""
-    trial = Trial(2, 5, 2, (64, 64), 128, "float32", False, path, True)
+    trial = Trial(2, 5, 2, (64, 64), 128, "float32", False, path, True, page)
     first = trial.run(partial(append, implementation="xla"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
@@ -160,9 +196,9 @@ def test_small_caches_stay_as_they_are():
 
 
 def test_what_is_not_rounded_is_declined():
-    """1152 slots are whole tiles, but not whole chunks."""
-    cache, block, one = jnp.zeros((1, 1, 1152, 64)), jnp.zeros((1, 1, 256, 64)), jnp.ones(1, jnp.int32)
-    with pytest.raises(ValueError, match="1152 slots; it serves multiples of 256"):
+    """1160 slots are not whole tiles."""
+    cache, block, one = jnp.zeros((1, 1, 1160, 64)), jnp.zeros((1, 1, 256, 64)), jnp.ones(1, jnp.int32)
+    with pytest.raises(ValueError, match="1160 slots; it serves multiples of 128"):
         append([cache] * 2, [block] * 2, one, one, implementation="tpu")
 
 

@@ -20,6 +20,7 @@ from dflash_jax.kernels import tensor_cores
 from dflash_jax.kernels.block_attention import attend, expand, mosaic_gpu, pallas_tpu
 from dflash_jax.kernels.block_attention.reference import slots_at_once
 from dflash_jax.kernels.dispatch import using
+from dflash_jax.kernels.pages import in_pages
 from dflash_jax.kernels.shapes import SHAPES, Shape
 
 INTERPRETED = {"xla": nullcontext, "tpu": lambda: pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())}
@@ -77,7 +78,7 @@ def dense(shape: Shape, q, k, v, cache_k, cache_v, positions, lengths, sinks, ma
     return np.einsum("bnts,bnsh->btnh", p / p.sum(axis=-1, keepdims=True), values)
 
 
-def check(implementation, shape, lengths, *, dtype=None, mask=None, seed=0, values=None, fresh=None, loud=1):
+def check(implementation, shape, lengths, *, dtype=None, mask=None, seed=0, values=None, fresh=None, loud=1, page=None):
     dtype = dtype or exact(implementation)
     T, F = shape.T, fresh or shape.T
     *arrays, positions, count, sinks = draw(shape, lengths, SLOTS, dtype, seed, values, F)
@@ -89,8 +90,11 @@ def check(implementation, shape, lengths, *, dtype=None, mask=None, seed=0, valu
     how = {"visible": visible, "window": shape.window, "softcap": shape.softcap, "implementation": implementation}
     key_positions = None if fresh is None else count[:, None] + jnp.arange(fresh)[None]
     call = lambda *block, **arrays: attend(*block, **arrays, **how)
-    cache = KV(cache_k, cache_v if shape.values is None else None)
-    run = partial(jax.jit(call), q, positions, k, v, cache, count, sinks=sinks, key_positions=key_positions)
+    cache, pages = KV(cache_k, cache_v if shape.values is None else None), None
+    if page is not None:
+        cache, pages = in_pages(cache, page, jax.random.key(seed))
+    where = {"key_positions": key_positions, "pages": pages}
+    run = partial(jax.jit(call), q, positions, k, v, cache, count, sinks=sinks, **where)
     for joined in [None, mosaic_gpu.join(q, k, v)] if implementation == "gpu" else [None]:  # apart, and in one array
         with INTERPRETED[implementation]():
             got = run(joined=joined)
