@@ -67,7 +67,7 @@ def _routed(target: Target, tokens: Int[Array, "1 T"]) -> list[Int[Array, "1 T k
     _, inputs, _ = target.forward(tokens, positions, None, cache, lengths, taps=taps)
     for i, x in zip(sparse, jnp.split(inputs, len(sparse), axis=-1), strict=True):
         at = Pass(positions, None, lengths, None)
-        at, entry = at.replace(rope=at.tables(config.layers[i].mixer, x.dtype)), cache.entries[cache.of_layer[i]]
+        at, entry = at.replace(rope=at.tables(config.layers[i].mixer, x.dtype)), cache.entry(i)
         layer = models.family(config.model_type).Model.layer(config, config.layers[i], target.layout)
         with nn.intercept_methods(look):
             layer.apply({"params": params[f"layers_{i}"]}, x, at, entry, None)

@@ -5,22 +5,24 @@ and values, a ring of them, a recurrent state. Lengths are not part of it: they 
 Shapes: R cache rows, B block rows, T block positions, J positions of an accepted path.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax.cache.attention import KV as KV
 from dflash_jax.cache.attention import Fresh as Fresh
 from dflash_jax.cache.attention import Path, Rows, commit_alike
+from dflash_jax.cache.pages import Pages as Pages
 from dflash_jax.cache.split import Capacity as Capacity
 from dflash_jax.cache.split import Group as Group
 from dflash_jax.cache.split import Split, groups_of
-from dflash_jax.mesh import WHOLE, Layout
+from dflash_jax.mesh import ROWS, WHOLE, Layout, row_parts
 
 
 class Carried(Protocol):
@@ -78,24 +80,42 @@ class Cache(struct.PyTreeNode):
     Attributes:
         entries: one for each layer that has its own.
         of_layer: index of the entry that each layer reads; layers may share one.
+        pages: of each row, where entries lie in pages (see `pages`); None where none does.
     """
 
     entries: tuple[Entry, ...]
     of_layer: tuple[int, ...] = struct.field(pytree_node=False)
+    pages: Int[Array, "R M"] | None = None
+
+    def entry(self, layer: int) -> Entry:
+        """What a layer reads."""
+        return self.bound[self.of_layer[layer]]
+
+    @property
+    def bound(self) -> list[Entry]:
+        """The entries, those in pages with the table."""
+        paged = lambda entry: isinstance(entry, KV) and entry.paged
+        return [entry.replace(pages=self.pages) if paged(entry) else entry for entry in self.entries]
+
+    def having(self, entries: Iterable[Entry]) -> "Cache":
+        """The same with other entries, whose table is left out."""
+        plain = lambda entry: entry.replace(pages=None) if isinstance(entry, KV) else entry
+        return self.replace(entries=tuple(map(plain, entries)))
 
     def begin(self, row: Int[Array, ""]) -> "Cache":
-        return self.replace(entries=tuple(entry.begin(row) for entry in self.entries))
+        return self.having(entry.begin(row) for entry in self.bound)
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> tuple[PyTree, ...]:
-        return tuple(entry.snapshot(row, start, count) for entry in self.entries)
+        return tuple(entry.snapshot(row, start, count) for entry in self.bound)
 
     def restore(self, snapshot: tuple[PyTree, ...], row: Int[Array, ""], end: Int[Array, ""]) -> "Cache":
         """An entry whose snapshot is None stays as it is."""
-        pairs = zip(self.entries, snapshot, strict=True)
-        return self.replace(entries=tuple(e if one is None else e.restore(one, row, end) for e, one in pairs))
+        pairs = zip(self.bound, snapshot, strict=True)
+        return self.having(e if one is None else e.restore(one, row, end) for e, one in pairs)
 
     def partition(self) -> "Cache":
-        return self.replace(entries=tuple(entry.partition() for entry in self.entries))
+        pages = None if self.pages is None else PartitionSpec(ROWS)
+        return self.replace(entries=tuple(entry.partition() for entry in self.entries), pages=pages)
 
 
 def init_cache(
@@ -105,7 +125,8 @@ def init_cache(
 
     Args:
         mixers: one per layer; one that shares reads the entry of an earlier layer.
-        slots: of every row, or the groups that rows of different lengths stand in.
+        slots: of every row, the groups that rows of different lengths stand in, or pages that all rows share. What
+            holds something else than all positions lies in rows then, too.
         widest: the longest block that is committed at once, for which writers may want some room.
 
     Raises:
@@ -117,8 +138,19 @@ def init_cache(
     for mixer in mixers:
         of_layer.append(len(entries) if mixer.shares is None else of_layer[mixer.shares])
         if mixer.shares is None:
-            entries.append(_entry(lambda rows, slots, m=mixer: m.entry(rows, slots, dtype, layout, widest), groups))
-    return Cache(tuple(entries), tuple(of_layer))
+            make = lambda rows, slots, m=mixer: m.entry(rows, slots, dtype, layout, widest)
+            entries.append(_in_pages(make, rows, slots) if isinstance(slots, Pages) else _entry(make, groups))
+    paged = isinstance(slots, Pages) and any(isinstance(entry, KV) and entry.paged for entry in entries)
+    return Cache(tuple(entries), tuple(of_layer), jnp.asarray(slots.empty(rows, row_parts())) if paged else None)
+
+
+def _in_pages(make: Callable[[int, int], Entry], rows: int, pages: Pages) -> Entry:
+    """An entry in pages, if it holds keys and values of all positions."""
+    like = jax.eval_shape(lambda: make(rows, pages.of_row * pages.size))
+    if type(like) is not KV or like.ring:
+        return make(rows, pages.of_row * pages.size)
+    room = lambda x: jnp.zeros((pages.count, x.shape[1], pages.size, x.shape[3]), x.dtype)
+    return KV(*(room(x) for x in (like.k, like.v)), paged=True)
 
 
 def _entry(make: Callable[[int, int], Entry], groups: Sequence[Group]) -> Entry:
@@ -130,6 +162,13 @@ def _entry(make: Callable[[int, int], Entry], groups: Sequence[Group]) -> Entry:
     if all(size == sizes[0] for size in sizes):
         return make(*Group(rows, groups[0].slots))
     return Split(tuple(make(*group) for group in groups), tuple(group.rows for group in groups))
+
+
+def with_pages(carried: PyTree, table: Callable[[], Int[Array, "R M"]]) -> PyTree:
+    """The same with this table in each cache in pages: an array for each, since programs donate their own."""
+    ours = lambda x: isinstance(x, Cache)
+    put = lambda x: x.replace(pages=table()) if ours(x) and x.pages is not None else x
+    return jax.tree.map(put, carried, is_leaf=ours)
 
 
 def once_read(kept: Rows, hidden: Float[Array, "B T D"]) -> Rows:
@@ -161,8 +200,8 @@ def commit(
         path: block positions in commit order (a tree's accepted path); None takes them as they are.
         rows: cache row of each of the block's rows, all different; None if the block has every row, in order.
     """
-    entries, alike = list(cache.entries), dict[Hashable, dict[int, KV]]()
-    for i, (entry, block) in enumerate(zip(cache.entries, fresh, strict=True)):
+    entries, alike = cache.bound, dict[Hashable, dict[int, KV]]()
+    for i, (entry, block) in enumerate(zip(cache.bound, fresh, strict=True)):
         if isinstance(entry, KV) and type(entry).commit is KV.commit:
             shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((entry, block)))
             alike.setdefault((jax.tree.structure(entry), shapes), {})[i] = entry
@@ -172,7 +211,7 @@ def commit(
         written = commit_alike([*some.values()], [fresh[i] for i in some], lengths, kept, path=path, rows=rows)
         for i, entry in zip(some, written, strict=True):
             entries[i] = entry
-    return cache.replace(entries=tuple(entries))
+    return cache.having(entries)
 
 
 def size_in_bytes(tree: PyTree) -> int:

@@ -1,6 +1,8 @@
-"""The cache entry of an attention layer: keys and values, plain or as a ring. There may be no values (see `latent`).
+"""The cache entry of an attention layer: keys and values, plain, as a ring, or in pages. There may be no values (see
+`latent`).
 
-Shapes: R cache rows, B block rows, K key-value heads, S slots, H head dim, T block positions, C snapshot positions.
+Shapes: R cache rows, B block rows, K key-value heads, S slots, H head dim, T block positions, C snapshot positions, M
+pages of a row.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import Joined, attend
 from dflash_jax.kernels.cache_update import Part, append, room
-from dflash_jax.mesh import HEADS, ROWS, from_owner, local_rows, on_each_device, split_cache, split_evenly
+from dflash_jax.mesh import HEADS, ROWS, from_owner, local_pages, local_rows, on_each_device, split_cache, split_evenly
 
 Rows = Int[Array, " B"]  # something of every row of a block: its length, or the cache row that it is
 Path = Int[Array, "B J"]  # block positions in the order in which they are committed
@@ -56,13 +58,18 @@ class KV(struct.PyTreeNode):
     """Committed keys and values of one attention layer; an `Entry`.
 
     Attributes:
-        k, v: position p lies in slot p, or in slot p modulo S if `ring`.
+        k, v: position p lies in slot p, or in slot p modulo S if `ring`. In pages it lies in slot p modulo S of its
+            row's page p // S, and R is the number of pages.
         ring: whether new positions overwrite the oldest (a sliding window needs no more than its width).
+        paged: whether rows lie in pages.
+        pages: which ones, of each row (see `pages.Pages`). They stand once, in the cache; see `Cache.entry`.
     """
 
     k: Float[Array, "R K S H"]
     v: Float[Array, "R K S Hv"] | None
     ring: bool = struct.field(pytree_node=False, default=False)
+    paged: bool = struct.field(pytree_node=False, default=False)
+    pages: Int[Array, "_ M"] | None = None
 
     @classmethod
     def allocate(
@@ -82,7 +89,15 @@ class KV(struct.PyTreeNode):
     ) -> Float[Array, "B T N Hv"]:
         """Attention of a block to the committed positions and to its own; see `kernels.block_attention.attend`."""
         assert fresh.v is not None
+        settings |= self.places(settings.get("rows"))
         return attend(q, positions, fresh.k, fresh.v, self, lengths, joined=fresh.joined, **settings)
+
+    def places(self, rows: Rows | None) -> dict[str, Array | None]:
+        """Where these rows are, as kernels ask for it: `rows` or `pages`."""
+        if not self.paged:
+            return {"rows": rows}
+        assert self.pages is not None, "pages stand in the cache: ask `Cache.entry` for this one"
+        return {"rows": None, "pages": self.pages if rows is None else self.pages[rows]}
 
     def attend_anchored(
         self, q: Float[Array, "B T N H"], fresh: Fresh, anchors: Rows, starts: Rows, per_row: int, **settings: Any
@@ -106,18 +121,24 @@ class KV(struct.PyTreeNode):
 
     def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Fresh:
         """The row's `count` positions from `start` on, or the last of them that a ring holds."""
-        size = min(count, self.k.shape[2])
+        size = count if self.paged else min(count, self.k.shape[2])
         start = start + (count - size)
 
-        def local(entry: Fresh, row: jax.Array, start: jax.Array) -> Fresh:
-            rows, owned = local_rows(row[None], entry.k.shape[0], held)
-            assert rows is not None
-            slots = (start + jnp.arange(size)) % entry.k.shape[2]
-            return jax.tree.map(lambda x: from_owner(x[rows[0]][:, slots][None], owned, held or ()), entry)
+        def local(entry: Fresh, row: jax.Array, pages: jax.Array | None, start: jax.Array) -> Fresh:
+            slots = (start + jnp.arange(size)) % self.k.shape[2]
+            if pages is None:
+                rows, owned = local_rows(row[None], entry.k.shape[0], held)
+                assert rows is not None
+                pick = lambda x: x[rows[0]][:, slots]
+            else:
+                (of_row,), (owned,) = local_pages(pages, entry.k.shape[0], held)
+                at = of_row[jnp.clip((start + jnp.arange(size)) // self.k.shape[2], 0, of_row.shape[0] - 1)]
+                pick = lambda x: x[at, :, slots].swapaxes(0, 1)
+            return jax.tree.map(lambda x: from_owner(pick(x)[None], owned, held or ()), entry)
 
         held, heads = split_cache(*self.k.shape[:2])
-        run = on_each_device(local, (P(held, heads), P(), P()), P(None, heads))
-        return run(Fresh(self.k, self.v), row, start)
+        run = on_each_device(local, (P(held, heads), P(), P(), P()), P(None, heads))
+        return run(Fresh(self.k, self.v), row, self.places(row[None]).get("pages"), start)
 
     def restore(self, snapshot: Fresh, row: Int[Array, ""], end: Int[Array, ""]) -> Self:
         """What lies before position 0 is left out. A long snapshot is written piece by piece."""
@@ -136,7 +157,7 @@ class KV(struct.PyTreeNode):
 
     def partition(self) -> Self:
         """Rows and heads are split."""
-        return self.replace(k=P(ROWS, HEADS), v=P(ROWS, HEADS))
+        return self.replace(k=P(ROWS, HEADS), v=P(ROWS, HEADS), pages=None if self.pages is None else P(ROWS))
 
 
 Alike = TypeVar("Alike", bound=KV)
@@ -153,5 +174,6 @@ def commit_alike(
 ) -> list[Alike]:
     """`KV.commit` of entries of one shape, which a device may write at once."""
     caches, blocks = [(entry.k, entry.v) for entry in entries], [block.parts() for block in fresh]
-    written = append(caches, blocks, lengths, kept, rows, path=path, ring=entries[0].ring)
+    where = entries[0].places(rows)
+    written = append(caches, blocks, lengths, kept, path=path, ring=entries[0].ring, **where)
     return [entry.replace(k=k, v=v) for entry, (k, v) in zip(entries, written, strict=True)]

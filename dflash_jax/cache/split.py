@@ -14,6 +14,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax.cache.attention import Path, Rows
+from dflash_jax.cache.pages import Pages
 from dflash_jax.mesh import row_parts
 
 
@@ -24,15 +25,17 @@ class Group(NamedTuple):
     slots: int
 
 
-Capacity = int | tuple[Group, ...]  # slots of every row, or the groups that rows stand in
+Capacity = int | tuple[Group, ...] | Pages  # slots of every row, the groups that rows stand in, or their pages
 
 
 def groups_of(rows: int, slots: Capacity) -> tuple[Group, ...]:
-    """The groups of a cache of `rows` rows: `slots` names them, or is the length of all.
+    """The groups of a cache of `rows` rows: `slots` names them, or is the length of all, or pages for that.
 
     Raises:
         ValueError: the groups have not so many rows, or a mesh is entered that does not split each of them evenly.
     """
+    if isinstance(slots, Pages):
+        return (Group(rows, slots.of_row * slots.size),)
     groups = (Group(rows, slots),) if isinstance(slots, int) else slots
     parts = row_parts() if len(groups) > 1 else 1
     if sum(group.rows for group in groups) != rows or any(group.rows % parts for group in groups):

@@ -72,12 +72,17 @@ def remember_prompts(
     rows: Int[Array, " B"],
     start: Int[Array, " B"],
     counts: Int[Array, " B"],
+    prompts: Int[Array, " B"] | None = None,
 ) -> History:
-    """The history with the next `counts` tokens of the prompts of these rows, all different; 0 leaves one as it is."""
+    """The history with the next `counts` tokens of these rows, all different, as they are read; 0 leaves one as it is.
+
+    Args:
+        prompts: how many tokens of each are its prompt, if not all that are read.
+    """
     index = jnp.arange(tokens.shape[1])[None]
     places = jnp.where(index < counts[:, None], start[:, None] + index, history.tokens.shape[1])
-    read = jnp.where(counts > 0, rows, history.prompt.shape[0])
+    read, end = jnp.where(counts > 0, rows, history.prompt.shape[0]), start + counts
     return History(
         history.tokens.at[rows[:, None], places].set(tokens, mode="drop"),
-        history.prompt.at[read].set(start + counts, mode="drop"),
+        history.prompt.at[read].set(end if prompts is None else jnp.minimum(end, prompts), mode="drop"),
     )

@@ -115,7 +115,7 @@ class Drafting(Protocol):
 
         Args:
             rows: of the batch.
-            slots: positions of every row, or the groups that rows of different lengths stand in.
+            slots: positions of every row, the groups that rows of different lengths stand in, or their pages.
             widest: the most positions that one `commit` adds.
         """
         ...
@@ -182,7 +182,7 @@ class State(struct.PyTreeNode):
 
 class RowSettings(NamedTuple):
     """Settings of one row at admission; the fields are those of `State` without their row axis, `walk` at the beginning
-    of an answer."""
+    of an answer, and `prompt`: how many of the tokens that are read are a prompt, if not all; others are answer."""
 
     remaining: Int[Array, ""]
     stop_tokens: Int[Array, " Q"]
@@ -190,6 +190,7 @@ class RowSettings(NamedTuple):
     penalties: Penalties
     scored: Bool[Array, ""]
     walk: Walk | None = None
+    prompt: Int[Array, ""] | None = None
 
 
 def init_state(
@@ -205,7 +206,7 @@ def init_state(
     """An idle batch of `rows` rows, each with room for `slots` committed tokens.
 
     Args:
-        slots: of every row, or the groups that rows of different lengths stand in (see `cache.split`).
+        slots: of every row, the groups that rows of different lengths stand in (see `cache.split`), or their pages.
         stop_width: stop tokens a row may have.
         widest: the longest chunk of a prompt that will be committed at once.
         constraints: whether rows may have one.

@@ -139,7 +139,7 @@ class Model(nn.Module):
         apply = nn.remat(self.layer.__call__) if remat else self.layer.__call__
         blocks = list[Fresh]()
         for i, (layer, injection) in enumerate(zip(self.layers, self._injections(), strict=True)):
-            x, block = apply(layer, x, at, cache.entries[cache.of_layer[i]], injection)
+            x, block = apply(layer, x, at, cache.entry(i), injection)
             blocks.append(block)
         return self.final(x), tuple(blocks)
 

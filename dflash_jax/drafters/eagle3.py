@@ -225,7 +225,7 @@ class Drafter(base.Drafter):
         positions = lengths[:, None] + jnp.asarray(depths)[None]
         at = Pass(positions[:, -widths[-1] :], visible, lengths, rows, key_positions=positions)
         cache = state.cache
-        return self._apply("forward", known, self.embed(target, tokens), at, cache.entries[cache.of_layer[0]], before)
+        return self._apply("forward", known, self.embed(target, tokens), at, cache.entry(0), before)
 
     def teacher_forced(
         self, target: TargetModel, features: Float[Array, "B S FD"], blocks: base.Blocks, *, remat: bool = False

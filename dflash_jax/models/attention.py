@@ -208,7 +208,7 @@ def run_layers(
         if mixer.rotary not in tables:
             tables[mixer.rotary] = ctx.tables(mixer, x.dtype)
         ctx = ctx.replace(rope=tables[mixer.rotary])
-        x, fresh[entry] = _apply_once_traced(layer, x, ctx, cache.entries[entry], fresh[entry])
+        x, fresh[entry] = _apply_once_traced(layer, x, ctx, cache.entry(i), fresh[entry])
         if i in taps:
             outputs[i] = x
     features = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else x[..., :0]

@@ -41,13 +41,13 @@ class Admission:
         return {slot: row for slot, row in enumerate(self.rows) if row and row.decoding}
 
     def place(
-        self, admit: bool, ready: Callable[[ActiveRequest], bool] = lambda row: True
+        self, admit: bool, ready: Callable[[ActiveRequest, int], bool] = lambda row, slot: True
     ) -> list[tuple[ActiveRequest, int, int | None]]:
         """Gives free slots to rows that have outgrown theirs, and to waiting requests if they may have them (`admit`).
         A slot that a row has left is free from the next call on.
 
         Args:
-            ready: asked of a waiting request that would get a slot; it waits on where the answer is no.
+            ready: asked of a waiting request and a slot that it would get; it waits on where the answer is no for all.
 
         Returns:
             Each request that got a slot, which one, and which it has left; None if it begins.
@@ -66,9 +66,10 @@ class Admission:
         while admit and self.waiting and (short or long):
             row = self.waiting.popleft()
             fits = self._short is not None and row.begins_in(self._short)
-            slots = short if fits and short else long if not (fits and for_long) else ()
-            if slots and ready(row):
-                placed.append((row, self._give(row, slots.popleft()), None))
+            slots = short if fits and short else long if not (fits and for_long) else deque[int]()
+            if (slot := next((slot for slot in slots if ready(row, slot)), None)) is not None:
+                slots.remove(slot)
+                placed.append((row, self._give(row, slot), None))
             else:
                 passed.append(row)
                 for_long |= not fits and not slots
@@ -77,8 +78,15 @@ class Admission:
 
     def _give(self, row: ActiveRequest, slot: int) -> int:
         self.rows[slot] = row
-        row.room = min(row.budget, self._lengths[slot] - len(row.prompt))
+        row.room = min(row.budget, self._lengths[slot] - len(row.request.prompt_token_ids))
         return slot
+
+    def put_back(self, slot: int) -> ActiveRequest:
+        """The request of a slot waits again, in its turn."""
+        row, self.rows[slot] = self.rows[slot], None
+        assert row is not None
+        self.waiting = deque(sorted([*self.waiting, row], key=lambda row: row.ticket))
+        return row
 
     def in_turn(self, filling: Mapping[int, ActiveRequest]) -> dict[int, ActiveRequest]:
         """The order in which prompts are read. The oldest and the shortest take turns to be the first: neither waits
@@ -87,9 +95,11 @@ class Admission:
         first = (lambda row: row.left) if self._shortest_first else (lambda row: row.ticket)
         return dict(sorted(filling.items(), key=lambda item: (first(item[1]), item[1].ticket)))
 
-    def finish(self, row: ActiveRequest) -> None:
-        """Frees the slot of a request."""
-        self.rows[self.rows.index(row)] = None
+    def finish(self, row: ActiveRequest) -> int:
+        """Frees the slot of a request, and returns it."""
+        slot = self.rows.index(row)
+        self.rows[slot] = None
+        return slot
 
     def cancel(self, tickets: Iterable[int]) -> list[int]:
         """Drops requests, waiting or in a slot; returns the slots that were theirs."""

@@ -191,8 +191,9 @@ class Constraints:
         if self._process is not None:
             self._process.close()
 
-    def place(self, ready: Ready | None) -> Walk | None:
-        """Where the row of a request begins; None if there is no room in the tables until another request ends."""
+    def place(self, ready: Ready | None, read: Sequence[int] = ()) -> Walk | None:
+        """Where the row of a request begins, after so much of its answer; None if there is no room in the tables until
+        another request ends."""
         if ready is None:
             return _walk(0, 0)
         if ready.key not in self._placed:
@@ -206,7 +207,7 @@ class Constraints:
         placed = self._placed[ready.key]
         placed.users += 1
         self._placed.move_to_end(ready.key)
-        return _walk(placed.states[0], placed.number)
+        return _walk(placed.states[0] + ready.automaton.walk(read)[-1] - 1, placed.number)
 
     def release(self, ready: Ready | None) -> None:
         """A request that was placed has ended. Its automaton stays until the room is needed."""

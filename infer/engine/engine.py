@@ -10,15 +10,13 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from dflash_jax.decoding.state import DraftModel
-from dflash_jax.decoding.step import Committed, sizes_within
 from dflash_jax.infer.engine.admission import Admission
-from dflash_jax.infer.engine.chooser import Chooser, Draft
 from dflash_jax.infer.engine.compiling import Progress
 from dflash_jax.infer.engine.constraints import Constraints, Ready
 from dflash_jax.infer.engine.drafts import Drafts
@@ -28,27 +26,9 @@ from dflash_jax.infer.engine.requests import Completion, Request, invalid
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.infer.engine.stats import Stats
+from dflash_jax.infer.engine.visits import Visit, expected, is_ready
 from dflash_jax.mesh import rows_of
 from dflash_jax.target import Target
-
-
-class Visit(NamedTuple):
-    """Steps that the device was asked for.
-
-    Attributes:
-        trace: tokens of each step; on the device, until they are collected.
-        rows: slot and request of each of its rows.
-        begin: when it was asked for.
-        chooser: who chose the draft; None if there was no choice.
-        end: when the device was done, if somebody waited for that.
-    """
-
-    draft: Draft
-    trace: Committed
-    rows: list[tuple[int, ActiveRequest | None]]
-    begin: float
-    chooser: Chooser[Draft] | None
-    end: float | None = None
 
 
 class Engine:
@@ -85,6 +65,7 @@ class Engine:
         self._pacing = Pacing(config.slots, config.steps_per_visit)
         self._ahead: Visit | None = None  # the one in flight
         self._no_room = False  # whether a constraint has found no room just now
+        self._no_pages = False  # and whether the tokens of a request have
 
     @property
     def waiting(self) -> int:
@@ -224,33 +205,67 @@ class Engine:
             row.completion.first_token = row.completion.first_token or now
             if row.completion.finish_reason:
                 row.completion.finished = now
-                self._admission.finish(row)
-                self._ended(row)
+                self._ended(row, self._admission.finish(row))
         return [(row.ticket, row.completion) for row in events]
 
     def _place(self, admit: bool) -> None:
         """Moves rows and begins requests on the device, where there are slots for them."""
-        self._no_room = False
-        for row, slot, left in self._admission.place(admit, self._constrained):
+        self._no_room = self._no_pages = False
+        for row, slot, left in self._admission.place(admit, self._ready):
             row.settings = row.on_device(self.config.seed)
             if left is not None:
                 self.batch.move(left, slot, row.settings)
             else:
-                row.completion.started = time.perf_counter()
+                row.completion.started = row.completion.started or time.perf_counter()
                 self.batch.begin(slot)
 
+    def _ready(self, row: ActiveRequest, slot: int) -> bool:
+        """Holds pages for a request and places its constraint; false if there is no room for one of them yet, nor for
+        that of a request that came before it."""
+        more = row.budget if self.config.deterministic else self.config.steps_per_visit * self.width
+        if self._no_pages or not self.batch.hold(slot, row.most(more)):
+            self._no_pages = True
+            return False
+        if not self._constrained(row):
+            self.batch.drop(slot)
+            return False
+        self._no_pages = False
+        return True
+
     def _constrained(self, row: ActiveRequest) -> bool:
-        """Places the constraint of a request; false if there is no room for it yet, nor for one that came before it."""
         if self.constraints is None:
             return True
-        row.walk = None if row.constraint is not None and self._no_room else self.constraints.place(row.constraint)
+        taken = row.constraint is not None and self._no_room
+        read = row.completion.token_ids[: row.read]
+        row.walk = None if taken else self.constraints.place(row.constraint, read)
         self._no_room |= row.walk is None
         return row.walk is not None
 
-    def _ended(self, row: ActiveRequest) -> None:
-        """A request has left its slot for good."""
+    def _ended(self, row: ActiveRequest, slot: int) -> None:
+        """A request has left its slot."""
+        self.batch.drop(slot)
         if self.constraints is not None:
             self.constraints.release(row.constraint)
+
+    def _room(self, decoding: Mapping[int, ActiveRequest], more: int, *, preempt: bool) -> bool:
+        """Holds pages for so many more tokens of these rows. Where there are too few, those of the request that came
+        last are taken (`preempt`): it waits, and is read again later. The first one always has enough."""
+        for slot, row in sorted(decoding.items(), key=lambda item: item[1].ticket):
+            while self._admission.rows[slot] is row and not self.batch.hold(slot, row.most(more)):
+                if not preempt:
+                    return False
+                part = [at for at in range(self.slots) if self.batch.same_part(at, slot) and self._admission.rows[at]]
+                self._preempt(max(part, key=lambda at: self._admission.rows[at].ticket))
+        return True
+
+    def _preempt(self, slot: int) -> None:
+        """A request gives its slot back, and waits for one."""
+        row = self._admission.put_back(slot)
+        self.batch.release(slot)
+        self._ended(row, slot)
+        row.leave()
+        row.keys = self.batch.keys(row.prompt)
+        self.stats.preempted += 1
 
     def wait(self) -> None:
         """Waits for the device: `step` may return while it still works."""
@@ -264,7 +279,7 @@ class Engine:
         for slot in self._admission.cancel(tickets):
             self.batch.release(slot)
             if row := of_slot[slot]:
-                self._ended(row)
+                self._ended(row, slot)
 
     def check(self, request: Request) -> Ready | None:
         """Raises RequestError if this engine cannot serve the request; returns its constraint, prepared."""
@@ -296,7 +311,7 @@ class Engine:
             for read in plan.reads:
                 row = left[read.slot]
                 self.stats.prefix_tokens += read.copied
-                row.completion.cached_tokens += read.copied
+                row.completion.cached_tokens += 0 if row.read else read.copied
                 self.stats.prompt_tokens += read.filled - row.filled
                 row.filled = read.filled
                 if not row.left:
@@ -319,25 +334,33 @@ class Engine:
             self.wait()
             self.stats.prefill_seconds += time.perf_counter() - begin
             visit = self._begin(decoding, how)
+            assert visit is not None
         if how.overlap and not (visit.chooser and visit.chooser.trying):
-            self._ahead = self._begin(decoding, how)
+            self._ahead = self._begin(decoding, how, behind=visit)
         return self._collect(visit)
 
-    def _begin(self, decoding: Mapping[int, ActiveRequest], how: NextVisit) -> Visit:
-        """Asks the device for a visit."""
+    def _begin(
+        self, decoding: Mapping[int, ActiveRequest], how: NextVisit, behind: Visit | None = None
+    ) -> Visit | None:
+        """Asks the device for a visit; None if there is no memory for what it may commit after the one in flight
+        (`behind`)."""
+        if not self._room(decoding, how.steps * self.width + (behind.most if behind else 0), preempt=behind is None):
+            return None
+        decoding = self._admission.decoding
         slots, rows = self.batch.some(list(decoding)), decoding.values()
         speculative = all(row.request.speculative for row in rows)
         draft, chooser = self.drafts.choose((row.ticket for row in rows), len(slots), speculative=speculative)
         steps = min(chooser.try_steps, how.steps) if chooser and chooser.trying else how.steps
         begin = time.perf_counter()
         trace = self.batch.decode(self.drafts.program(draft), steps, how.leave_below, slots)
-        end = time.perf_counter() if _is_ready(trace) else None  # small programs on CPU may run at once
+        end = time.perf_counter() if is_ready(trace) else None  # small programs on CPU may run at once
         of_slot = dict(enumerate(self._admission.rows))
-        return Visit(draft, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, end)
+        most = steps * self.width
+        return Visit(draft, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, most, end)
 
     def _collect(self, visit: Visit) -> list[ActiveRequest]:
         """Waits for a visit and hands its tokens to the rows, which are returned."""
-        timed = visit.end is not None or not _is_ready(visit.trace)  # or it has been done for who knows how long
+        timed = visit.end is not None or not is_ready(visit.trace)  # or it has been done for who knows how long
         trace = jax.device_get(visit.trace)
         steps, end = int(np.sum(trace.count.any(axis=1))), visit.end or time.perf_counter()
         seconds = self._pacing.visited(visit.begin, end, steps, timed=timed)
@@ -358,8 +381,8 @@ class Engine:
             if row.completion.finish_reason and row.request.find_stop:
                 self.batch.release(slot)
         if visit.chooser:
-            expected = _expected(trace, visit.draft)
-            visit.chooser.observe(visit.draft, steps, seconds if timed else None, outcomes, expected)
+            promised = expected(trace, visit.draft)
+            visit.chooser.observe(visit.draft, steps, seconds if timed else None, outcomes, promised)
         return advanced
 
 
@@ -370,18 +393,7 @@ def _check(config: EngineConfig, target: Target) -> None:
         raise ValueError(f"logprobs must lie in 0..{most} or be None, got {config.logprobs}")
     if config.slots % parts:
         raise ValueError(f"slots must be a multiple of {parts}, the mesh's parts of rows; got {config.slots}")
+    if config.cache_tokens is not None and config.cache_tokens < (least := parts * config.max_length):
+        raise ValueError(f"cache_tokens must be at least {least}, for the longest request; got {config.cache_tokens}")
     if config.short_length is not None and config.long_slots % parts:
         raise ValueError(f"long_slots must be a multiple of {parts}, the mesh's parts of rows; got {config.long_slots}")
-
-
-def _expected(trace: Committed, draft: Draft) -> dict[int, float]:
-    """Tokens that the best nodes of a tree promised in a step of a row, by their number."""
-    if trace.forecast is None:
-        return {}
-    busy = trace.count > 0
-    sums = np.sum(trace.forecast.nodes[busy], axis=0) / max(1, np.sum(busy))
-    return dict(zip(sizes_within(draft.nodes), sums.tolist(), strict=True))
-
-
-def _is_ready(trace: Committed) -> bool:
-    return trace.count.is_ready()  # pyright: ignore[reportAttributeAccessIssue] (which its stub lacks)

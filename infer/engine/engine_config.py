@@ -34,6 +34,11 @@ class EngineConfig:
             request begins in a short slot if that holds all it may ask for, or if its prompt leaves half of it free;
             it moves to a long one when it needs more.
         long_slots: how many slots hold `max_length` tokens where there are short ones.
+        cache_tokens: tokens that the caches of all rows hold together, in pages that rows share: a row takes what its
+            tokens need, so that `max_length` costs nothing. None gives every row room for `max_length`. Where the pages
+            run out, the request that came last gives its own back and waits; what it has got so far is read again
+            then. What keeps no position, or the last ones only, such as a window's ring, is not in pages, and latents
+            are not.
         plain: whether requests may ask for steps without speculation.
         deterministic: nothing is chosen by measured times and lengths are fixed, so that the bits of an answer follow
             from its request, target, drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`,
@@ -62,6 +67,7 @@ class EngineConfig:
     logprobs: int | None = None
     short_length: int | None = None
     long_slots: int = 1
+    cache_tokens: int | None = None
     plain: bool = False
     deterministic: bool = False
     gpu_graphs: Graphs = "auto"
@@ -75,6 +81,8 @@ class EngineConfig:
             if not smallest <= (value := getattr(self, name)) < 2**31:
                 raise ValueError(f"{name} must be at least {smallest} and below 2**31, got {value}")
         check_seed(self.seed)
+        if self.cache_tokens is not None and self.short_length is not None:
+            raise ValueError("cache_tokens and short_length exclude each other: pages make rows as long as they need")
         if self.constraint_states >= 2**15:
             raise ValueError(f"constraint_states must be below 2**15, got {self.constraint_states}")
         if self.tree == "auto" and self.block_size != "auto":

@@ -10,6 +10,7 @@ from dflash_jax.decoding.penalties import Penalties, check_penalties
 from dflash_jax.decoding.sampling import Sampling, check_sampling, request_key
 from dflash_jax.decoding.state import RowSettings
 
+MOST_TOKENS = np.iinfo(np.int32).max
 STOP_WIDTH = 16  # stop tokens a row can hold
 MOST_ALTERNATIVES = 20  # log-probabilities per token, that a line or an HTTP request may ask for
 
@@ -86,9 +87,12 @@ class SamplingParams:
                 f"min_tokens must lie in 0..{self.max_new_tokens}, the most tokens of the answer; got {self.min_tokens}"
             )
 
-    def on_device(self, request_id: str, sample: int, engine_seed: int, budget: int) -> RowSettings:
+    def on_device(
+        self, request_id: str, sample: int, engine_seed: int, budget: int, prompt: int = MOST_TOKENS
+    ) -> RowSettings:
         """Settings of a row: those of the request named `request_id`, of which this is answer number `sample` and may
-        have `budget` tokens; `engine_seed` is the noise of requests without a seed of their own."""
+        have `budget` more tokens; `engine_seed` is the noise of requests without a seed of their own. Of what is read,
+        `prompt` tokens are the prompt."""
         stops = np.full(STOP_WIDTH, -1, np.int32)
         stops[: len(self.ends)] = self.ends
         sampling = Sampling(
@@ -105,7 +109,8 @@ class SamplingParams:
             _host(self.min_tokens, np.int32),
         )
         scored = _host(self.logprobs is not None, np.bool_)
-        return RowSettings(_host(budget, np.int32), _host(stops, np.int32), sampling, penalties, scored)
+        budgets = _host(budget, np.int32), _host(stops, np.int32)
+        return RowSettings(*budgets, sampling, penalties, scored, prompt=_host(prompt, np.int32))
 
 
 def _host(value: float | np.ndarray, dtype: type[np.generic]) -> Any:

@@ -89,7 +89,8 @@ def move(state: State, row: Int[Array, ""], to: Int[Array, ""], settings: RowSet
         history=history,
         target_cache=carried(state.target_cache),
         draft=None if state.draft is None else carried(state.draft),
-        **settings._asdict() | {"walk": jax.tree.map(lambda x: x[row], state.walk)},
+        **{name: x for name, x in settings._asdict().items() if name not in ("walk", "prompt")},
+        walk=jax.tree.map(lambda x: x[row], state.walk),
     )
     return pin(all_rows(state.replace(remaining=state.remaining.at[row].set(0)), moved))
 
@@ -132,7 +133,7 @@ def prefill(
         state = state.replace(draft=drafter.commit(target, state.draft, seen))
     end, read = lengths + counts, counts > 0
     given: RowSettings = jax.tree.map(lambda *leaves: jnp.stack(leaves), *settings)
-    history = remember_prompts(state.history, tokens, rows, lengths, counts)
+    history = remember_prompts(state.history, tokens, rows, lengths, counts, given.prompt)
     of_rows = jax.tree.map(lambda x: x[rows], history)
     final = jnp.maximum(counts - 1, 0)
     logits = target.unembed(jnp.take_along_axis(hidden, final[:, None, None], axis=1))
@@ -150,8 +151,9 @@ def prefill(
     walk = given.walk
     if walk is not None and (after := choice.following(begun, token)) is not None:
         walk = walk.replace(state=after[:, 0])
-    given = given._replace(remaining=budgets, walk=walk)
-    filled = state.replace(rows=written, anchor=token[:, 0], lengths=end, history=of_rows, **given._asdict())
+    after = given._replace(remaining=budgets, walk=walk)._asdict()
+    del after["prompt"]
+    filled = state.replace(rows=written, anchor=token[:, 0], lengths=end, history=of_rows, **after)
     state = all_rows(state.replace(history=history), filled)
     return pin(state), Committed(token, last.astype(jnp.int32), scores)
 

@@ -24,6 +24,7 @@ class ActiveRequest:
         settings: for the device; known from its admission on.
         room: tokens it may generate in its slot; if they are fewer than its budget, it moves to a longer one then.
         filled: prompt tokens committed.
+        read: tokens of the answer that are read as the prompt is, since the row has left a slot that it was in.
         constraint: of the answer; None is none.
         walk: where it begins in the automata of the engine, in a slot.
     """
@@ -36,12 +37,14 @@ class ActiveRequest:
     settings: RowSettings = field(init=False)
     room: int = 0
     filled: int = 0
+    read: int = 0
     constraint: Ready | None = None
     walk: Walk | None = None
 
     @property
     def prompt(self) -> Sequence[int]:
-        return self.request.prompt_token_ids
+        given = self.request.prompt_token_ids
+        return [*given, *self.completion.token_ids[: self.read]] if self.read else given
 
     @property
     def decoding(self) -> bool:
@@ -65,7 +68,17 @@ class ActiveRequest:
     def on_device(self, engine_seed: int) -> RowSettings:
         """Its settings for what it may still generate in its slot."""
         request, left = self.request, self.room - len(self.completion.token_ids)
-        return request.params.on_device(request.id, request.sample, engine_seed, left)._replace(walk=self.walk)
+        how = request.id, request.sample, engine_seed, left, len(request.prompt_token_ids)
+        return request.params.on_device(*how)._replace(walk=self.walk)
+
+    def most(self, more: int) -> int:
+        """Tokens that it holds at most after so many more."""
+        generated = min(len(self.completion.token_ids) + more, self.room or self.budget)
+        return len(self.request.prompt_token_ids) + generated
+
+    def leave(self) -> None:
+        """It has left its slot, and what it has got so far is to be read again."""
+        self.filled, self.room, self.read = 0, 0, len(self.completion.token_ids)
 
     def advance(
         self, trace: Committed, at: int, committed: np.ndarray, proposed: int | None

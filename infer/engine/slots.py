@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Wrapped
 
-from dflash_jax.cache import Group
+from dflash_jax.cache import Group, Pages, with_pages
 from dflash_jax.decoding.automata import Automata
 from dflash_jax.decoding.state import RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
@@ -24,6 +24,7 @@ from dflash_jax.infer.engine.constraints import Constraints
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.graphs import graph_options
+from dflash_jax.infer.engine.pages import PageTable
 from dflash_jax.infer.engine.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.engine.prefixes import PrefixCache
 from dflash_jax.infer.engine.programs import begin, decode_call, move, prefill, release
@@ -53,6 +54,7 @@ class Slots:
     Attributes:
         state: consumed and replaced by every call.
         lengths: tokens that each row can hold.
+        pages: of rows that share memory; None where each has its own.
         used: the programs that may be used.
     """
 
@@ -73,6 +75,10 @@ class Slots:
             self.lengths = [short.slots if i % of_part < count else max_length for i in range(slots)]
         self._short = short
         groups = max_length if short is None else (short, Group(slots - short.rows, max_length))
+        self.pages = None
+        if config.cache_tokens is not None:
+            groups = Pages.room(config.cache_tokens, max_length, self._parts)
+            self.pages = PageTable(groups, slots, self._parts)
         self._from_disk: dict[Name, Wrapped | None] = {}  # programs by name; None where there is none
         self._constraints, free = constraints, constraints and constraints.place(None)
         self._neutral = SamplingParams().on_device("", 0, 0, 1)._replace(walk=free)
@@ -219,7 +225,7 @@ class Slots:
             for slot, end, _, place, awaited in plan.reads:
                 if place is not None:
                     kept = self._prefixes.index.keep(slot, end, prompts[slot].keys, awaited=awaited)
-                    self._prefixes.keep(self.state, kept)
+                    self._prefixes.keep(self._current(), kept)
         return plan, first
 
     @property
@@ -258,6 +264,28 @@ class Slots:
     def release(self, slot: int) -> None:
         self._change(release, np.int32(slot))
 
+    def hold(self, slot: int, tokens: int) -> bool:
+        """Holds memory for so many tokens of a row; false if there is too little. `drop` gives it back."""
+        return self.pages is None or self.pages.hold(slot, tokens)
+
+    def drop(self, slot: int) -> None:
+        if self.pages is not None:
+            self.pages.drop(slot)
+
+    def same_part(self, slot: int, other: int) -> bool:
+        """Whether two rows are of the same part of the mesh, whose pages they share."""
+        return self._prefills.part(slot) == self._prefills.part(other)
+
+    def _current(self) -> State:
+        """The state with the table of pages as it is now."""
+        if self.pages is not None and self.pages.changed:
+            where = self.state.anchor.sharding
+            table = partial(jax.device_put, self.pages.table.copy(), where)
+            caches = (self.state.target_cache, self.state.draft)
+            target_cache, draft = (with_pages(carried, table) for carried in caches)
+            self.state, self.pages.changed = self.state.replace(target_cache=target_cache, draft=draft), False
+        return self.state
+
     def move(self, slot: int, to: int, settings: RowSettings) -> None:
         """Continues a short row that stopped in an idle long one, under these settings."""
         assert self._short is not None
@@ -286,6 +314,7 @@ class Slots:
                 slots = self.idle(width)
                 for slot in slots:
                     length = max(1, self.lengths[slot] // 2)
+                    self.hold(slot, length)  # as far as there are pages: what is read twice may be faster
                     prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
                     self._place(slot, length - len(prompt))
                     part = self._prefills.part(slot)
@@ -299,6 +328,7 @@ class Slots:
                 times[draft, width].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
                 for slot in slots:
                     self.release(slot)
+                    self.drop(slot)
         return {how: min(measured) for how, measured in times.items()}
 
     def _place(self, slot: int, length: int) -> None:
@@ -309,7 +339,7 @@ class Slots:
 
     def _change(self, program: Callable[..., State], *arguments: Any, **given: Any) -> None:
         with self._on_mesh():
-            self.state = program(self.state, *arguments, **given)
+            self.state = program(self._current(), *arguments, **given)
 
     def _on_mesh(self) -> Any:
         return entered(self._target.mesh)
@@ -337,7 +367,7 @@ class Slots:
         return PrefillCost(seconds[0], max(0.0, seconds[1] - seconds[0]) / max(halves.values()))
 
     def _prefill_call(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Call:
-        given = self._target, self._drafter, self.state, *selected, settings, self._automata
+        given = self._target, self._drafter, self._current(), *selected, settings, self._automata
         return Call(prefill, (*given, self._config.logprobs), 1)
 
     def _prefill(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Committed:
@@ -350,7 +380,7 @@ class Slots:
     def _decode_call(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Call:
         rows = None if len(slots) == self._slots else np.asarray(slots, np.int32)
         how = max_steps, leave_below, draft, self._config, rows, self.compiler_options(draft, len(slots))
-        return Call(*decode_call(self._target, self._drafter, self.state, *how, self._automata), 4)
+        return Call(*decode_call(self._target, self._drafter, self._current(), *how, self._automata), 4)
 
     @property
     def _automata(self) -> Automata | None:
