@@ -78,21 +78,24 @@ def compile_attention(
     dtype: DTypeLike = jnp.bfloat16,
     rows: int = 4,
     slots: int = 4096,
+    page: int | None = None,
 ) -> Compiled:
-    """The program of `attend` at this shape, with a cache of `rows` rows and `slots` positions."""
+    """The program of `attend` at this shape, with a cache of `rows` rows and `slots` positions, in pages of so many."""
     T, N, K, H = shape[:4]
     spec = _arrays_on(device, dtype)
 
-    def call(q, positions, k, v, cache, lengths, sinks):
+    def call(q, positions, k, v, cache, lengths, sinks, pages):
         options = {"window": shape.window, "softcap": shape.softcap, "implementation": implementation}
         options |= {"visible": "causal" if shape.causal else "full", "sinks": sinks if shape.sinks else None}
-        return attend(q, positions, k, v, cache, lengths, **options)
+        return attend(q, positions, k, v, cache, lengths, pages=pages, **options)
 
     positions, lengths = spec(rows, T, dtype=jnp.int32), spec(rows, dtype=jnp.int32)
     block = spec(rows, T, N, H), positions, spec(rows, K, T, H), spec(rows, K, T, H)
-    keys = spec(rows, K, slots, H)
+    keys, pages = spec(rows, K, slots, H), None
+    if page is not None:
+        keys, pages = spec(rows * slots // page, K, page, H), spec(rows, slots // page, dtype=jnp.int32)
     cache = KV(keys, keys)  # pyright: ignore[reportArgumentType] (shapes stand for arrays)
-    return jax.jit(call).lower(*block, cache, lengths, spec(N)).compile()
+    return jax.jit(call).lower(*block, cache, lengths, spec(N), pages).compile()
 
 
 def _arrays_on(

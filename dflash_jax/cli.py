@@ -278,6 +278,9 @@ class EngineOptions:
         int | None, optional(int, "N", "what the longest request needs; 4096 with --http; 2048 with --deterministic")
     ] = None
     """prompt and answer tokens per row"""
+    cache_tokens: Annotated[int | None, optional(int, "N", "--max-length for each row")] = None
+    """tokens that all rows hold together, in pages of memory that they share: a row takes what its tokens need, so that
+    --max-length costs nothing, and is the target's own with --http unless it is given"""
     short_length: Annotated[
         int | None, optional(int, "N", "what a file of requests needs; a server has one length")
     ] = None

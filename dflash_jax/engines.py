@@ -98,13 +98,17 @@ def engine_config(
         wanted = -(-needed // 256) * 256 if target.config.most_positions else needed
     max_length = row_length(target.config, options.max_length, wanted)
     slots = -(-generation.batch_size // parts) * parts
+    if options.cache_tokens is not None and options.cache_tokens < (least := parts * max_length):
+        raise ValueError(
+            f"--cache-tokens must be at least {least}, for the longest request; got {options.cache_tokens}"
+        )
     lengths = None
     if options.short_length is not None:
         lengths = _given_lengths(options, options.short_length, slots, max_length, chunk, parts)
-    elif needs.sizes is not None and needs.shared is not None and not options.deterministic:
+    elif needs.sizes is not None and needs.shared is not None and not (options.deterministic or options.cache_tokens):
         lengths = two_lengths(sizes, slots, max_length, least=chunk, parts=parts)
     if kept is None:  # what is of use, and no more memory than the slots take
-        room = slots * max_length
+        room = options.cache_tokens or slots * max_length
         if lengths is not None:
             room -= (slots - lengths.long_slots) * (max_length - lengths.short_length)
         kept = room // chunk if needs.shared is None else min(room // chunk, needs.shared)
@@ -121,6 +125,7 @@ def engine_config(
         logprobs=needs.logprobs,
         short_length=lengths and lengths.short_length,
         long_slots=lengths.long_slots if lengths else 1,
+        cache_tokens=options.cache_tokens,
         plain=plain,
         deterministic=options.deterministic,
         gpu_graphs=options.gpu_graphs,
@@ -144,9 +149,11 @@ def check_length(config: "TargetConfig", max_length: int | None) -> None:
 def _check_options(generation: GenerationOptions, options: EngineOptions) -> None:
     """Raises ValueError for an option that is out of range, or excludes another."""
     check_least(generation, batch_size=1)
-    check_least(options, max_length=1, short_length=1, long_slots=1, prefix_chunks=0, stream_interval=1)
+    check_least(options, max_length=1, short_length=1, long_slots=1, cache_tokens=1, prefix_chunks=0, stream_interval=1)
     if options.long_slots is not None and options.short_length is None:
         raise ValueError("--long-slots needs --short-length")
+    if options.short_length is not None and options.cache_tokens is not None:
+        raise ValueError("--short-length and --cache-tokens exclude each other: pages make rows as long as they need")
     if options.short_length is not None and options.deterministic:
         raise ValueError("--short-length and --deterministic exclude each other: the length of a row changes last bits")
 

@@ -80,15 +80,19 @@ def serve_http(
         from dflash_jax.infer.engine.params import MOST_ALTERNATIVES
         from dflash_jax.infer.http.listening import listen, make_server
         from dflash_jax.infer.http.server import Worker, make_app
+        from dflash_jax.mesh import rows_of
     except ImportError as error:
         raise ValueError(f"{error}; the server needs more packages: pip install '.[server]' in the checkout") from error
     api_key = options.api_key if options.api_key is not None else os.environ.get("DFLASH_API_KEY")
     limits = options.check(host.strip("[]"), api_key)
     with listen(host.strip("[]"), int(port)) as listener:
-        length = LENGTH if engine_options.max_length is None else engine_options.max_length
+        usual = engine_options.cache_tokens or LENGTH
+        length = usual if engine_options.max_length is None else engine_options.max_length
         loaded = load(models, generation, speculative=speculative, max_length=length)
         target = loaded.target
-        length = row_length(target.config, engine_options.max_length, LENGTH)
+        if engine_options.cache_tokens is not None:  # of each part of the mesh, whose rows share memory
+            usual //= rows_of(target.mesh)
+        length = row_length(target.config, engine_options.max_length, usual)
         engine_options = replace(engine_options, max_length=length)
         needs = needs_of(target.config, [], engine_options, logprobs=MOST_ALTERNATIVES, growing=True)
         engine = engine_for(loaded, needs, generation, engine_options, plain=not engine_options.deterministic)

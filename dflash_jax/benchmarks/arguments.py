@@ -185,6 +185,7 @@ class PlanOptions:
         mesh: like data=2,model=4 (see serve)
         batch_size: rows; of training, packed rows of a step
         max_length: tokens of a row
+        cache_tokens: tokens that all rows hold together, in pages that they share (see serve)
         block_size: positions of a block, the anchor included
         tree: nodes of a tree that is verified instead of a chain; also says which trees cost no time
         parts: also compile draft, verify (also of one token), accept and commit, each alone, for the bytes they move
@@ -205,6 +206,7 @@ class PlanOptions:
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
     batch_size: int = 8
     max_length: int = 8192
+    cache_tokens: Annotated[int | None, optional(int, "N", "--max-length for each row")] = None
     block_size: Annotated[int | None, optional(int, "N", "the drafter's")] = None
     tree: int = 0
     parts: bool = False

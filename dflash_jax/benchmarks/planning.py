@@ -24,7 +24,7 @@ from dflash_jax.benchmarks.compiled import launches, measured, memory_bytes, tex
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.random_weights import Pair, placed, random_pair
-from dflash_jax.cache import size_in_bytes
+from dflash_jax.cache import Capacity, Pages, size_in_bytes
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.chips import CHIPS, GIB, Chip
 from dflash_jax.config import Raw, TargetConfig
@@ -65,7 +65,13 @@ def plan(options: PlanOptions) -> Figures:
     figures: Figures = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
     figures |= {"quantize": dict(options.quantize)} if options.quantize else {}
     figures |= {"batch": options.batch_size, "max_length": options.max_length, "chip_bytes": chip.memory}
-    shape = options.batch_size, options.max_length, options.block_size, options.tree
+    slots: Capacity = options.max_length
+    if options.cache_tokens is not None:
+        slots = Pages.room(options.cache_tokens, options.max_length, parts)
+        figures |= {"pages": slots.total - parts, "page": slots.size}
+    shape = options.batch_size, slots, options.block_size, options.tree
+    if options.training and options.cache_tokens is not None:
+        raise ValueError("--cache-tokens are those of decoding; leave --training out")
     if options.training and options.parts:
         raise ValueError("--parts are those of a decoding step; leave --training out")
     if options.training and "drafter" in options.quantize:
@@ -124,7 +130,7 @@ def _parsed(raws: Pair) -> tuple[TargetConfig, DrafterConfig]:
 
 
 def shapes(
-    raws: Pair, mesh: AnyMesh | None, batch: int, max_length: int, dtype: str = "bfloat16"
+    raws: Pair, mesh: AnyMesh | None, batch: int, max_length: Capacity, dtype: str = "bfloat16"
 ) -> tuple[Target, Drafter, State]:
     """A pair on a mesh and its decoding state, as shapes; nothing is allocated."""
 
@@ -139,7 +145,7 @@ def compile_step(
     raws: Pair,
     mesh: Mesh,
     batch: int,
-    max_length: int,
+    max_length: Capacity,
     block_size: int | None = None,
     nodes: int = 0,
     *,
@@ -166,7 +172,7 @@ def part_bytes(
     raws: Pair,
     mesh: Mesh,
     batch: int,
-    max_length: int,
+    max_length: Capacity,
     block_size: int | None,
     nodes: int,
     *,
@@ -197,7 +203,7 @@ def part_bytes(
 
 
 def _compiled(
-    step: Callable, raws: Pair, mesh: Mesh, batch: int, max_length: int, dtype: str, dump: str | None = None
+    step: Callable, raws: Pair, mesh: Mesh, batch: int, max_length: Capacity, dtype: str, dump: str | None = None
 ) -> Compiled:
     with jax.set_mesh(mesh):
         lowered = jax.jit(step, donate_argnums=2).lower(*placed_shapes(raws, mesh, batch, max_length, dtype))
@@ -208,7 +214,7 @@ def _compiled(
 
 
 def placed_shapes(
-    raws: Pair, mesh: Mesh, batch: int, max_length: int, dtype: str = "bfloat16"
+    raws: Pair, mesh: Mesh, batch: int, max_length: Capacity, dtype: str = "bfloat16"
 ) -> tuple[Target, Drafter, State]:
     """`shapes` with where each lies on the mesh."""
     target, drafter, state = shapes(raws, mesh, batch, max_length, dtype)
@@ -296,6 +302,9 @@ def table(figures: Figures) -> str:
     for key in ("weight_bytes", "cache_bytes", "argument_bytes", "temporary_bytes", "updated_in_place_bytes"):
         if key in shown:
             lines.append(f"  {key.removesuffix('_bytes').replace('_', ' '):20} {size(shown[key])}")
+    if "pages" in figures:
+        tokens = figures["pages"] * figures["page"]
+        lines.append(f"  {'pages of all rows':20} {figures['pages']} of {figures['page']} positions: {tokens} tokens")
     verdict = "fits" if figures["fits"] else "DOES NOT FIT"
     lines.append(f"  {'peak':20} {size(figures['peak_bytes'])} of {size(figures['chip_bytes'])}: {verdict}")
     counted = figures.get("parts", figures)

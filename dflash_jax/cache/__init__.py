@@ -94,8 +94,8 @@ class Cache(struct.PyTreeNode):
     @property
     def bound(self) -> list[Entry]:
         """The entries, those in pages with the table."""
-        paged = lambda entry: isinstance(entry, KV) and entry.paged
-        return [entry.replace(pages=self.pages) if paged(entry) else entry for entry in self.entries]
+        put = lambda entry: entry.replace(pages=self.pages) if isinstance(entry, KV) and entry.paged else entry
+        return list(map(put, self.entries))
 
     def having(self, entries: Iterable[Entry]) -> "Cache":
         """The same with other entries, whose table is left out."""
@@ -140,8 +140,10 @@ def init_cache(
         if mixer.shares is None:
             make = lambda rows, slots, m=mixer: m.entry(rows, slots, dtype, layout, widest)
             entries.append(_in_pages(make, rows, slots) if isinstance(slots, Pages) else _entry(make, groups))
-    paged = isinstance(slots, Pages) and any(isinstance(entry, KV) and entry.paged for entry in entries)
-    return Cache(tuple(entries), tuple(of_layer), jnp.asarray(slots.empty(rows, row_parts())) if paged else None)
+    table = None
+    if isinstance(slots, Pages) and any(isinstance(entry, KV) and entry.paged for entry in entries):
+        table = jnp.asarray(slots.empty(rows, row_parts()))
+    return Cache(tuple(entries), tuple(of_layer), table)
 
 
 def _in_pages(make: Callable[[int, int], Entry], rows: int, pages: Pages) -> Entry:
@@ -149,8 +151,8 @@ def _in_pages(make: Callable[[int, int], Entry], rows: int, pages: Pages) -> Ent
     like = jax.eval_shape(lambda: make(rows, pages.of_row * pages.size))
     if type(like) is not KV or like.ring:
         return make(rows, pages.of_row * pages.size)
-    room = lambda x: jnp.zeros((pages.count, x.shape[1], pages.size, x.shape[3]), x.dtype)
-    return KV(*(room(x) for x in (like.k, like.v)), paged=True)
+    room = lambda x: jnp.zeros((pages.total, x.shape[1], pages.size, x.shape[3]), x.dtype)
+    return KV(room(like.k), room(like.v), paged=True)
 
 
 def _entry(make: Callable[[int, int], Entry], groups: Sequence[Group]) -> Entry:

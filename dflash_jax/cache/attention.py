@@ -174,6 +174,7 @@ def commit_alike(
 ) -> list[Alike]:
     """`KV.commit` of entries of one shape, which a device may write at once."""
     caches, blocks = [(entry.k, entry.v) for entry in entries], [block.parts() for block in fresh]
-    where = entries[0].places(rows)
-    written = append(caches, blocks, lengths, kept, path=path, ring=entries[0].ring, **where)
+    first, where = entries[0], entries[0].places(rows)
+    how = {"path": path, "ring": first.ring}
+    written = append(caches, blocks, lengths, kept, where["rows"], pages=where.get("pages"), **how)
     return [entry.replace(k=k, v=v) for entry, (k, v) in zip(entries, written, strict=True)]

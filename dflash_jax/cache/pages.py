@@ -17,21 +17,22 @@ class Pages(NamedTuple):
     """Room for rows in pages.
 
     Attributes:
-        count: pages of all rows together, with those that are nobody's.
+        total: pages of all rows together, with those that are nobody's.
         of_row: the most of a row.
         size: positions of a page.
     """
 
-    count: int
+    total: int
     of_row: int
-    size: int = PAGE
+    size: int
 
     @classmethod
-    def room(cls, tokens: int, longest: int, parts: int = 1, size: int = PAGE) -> "Pages":
+    def room(cls, tokens: int, longest: int, parts: int = 1) -> "Pages":
         """Pages for so many tokens of all rows, of which one has `longest` at most, in the parts of a mesh."""
+        size = PAGE
         return cls((-(-tokens // (size * parts)) + 1) * parts, -(-longest // size), size)
 
     def empty(self, rows: int, parts: int) -> np.ndarray:
         """The table [rows, of_row] of rows that have nothing."""
-        nobody = np.arange(parts, dtype=np.int32) * (self.count // parts)
+        nobody = np.arange(parts, dtype=np.int32) * (self.total // parts)
         return np.tile(np.repeat(nobody, rows // parts)[:, None], (1, self.of_row))

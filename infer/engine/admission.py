@@ -31,6 +31,11 @@ class Admission:
         return sum(row is not None for row in self.rows)
 
     @property
+    def taken(self) -> list[tuple[int, ActiveRequest]]:
+        """Slots that have a request, and which."""
+        return [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
+
+    @property
     def filling(self) -> dict[int, ActiveRequest]:
         """Requests, by slot, whose prompt is not read to its end."""
         return {slot: row for slot, row in enumerate(self.rows) if row and row.left}

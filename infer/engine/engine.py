@@ -254,8 +254,8 @@ class Engine:
             while self._admission.rows[slot] is row and not self.batch.hold(slot, row.most(more)):
                 if not preempt:
                     return False
-                part = [at for at in range(self.slots) if self.batch.same_part(at, slot) and self._admission.rows[at]]
-                self._preempt(max(part, key=lambda at: self._admission.rows[at].ticket))
+                part = [(other.ticket, at) for at, other in self._admission.taken if self.batch.same_part(at, slot)]
+                self._preempt(max(part)[1])
         return True
 
     def _preempt(self, slot: int) -> None:

@@ -22,7 +22,7 @@ class PageTable:
     def __init__(self, pages: Pages, rows: int, parts: int = 1):
         self.pages, self._rows_of_part = pages, rows // parts
         self.table, self.changed = pages.empty(rows, parts), False
-        self._nobody, of_part = self.table[:, 0].copy(), pages.count // parts
+        self._nobody, of_part = self.table[:, 0].copy(), pages.total // parts
         self._free = [list(range((part + 1) * of_part - 1, part * of_part, -1)) for part in range(parts)]
         self._held = [0] * rows
 

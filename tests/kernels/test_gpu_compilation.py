@@ -25,12 +25,12 @@ from tests import tiny
 from tests.chips import SERVED, compile_attention, topology
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_hopper(name, monkeypatch, capfd):
+@pytest.mark.parametrize(("name", "page"), [*((name, None) for name in SERVED), ("qwen3-8b verify", 128)])
+def test_hopper(name, page, monkeypatch, capfd):
     """It compiles, its registers hold what they have to, and no cache is copied."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     slots = 4096 + 512 * list(SERVED).index(name)  # its own: what was compiled before is not compiled again
-    program = compile_attention("h100", "gpu", name, slots=slots)
+    program = compile_attention("h100", "gpu", name, slots=slots, page=page)
     told = capfd.readouterr()
     assert set(re.findall(r"(\d+) bytes spill", told.out + told.err)) == {"0"}
     assert "mosaic_gpu" in program.as_text()

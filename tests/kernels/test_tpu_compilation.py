@@ -28,6 +28,11 @@ def test_v5e(name):
     check(compile_attention("v5e:2x2", "tpu", name), name)
 
 
+@pytest.mark.parametrize("name", ["qwen3-8b verify", "gpt-oss verify"])
+def test_rows_in_pages(name):
+    check(compile_attention("v5e:2x2", "tpu", name, page=128), name)
+
+
 def test_packed_rows_without_a_cache():
     """A row of training: the scores of no head ever exist whole."""
     place = SingleDeviceSharding(topology("v5e:2x2")[0])

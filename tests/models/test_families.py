@@ -5,6 +5,7 @@ move to a longer slot, trees."""
 import pytest
 
 from dflash_jax import Engine, load_drafter, load_target
+from dflash_jax.cache import pages
 from dflash_jax.infer.engine import prefixes
 from tests import tiny
 
@@ -39,12 +40,17 @@ def requests(count):
 @pytest.mark.lossless
 @pytest.mark.parametrize(
     "settings",
-    [{"tree": 12}, pytest.param({"block_size": 4, "short_length": 40, "long_slots": 1}, marks=pytest.mark.exhaustive)],
+    [
+        {"tree": 12},
+        {"tree": 12, "cache_tokens": 96},
+        pytest.param({"block_size": 4, "short_length": 40, "long_slots": 1}, marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_answers_are_those_of_one_row_alone(family, settings, tmp_path, monkeypatch):
     monkeypatch.setattr(prefixes, "STATE_EVERY", 16)
+    monkeypatch.setattr(pages, "PAGE", 16)
     target, drafter = pair(tmp_path, family)
     alone = Engine(target, None, slots=1, max_length=64, prefill_chunk=32)
     expected = [done.token_ids for done in alone.generate(requests(7))]
@@ -66,3 +72,6 @@ def test_the_answers_are_those_of_one_row_alone(family, settings, tmp_path, monk
         assert 1 < cut <= 5 if stopped > 1 else not cut
     assert engine.stats.prefix_tokens > 0
     assert engine.stats.tau > 1
+    if "cache_tokens" in settings:
+        assert engine.stats.preempted > 0
+        assert engine.batch.pages.free == engine.batch.pages.tokens == 96

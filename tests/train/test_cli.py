@@ -238,7 +238,8 @@ GENERATION = """
 """
 FLAGS = {
     "regenerate": GENERATION
-    + "input output seed max-length prefix-chunks deterministic gpu-graphs stream-interval long-slots short-length",
+    + "input output seed max-length prefix-chunks deterministic gpu-graphs stream-interval long-slots short-length "
+    + "cache-tokens",
     "cache-features": DATA + "hidden",
     "fit": DATA + "features evaluate-prompts chat-template-kwargs tensorboard",
     "evaluate": GENERATION + "prompts run step max-samples json store-sharpness",

@@ -1,26 +1,38 @@
-"""Rows in pages: answers are those of rows that have room of their own, whatever is preempted and read again."""
+"""Rows in pages: answers are those of rows that have room of their own, whatever is given back and read again."""
 
 import random
 
+import jax
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, load_drafter, load_target, make_mesh
-from dflash_jax.cache import Pages
-from dflash_jax.cache.pages import PAGE
+from dflash_jax import Engine, load_drafter, load_target
+from dflash_jax.cache import Pages, pages, size_in_bytes
+from dflash_jax.constraints.constraint import regex
 from dflash_jax.infer.engine.pages import PageTable
-from dflash_jax.mesh import parse_mesh
+from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
+from tests.fakes import vocabulary
 
-LENGTH = 3 * PAGE
-SETTINGS = {"slots": 4, "max_length": LENGTH, "steps_per_visit": 4, "prefill_chunk": 64}
+PAGE = 16
+LENGTH = 6 * PAGE
+SETTINGS = {"slots": 4, "max_length": LENGTH, "steps_per_visit": 4, "prefill_chunk": 32}
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch):
+    monkeypatch.setattr(pages, "PAGE", PAGE)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("pages")
-    tiny.write_target(directory / "target", tiny.target_config())
+    ids = {"vocab_size": vocabulary.SIZE, "eos_token_id": vocabulary.END}
+    vocabulary.write_tokenizer(tiny.write_target(directory / "target", tiny.target_config(**ids)))
     for name, raw in tiny.kinds().items():
+        raw = raw | {"vocab_size": vocabulary.SIZE, "eos_token_id": None}
+        if "dflash_config" in raw:
+            raw["dflash_config"] = raw["dflash_config"] | {"mask_token_id": vocabulary.MASK}
         tiny.write_drafter(directory / name, raw)
     return directory
 
@@ -30,13 +42,17 @@ def target(directory):
     return load_target(directory / "target")
 
 
-def requests(count=9, **given):
-    """Prompts and answers of many lengths, greedy and sampled, some of them penalised."""
+def requests(count=12, **given):
+    """Prompts and answers of many lengths, greedy and sampled, some with penalties, some with a constraint."""
     rng, asked = random.Random(0), []
     for i in range(count):
-        prompt = [rng.randrange(1, 60) for _ in range(rng.choice([3, 40, 127, 128, 150]))]
-        penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3} if i % 3 == 2 else {}
-        asked.append(tiny.ask(prompt, rng.choice([20, 130, 200]), 1.3 * (i % 2), id=str(i), **penalties, **given))
+        prompt = [rng.randrange(1, 60) for _ in range(rng.choice([3, PAGE - 1, PAGE, 40]))]
+        more = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "min_tokens": 6} if i % 3 == 2 else {}
+        more["eos_token_ids"] = (vocabulary.END,)
+        if i % 4 == 1:
+            more["constraint"] = regex("([a-f]{3}-){6,9}x")
+        new = rng.choice([6, 30, LENGTH - 41])
+        asked.append(tiny.ask(prompt, new, 1.3 * (i % 2), id=str(i), **more, **given))
     return asked
 
 
@@ -46,17 +62,25 @@ def outcome(done):
 
 @pytest.fixture(scope="module")
 def plain(target):
-    return outcome(Engine(target, None, **SETTINGS).generate(requests()))
+    return outcome(Engine(target, None, constraints=True, **SETTINGS).generate(requests()))
+
+
+def all_free(engine, tokens):
+    table = engine.batch.pages
+    assert table.free == table.tokens == tokens
+    assert len({*table._free[0]}) == tokens // PAGE  # each once
+    assert not np.any(table.table % table.pages.total)
 
 
 @pytest.mark.lossless
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
-        ("dflash", {}),
-        pytest.param("dflash", {"tree": 9}, marks=pytest.mark.slow),
+        ("dflash", {"tree": 9}),
+        pytest.param("dflash", {}, marks=pytest.mark.slow),
         pytest.param("dflash", {"prefix_chunks": 6}, marks=pytest.mark.slow),
         pytest.param("dflash", {"block_size": "auto"}, marks=pytest.mark.slow),
+        pytest.param("dflash", {"slots": 16, "cache_tokens": 2 * LENGTH}, marks=pytest.mark.slow),  # narrower programs
         *(pytest.param(kind, {}, marks=pytest.mark.slow) for kind in tiny.kinds() if kind != "dflash"),
     ],
     ids=str,
@@ -64,8 +88,104 @@ def plain(target):
 def test_answers_are_those_of_plain_decoding(kind, given, directory, target, plain):
     """With memory for less than half of what all rows may need."""
     drafter = load_drafter(directory / kind, num_target_layers=4)
-    engine = Engine(target, drafter, cache_tokens=5 * PAGE, **SETTINGS | given)
+    settings = {"constraints": True, "cache_tokens": LENGTH + PAGE} | SETTINGS | given
+    engine = Engine(target, drafter, **settings)
     assert outcome(engine.generate(requests())) == plain
     assert engine.stats.preempted > 0
-    assert engine.batch.pages.free == engine.batch.pages.tokens == 5 * PAGE
-    assert engine.batch.pages.table.max() == 0
+    all_free(engine, settings["cache_tokens"])
+
+
+@pytest.mark.lossless
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["data=2", "data=2,model=2"])
+def test_a_mesh_splits_pages_as_it_splits_rows(axes, directory, plain):
+    devices = jax.devices()[: 2 if axes == "data=2" else 4]
+    mesh = make_mesh(parse_mesh(axes, devices), devices)
+    target = load_target(directory / "target", mesh=mesh)
+    drafter = load_drafter(directory / "dflash", mesh=mesh, num_target_layers=4)
+    engine = Engine(target, drafter, constraints=True, cache_tokens=2 * LENGTH, prefix_chunks=4, **SETTINGS)
+    assert outcome(engine.generate(requests())) == plain
+    assert engine.stats.preempted > 0
+    table = engine.batch.pages
+    assert table.free == 2 * LENGTH
+    assert table.table.tolist() == [[part * table.pages.total // 2] * 6 for part in (0, 0, 1, 1)]
+    cache = engine.batch.state.target_cache
+    assert cache.entries[0].k.sharding.shard_shape(cache.entries[0].k.shape)[0] == table.pages.total // 2
+
+
+@pytest.mark.lossless
+def test_every_time_pages_are_asked_for_they_may_be_missing(directory, target, plain, monkeypatch):
+    """A fault whenever there was none the time before: rows wait, are read again, and answer the same."""
+    hold, calls = PageTable.hold, [0]
+
+    def missing(self, row, tokens):
+        if -(-tokens // self.pages.size) > self._held[row]:
+            calls[0] += 1
+            if calls[0] % 2:
+                return False
+        return hold(self, row, tokens)
+
+    monkeypatch.setattr(PageTable, "hold", missing)
+    drafter = load_drafter(directory / "dflash", num_target_layers=4)
+    engine = Engine(target, drafter, constraints=True, cache_tokens=3 * LENGTH, tree=9, **SETTINGS)
+    assert outcome(engine.generate(requests())) == plain
+    assert engine.stats.preempted > 1
+    assert calls[0] > 2 * len(plain)
+    all_free(engine, 3 * LENGTH)
+
+
+def test_a_request_that_has_left_gives_its_pages_back(directory, target):
+    """Cancelled while it waits, is read and decodes."""
+    drafter = load_drafter(directory / "dflash", num_target_layers=4)
+    engine, rng = Engine(target, drafter, cache_tokens=LENGTH + PAGE, tree=9, **SETTINGS), random.Random(1)
+    asked = [request for request in requests(40) if request.params.constraint is None]
+    tickets = [engine.submit(request) for request in asked]
+    streamed = dict.fromkeys(tickets, 0)
+    while engine.busy or engine.waiting:
+        for ticket, completion in engine.step():
+            assert len(completion.token_ids) >= streamed[ticket]
+            streamed[ticket] = len(completion.token_ids)
+        if rng.random() < 0.3:
+            engine.cancel(rng.choice(tickets))
+    all_free(engine, LENGTH + PAGE)
+
+
+def test_memory_follows_the_tokens(target):
+    """And not the longest row."""
+    caches = [
+        size_in_bytes(engine.batch.state.target_cache.entries)
+        for engine in (
+            Engine(target, None, slots=4, max_length=LENGTH),
+            Engine(target, None, slots=4, max_length=LENGTH, cache_tokens=LENGTH),
+            Engine(target, None, slots=4, max_length=LENGTH, cache_tokens=4 * LENGTH),
+        )
+    ]
+    of_page = caches[1] // (LENGTH // PAGE + 1)
+    assert caches[2] - caches[1] == 3 * LENGTH // PAGE * of_page
+    assert caches[1] < caches[0] / 3
+    with pytest.raises(ValueError, match="cache_tokens must be at least 96, for the longest request; got 95"):
+        Engine(target, None, max_length=LENGTH, cache_tokens=LENGTH - 1)
+    with pytest.raises(ValueError, match="cache_tokens and short_length exclude each other"):
+        Engine(target, None, slots=2, max_length=LENGTH, cache_tokens=LENGTH, short_length=32, prefill_chunk=32)
+
+
+def test_the_table():
+    table = PageTable(Pages(10, 3, 16), 4, parts=2)
+    assert table.tokens == table.free == 8 * 16
+    assert table.table.tolist() == [[0] * 3] * 2 + [[5] * 3] * 2
+    assert table.hold(0, 17)
+    assert table.hold(0, 5)  # has them
+    assert table.table[0].tolist() == [1, 2, 0]
+    assert table.hold(1, 32)
+    assert not table.hold(0, 33)  # of this part
+    assert table.table[0].tolist() == [1, 2, 0]
+    assert table.hold(2, 999)  # no row has more than so many
+    assert table.table[2].tolist() == [6, 7, 8]
+    assert table.free == 16
+    table.drop(0)
+    assert table.table[0].tolist() == [0, 0, 0]
+    assert table.hold(1, 48)
+    assert table.table[1].tolist() == [3, 4, 1]
+    for row in range(4):
+        table.drop(row)
+    assert table.free == table.tokens == 8 * 16
