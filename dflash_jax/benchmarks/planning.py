@@ -227,7 +227,7 @@ def placed_shapes(
 
 
 def traced(
-    raws: Pair, sizes: dict[str, int], batch: int, length: int, block_size: int | None, nodes: int = 0
+    raws: Pair, sizes: dict[str, int], batch: int, length: Capacity, block_size: int | None, nodes: int = 0
 ) -> Figures:
     """Per device and step, at 16 bits a number: bytes of weights, of caches, what products read of them; operations.
 
@@ -241,7 +241,10 @@ def traced(
     weights = (_bytes_on_device(x, sharding.shardings(x, mesh)) for x in (target, drafter))
     held = state.target_cache, state.draft
     caches = _bytes_on_device(held, sharding.state_shardings(held, mesh))
-    pair, (heads, rows) = shapes(raws, None, batch, length), (parts_of(mesh, HEADS), parts_of(mesh, ROWS))
+    heads, rows = parts_of(mesh, HEADS), parts_of(mesh, ROWS)
+    if isinstance(length, Pages):  # all full: as long as they can be on average
+        length = (length.total - rows) * length.size // batch
+    pair = shapes(raws, None, batch, length)
 
     block_size = block_size or pair[1].config.block_size
     step = partial(step_times.fused, block_size=block_size)

@@ -80,12 +80,20 @@ class Cache(struct.PyTreeNode):
     Attributes:
         entries: one for each layer that has its own.
         of_layer: index of the entry that each layer reads; layers may share one.
-        pages: of each row, where entries lie in pages (see `pages`); None where none does.
+        pages: of each row, where entries may lie in pages (see `pages`).
+        held: positions that each row has pages for.
     """
 
     entries: tuple[Entry, ...]
     of_layer: tuple[int, ...] = struct.field(pytree_node=False)
     pages: Int[Array, "R M"] | None = None
+    held: Int[Array, " R"] | None = None
+
+    def room(self, lengths: Rows, rows: Rows | None) -> Rows | None:
+        """How many more positions rows of these lengths have memory for; None is no limit."""
+        if self.held is None:
+            return None
+        return jnp.maximum(0, (self.held if rows is None else self.held[rows]) - lengths)
 
     def entry(self, layer: int) -> Entry:
         """What a layer reads."""
@@ -114,8 +122,8 @@ class Cache(struct.PyTreeNode):
         return self.having(e if one is None else e.restore(one, row, end) for e, one in pairs)
 
     def partition(self) -> "Cache":
-        pages = None if self.pages is None else PartitionSpec(ROWS)
-        return self.replace(entries=tuple(entry.partition() for entry in self.entries), pages=pages)
+        axes = None if self.pages is None else PartitionSpec(ROWS)
+        return self.replace(entries=tuple(entry.partition() for entry in self.entries), pages=axes, held=axes)
 
 
 def init_cache(
@@ -140,10 +148,10 @@ def init_cache(
         if mixer.shares is None:
             make = lambda rows, slots, m=mixer: m.entry(rows, slots, dtype, layout, widest)
             entries.append(_in_pages(make, rows, slots) if isinstance(slots, Pages) else _entry(make, groups))
-    table = None
-    if isinstance(slots, Pages) and any(isinstance(entry, KV) and entry.paged for entry in entries):
-        table = jnp.asarray(slots.empty(rows, row_parts()))
-    return Cache(tuple(entries), tuple(of_layer), table)
+    cache = Cache(tuple(entries), tuple(of_layer))
+    if isinstance(slots, Pages):
+        cache = cache.replace(pages=jnp.asarray(slots.empty(rows, row_parts())), held=jnp.zeros(rows, jnp.int32))
+    return cache
 
 
 def _in_pages(make: Callable[[int, int], Entry], rows: int, pages: Pages) -> Entry:
@@ -166,11 +174,17 @@ def _entry(make: Callable[[int, int], Entry], groups: Sequence[Group]) -> Entry:
     return Split(tuple(make(*group) for group in groups), tuple(group.rows for group in groups))
 
 
-def with_pages(carried: PyTree, table: Callable[[], Int[Array, "R M"]]) -> PyTree:
-    """The same with this table in each cache in pages: an array for each, since programs donate their own."""
-    ours = lambda x: isinstance(x, Cache)
-    put = lambda x: x.replace(pages=table()) if ours(x) and x.pages is not None else x
-    return jax.tree.map(put, carried, is_leaf=ours)
+def with_pages(carried: PyTree, table: Callable[[], tuple[Int[Array, "R M"], Int[Array, " R"]]]) -> PyTree:
+    """The same with these pages, and positions held, in each cache that has a table: arrays for each, since programs
+    donate their own."""
+
+    def put(x: PyTree) -> PyTree:
+        if not isinstance(x, Cache) or x.pages is None:
+            return x
+        pages, held = table()
+        return x.replace(pages=pages, held=held)
+
+    return jax.tree.map(put, carried, is_leaf=lambda x: isinstance(x, Cache))
 
 
 def once_read(kept: Rows, hidden: Float[Array, "B T D"]) -> Rows:

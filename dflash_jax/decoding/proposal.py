@@ -103,7 +103,11 @@ def make_tree(proposal: Proposal) -> Tree:
 
 
 def accept(
-    chosen: Int[Array, "B T"], block: Block, remaining: Int[Array, " B"], stop_tokens: Int[Array, "B Q"]
+    chosen: Int[Array, "B T"],
+    block: Block,
+    remaining: Int[Array, " B"],
+    stop_tokens: Int[Array, "B Q"],
+    room: Int[Array, " B"] | None = None,
 ) -> tuple[Accepted, Int[Array, " B"]]:
     """What each row commits, and how many tokens it may commit afterwards.
 
@@ -114,6 +118,7 @@ def accept(
         chosen: the target's token after every block position.
         remaining: tokens each row may still commit.
         stop_tokens: tokens that end a row.
+        room: positions that there is memory for; None is no limit.
     """
     if block.tree is None:
         path, tokens = None, chosen
@@ -123,7 +128,7 @@ def accept(
         path, count = _accepted_path(chosen, block)
         tokens = jnp.take_along_axis(chosen, path, axis=1)
         count = jnp.minimum(count, tokens.shape[1])  # of a path that is longer than the tree was said to be
-    count = jnp.minimum(count, remaining)
+    count = jnp.minimum(count, remaining if room is None else jnp.minimum(remaining, room))
     stops = jnp.any(tokens[:, :, None] == stop_tokens[:, None, :], axis=-1)
     until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, tokens.shape[1] + 1)
     stopped = until_stop <= count

@@ -104,7 +104,8 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
         raise ValueError(f"a proposal may be {most} nodes deep, as its drafter's `depth` says; this one is {deep}")
     logits, verified = functions.verify(view, block)
     states = choice.states(block.proposal)
-    accepted, remaining = accept(choice.for_block(logits, block, states), block, view.remaining, view.stop_tokens)
+    chosen, room = choice.for_block(logits, block, states), view.target_cache.room(view.lengths, view.rows)
+    accepted, remaining = accept(chosen, block, view.remaining, view.stop_tokens, room)
     tokens, path, count = accepted
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     scores = None

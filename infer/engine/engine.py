@@ -21,6 +21,7 @@ from dflash_jax.infer.engine.compiling import Progress
 from dflash_jax.infer.engine.constraints import Constraints, Ready
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
+from dflash_jax.infer.engine.memory import Memory
 from dflash_jax.infer.engine.pacing import NextVisit, Pacing
 from dflash_jax.infer.engine.requests import Completion, Request, invalid
 from dflash_jax.infer.engine.rows import ActiveRequest
@@ -63,9 +64,9 @@ class Engine:
         self._tickets = itertools.count()
         self._admission = Admission(self.batch.lengths[: config.slots], config.max_length)
         self._pacing = Pacing(config.slots, config.steps_per_visit)
+        self._memory = Memory(self.batch, self._admission, self.stats, self.width)
         self._ahead: Visit | None = None  # the one in flight
         self._no_room = False  # whether a constraint has found no room just now
-        self._no_pages = False  # and whether the tokens of a request have
 
     @property
     def waiting(self) -> int:
@@ -210,7 +211,7 @@ class Engine:
 
     def _place(self, admit: bool) -> None:
         """Moves rows and begins requests on the device, where there are slots for them."""
-        self._no_room = self._no_pages = False
+        self._no_room = self._memory.full = False
         for row, slot, left in self._admission.place(admit, self._ready):
             row.settings = row.on_device(self.config.seed)
             if left is not None:
@@ -222,14 +223,11 @@ class Engine:
     def _ready(self, row: ActiveRequest, slot: int) -> bool:
         """Holds pages for a request and places its constraint; false if there is no room for one of them yet, nor for
         that of a request that came before it."""
-        more = row.budget if self.config.deterministic else self.config.steps_per_visit * self.width
-        if self._no_pages or not self.batch.hold(slot, row.most(more)):
-            self._no_pages = True
+        if not self._memory.admits(row, slot):
             return False
         if not self._constrained(row):
             self.batch.drop(slot)
             return False
-        self._no_pages = False
         return True
 
     def _constrained(self, row: ActiveRequest) -> bool:
@@ -246,17 +244,6 @@ class Engine:
         self.batch.drop(slot)
         if self.constraints is not None:
             self.constraints.release(row.constraint)
-
-    def _room(self, decoding: Mapping[int, ActiveRequest], more: int, *, preempt: bool) -> bool:
-        """Holds pages for so many more tokens of these rows. Where there are too few, those of the request that came
-        last are taken (`preempt`): it waits, and is read again later. The first one always has enough."""
-        for slot, row in sorted(decoding.items(), key=lambda item: item[1].ticket):
-            while self._admission.rows[slot] is row and not self.batch.hold(slot, row.most(more)):
-                if not preempt:
-                    return False
-                part = [(other.ticket, at) for at, other in self._admission.taken if self.batch.same_part(at, slot)]
-                self._preempt(max(part)[1])
-        return True
 
     def _preempt(self, slot: int) -> None:
         """A request gives its slot back, and waits for one."""
@@ -344,7 +331,8 @@ class Engine:
     ) -> Visit | None:
         """Asks the device for a visit; None if there is no memory for what it may commit after the one in flight
         (`behind`)."""
-        if not self._room(decoding, how.steps * self.width + (behind.most if behind else 0), preempt=behind is None):
+        steps = how.steps + (behind.steps if behind else 0)
+        if not self._memory.holds(decoding, steps, None if behind else self._preempt):
             return None
         decoding = self._admission.decoding
         slots, rows = self.batch.some(list(decoding)), decoding.values()
@@ -355,8 +343,7 @@ class Engine:
         trace = self.batch.decode(self.drafts.program(draft), steps, how.leave_below, slots)
         end = time.perf_counter() if is_ready(trace) else None  # small programs on CPU may run at once
         of_slot = dict(enumerate(self._admission.rows))
-        most = steps * self.width
-        return Visit(draft, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, most, end)
+        return Visit(draft, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, steps, end)
 
     def _collect(self, visit: Visit) -> list[ActiveRequest]:
         """Waits for a visit and hands its tokens to the rows, which are returned."""

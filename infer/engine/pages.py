@@ -3,6 +3,8 @@
 Pure host code: `Slots` brings the table to the device.
 """
 
+import numpy as np
+
 from dflash_jax.cache import Pages
 
 
@@ -35,6 +37,10 @@ class PageTable:
     def tokens(self) -> int:
         """Tokens that all pages hold together."""
         return self.free + self.pages.size * sum(self._held)
+
+    def on_device(self) -> tuple[np.ndarray, np.ndarray]:
+        """The table and the positions that each row's pages hold, as caches have them."""
+        return self.table.copy(), self.pages.size * np.asarray(self._held, np.int32)
 
     def part(self, row: int) -> int:
         """The part of the mesh that a row belongs to."""

@@ -59,7 +59,7 @@ class Slots:
     """
 
     def __init__(self, target: Target, config: EngineConfig, drafts: Drafts, constraints: Constraints | None = None):
-        self._target, self._drafter, self._config, self._drafts = target, drafts.drafter, config, drafts
+        self._target, self._drafter, self.config, self._drafts = target, drafts.drafter, config, drafts
         self._parts, self._fixed = rows_of(target.mesh), config.deterministic
         self._slots = slots = self._rows_on_device()
         # A cache of a single chunk would be another program than a longer one, and might round differently.
@@ -102,7 +102,7 @@ class Slots:
     def _rows_on_device(self) -> int:
         """The slots, and on CPU with `deterministic` some more that stay idle: there the last few of a block's
         positions may be computed by other instructions than the rest, if they do not fill the processor's vectors."""
-        slots = self._config.slots
+        slots = self.config.slots
         if not self._fixed or slots == 1 or jax.default_backend() != "cpu":
             return slots
         step = math.lcm(LANES // math.gcd(LANES, *map(self._block, self._drafts.programs)), self._parts)
@@ -279,8 +279,7 @@ class Slots:
     def _current(self) -> State:
         """The state with the table of pages as it is now."""
         if self.pages is not None and self.pages.changed:
-            where = self.state.anchor.sharding
-            table = partial(jax.device_put, self.pages.table.copy(), where)
+            table = partial(jax.device_put, self.pages.on_device(), self.state.anchor.sharding)
             caches = (self.state.target_cache, self.state.draft)
             target_cache, draft = (with_pages(carried, table) for carried in caches)
             self.state, self.pages.changed = self.state.replace(target_cache=target_cache, draft=draft), False
@@ -314,7 +313,7 @@ class Slots:
                 slots = self.idle(width)
                 for slot in slots:
                     length = max(1, self.lengths[slot] // 2)
-                    self.hold(slot, length)  # as far as there are pages: what is read twice may be faster
+                    self.hold(slot, length + 4 * self._block(draft))  # as far as there are pages
                     prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
                     self._place(slot, length - len(prompt))
                     part = self._prefills.part(slot)
@@ -324,7 +323,7 @@ class Slots:
                     self._prefill(selected, (endless,) * len(selected.rows))
                 self.wait()
                 begin = time.perf_counter()
-                trace = jax.device_get(self.decode(draft, min(self._config.steps_per_visit, 4), 0, slots))
+                trace = jax.device_get(self.decode(draft, min(self.config.steps_per_visit, 4), 0, slots))
                 times[draft, width].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
                 for slot in slots:
                     self.release(slot)
@@ -368,7 +367,7 @@ class Slots:
 
     def _prefill_call(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Call:
         given = self._target, self._drafter, self._current(), *selected, settings, self._automata
-        return Call(prefill, (*given, self._config.logprobs), 1)
+        return Call(prefill, (*given, self.config.logprobs), 1)
 
     def _prefill(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Committed:
         call = self._prefill_call(selected, settings)
@@ -379,7 +378,7 @@ class Slots:
 
     def _decode_call(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Call:
         rows = None if len(slots) == self._slots else np.asarray(slots, np.int32)
-        how = max_steps, leave_below, draft, self._config, rows, self.compiler_options(draft, len(slots))
+        how = max_steps, leave_below, draft, self.config, rows, self.compiler_options(draft, len(slots))
         return Call(*decode_call(self._target, self._drafter, self._current(), *how, self._automata), 4)
 
     @property
@@ -389,7 +388,7 @@ class Slots:
     def compiler_options(self, draft: Draft, rows: int) -> Options | None:
         """The compiler's options for the program with this draft, if there are any."""
         mesh = self._target.mesh
-        options = dict(graph_options(self._config.gpu_graphs, 1 if mesh is None else mesh.size))
+        options = dict(graph_options(self.config.gpu_graphs, 1 if mesh is None else mesh.size))
         if self._drafter is not None and draft.block_size:
             config, block = self._target.config, self._block(draft)
             inner = max(layer.intermediate_size for layer in config.layers)

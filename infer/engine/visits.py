@@ -17,7 +17,7 @@ class Visit(NamedTuple):
         rows: slot and request of each of its rows.
         begin: when it was asked for.
         chooser: who chose the draft; None if there was no choice.
-        most: tokens that it may commit of a row.
+        steps: that it may take.
         end: when the device was done, if somebody waited for that.
     """
 
@@ -26,7 +26,7 @@ class Visit(NamedTuple):
     rows: list[tuple[int, ActiveRequest | None]]
     begin: float
     chooser: Chooser[Draft] | None
-    most: int
+    steps: int
     end: float | None = None
 
 

@@ -98,6 +98,29 @@ def test_what_cannot_be_planned(arguments, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
+def test_pages_are_counted(capsys, monkeypatch, tmp_path):
+    """Caches take what their pages do, however long a row may be; the drafter's and the target's alike."""
+    monkeypatch.setattr(topologies, "has_compiler", lambda name: False)
+    found = []
+    for more in (["--max-length", "2048"], ["--max-length", "32768", "--cache-tokens", str(8 * 2048)]):
+        arguments = [
+            "--target",
+            "qwen3-4b",
+            "--topology",
+            "h100:1",
+            "--batch-size",
+            "8",
+            "--json",
+            f"{tmp_path}/f.json",
+        ]
+        assert plan.main([*arguments, *more]) == 0
+        found.append(json.loads((tmp_path / "f.json").read_text()))
+    assert "pages of all rows    128 of 128 positions: 16384 tokens" in capsys.readouterr().out
+    assert found[1]["cache_bytes"] == pytest.approx(found[0]["cache_bytes"] * 129 / 128, rel=1e-4)  # and nobody's page
+    assert found[1]["bytes_accessed"] == pytest.approx(found[0]["bytes_accessed"], rel=0.01)
+    assert plan.main(["--target", "qwen3-4b", "--topology", "h100:1", "--training", "--cache-tokens", "9999"]) == 2
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_training_step_by_its_compiler():

@@ -1,0 +1,65 @@
+"""What of the memory that rows share is held for whom, and who gives way where it runs out. Pure host code.
+
+Before a request begins, pages are held for its prompt and for what its first steps are expected to commit; before every
+visit, for what that one is. A row that commits more than was expected stops at the end of its pages until the next
+visit. Where there are too few pages, the request that came last gives its own back, waits in its turn, and is read
+again: what is not known beforehand, how long answers become, need not be held for them, and the first in turn always
+goes on.
+"""
+
+from collections.abc import Callable, Mapping
+
+from dflash_jax.infer.engine.admission import Admission
+from dflash_jax.infer.engine.rows import ActiveRequest
+from dflash_jax.infer.engine.slots import Slots
+from dflash_jax.infer.engine.stats import Stats
+
+SPARE = 1.25  # times the tokens that rows are expected to commit, for which pages are held
+
+
+class Memory:
+    """The pages of an engine's rows.
+
+    Args:
+        width: most tokens that a step commits of a row.
+
+    Attributes:
+        full: whether a request has found no room just now; those that came later then wait, too.
+    """
+
+    def __init__(self, batch: Slots, admission: Admission, stats: Stats, width: int):
+        self._batch, self._admission, self._stats, self._width = batch, admission, stats, width
+        self.full = False
+
+    def admits(self, row: ActiveRequest, slot: int) -> bool:
+        """Holds what a request needs to begin in a slot; false if there is no room, or was none for one before it."""
+        config = self._batch.config
+        more = row.budget if config.deterministic else self._likely(row, config.steps_per_visit)
+        self.full = self.full or not self._batch.hold(slot, row.most(more))
+        return not self.full
+
+    def holds(
+        self, decoding: Mapping[int, ActiveRequest], steps: int, give_back: Callable[[int], object] | None
+    ) -> bool:
+        """Holds pages for so many steps of these rows, by slot.
+
+        Args:
+            give_back: called with the slot of the request that came last where there are too few, to end it; None
+                leaves it at that.
+
+        Returns:
+            Whether all rows that still are in their slots have what they need.
+        """
+        for slot, row in sorted(decoding.items(), key=lambda item: item[1].ticket):
+            most = row.most(self._likely(row, steps))
+            while self._admission.rows[slot] is row and not self._batch.hold(slot, most):
+                if give_back is None:
+                    return False
+                taken = self._admission.taken
+                give_back(max((other.ticket, at) for at, other in taken if self._batch.same_part(at, slot))[1])
+        return True
+
+    def _likely(self, row: ActiveRequest, steps: int) -> int:
+        """Some more tokens than so many steps of a row are expected to commit."""
+        tau = row.completion.tau or self._stats.tau or 1.0
+        return min(steps * self._width, int(SPARE * tau * steps) + self._width)
