@@ -95,6 +95,12 @@ class Cache(struct.PyTreeNode):
             return None
         return jnp.maximum(0, (self.held if rows is None else self.held[rows]) - lengths)
 
+    @property
+    def page(self) -> int | None:
+        """Positions of a page; None if no entry lies in pages."""
+        sizes = (entry.k.shape[2] for entry in self.entries if isinstance(entry, KV) and entry.paged)
+        return next(sizes, None)
+
     def entry(self, layer: int) -> Entry:
         """What a layer reads."""
         return self.bound[self.of_layer[layer]]

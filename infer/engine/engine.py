@@ -218,7 +218,14 @@ class Engine:
                 self.batch.move(left, slot, row.settings)
             else:
                 row.completion.started = row.completion.started or time.perf_counter()
-                self.batch.begin(slot)
+                self._copied(row, self.batch.begin(slot, row.prompt))
+
+    def _copied(self, row: ActiveRequest, tokens: int) -> None:
+        """So many more tokens of a prompt are there, which another one has in common."""
+        row.filled += tokens
+        row.completion.cached_tokens += 0 if row.read else tokens
+        self.stats.prefix_tokens += tokens
+        self.stats.prompt_tokens += tokens
 
     def _ready(self, row: ActiveRequest, slot: int) -> bool:
         """Holds pages for a request and places its constraint; false if there is no room for one of them yet, nor for
@@ -297,8 +304,7 @@ class Engine:
             goes_on = self._pacing.read(len(filling), plan.seconds)
             for read in plan.reads:
                 row = left[read.slot]
-                self.stats.prefix_tokens += read.copied
-                row.completion.cached_tokens += 0 if row.read else read.copied
+                self._copied(row, read.copied)
                 self.stats.prompt_tokens += read.filled - row.filled
                 row.filled = read.filled
                 if not row.left:

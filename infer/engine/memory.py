@@ -35,7 +35,7 @@ class Memory:
         """Holds what a request needs to begin in a slot; false if there is no room, or was none for one before it."""
         config = self._batch.config
         more = row.budget if config.deterministic else self._likely(row, config.steps_per_visit)
-        self.full = self.full or not self._batch.hold(slot, row.most(more))
+        self.full = self.full or not self._batch.admit(slot, row, row.most(more))
         return not self.full
 
     def holds(
@@ -50,13 +50,16 @@ class Memory:
         Returns:
             Whether all rows that still are in their slots have what they need.
         """
+        if self._batch.pages is None:
+            return True
+        part = self._batch.pages.part
         for slot, row in sorted(decoding.items(), key=lambda item: item[1].ticket):
             most = row.most(self._likely(row, steps))
             while self._admission.rows[slot] is row and not self._batch.hold(slot, most):
                 if give_back is None:
                     return False
-                taken = self._admission.taken
-                give_back(max((other.ticket, at) for at, other in taken if self._batch.same_part(at, slot))[1])
+                sharing = [(other.ticket, at) for at, other in self._admission.taken if part(at) == part(slot)]
+                give_back(max(sharing)[1])
         return True
 
     def _likely(self, row: ActiveRequest, steps: int) -> int:

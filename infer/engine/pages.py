@@ -1,7 +1,10 @@
 """Which pages of the caches are whose: what a row needs is held for it, and comes back when it leaves.
 
-Pure host code: `Slots` brings the table to the device.
+Rows whose prompts begin alike have the same full pages there, and so may an index of prompts: a page is free once
+nobody has it. Nothing is written to a full page. Pure host code: `Slots` brings the table to the device.
 """
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,14 +22,16 @@ class PageTable:
     Attributes:
         table: as the device reads it (see `cache.pages`).
         changed: whether the device has to be given it again.
+        reclaim: asked for pages that are kept for later alone, where none is free; false if there are no more.
     """
 
     def __init__(self, pages: Pages, rows: int, parts: int = 1):
         self.pages, self._rows_of_part = pages, rows // parts
         self.table, self.changed = pages.empty(rows, parts), False
-        self._nobody, of_part = self.table[:, 0].copy(), pages.total // parts
-        self._free = [list(range((part + 1) * of_part - 1, part * of_part, -1)) for part in range(parts)]
-        self._held = [0] * rows
+        self.reclaim: Callable[[], bool] = lambda: False
+        self._nobody, self._of_part = self.table[:, 0].copy(), pages.total // parts
+        self._free = [list(range((p + 1) * self._of_part - 1, p * self._of_part, -1)) for p in range(parts)]
+        self._users, self._held = np.zeros(pages.total, np.int32), [0] * rows
 
     @property
     def free(self) -> int:
@@ -36,7 +41,7 @@ class PageTable:
     @property
     def tokens(self) -> int:
         """Tokens that all pages hold together."""
-        return self.free + self.pages.size * sum(self._held)
+        return self.free + self.pages.size * int(np.sum(self._users > 0))
 
     def on_device(self) -> tuple[np.ndarray, np.ndarray]:
         """The table and the positions that each row's pages hold, as caches have them."""
@@ -46,21 +51,57 @@ class PageTable:
         """The part of the mesh that a row belongs to."""
         return row // self._rows_of_part
 
+    def has(self, row: int, tokens: int) -> bool:
+        """Whether a row has pages for so many tokens."""
+        return tokens <= self.pages.size * self._held[row]
+
+    def of(self, row: int, start: int, end: int) -> list[int]:
+        """The pages of a row that hold these positions, full ones."""
+        return self.table[row, start // self.pages.size : end // self.pages.size].tolist()
+
     def hold(self, row: int, tokens: int) -> bool:
         """Holds pages for so many tokens of a row, besides those that it has; false, and nothing changes, if there are
         too few."""
         free, held = self._free[self.part(row)], self._held[row]
         needed = min(-(-tokens // self.pages.size), self.pages.of_row)
-        if needed - held > len(free):
-            return False
+        while needed - held > len(free):
+            if not self.reclaim():
+                return False
         for place in range(held, needed):
-            self.table[row, place] = free.pop()
-        self._held[row], self.changed = max(held, needed), self.changed or needed > held
+            self._put(row, place, free.pop())
         return True
+
+    def share(self, row: int, start: int, pages: Sequence[int]) -> None:
+        """Gives a row pages that another one has filled, for its positions from `start` on, in the place of its own.
+        Where it has none yet, these come next."""
+        first = start // self.pages.size
+        assert start % self.pages.size == 0
+        assert first <= self._held[row]
+        for place, page in enumerate(pages, first):
+            assert self.part(row) == page // self._of_part, "pages of another part of the mesh"
+            if place < self._held[row]:
+                self.let_go([int(self.table[row, place])])
+            self._put(row, place, page)
+
+    def keep(self, pages: Sequence[int]) -> None:
+        """Keeps pages, whatever becomes of their rows, until they are let go."""
+        for page in pages:
+            self._users[page] += 1
+
+    def let_go(self, pages: Sequence[int]) -> None:
+        """One who has these pages has them no longer."""
+        for page in pages:
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free[page // self._of_part].append(page)
 
     def drop(self, row: int) -> None:
         """Gives back what a row has."""
         held = self._held[row]
-        self._free[self.part(row)] += reversed(self.table[row, :held].tolist())
-        self.table[row] = self._nobody[row]
-        self._held[row], self.changed = 0, self.changed or held > 0
+        self.let_go(self.table[row, :held][::-1].tolist())
+        self.table[row], self._held[row] = self._nobody[row], 0
+        self.changed |= held > 0
+
+    def _put(self, row: int, place: int, page: int) -> None:
+        self._users[page] += 1
+        self.table[row, place], self._held[row], self.changed = page, max(self._held[row], place + 1), True

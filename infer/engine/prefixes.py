@@ -1,7 +1,8 @@
 """Prompts that begin alike: chunks kept on the device, to be copied into the slot of another request.
 
 A chunk is what its prefill left behind: a snapshot of the target's cache and one of the drafter's state. Copied back,
-they are the same bits. A recurrent state is not of positions: one snapshot stands for all before it, and may be as
+they are the same bits. Where caches lie in pages, a chunk's pages are not copied: both rows have them (see `shares`).
+A recurrent state is not of positions: one snapshot stands for all before it, and may be as
 large as thousands of tokens. So these are kept apart from the chunks, and at fewer places: where prompts end or part,
 and every `STATE_EVERY` tokens. Shapes: E kept chunks, C tokens of a chunk.
 """
@@ -16,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
-from dflash_jax.cache import size_in_bytes
+from dflash_jax.cache import KV, Cache, Carried, size_in_bytes
 from dflash_jax.decoding.penalties import remember_prompts
 from dflash_jax.decoding.state import State
-from dflash_jax.mesh import constrain
+from dflash_jax.infer.engine.pages import PageTable
+from dflash_jax.mesh import constrain, row_parts
 from dflash_jax.sharding import partition, pin
 
 STATE_EVERY = 2048  # tokens
@@ -38,10 +40,28 @@ _is_state = lambda x: getattr(x, "whole", False)
 _absent = lambda x: x is None
 
 
+def shares(state: State, chunk: int) -> int | None:
+    """Positions of a page, if rows can have the pages of a chunk in common: whole ones, to which nothing is written
+    once the chunk is read. A drafter that carries more than a cache may go on with what lies before; and parts of a
+    mesh have pages of their own."""
+    caches = [state.target_cache, *([] if state.draft is None else [state.draft])]
+    pages = [cache.page if isinstance(cache, Cache) else 0 for cache in caches]
+    page = next(filter(None, pages), None)
+    return page if page and 0 not in pages and chunk % page == 0 and row_parts() == 1 else None
+
+
 def _snapshots(state: State, row: Int[Array, ""], start: Int[Array, ""], chunk: int) -> Prefixes:
-    """What both models hold of the chunk of a row that begins at `start`."""
-    draft = () if state.draft is None else state.draft.snapshot(row, start, chunk)
-    return Prefixes(state.target_cache.snapshot(row, start, chunk), draft)
+    """What both models hold of the chunk of a row that begins at `start`, but for pages that are shared."""
+    shared = shares(state, chunk)
+
+    def of(carried: Carried) -> PyTree:
+        if not (shared and isinstance(carried, Cache)):
+            return carried.snapshot(row, start, chunk)
+        paged = [isinstance(entry, KV) and entry.paged for entry in carried.entries]
+        pairs = zip(carried.bound, paged, strict=True)
+        return tuple(None if shared else entry.snapshot(row, start, chunk) for entry, shared in pairs)
+
+    return Prefixes(of(state.target_cache), () if state.draft is None else of(state.draft))
 
 
 def _shapes(state: State, chunk: int) -> tuple[Prefixes, Prefixes]:
@@ -145,6 +165,13 @@ class Places:
         entry = self._of[key] = self._free.pop() if self._free else self._of.popitem(last=False)[1]
         return entry
 
+    def give_up(self) -> int | None:
+        """Frees the entry unused for longest, and returns it; None if there is none."""
+        if not self._of:
+            return None
+        self._free.append(self._of.popitem(last=False)[1])
+        return self._free[-1]
+
 
 class KeptChunk(NamedTuple):
     """The chunk of a row that ends after `end` tokens of its prompt.
@@ -215,12 +242,22 @@ class PrefixCache:
         state: whose rows they are of. Its programs must be called where the engine's are.
         entries: how many chunks; 0 keeps none. If there are states, too, all take no more memory than so many chunks.
         chunk: tokens of each.
+        table: of pages, where rows have them.
+
+    Attributes:
+        found: kept chunks that rows which are to begin share, and that are to be copied to them as well.
     """
 
-    def __init__(self, state: State, entries: int, chunk: int):
-        states = 0
+    def __init__(self, state: State, entries: int, chunk: int, table: PageTable | None = None):
+        states, page = 0, shares(state, chunk)
+        self._table, self._pages = table if page is not None else None, dict[int, list[int]]()  # of kept chunks
+        self.found: dict[int, list[KeptChunk]] = {}
+        if self._table is not None:
+            self._table.reclaim = self._give_up
         if entries:  # tracing a snapshot takes a while, and most engines for one answer keep none
             chunk_bytes, state_bytes = map(size_in_bytes, _shapes(state, chunk))
+            if page is not None:
+                chunk_bytes += chunk // page * _page_bytes(state)
             entries, states = within(entries, chunk_bytes, state_bytes, chunk)
         self.index = PrefixIndex(entries, states, chunk)
         if entries:
@@ -244,6 +281,8 @@ class PrefixCache:
     def copy(self, state: State, kept: KeptChunk, prompt: Sequence[int]) -> State:
         """Commits a kept chunk to a row that was begun; `state` is consumed."""
         assert kept.entry is not None
+        if self._table is not None and kept.entry in self._pages:
+            self._table.share(kept.row, kept.end - self.index.chunk, self._pages[kept.entry])
         states = None if kept.state is None else (self._kept_states, np.int32(kept.state))
         tokens = np.asarray(prompt[kept.end - self.index.chunk : kept.end], np.int32)
         return restore(state, self._kept, np.int32(kept.entry), np.int32(kept.row), tokens, states)
@@ -251,10 +290,39 @@ class PrefixCache:
     def keep(self, state: State, kept: KeptChunk) -> None:
         """Keeps what `PrefixIndex.keep` made room for."""
         row, start = np.int32(kept.row), np.int32(kept.end - self.index.chunk)
+        if self._table is not None and kept.entry is not None and self._table.has(kept.row, kept.end):
+            pages = self._table.of(kept.row, kept.end - self.index.chunk, kept.end)
+            self._table.keep(pages)
+            self._table.let_go(self._pages.pop(kept.entry, []))
+            self._pages[kept.entry] = pages
         if kept.entry is not None:
             self._kept = keep(self._kept, state, np.int32(kept.entry), row, start, self.index.chunk)
         if kept.state is not None:
             self._kept_states = keep(self._kept_states, state, np.int32(kept.state), row, start, self.index.chunk)
+
+    def share(self, row: int, prompt: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Gives a row that is to begin the pages of the kept chunks that its prompt begins with; they are `found`."""
+        if self._table is None:
+            return
+        self.found[row] = self.index.find(row, 0, prompt, keys)
+        for kept in self.found[row]:
+            assert kept.entry is not None
+            self._table.share(row, kept.end - self.index.chunk, self._pages[kept.entry])
+
+    def _give_up(self) -> bool:
+        """Gives up the kept chunk unused for longest, for its pages; false if there is none."""
+        if (entry := self.index.chunks.give_up()) is None:
+            return False
+        assert self._table is not None
+        self._table.let_go(self._pages.pop(entry, []))
+        return True
+
+
+def _page_bytes(state: State) -> int:
+    """Bytes of a page in all entries that lie in pages."""
+    caches = [cache for cache in (state.target_cache, state.draft) if isinstance(cache, Cache)]
+    paged = [entry for cache in caches for entry in cache.entries if isinstance(entry, KV) and entry.paged]
+    return sum(size_in_bytes(entry) // entry.k.shape[0] for entry in paged)
 
 
 def within(entries: int, chunk_bytes: int, state_bytes: int, chunk: int) -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """The slots of an engine on the device: their state, and the compiled programs that change it."""
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from dflash_jax.infer.engine.prompts import PrefillBatch, PrefillCost, Prefills,
 from dflash_jax.infer.engine.reads import ReadPlan, plan_reads
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.traced import Call
+from dflash_jax.infer.engine.widths import filled, narrower
 from dflash_jax.kernels import dispatch, verify
 from dflash_jax.kernels.block_attention.reference import CHUNK
 from dflash_jax.mesh import entered, rows_of
@@ -40,8 +40,6 @@ from dflash_jax.target import Target
 
 Name = PrefillShape | tuple[Draft, int]  # of a large program: it reads prompts, or decodes so many rows
 LANES = 16  # float32 numbers in the widest vector of a processor
-NARROWER = (4, 2)  # few busy rows run programs of a fourth or half of the rows,
-MANY = 16  # where there are so many: fewer are not worth compiling several times as many programs
 
 
 class Slots:
@@ -82,8 +80,7 @@ class Slots:
         self._from_disk: dict[Name, Wrapped | None] = {}  # programs by name; None where there is none
         self._constraints, free = constraints, constraints and constraints.place(None)
         self._neutral = SamplingParams().on_device("", 0, 0, 1)._replace(walk=free)
-        fewer = [slots // n // self._parts * self._parts for n in NARROWER if slots >= MANY and not self._fixed]
-        self._widths = tuple(sorted({slots, *filter(None, fewer)}))
+        self._widths = (slots,) if self._fixed else narrower(slots, self._parts)
         self.used, self._warm = self.names, False
         state = partial(init_state, target, drafts.drafter, slots, groups, STOP_WIDTH, chunk)
         make = jax.jit(lambda: pin(state(constraints=constraints is not None)))
@@ -97,7 +94,7 @@ class Slots:
             if target.mesh is None and traced.kept():  # what programs from disk return is bound to its device
                 made = jax.device_put(made, made.anchor.sharding)
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
-            self._prefixes = PrefixCache(self.state, config.prefix_chunks, chunk)
+            self._prefixes = PrefixCache(self.state, config.prefix_chunks, chunk, self.pages)
 
     def _rows_on_device(self) -> int:
         """The slots, and on CPU with `deterministic` some more that stay idle: there the last few of a block's
@@ -206,8 +203,14 @@ class Slots:
         jax.block_until_ready(self.state)
         self.used = list(names)
 
-    def begin(self, slot: int) -> None:
+    def begin(self, slot: int, prompt: Sequence[int] = ()) -> int:
+        """Makes a row ready for a prompt; returns how many of its tokens are there already (see `admit`)."""
         self._change(begin, np.int32(slot))
+        copied = 0
+        for kept in self._prefixes.found.pop(slot, []):
+            self._change(self._prefixes.copy, kept, prompt)
+            copied = kept.end
+        return copied
 
     def read(self, prompts: Mapping[int, ActiveRequest]) -> tuple[ReadPlan, Committed]:
         """Commits the next tokens of some of these prompts (see `reads.plan_reads`); after its last one a row decodes.
@@ -238,19 +241,11 @@ class Slots:
         of_part = self._slots // self._parts
         busy_of = [[slot for slot in busy if slot // of_part == part] for part in range(self._parts)]
         most = max(map(len, busy_of)) * self._parts
-        return self._filled(busy_of, next(width for width in self.widths if width >= most))
-
-    def _filled(self, busy_of: Sequence[Sequence[int]], width: int) -> list[int]:
-        """The busy rows of each part, and others, so that there are as many of each part."""
-        of_part, chosen = self._slots // self._parts, list[int]()
-        for part, taken in enumerate(busy_of):
-            others = (slot for slot in range(part * of_part, (part + 1) * of_part) if slot not in taken)
-            chosen += sorted([*taken, *itertools.islice(others, width // self._parts - len(taken))])
-        return chosen
+        return filled(self._slots, busy_of, next(width for width in self.widths if width >= most))
 
     def idle(self, width: int) -> list[int]:
         """Rows of a program of that width, whichever."""
-        return self._filled([[]] * self._parts, width)
+        return filled(self._slots, [[]] * self._parts, width)
 
     def decode(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Committed:
         """One visit to the device (see `decoding.step.run`) that advances these rows (see `some`): the tokens of each
@@ -268,13 +263,18 @@ class Slots:
         """Holds memory for so many tokens of a row; false if there is too little. `drop` gives it back."""
         return self.pages is None or self.pages.hold(slot, tokens)
 
+    def admit(self, slot: int, row: ActiveRequest, tokens: int) -> bool:
+        """The same for a request that is to begin: with the pages of what its prompt has in common with others."""
+        self._prefixes.share(slot, row.prompt, row.keys)
+        if held := self.hold(slot, tokens):
+            return held
+        self.drop(slot)
+        return False
+
     def drop(self, slot: int) -> None:
         if self.pages is not None:
             self.pages.drop(slot)
-
-    def same_part(self, slot: int, other: int) -> bool:
-        """Whether two rows are of the same part of the mesh, whose pages they share."""
-        return self._prefills.part(slot) == self._prefills.part(other)
+            self._prefixes.found.pop(slot, None)
 
     def _current(self) -> State:
         """The state with the table of pages as it is now."""

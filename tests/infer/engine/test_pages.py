@@ -189,3 +189,29 @@ def test_the_table():
     for row in range(4):
         table.drop(row)
     assert table.free == table.tokens == 8 * 16
+
+
+@pytest.mark.parametrize("count", [8])
+def test_samples_of_one_prompt_have_its_pages_once(count, directory, target, monkeypatch):
+    """And a prompt that begins as they do, later; where memory is short they begin one after the other."""
+    drafter = load_drafter(directory / "dflash", num_target_layers=4)
+    prompt = [(7 * i) % 50 + 3 for i in range(4 * PAGE + 5)]
+    asked = [tiny.ask(prompt, 12, 1.0, sample=i, id="0") for i in range(count)]
+    asked += [tiny.ask([*prompt[: 2 * PAGE], i, 5], 9, 0.7, id=str(i)) for i in range(1, 4)]
+    settings = {"slots": 8, "max_length": LENGTH, "steps_per_visit": 4, "prefill_chunk": 32}
+    expected = outcome(Engine(target, None, **settings).generate(asked))
+    for tokens, most in ((8 * LENGTH, 4 + count * 2 + 4), (LENGTH + 2 * PAGE, 8)):
+        engine = Engine(target, drafter, cache_tokens=tokens, prefix_chunks=4, tree=9, **settings)
+        used, step, got = [0], engine.step, {}
+        tickets = [engine.submit(request) for request in asked]
+        while engine.busy or engine.waiting:
+            got |= dict(step())
+            if all(row is None or not row.left for row in engine._admission.rows):  # all prompts are read
+                used.append(int(np.sum(engine.batch.pages._users > 0)))
+        assert [(got[ticket].token_ids, got[ticket].finish_reason) for ticket in tickets] == expected
+        assert max(used) <= most
+        assert sum(one.cached_tokens for one in got.values()) >= 3 * 2 * PAGE
+        kept = 2 * PAGE * len(engine.batch._prefixes._pages)
+        assert engine.batch.pages.free == tokens - kept
+        assert kept <= 4 * 2 * PAGE
+        assert kept or tokens < 8 * LENGTH  # or what was kept has been given up for others
