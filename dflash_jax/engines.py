@@ -95,7 +95,8 @@ def engine_config(
     wanted = DETERMINISTIC_LENGTH  # nor may the length of the rows follow from other requests
     if not options.deterministic:
         needed = max((prompt + new for prompt, new in sizes), default=1)
-        wanted = -(-needed // 256) * 256 if target.config.most_positions else needed
+        round_up = target.config.most_positions and not options.cache_tokens
+        wanted = -(-needed // 256) * 256 if round_up else needed
     max_length = row_length(target.config, options.max_length, wanted)
     slots = -(-generation.batch_size // parts) * parts
     if options.cache_tokens is not None and options.cache_tokens < (least := parts * max_length):

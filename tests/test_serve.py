@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from dflash_jax import generate, load_target, serve
+from dflash_jax.cache import pages
 from dflash_jax.models import FAMILIES
 from tests import tiny
 
@@ -154,6 +155,22 @@ def test_penalties_logprobs_and_shared_prompts(pair, tmp_path):
     assert summary["prompt_tokens_copied"] == 0
 
 
+def test_rows_that_share_memory(pair, tmp_path, monkeypatch):
+    """A job answers as it does with memory for every row, and says how many requests gave theirs back."""
+    monkeypatch.setattr(pages, "PAGE", 16)
+    lines = [
+        {"id": str(i), "prompt": "hello there", "max_new_tokens": 80, "temperature": 0.9 * (i % 2), "ignore_eos": True}
+        for i in range(6)
+    ]
+    given = "--ordered", "--batch-size", "4"
+    expected = run(pair, tmp_path, lines, *given)[1]
+    status, records, summary = run(pair, tmp_path, lines, *given, "--cache-tokens", "128")
+    assert status == 0
+    assert [record["token_ids"] for record in records] == [record["token_ids"] for record in expected]
+    assert summary["requests_preempted"] > 0
+    assert all(record["finish_reason"] == "length" for record in records)
+
+
 def test_stop_strings_cut_the_text(pair, tmp_path):
     line = {"id": "a", "prompt": "hello there", "max_new_tokens": 30}
     text = run(pair, tmp_path, [line])[1][0]["text"]
@@ -249,6 +266,13 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         ],
         "--short-length needs a --batch-size above the 1 long rows, got 1": [*models, *job, "--short-length", "64"],
         "--short-length and --deterministic exclude": [*models, *job, "--short-length", "64", "--deterministic"],
+        "--short-length and --cache-tokens exclude": [*models, *job, "--short-length", "64", "--cache-tokens", "9999"],
+        "--cache-tokens must be at least 512, for the longest request; got 511": [
+            *models,
+            *job,
+            *("--max-length", "512", "--cache-tokens", "511"),
+        ],
+        "--cache-tokens must be at least 1 and below": [*models, *job, "--cache-tokens", "0"],
         "--long-slots must be at least 1": [*models, *job, "--short-length", "64", "--long-slots", "0"],
         "--stats-interval must be at least 0 and finite, got nan": [*models, *job, "--stats-interval", "nan"],
         "top_k must lie in": [*models, *job, "--top-k", "3000000000"],

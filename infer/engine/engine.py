@@ -211,7 +211,7 @@ class Engine:
 
     def _place(self, admit: bool) -> None:
         """Moves rows and begins requests on the device, where there are slots for them."""
-        self._no_room = self._memory.full = False
+        self._no_room, self._memory.waits = False, None
         for row, slot, left in self._admission.place(admit, self._ready):
             row.settings = row.on_device(self.config.seed)
             if left is not None:

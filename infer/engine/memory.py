@@ -24,19 +24,22 @@ class Memory:
         width: most tokens that a step commits of a row.
 
     Attributes:
-        full: whether a request has found no room just now; those that came later then wait, too.
+        waits: the request that has found no room just now; those that came later then wait, too.
     """
 
     def __init__(self, batch: Slots, admission: Admission, stats: Stats, width: int):
         self._batch, self._admission, self._stats, self._width = batch, admission, stats, width
-        self.full = False
+        self.waits: ActiveRequest | None = None
 
     def admits(self, row: ActiveRequest, slot: int) -> bool:
         """Holds what a request needs to begin in a slot; false if there is no room, or was none for one before it."""
         config = self._batch.config
         more = row.budget if config.deterministic else self._likely(row, config.steps_per_visit)
-        self.full = self.full or not self._batch.admit(slot, row, row.most(more))
-        return not self.full
+        if self.waits not in (None, row):
+            return False
+        admitted = self._batch.admit(slot, row, row.most(more))
+        self.waits = None if admitted else row
+        return admitted
 
     def holds(
         self, decoding: Mapping[int, ActiveRequest], steps: int, give_back: Callable[[int], object] | None
