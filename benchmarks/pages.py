@@ -51,11 +51,11 @@ def caches(engine: Engine) -> int:
     return size_in_bytes((state.target_cache, state.draft))
 
 
-def memory(target: Any, drafter: Any) -> None:
-    """The peak of a job of 192 requests in 64 rows."""
+def memory(target: Any, _: Any) -> None:
+    """The peak of a job of 192 requests in 64 rows, without a drafter."""
     lengths = mixed(192)
-    for tokens in (64 * 1024, 48 * 1024, 32 * 1024):
-        engine = Engine(target, drafter, slots=64, max_length=MOST, cache_tokens=tokens, steps_per_visit=8)
+    for tokens in (48 * 1024, 24 * 1024):
+        engine = Engine(target, None, slots=64, max_length=MOST, cache_tokens=tokens)
         for request in requests(lengths):
             engine.submit(request)
         table, peak = engine.batch.pages, (0, 0, 0)
@@ -67,7 +67,7 @@ def memory(target: Any, drafter: Any) -> None:
             there = sum(min(row.filled, len(row.prompt)) + len(row.completion.token_ids) - row.read for row in rows)
             peak = max(peak, (there, held, len(rows)))
         there, held, rows = peak
-        alone = Engine(target, drafter, slots=1, max_length=MOST)
+        alone = Engine(target, None, slots=1, max_length=MOST)
         of_token = caches(alone) / MOST
         print(
             f"{tokens} tokens: at the peak {there} tokens of {rows} rows; pages of {held / there:.3f} and caches of "
@@ -125,10 +125,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["memory", "speed", "samples"])
     what = parser.parse_args().what
-    target, drafter = random_pair(*small_pair(4, 2, 64, 32, 2 * MOST), dtype=jnp.float32)
+    pair = random_pair(*small_pair(4, 2, 64, 32, 2 * MOST), dtype=jnp.float32)
     for name, measure in {"memory": memory, "speed": speed, "samples": samples}.items():
         if name in what:
-            measure(target, drafter)
+            measure(*pair)
 
 
 if __name__ == "__main__":
