@@ -18,6 +18,8 @@ from dflash_jax.decoding.penalties import History, Penalties
 from dflash_jax.decoding.proposal import Block, Proposal
 from dflash_jax.decoding.sampling import Sampling, first_argmax, gumbel_noise, if_any, perturbed_scores, select
 
+RANKS = 16  # tokens of a place of a tree
+BEST = 10  # places of a depth from which every drafter goes on
 Proposals = Literal["calibrated", "coupled", "argmax", "independent"]
 
 
@@ -57,6 +59,13 @@ class Choice(struct.PyTreeNode):
     vocab_size: int | None = struct.field(pytree_node=False, default=None)
     automata: Automata | None = None
     walk: Walk | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Tokens of a place that a tree may have: a few, unless it is wider than it is deep. (Of more, XLA sorts the
+        whole vocabulary on GPUs.)"""
+        depth = self.noise.shape[1] - 1
+        return RANKS if self.nodes <= RANKS + RANKS * BEST * (depth - 1) else self.nodes
 
     @property
     def constrained(self) -> Bool[Array, " B"]:

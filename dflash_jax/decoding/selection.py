@@ -19,7 +19,6 @@ from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.sampling import first_argmax, if_any, scaled_scores, select, top_k
 from dflash_jax.decoding.tree import Ranked
 
-RANKS = 16  # tokens of a place that a tree may have; of more, XLA sorts the whole vocabulary on GPUs
 Noise = Callable[[], Array]  # [#B #T N], made inside conditions: their operands are made even if no row needs them
 
 
@@ -101,7 +100,7 @@ def rank(
     keys, own = (
         (scores, scores) if choice.plain else if_any(choice.sampling.temperature > 0, coupled, lambda: (scores, scores))
     )
-    best, places = top_k(keys, min(choice.nodes, RANKS, keys.shape[-1]))
+    best, places = top_k(keys, min(choice.nodes, choice.ranks, keys.shape[-1]))
     logits = _logits(jnp.take_along_axis(own, places, axis=-1) - jax.nn.logsumexp(own, axis=-1, keepdims=True))
     likely = jnp.where(best > -jnp.inf, jax.nn.log_sigmoid(_reliable(choice, logits, depths)), -jnp.inf)
     # What may not be proposed gives way to another of the first one, and nothing follows a place without options.

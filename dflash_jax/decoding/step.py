@@ -286,7 +286,9 @@ def run(
 
     def going(carry) -> Bool[Array, ""]:
         i, state, _ = carry
-        return (i < max_steps) & (jnp.sum(state.remaining > 0) >= jnp.maximum(leave_below, 1))
+        busy, room = state.remaining > 0, state.target_cache.room(state.lengths, state.rows)
+        goes_on = busy if room is None else busy & (room > 0)  # some row has memory to go on
+        return (i < max_steps) & (jnp.sum(busy) >= jnp.maximum(leave_below, 1)) & jnp.any(goes_on)
 
     def once(carry):
         i, state, trace = carry

@@ -100,7 +100,7 @@ def best_nodes(ranked: Ranked, nodes: int) -> Nodes:
     level by level where these would be too many.
 
     Args:
-        ranked: of every depth; as many ranks as nodes, unless the vocabulary has fewer.
+        ranked: of every depth; as many ranks as nodes, or those that trees have (`Choice.ranks`).
     """
     _, D, R = ranked.scores.shape
     if nodes > MOST_STATIC:

@@ -183,7 +183,8 @@ class Engine:
         neither waits long.
 
         Args:
-            admit: whether waiting requests may take free slots; without it the busy ones are finished.
+            admit: whether waiting requests may take free slots; without it the busy ones are finished, but for those
+                that have to give back memory that they share.
 
         Returns:
             (ticket, completion so far) of the requests that got tokens; see `stream`.
@@ -223,7 +224,7 @@ class Engine:
     def _copied(self, row: ActiveRequest, tokens: int) -> None:
         """So many more tokens of a prompt are there, which another one has in common."""
         row.filled += tokens
-        row.completion.cached_tokens += 0 if row.read else tokens
+        row.completion.cached_tokens += 0 if row.left_slots else tokens
         self.stats.prefix_tokens += tokens
         self.stats.prompt_tokens += tokens
 
@@ -346,7 +347,8 @@ class Engine:
         draft, chooser = self.drafts.choose((row.ticket for row in rows), len(slots), speculative=speculative)
         steps = min(chooser.try_steps, how.steps) if chooser and chooser.trying else how.steps
         begin = time.perf_counter()
-        trace = self.batch.decode(self.drafts.program(draft), steps, how.leave_below, slots)
+        leave_below = min(how.leave_below, len(decoding))  # some may have given their slots back
+        trace = self.batch.decode(self.drafts.program(draft), steps, leave_below, slots)
         end = time.perf_counter() if is_ready(trace) else None  # small programs on CPU may run at once
         of_slot = dict(enumerate(self._admission.rows))
         return Visit(draft, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, steps, end)
@@ -356,17 +358,17 @@ class Engine:
         timed = visit.end is not None or not is_ready(visit.trace)  # or it has been done for who knows how long
         trace = jax.device_get(visit.trace)
         steps, end = int(np.sum(trace.count.any(axis=1))), visit.end or time.perf_counter()
-        seconds = self._pacing.visited(visit.begin, end, steps, timed=timed)
+        seconds = self._pacing.visited(visit.begin, end, steps, timed=timed) if steps else 0.0
         self.stats.decode_seconds += seconds
         self.stats.steps += steps
         committed = np.arange(trace.tokens.shape[2]) < trace.count[:, :, None]
         proposed = self.drafts.proposed(visit.draft) if self.drafter else None
-        advanced, outcomes = [], {}
+        advanced, outcomes, page = [], {}, self.batch.pages and self.batch.pages.pages.size
         for at, (slot, row) in enumerate(visit.rows):
             if row is None or row is not self._admission.rows[slot] or not row.decoding:
                 continue
             advanced.append(row)
-            if (taken := row.advance(trace, at, committed[:, at], proposed)) is None:
+            if (taken := row.advance(trace, at, committed[:, at], proposed, page)) is None:
                 continue
             counts, outcomes[row.ticket] = taken
             self.stats.decode_tokens += sum(counts)

@@ -10,6 +10,7 @@ goes on.
 from collections.abc import Callable, Mapping
 
 from dflash_jax.infer.engine.admission import Admission
+from dflash_jax.infer.engine.pages import PageTable
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.infer.engine.stats import Stats
@@ -37,9 +38,26 @@ class Memory:
         more = row.budget if config.deterministic else self._likely(row, config.steps_per_visit)
         if self.waits not in (None, row):
             return False
-        admitted = self._batch.admit(slot, row, row.most(more))
+        admitted = self._begins(row, slot, row.most(more))
         self.waits = None if admitted else row
         return admitted
+
+    def _begins(self, row: ActiveRequest, slot: int, tokens: int) -> bool:
+        """Holds pages for so many tokens of a request that is to begin: with those of what its prompt has in common
+        with others, and only if what the rows of the same memory need for their next visit is left."""
+        pages, prefixes = self._batch.pages, self._batch.prefixes
+        if pages is None:
+            return True
+        shared = prefixes.shared(slot, row.prompt, row.keys)
+        if not pages.fits(slot, tokens, [page for _, found in shared for page in found], self._soon(pages, slot)):
+            return False
+        for kept, found in shared:
+            pages.share(slot, kept.end - prefixes.index.chunk, found)
+        prefixes.found[slot] = [kept for kept, _ in shared]
+        if held := pages.hold(slot, tokens):
+            return held
+        self._batch.drop(slot)
+        return False
 
     def holds(
         self, decoding: Mapping[int, ActiveRequest], steps: int, give_back: Callable[[int], object] | None
@@ -53,17 +71,26 @@ class Memory:
         Returns:
             Whether all rows that still are in their slots have what they need.
         """
-        if self._batch.pages is None:
+        pages = self._batch.pages
+        if pages is None:
             return True
-        part = self._batch.pages.part
         for slot, row in sorted(decoding.items(), key=lambda item: item[1].ticket):
             most = row.most(self._likely(row, steps))
-            while self._admission.rows[slot] is row and not self._batch.hold(slot, most):
+            while self._admission.rows[slot] is row and not pages.hold(slot, most, reclaim=give_back is not None):
                 if give_back is None:
                     return False
-                sharing = [(other.ticket, at) for at, other in self._admission.taken if part(at) == part(slot)]
+                sharing = [(other.ticket, at) for at, other in self._sharing(pages, slot)]
                 give_back(max(sharing)[1])
         return True
+
+    def _sharing(self, pages: PageTable, slot: int) -> list[tuple[int, ActiveRequest]]:
+        """The requests, by slot, that have memory in common with a slot."""
+        return [(at, row) for at, row in self._admission.taken if pages.part(at) == pages.part(slot)]
+
+    def _soon(self, pages: PageTable, slot: int) -> int:
+        """Pages that they will need for their next visit."""
+        steps, rows = self._batch.config.steps_per_visit, self._sharing(pages, slot)
+        return sum(pages.missing(at, row.most(self._likely(row, steps))) for at, row in rows)
 
     def _likely(self, row: ActiveRequest, steps: int) -> int:
         """Some more tokens than so many steps of a row are expected to commit."""

@@ -22,21 +22,30 @@ class PageTable:
     Attributes:
         table: as the device reads it (see `cache.pages`).
         changed: whether the device has to be given it again.
-        reclaim: asked for pages that are kept for later alone, where none is free; false if there are no more.
+        reclaim: frees some of the pages that are kept for later and that no row has; called where there are any.
     """
 
     def __init__(self, pages: Pages, rows: int, parts: int = 1):
         self.pages, self._rows_of_part = pages, rows // parts
         self.table, self.changed = pages.empty(rows, parts), False
-        self.reclaim: Callable[[], bool] = lambda: False
+        self.reclaim: Callable[[], object] = lambda: None
         self._nobody, self._of_part = self.table[:, 0].copy(), pages.total // parts
         self._free = [list(range((p + 1) * self._of_part - 1, p * self._of_part, -1)) for p in range(parts)]
-        self._users, self._held = np.zeros(pages.total, np.int32), [0] * rows
+        self._users, self._kept, self._held = *np.zeros((2, pages.total), np.int32), [0] * rows
 
     @property
     def free(self) -> int:
-        """Tokens that there is room for."""
+        """Tokens that there is room for, what is kept for later alone not counted."""
         return self.pages.size * sum(map(len, self._free))
+
+    @property
+    def available(self) -> int:
+        """The same with what is kept for later alone, which gives way."""
+        return self.free + self.pages.size * int(np.sum(self.only_kept(slice(None))))
+
+    def only_kept(self, pages: Sequence[int] | slice) -> np.ndarray:
+        """Which of these pages are kept for later, and no row has."""
+        return (self._kept[pages] > 0) & (self._users[pages] == self._kept[pages])
 
     @property
     def tokens(self) -> int:
@@ -59,15 +68,26 @@ class PageTable:
         """The pages of a row that hold these positions, full ones."""
         return self.table[row, start // self.pages.size : end // self.pages.size].tolist()
 
-    def hold(self, row: int, tokens: int) -> bool:
+    def missing(self, row: int, tokens: int) -> int:
+        """Pages that a row needs for so many tokens, besides those that it has."""
+        return max(0, min(-(-tokens // self.pages.size), self.pages.of_row) - self._held[row])
+
+    def fits(self, row: int, tokens: int, shared: Sequence[int] = (), others: int = 0) -> bool:
+        """Whether there are pages for so many tokens of a row, some of which it may share, and so many for others."""
+        part = self.part(row)
+        kept = int(np.sum(self.only_kept(slice(part * self._of_part, (part + 1) * self._of_part))))
+        kept -= int(np.sum(self.only_kept(list(shared))))
+        return self.missing(row, tokens) - len(shared) + others <= len(self._free[part]) + kept
+
+    def hold(self, row: int, tokens: int, *, reclaim: bool = True) -> bool:
         """Holds pages for so many tokens of a row, besides those that it has; false, and nothing changes, if there are
-        too few."""
-        free, held = self._free[self.part(row)], self._held[row]
-        needed = min(-(-tokens // self.pages.size), self.pages.of_row)
-        while needed - held > len(free):
-            if not self.reclaim():
-                return False
-        for place in range(held, needed):
+        too few. Pages that are kept for later give way (`reclaim`)."""
+        free, missing = self._free[self.part(row)], self.missing(row, tokens)
+        if missing > len(free) and not (reclaim and self.fits(row, tokens)):
+            return False
+        while missing > len(free):
+            self.reclaim()
+        for place in range(self._held[row], self._held[row] + missing):
             self._put(row, place, free.pop())
         return True
 
@@ -79,17 +99,23 @@ class PageTable:
         assert first <= self._held[row]
         for place, page in enumerate(pages, first):
             assert self.part(row) == page // self._of_part, "pages of another part of the mesh"
-            if place < self._held[row]:
-                self.let_go([int(self.table[row, place])])
+            had = [int(self.table[row, place])] if place < self._held[row] else []
             self._put(row, place, page)
+            self._let_go(had)
 
     def keep(self, pages: Sequence[int]) -> None:
-        """Keeps pages, whatever becomes of their rows, until they are let go."""
+        """Keeps pages for later, whatever becomes of their rows."""
         for page in pages:
             self._users[page] += 1
+            self._kept[page] += 1
 
-    def let_go(self, pages: Sequence[int]) -> None:
-        """One who has these pages has them no longer."""
+    def give_up(self, pages: Sequence[int]) -> None:
+        """Ends a `keep`."""
+        for page in pages:
+            self._kept[page] -= 1
+        self._let_go(pages)
+
+    def _let_go(self, pages: Sequence[int]) -> None:
         for page in pages:
             self._users[page] -= 1
             if not self._users[page]:
@@ -98,7 +124,7 @@ class PageTable:
     def drop(self, row: int) -> None:
         """Gives back what a row has."""
         held = self._held[row]
-        self.let_go(self.table[row, :held][::-1].tolist())
+        self._let_go(self.table[row, :held][::-1].tolist())
         self.table[row], self._held[row] = self._nobody[row], 0
         self.changed |= held > 0
 

@@ -9,7 +9,7 @@ and every `STATE_EVERY` tokens. Shapes: E kept chunks, C tokens of a chunk.
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -165,12 +165,14 @@ class Places:
         entry = self._of[key] = self._free.pop() if self._free else self._of.popitem(last=False)[1]
         return entry
 
-    def give_up(self) -> int | None:
-        """Frees the entry unused for longest, and returns it; None if there is none."""
-        if not self._of:
-            return None
-        self._free.append(self._of.popitem(last=False)[1])
-        return self._free[-1]
+    def give_up(self, fits: Callable[[int], bool]) -> int | None:
+        """Frees the entry unused for longest of those that fit, and returns it; None if there is none."""
+        for key, entry in self._of.items():
+            if fits(entry):
+                del self._of[key]
+                self._free.append(entry)
+                return entry
+        return None
 
 
 class KeptChunk(NamedTuple):
@@ -269,9 +271,13 @@ class PrefixCache:
         return (2 + 2 * bool(self.index.states)) if self.index.entries else 0
 
     def warm_up(self, state: State) -> State:
-        """Compiles the copies there and back; `state` is consumed, and its first row must be idle."""
+        """Compiles the copies there and back, and forgets what was kept; `state` is consumed, and its first row must be
+        idle."""
         if not self.index.entries:
             return state
+        self.index = PrefixIndex(self.index.entries, self.index.states, self.index.chunk)
+        while self._pages and self._table is not None:
+            self._table.give_up(self._pages.popitem()[1])
         chunk, states = self.index.chunk, (0, None) if self.index.states else (None,)
         self.keep(state, KeptChunk(0, chunk, 0, states[0]))
         for end in states:
@@ -293,29 +299,25 @@ class PrefixCache:
         if self._table is not None and kept.entry is not None and self._table.has(kept.row, kept.end):
             pages = self._table.of(kept.row, kept.end - self.index.chunk, kept.end)
             self._table.keep(pages)
-            self._table.let_go(self._pages.pop(kept.entry, []))
+            self._table.give_up(self._pages.pop(kept.entry, []))
             self._pages[kept.entry] = pages
         if kept.entry is not None:
             self._kept = keep(self._kept, state, np.int32(kept.entry), row, start, self.index.chunk)
         if kept.state is not None:
             self._kept_states = keep(self._kept_states, state, np.int32(kept.state), row, start, self.index.chunk)
 
-    def share(self, row: int, prompt: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Gives a row that is to begin the pages of the kept chunks that its prompt begins with; they are `found`."""
-        if self._table is None:
-            return
-        self.found[row] = self.index.find(row, 0, prompt, keys)
-        for kept in self.found[row]:
-            assert kept.entry is not None
-            self._table.share(row, kept.end - self.index.chunk, self._pages[kept.entry])
+    def shared(self, row: int, prompt: Sequence[int], keys: Sequence[bytes]) -> list[tuple[KeptChunk, list[int]]]:
+        """The kept chunks that a row's prompt begins with, and their pages; none where pages are not shared."""
+        found = self.index.find(row, 0, prompt, keys) if self._table is not None else []
+        return [(kept, self._pages[kept.entry]) for kept in found if kept.entry is not None]
 
-    def _give_up(self) -> bool:
-        """Gives up the kept chunk unused for longest, for its pages; false if there is none."""
-        if (entry := self.index.chunks.give_up()) is None:
-            return False
+    def _give_up(self) -> None:
+        """Gives up the kept chunk unused for longest that has pages of its own."""
         assert self._table is not None
-        self._table.let_go(self._pages.pop(entry, []))
-        return True
+        only_kept = self._table.only_kept
+        entry = self.index.chunks.give_up(lambda entry: bool(np.any(only_kept(self._pages.get(entry, [])))))
+        assert entry is not None
+        self._table.give_up(self._pages.pop(entry))
 
 
 def _page_bytes(state: State) -> int:

@@ -25,6 +25,7 @@ class ActiveRequest:
         room: tokens it may generate in its slot; if they are fewer than its budget, it moves to a longer one then.
         filled: prompt tokens committed.
         read: tokens of the answer that are read as the prompt is, since the row has left a slot that it was in.
+        left_slots: how many it has left.
         constraint: of the answer; None is none.
         walk: where it begins in the automata of the engine, in a slot.
     """
@@ -38,6 +39,7 @@ class ActiveRequest:
     room: int = 0
     filled: int = 0
     read: int = 0
+    left_slots: int = 0
     constraint: Ready | None = None
     walk: Walk | None = None
 
@@ -79,9 +81,10 @@ class ActiveRequest:
     def leave(self) -> None:
         """It has left its slot, and what it has got so far is to be read again."""
         self.filled, self.room, self.read = 0, 0, len(self.completion.token_ids)
+        self.left_slots += 1
 
     def advance(
-        self, trace: Committed, at: int, committed: np.ndarray, proposed: int | None
+        self, trace: Committed, at: int, committed: np.ndarray, proposed: int | None, page: int | None = None
     ) -> tuple[list[int], Outcome] | None:
         """Takes its tokens of a visit.
 
@@ -89,6 +92,7 @@ class ActiveRequest:
             trace: of the visit, in which it is row `at`.
             committed: which of its tokens [steps, most of a step] count.
             proposed: tokens that each step proposed for it; None without a drafter.
+            page: positions of a page of memory, at the end of which a step may have been cut; None is no such end.
 
         Returns:
             How many tokens of each step it has kept, and what its chooser learns of that; None if it got none.
@@ -103,8 +107,9 @@ class ActiveRequest:
             self.completion.acceptance_lengths.extend(counts)
             self.completion.proposed_tokens += len(counts) * proposed
         chain = None if trace.forecast is None else trace.forecast.chain[: len(counts), at].tolist()
-        # What cut a row's last step was its end or that of its slot, not a wrong proposal.
-        uncut = slice(-1 if self.completion.finish_reason or self.outgrown else None)
+        # What cut a row's last step was its end or that of its slot or page, not a wrong proposal.
+        full = page is not None and (self.most(0) - 1) % page == 0
+        uncut = slice(-1 if self.completion.finish_reason or self.outgrown or full else None)
         return counts, Outcome(counts[uncut], chain and chain[uncut])
 
     def extend(self, committed: Committed, at: Any) -> int:

@@ -91,10 +91,11 @@ class Slots:
             made = make()
             if self._fixed and made.calibration is not None:
                 made = made.replace(calibration=made.calibration.replace(frozen=True))
-            if target.mesh is None and traced.kept():  # what programs from disk return is bound to its device
+            # What programs from disk return is bound to its device, and so is a table of pages.
+            if target.mesh is None and (traced.kept() or self.pages is not None):
                 made = jax.device_put(made, made.anchor.sharding)
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
-            self._prefixes = PrefixCache(self.state, config.prefix_chunks, chunk, self.pages)
+            self.prefixes = PrefixCache(self.state, config.prefix_chunks, chunk, self.pages)
 
     def _rows_on_device(self) -> int:
         """The slots, and on CPU with `deterministic` some more that stay idle: there the last few of a block's
@@ -132,11 +133,11 @@ class Slots:
     def programs(self, names: Sequence[Name]) -> int:
         """How many programs `warm_up` compiles: these, and small ones for a row's beginning, move and end, and kept
         prefixes."""
-        return len(names) + 2 + bool(self._short) + self._prefixes.programs
+        return len(names) + 2 + bool(self._short) + self.prefixes.programs
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         """Keys of the prompt's chunks, for `read`."""
-        return self._prefixes.index.keys(prompt)
+        return self.prefixes.index.keys(prompt)
 
     def compile(
         self,
@@ -189,7 +190,7 @@ class Slots:
             if self._short:
                 self.move(0, self._slots - 1, self._neutral)
                 self.release(self._slots - 1)
-            self._change(self._prefixes.warm_up)
+            self._change(self.prefixes.warm_up)
             self._warm = True
         for name in names:
             check_interrupt()
@@ -207,8 +208,8 @@ class Slots:
         """Makes a row ready for a prompt; returns how many of its tokens are there already (see `admit`)."""
         self._change(begin, np.int32(slot))
         copied = 0
-        for kept in self._prefixes.found.pop(slot, []):
-            self._change(self._prefixes.copy, kept, prompt)
+        for kept in self.prefixes.found.pop(slot, []):
+            self._change(self.prefixes.copy, kept, prompt)
             copied = kept.end
         return copied
 
@@ -218,17 +219,17 @@ class Slots:
         Returns:
             What was read, and the first new tokens [B, 1] of the rows whose prompt ended.
         """
-        plan = plan_reads(prompts, self._prefills, self._prefixes.index)
+        plan = plan_reads(prompts, self._prefills, self.prefixes.index)
         for kept in plan.copies:
-            self._change(self._prefixes.copy, kept, prompts[kept.row].prompt)
+            self._change(self.prefixes.copy, kept, prompts[kept.row].prompt)
         rows = zip(plan.batch.rows.tolist(), plan.batch.counts.tolist(), strict=True)
         settings = tuple(prompts[row].settings if count else self._neutral for row, count in rows)
         first = self._prefill(plan.batch, settings)
         with self._on_mesh():
             for slot, end, _, place, awaited in plan.reads:
                 if place is not None:
-                    kept = self._prefixes.index.keep(slot, end, prompts[slot].keys, awaited=awaited)
-                    self._prefixes.keep(self._current(), kept)
+                    kept = self.prefixes.index.keep(slot, end, prompts[slot].keys, awaited=awaited)
+                    self.prefixes.keep(self._current(), kept)
         return plan, first
 
     @property
@@ -259,22 +260,11 @@ class Slots:
     def release(self, slot: int) -> None:
         self._change(release, np.int32(slot))
 
-    def hold(self, slot: int, tokens: int) -> bool:
-        """Holds memory for so many tokens of a row; false if there is too little. `drop` gives it back."""
-        return self.pages is None or self.pages.hold(slot, tokens)
-
-    def admit(self, slot: int, row: ActiveRequest, tokens: int) -> bool:
-        """The same for a request that is to begin: with the pages of what its prompt has in common with others."""
-        self._prefixes.share(slot, row.prompt, row.keys)
-        if held := self.hold(slot, tokens):
-            return held
-        self.drop(slot)
-        return False
-
     def drop(self, slot: int) -> None:
+        """Gives back the memory of a row."""
         if self.pages is not None:
             self.pages.drop(slot)
-            self._prefixes.found.pop(slot, None)
+            self.prefixes.found.pop(slot, None)
 
     def _current(self) -> State:
         """The state with the table of pages as it is now."""
@@ -302,6 +292,8 @@ class Slots:
             return self._timed_steps(check_interrupt)
         finally:  # random tokens are no text to learn from
             self.state = self.state.replace(calibration=kept)
+            for slot in range(self._slots if self.pages else 0):
+                self.drop(slot)
 
     def _timed_steps(self, check_interrupt: Callable[[], object]) -> dict[tuple[Draft, int], float]:
         rng, short = np.random.default_rng(0), next(name for name in self.used if isinstance(name, PrefillShape))
@@ -312,8 +304,9 @@ class Slots:
                 check_interrupt()
                 slots = self.idle(width)
                 for slot in slots:
-                    length = max(1, self.lengths[slot] // 2)
-                    self.hold(slot, length + 4 * self._block(draft))  # as far as there are pages
+                    length = self._half(slot)
+                    if self.pages is not None:  # as far as there are any
+                        self.pages.hold(slot, length + 4 * self._block(draft))
                     prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
                     self._place(slot, length - len(prompt))
                     part = self._prefills.part(slot)
@@ -327,8 +320,12 @@ class Slots:
                 times[draft, width].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
                 for slot in slots:
                     self.release(slot)
-                    self.drop(slot)
         return {how: min(measured) for how, measured in times.items()}
+
+    def _half(self, slot: int) -> int:
+        """Half of what a row holds, or of what all could at a time."""
+        most = self.lengths[slot] if self.pages is None else min(self.lengths[slot], self.pages.tokens // self._slots)
+        return max(1, most // 2)
 
     def _place(self, slot: int, length: int) -> None:
         """Begins a row as if so many tokens were committed; what the caches hold there is of no interest."""
@@ -351,7 +348,7 @@ class Slots:
     def _prefill_cost(self, shape: PrefillShape) -> PrefillCost:
         """The cost of a program in seconds, by its times for empty rows and for such as are half full."""
         arguments, seconds = self._nothing(shape), []
-        halves = {slot: max(1, self.lengths[slot] // 2) for slot in arguments[0].rows.tolist()}
+        halves = {slot: self._half(slot) for slot in arguments[0].rows.tolist()}
         for full in (0, 1):
             times = []
             for _ in range(2):

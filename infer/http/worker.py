@@ -77,7 +77,7 @@ class Worker:
         self._waiting = gauge("dflash_requests_waiting", "Requests without a slot")
         gauge("dflash_slots", "Slots").set(engine.slots)
         self._preempted = gauge("dflash_requests_preempted", "Requests that gave their memory back and were read again")
-        self._free = gauge("dflash_cache_tokens_free", "Tokens that there is room for, where rows share pages")
+        self._free = gauge("dflash_cache_tokens_free", "Tokens that rows which share pages have room for")
         # Under these names `vllm bench serve` reads the acceptance of a server.
         self._drafts = counter("vllm:spec_decode_num_drafts", "Decoding steps, counted per row")
         self._proposed = counter("vllm:spec_decode_num_draft_tokens", "Tokens that those steps proposed")
@@ -232,7 +232,7 @@ class Worker:
                 self._copied.set(self.engine.stats.prefix_tokens)
                 self._preempted.set(self.engine.stats.preempted)
                 if (pages := self.engine.batch.pages) is not None:
-                    self._free.set(pages.free)
+                    self._free.set(pages.available)
                 self._busy.set(self.engine.busy)
                 self._waiting.set(self.engine.waiting)
         except Exception as error:  # whoever waits must learn of it, and whoever comes later too

@@ -21,7 +21,7 @@ from dflash_jax import (
 )
 from dflash_jax.decoding.calibration import MOST_LOGIT, SHARPNESS, Lessons, init_calibration
 from dflash_jax.decoding.proposal import Proposal, accept, make_block
-from dflash_jax.decoding.proposing import Options, grow
+from dflash_jax.decoding.proposing import Options, grow, propose
 from dflash_jax.decoding.selection import pick, rank
 from dflash_jax.decoding.tree import Ranked, best_nodes, levels_of, pruned
 from dflash_jax.infer.engine.chooser import Chains
@@ -228,6 +228,14 @@ def test_a_place_has_sixteen_ranks_at_most():
     best = best_nodes(ranked, 40)
     assert best.tokens.shape == (2, 40)
     assert np.all(np.diff(best.scores) <= 0)
+
+
+@pytest.mark.parametrize(("depth", "nodes"), [(1, 40), (2, 200), (3, 400)])
+def test_a_shallow_tree_has_as_many_nodes_as_it_should(depth, nodes):
+    """With few depths, sixteen ranks would not do."""
+    choice = tiny.choice_of(2, depth, 500).replace(nodes=nodes)
+    tree = propose(choice, jax.random.normal(jax.random.key(2), (2, depth, 500)))
+    assert tree.tokens.shape == tree.scores.shape == (2, nodes)
 
 
 @pytest.mark.parametrize("sampled", [False, True])

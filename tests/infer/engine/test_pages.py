@@ -1,6 +1,8 @@
 """Rows in pages: answers are those of rows that have room of their own, whatever is given back and read again."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -65,11 +67,39 @@ def plain(target):
     return outcome(Engine(target, None, constraints=True, **SETTINGS).generate(requests()))
 
 
+def check(engine):
+    """Each page is free, or has as many users as rows and the index say; none that is shared can be written to."""
+    table, users = engine.batch.pages, Counter[int]()
+    for row, held in enumerate(table._held):
+        users.update(table.table[row, :held].tolist())
+    users.update(page for pages in engine.batch.prefixes._pages.values() for page in pages)
+    free = [page for of_part in table._free for page in of_part]
+    assert len(free) == len({*free})
+    assert {page: count for page, count in enumerate(table._users.tolist()) if count} == users
+    assert not users.keys() & {*free}
+    for slot, row in engine._admission.taken:
+        written = row.filled + len(row.completion.token_ids) - row.read
+        following = table.table[slot, written // PAGE : table._held[slot]].tolist()
+        assert all(users[page] == 1 for page in following)
+
+
+def generated(engine, asked):
+    """Completions; what must hold does after every step."""
+    tickets, done = [engine.submit(request) for request in asked], {}
+    while engine.busy or engine.waiting:
+        done |= dict(engine.step())
+        if engine.batch.pages is not None:
+            check(engine)
+    found = [done[ticket] for ticket in tickets]
+    assert all(one.cached_tokens <= one.prompt_tokens for one in found)
+    return found
+
+
 def all_free(engine, tokens):
     table = engine.batch.pages
-    assert table.free == table.tokens == tokens
-    assert len({*table._free[0]}) == tokens // PAGE  # each once
-    assert not np.any(table.table % table.pages.total)
+    assert table.available == table.tokens == tokens
+    check(engine)
+    assert not any(table._held)
 
 
 @pytest.mark.lossless
@@ -90,7 +120,7 @@ def test_answers_are_those_of_plain_decoding(kind, given, directory, target, pla
     drafter = load_drafter(directory / kind, num_target_layers=4)
     settings = {"constraints": True, "cache_tokens": LENGTH + PAGE} | SETTINGS | given
     engine = Engine(target, drafter, **settings)
-    assert outcome(engine.generate(requests())) == plain
+    assert outcome(generated(engine, requests())) == plain
     assert engine.stats.preempted > 0
     all_free(engine, settings["cache_tokens"])
 
@@ -104,10 +134,16 @@ def test_a_mesh_splits_pages_as_it_splits_rows(axes, directory, plain):
     target = load_target(directory / "target", mesh=mesh)
     drafter = load_drafter(directory / "dflash", mesh=mesh, num_target_layers=4)
     engine = Engine(target, drafter, constraints=True, cache_tokens=2 * LENGTH, prefix_chunks=4, **SETTINGS)
-    assert outcome(engine.generate(requests())) == plain
+    tickets, done, most = [engine.submit(request) for request in requests()], {}, [0, 0]
+    while engine.busy or engine.waiting:
+        done |= dict(engine.step())
+        busy = [slot for slot, _ in engine._admission.taken]
+        most = [max(most[0], sum(slot < 2 for slot in busy)), max(most[1], sum(slot >= 2 for slot in busy))]
+    assert outcome([done[ticket] for ticket in tickets]) == plain
     assert engine.stats.preempted > 0
     table = engine.batch.pages
     assert table.free == 2 * LENGTH
+    assert most == [2, 2]  # rows of each part
     assert table.table.tolist() == [[part * table.pages.total // 2] * 6 for part in (0, 0, 1, 1)]
     cache = engine.batch.state.target_cache
     assert cache.entries[0].k.sharding.shard_shape(cache.entries[0].k.shape)[0] == table.pages.total // 2
@@ -118,12 +154,12 @@ def test_every_time_pages_are_asked_for_they_may_be_missing(directory, target, p
     """A fault whenever there was none the time before: rows wait, are read again, and answer the same."""
     hold, calls = PageTable.hold, [0]
 
-    def missing(self, row, tokens):
+    def missing(self, row, tokens, **given):
         if -(-tokens // self.pages.size) > self._held[row]:
             calls[0] += 1
             if calls[0] % 2:
                 return False
-        return hold(self, row, tokens)
+        return hold(self, row, tokens, **given)
 
     monkeypatch.setattr(PageTable, "hold", missing)
     drafter = load_drafter(directory / "dflash", num_target_layers=4)
@@ -211,7 +247,71 @@ def test_samples_of_one_prompt_have_its_pages_once(count, directory, target, mon
         assert [(got[ticket].token_ids, got[ticket].finish_reason) for ticket in tickets] == expected
         assert max(used) <= most
         assert sum(one.cached_tokens for one in got.values()) >= 3 * 2 * PAGE
-        kept = 2 * PAGE * len(engine.batch._prefixes._pages)
+        kept = 2 * PAGE * len(engine.batch.prefixes._pages)
         assert engine.batch.pages.free == tokens - kept
         assert kept <= 4 * 2 * PAGE
         assert kept or tokens < 8 * LENGTH  # or what was kept has been given up for others
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("given", [{}, {"deterministic": True}], ids=str)
+def test_what_else_requests_ask_for(given, directory, target):
+    """Log-probabilities, ends that the host finds, steps without speculation, and bits that nobody else decides."""
+    drafter = load_drafter(directory / "dflash", num_target_layers=4)
+    stop = lambda tokens, new: next((i + 1 for i in range(len(tokens) - new, len(tokens)) if tokens[i] % 11 == 5), None)
+    asked = [
+        replace(request, find_stop=stop if i % 2 else None, speculative=bool(given) or i % 5 != 4)
+        for i, request in enumerate(requests(12, logprobs=2))
+    ]
+    asked = [request for request in asked if request.params.constraint is None]
+    settings = SETTINGS | {"logprobs": 2, "plain": not given, "tree": 9 if not given else 0, **given}
+    expected = Engine(target, drafter, **settings).generate(asked)
+    engine = Engine(target, drafter, cache_tokens=LENGTH + 2 * PAGE, prefix_chunks=3, **settings)
+    got = generated(engine, asked)
+    assert outcome(got) == outcome(expected)
+    assert bool(engine.stats.preempted) == (not given)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert len(ours.logprobs) == len(ours.top_logprobs) == len(ours.token_ids)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=0 if given else 1e-4)
+
+
+def test_warm_up_forgets_what_was_kept_and_compiles_everything(directory, target):
+    drafter = load_drafter(directory / "dflash", num_target_layers=4)
+    settings = SETTINGS | {"max_length": LENGTH + PAGE}  # programs that nobody else has
+    engine = Engine(target, drafter, cache_tokens=3 * LENGTH, prefix_chunks=2, **settings)
+    alike, other = ([tiny.ask([n + i % 7 for i in range(4 * PAGE + 3)], 10, id="0")] for n in (4, 20))
+    engine.warm_up()
+    compiled = []
+    listen = lambda event, _, fun_name="", **__: compiled.append(fun_name) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        expected = outcome(engine.generate(alike))
+        engine.warm_up()
+        assert outcome(generated(engine, other)) != expected
+        assert outcome(generated(engine, alike)) == expected
+        assert outcome(generated(engine, alike)) == expected
+        assert compiled == []
+        jax.jit(lambda x: x + LENGTH)(1.0)
+        assert compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert engine.stats.prefix_tokens > 0
+
+
+def test_who_only_waits_takes_nothing_away(directory, target):
+    """A request that does not fit leaves the chunks that are kept, and those in use free nothing."""
+    engine = Engine(target, None, cache_tokens=LENGTH + PAGE, prefix_chunks=4, **SETTINGS)
+    alike = [9 + i % 7 for i in range(2 * PAGE)]
+    first = engine.submit(tiny.ask([*alike, 5], 40, id="0"))
+    while not (kept := dict(engine.batch.prefixes._pages)):
+        engine.step()
+    last = engine.submit(tiny.ask([3] * (4 * PAGE), 20, id="1"))
+    done = {}
+    while engine.waiting:
+        assert engine.batch.prefixes._pages == kept
+        done |= dict(engine.step())
+        check(engine)
+    while engine.busy:
+        done |= dict(engine.step())
+    assert [len(done[ticket].token_ids) for ticket in (first, last)] == [40, 20]
+    assert engine.stats.preempted == 0
