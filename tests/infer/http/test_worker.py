@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
+from dflash_jax.infer.engine.stats import Stats
 from dflash_jax.infer.http.worker import OverloadedError, Worker
 from tests import tiny
 
@@ -55,7 +56,7 @@ class Hurried(Broken):
 
     def __init__(self):
         self.told, self.compiled, self.steps, self.ended = [], threading.Event(), 0, threading.Event()
-        self.stats = SimpleNamespace(prompt_tokens=0, prefix_tokens=0)
+        self.stats, self.batch = Stats(), SimpleNamespace(pages=None)
 
     def compile_rest(self, check_interrupt):
         while not self.compiled.wait(0.01):
@@ -105,9 +106,11 @@ def test_programs_that_were_left_are_timed_between_requests(monkeypatch, patienc
     ask(worker)
     ask(worker)
     while engine.told.count("ended") < 2 or "timed" not in engine.told:
+        assert worker.failure is None
         time.sleep(0.01)
     ask(worker)
     while engine.told.count("ended") < 3:
+        assert worker.failure is None
         time.sleep(0.01)
     worker.stop()
     assert engine.told == order
