@@ -244,7 +244,7 @@ def test_time_between_steps_is_not_decoding(target, drafter, waits, monkeypatch)
         asked.append(trace)
         return not waits and any(trace is before for before in asked[:-1])
 
-    monkeypatch.setattr("dflash_jax.infer.engine.engine._is_ready", is_ready)
+    monkeypatch.setattr("dflash_jax.infer.engine.engine.is_ready", is_ready)
     engine.submit(tiny.ask([1, 2, 3], 60, stop_token_ids=()))
     while engine.busy or engine.waiting:
         engine.step()
