@@ -254,7 +254,7 @@ def test_samples_of_one_prompt_have_its_pages_once(count, directory, target, mon
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("given", [{}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("given", [{}, pytest.param({"deterministic": True}, marks=pytest.mark.slow)], ids=str)
 def test_what_else_requests_ask_for(given, directory, target):
     """Log-probabilities, ends that the host finds, steps without speculation, and bits that nobody else decides."""
     drafter = load_drafter(directory / "dflash", num_target_layers=4)
