@@ -279,8 +279,8 @@ class EngineOptions:
     ] = None
     """prompt and answer tokens per row"""
     cache_tokens: Annotated[int | None, optional(int, "N", "--max-length for each row")] = None
-    """tokens that all rows hold together, in pages of memory that they share: a row takes what its tokens need, so that
-    --max-length costs nothing, and is the target's own with --http unless it is given"""
+    """tokens that all rows hold together, in pages of memory that they share: a row takes what its tokens need. A
+    large --max-length then costs next to nothing: with --http it is the target's own unless it is given"""
     short_length: Annotated[
         int | None, optional(int, "N", "what a file of requests needs; a server has one length")
     ] = None

@@ -35,10 +35,9 @@ class EngineConfig:
             it moves to a long one when it needs more.
         long_slots: how many slots hold `max_length` tokens where there are short ones.
         cache_tokens: tokens that the caches of all rows hold together, in pages that rows share: a row takes what its
-            tokens need, so that `max_length` costs nothing. None gives every row room for `max_length`. Where the pages
-            run out, the request that came last gives its own back and waits; what it has got so far is read again
-            then. What keeps no position, or the last ones only, such as a window's ring, is not in pages, and latents
-            are not.
+            tokens need, so that a large `max_length` costs next to nothing. None gives every row room for
+            `max_length`. Where the pages run out, the request that came last gives its own back and waits; what it has
+            got so far is read again then. Recurrent states, the rings of sliding windows and latents are not in pages.
         plain: whether requests may ask for steps without speculation.
         deterministic: nothing is chosen by measured times and lengths are fixed, so that the bits of an answer follow
             from its request, target, drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`,

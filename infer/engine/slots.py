@@ -53,6 +53,7 @@ class Slots:
         state: consumed and replaced by every call.
         lengths: tokens that each row can hold.
         pages: of rows that share memory; None where each has its own.
+        prefixes: what is kept of prompts for those that begin alike.
         used: the programs that may be used.
     """
 

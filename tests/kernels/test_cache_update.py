@@ -45,6 +45,7 @@ def expected(cache, block, lengths, kept, rows, ring):
         ((128, 128), 32, 16, [16, 31, 3], [16, 1, 0]),
         ((64, 64), 256, 6, [125, 250, 0], [6, 6, 0]),
         ((128, 64), 128, 20, [120, 127, 10], [20, 2, 7]),
+        ((64, 64), 1152, 256, [0, 1000, 896], [256, 256, 3]),  # several windows, narrower than the block
         ((64, 24), 48, 60, [0, 14, 60], [60, 3, 50]),  # longer than the ring; a width that is no power of two
     ],
 )

@@ -228,7 +228,7 @@ def test_the_table():
 
 
 @pytest.mark.parametrize("count", [8])
-def test_samples_of_one_prompt_have_its_pages_once(count, directory, target, monkeypatch):
+def test_samples_of_one_prompt_have_its_pages_once(count, directory, target):
     """And a prompt that begins as they do, later; where memory is short they begin one after the other."""
     drafter = load_drafter(directory / "dflash", num_target_layers=4)
     prompt = [(7 * i) % 50 + 3 for i in range(4 * PAGE + 5)]
@@ -238,10 +238,10 @@ def test_samples_of_one_prompt_have_its_pages_once(count, directory, target, mon
     expected = outcome(Engine(target, None, **settings).generate(asked))
     for tokens, most in ((8 * LENGTH, 4 + count * 2 + 4), (LENGTH + 2 * PAGE, 8)):
         engine = Engine(target, drafter, cache_tokens=tokens, prefix_chunks=4, tree=9, **settings)
-        used, step, got = [0], engine.step, {}
+        used, got = [0], {}
         tickets = [engine.submit(request) for request in asked]
         while engine.busy or engine.waiting:
-            got |= dict(step())
+            got |= dict(engine.step())
             if all(row is None or not row.left for row in engine._admission.rows):  # all prompts are read
                 used.append(int(np.sum(engine.batch.pages._users > 0)))
         assert [(got[ticket].token_ids, got[ticket].finish_reason) for ticket in tickets] == expected
