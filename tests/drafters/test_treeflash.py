@@ -84,8 +84,9 @@ def test_a_tree_is_that_of_a_heap(pair, nodes, monkeypatch):
             before = np.full(4, path[-1] if slot else int(anchor[row]))
             logits = by_formula(target, drafter, both[row], before)[slot]
             logits[drafter.config.mask_token_id] = -np.inf
-            for token, score in enumerate(logits - np.logaddexp.reduce(logits)):
-                heapq.heappush(frontier, (cost - score, (*path, token)))
+            scores = logits - np.logaddexp.reduce(logits)
+            for token in np.argsort(-scores)[: choice.ranks].tolist():
+                heapq.heappush(frontier, (cost - scores[token], (*path, token)))
         assert _paths(tree.tokens[row].tolist(), tree.parents[row].tolist()) == set(found)
     assert leaves > 0
 
