@@ -278,16 +278,11 @@ class EngineOptions:
         int | None, optional(int, "N", "what the longest request needs; 4096 with --http; 2048 with --deterministic")
     ] = None
     """prompt and answer tokens per row"""
-    cache_tokens: Annotated[int | None, optional(int, "N", "--max-length for each row")] = None
+    cache_tokens: Annotated[
+        int | None, optional(int, "N", "--max-length for each row; less for a file of requests of unlike lengths")
+    ] = None
     """tokens that all rows hold together, in pages of memory that they share: a row takes what its tokens need. A
     large --max-length then costs next to nothing: with --http it is the target's own unless it is given"""
-    short_length: Annotated[
-        int | None, optional(int, "N", "what a file of requests needs; a server has one length")
-    ] = None
-    """tokens of all but --long-slots of the rows: so one long request does not make every row long. A request moves to
-    a long row when it needs more"""
-    long_slots: Annotated[int | None, optional(int, "N", "an eighth")] = None
-    """rows of --max-length tokens where there are shorter ones"""
     prefix_chunks: Annotated[
         int | None, optional(int, "N", "as many as prompts share, in no more memory than the rows take")
     ] = None

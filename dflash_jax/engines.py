@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from dflash_jax.drafters.base import Drafter
     from dflash_jax.infer.engine.engine import Engine
     from dflash_jax.infer.engine.engine_config import EngineConfig
-    from dflash_jax.infer.engine.lengths import Lengths
     from dflash_jax.infer.engine.requests import Request
     from dflash_jax.infer.jobs.lines import Line
     from dflash_jax.infer.text import Text
@@ -87,7 +86,7 @@ def engine_config(
         ValueError: an option is out of range.
     """
     from dflash_jax.infer.engine.engine_config import EngineConfig
-    from dflash_jax.infer.engine.lengths import two_lengths
+    from dflash_jax.infer.engine.memory import tokens_worth_sharing
     from dflash_jax.mesh import rows_of
 
     _check_options(generation, options)
@@ -103,15 +102,11 @@ def engine_config(
         raise ValueError(
             f"--cache-tokens must be at least {least}, for the longest request; got {options.cache_tokens}"
         )
-    lengths = None
-    if options.short_length is not None:
-        lengths = _given_lengths(options, options.short_length, slots, max_length, chunk, parts)
-    elif needs.sizes is not None and needs.shared is not None and not (options.deterministic or options.cache_tokens):
-        lengths = two_lengths(sizes, slots, max_length, least=chunk, parts=parts)
-    if kept is None:  # what is of use, and no more memory than the slots take
-        room = options.cache_tokens or slots * max_length
-        if lengths is not None:
-            room -= (slots - lengths.long_slots) * (max_length - lengths.short_length)
+    tokens = options.cache_tokens
+    if tokens is None and needs.sizes is not None and needs.shared is not None and not options.deterministic:
+        tokens = tokens_worth_sharing(sizes, slots, max_length, parts)
+    if kept is None:  # what is of use, and no more memory than the rows take
+        room = tokens or slots * max_length
         kept = room // chunk if needs.shared is None else min(room // chunk, needs.shared)
     return EngineConfig(
         slots=slots,
@@ -124,9 +119,7 @@ def engine_config(
         steps_per_visit=options.stream_interval,
         prefix_chunks=kept,
         logprobs=needs.logprobs,
-        short_length=lengths and lengths.short_length,
-        long_slots=lengths.long_slots if lengths else 1,
-        cache_tokens=options.cache_tokens,
+        cache_tokens=tokens,
         plain=plain,
         deterministic=options.deterministic,
         gpu_graphs=options.gpu_graphs,
@@ -150,31 +143,7 @@ def check_length(config: "TargetConfig", max_length: int | None) -> None:
 def _check_options(generation: GenerationOptions, options: EngineOptions) -> None:
     """Raises ValueError for an option that is out of range, or excludes another."""
     check_least(generation, batch_size=1)
-    check_least(options, max_length=1, short_length=1, long_slots=1, cache_tokens=1, prefix_chunks=0, stream_interval=1)
-    if options.long_slots is not None and options.short_length is None:
-        raise ValueError("--long-slots needs --short-length")
-    if options.short_length is not None and options.cache_tokens is not None:
-        raise ValueError("--short-length and --cache-tokens exclude each other: pages make rows as long as they need")
-    if options.short_length is not None and options.deterministic:
-        raise ValueError("--short-length and --deterministic exclude each other: the length of a row changes last bits")
-
-
-def _given_lengths(
-    options: EngineOptions, short: int, slots: int, max_length: int, chunk: int, parts: int
-) -> "Lengths":
-    """The lengths that `--short-length` and `--long-slots` name."""
-    from dflash_jax.infer.engine.lengths import Lengths
-
-    long = -(-slots // 8) if options.long_slots is None else options.long_slots
-    long = -(-long // parts) * parts
-    if not chunk <= short < max_length:
-        raise ValueError(
-            f"--short-length must be at least {chunk}, a piece of a prompt, and below --max-length, {max_length}; "
-            f"got {short}"
-        )
-    if long >= slots:
-        raise ValueError(f"--short-length needs a --batch-size above the {long} long rows, got {slots}")
-    return Lengths(short, long)
+    check_least(options, max_length=1, cache_tokens=1, prefix_chunks=0, stream_interval=1)
 
 
 def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConfig") -> "Engine":

@@ -24,7 +24,7 @@ SERVE = """
     api-key batch-size block-size drafter dtype force http input max-length max-new-tokens max-request-bytes
     allow-unauthenticated max-waiting client-timeout shutdown-timeout
     mesh min-p no-speculation ordered output prefix-chunks processes prompt proposals seed stats-interval
-    cache-tokens gpu-graphs long-slots short-length stream-interval summary target temperature top-k top-p tree
+    cache-tokens gpu-graphs stream-interval summary target temperature top-k top-p tree
     chat-template-kwargs deterministic kernels ray ray-workers ray-resources
     target-config drafter-config quantize min-tokens ignore-eos stop-token-ids tool-format
 """
@@ -189,6 +189,17 @@ def test_engines_of_deterministic_jobs_read_prompts_in_chunks_of_one_size(pair):
     for shared, chunk in (30, 64), (40, 32):  # what many begin with is copied, if it is the larger part
         requests = [tiny.ask([*range(shared), *[50 + i] * 15], 5) for i in range(8)]
         assert config_for(target, requests, generation, EngineOptions()).prefill_chunk == chunk
+
+
+def test_jobs_of_unlike_requests_share_memory(pair):
+    target, generation = load_target(pair / "target"), GenerationOptions(batch_size=16)
+    unlike = [tiny.ask([1] * 3, 900), *(tiny.ask([1] * 5, 20) for _ in range(30))]
+    config = config_for(target, unlike, generation, EngineOptions())
+    assert (config.cache_tokens, config.max_length) == (128 * -(-(903 + 15 * 25 + 16 * 128) // 128), 1024)
+    given = config_for(target, unlike, generation, EngineOptions(cache_tokens=5000))
+    assert (given.cache_tokens, given.max_length) == (5000, 903)
+    assert config_for(target, unlike[1:], generation, EngineOptions()).cache_tokens is None
+    assert config_for(target, unlike, generation, EngineOptions(deterministic=True)).cache_tokens is None
 
 
 def test_tokens_show_as_often_as_is_asked(pair, capsys):

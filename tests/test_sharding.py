@@ -111,22 +111,6 @@ def test_each_part_of_the_rows_reads_its_own_prompts(directory, monkeypatch):
 
 
 @pytest.mark.slow
-def test_slots_of_two_lengths(directory):
-    """Every part of the rows has some of each."""
-    asked = [tiny.ask([(5 * i + j) % 60 for j in range(3 + 9 * (i % 3))], 8 + 5 * i, 0.5 * (i % 2)) for i in range(8)]
-    answers = []
-    for where, more in (
-        (None, {}),
-        (mesh("data=2,model=2"), {"short_length": 24, "long_slots": 2, "prefill_chunk": 8}),
-    ):
-        target = load_target(directory / "target", mesh=where)
-        engine = Engine(target, load_drafter(directory / "drafter", mesh=where), slots=4, max_length=96, **more)
-        answers.append([done.token_ids for done in engine.generate(asked)])
-    assert engine.batch.lengths == [24, 96, 24, 96]
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.slow
 def test_what_measures_and_trains_works_on_a_mesh(directory, alone, tmp_path):
     """Replay, step times and cached features: what is no engine, and uses the models of a mesh, too."""
     on = mesh("data=2,model=2")

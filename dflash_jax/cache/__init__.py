@@ -18,11 +18,9 @@ from jaxtyping import Array, Float, Int, PyTree
 from dflash_jax.cache.attention import KV as KV
 from dflash_jax.cache.attention import Fresh as Fresh
 from dflash_jax.cache.attention import Path, Rows, commit_alike
+from dflash_jax.cache.pages import Capacity as Capacity
 from dflash_jax.cache.pages import Pages as Pages
-from dflash_jax.cache.split import Capacity as Capacity
-from dflash_jax.cache.split import Group as Group
-from dflash_jax.cache.split import Split, groups_of
-from dflash_jax.mesh import ROWS, WHOLE, Layout, row_parts
+from dflash_jax.mesh import HEADS, ROWS, WHOLE, Layout, row_parts, split_evenly
 
 
 class Carried(Protocol):
@@ -139,21 +137,17 @@ def init_cache(
 
     Args:
         mixers: one per layer; one that shares reads the entry of an earlier layer.
-        slots: of every row, the groups that rows of different lengths stand in, or pages that all rows share. What
-            holds something else than all positions lies in rows then, too.
+        slots: of every row, or pages that all rows share. What holds something else than all positions lies in rows
+            then, too.
         widest: the longest block that is committed at once, for which writers may want some room.
-
-    Raises:
-        ValueError: the groups have not so many rows (see `split.groups_of`).
     """
-    groups = groups_of(rows, slots)
     entries: list[Entry] = []
     of_layer: list[int] = []
     for mixer in mixers:
         of_layer.append(len(entries) if mixer.shares is None else of_layer[mixer.shares])
         if mixer.shares is None:
             make = lambda rows, slots, m=mixer: m.entry(rows, slots, dtype, layout, widest)
-            entries.append(_in_pages(make, rows, slots) if isinstance(slots, Pages) else _entry(make, groups))
+            entries.append(_in_pages(make, rows, slots) if isinstance(slots, Pages) else make(rows, slots))
     cache = Cache(tuple(entries), tuple(of_layer))
     if isinstance(slots, Pages):
         cache = cache.replace(pages=jnp.asarray(slots.empty(rows, row_parts())), held=jnp.zeros(rows, jnp.int32))
@@ -161,23 +155,13 @@ def init_cache(
 
 
 def _in_pages(make: Callable[[int, int], Entry], rows: int, pages: Pages) -> Entry:
-    """An entry in pages, if it holds keys and values of all positions."""
-    like = jax.eval_shape(lambda: make(rows, pages.of_row * pages.size))
-    if type(like) is not KV or like.ring:
-        return make(rows, pages.of_row * pages.size)
+    """An entry in pages, if it holds all positions, and the heads of a mesh split it: rows of one that they do not are
+    split further than the pages of others."""
+    like = jax.eval_shape(lambda: make(rows, pages.longest))
+    if not isinstance(like, KV) or like.ring or not split_evenly(like.k.shape[1], HEADS):
+        return make(rows, pages.longest)
     room = lambda x: jnp.zeros((pages.total, x.shape[1], pages.size, x.shape[3]), x.dtype)
-    return KV(room(like.k), room(like.v), paged=True)
-
-
-def _entry(make: Callable[[int, int], Entry], groups: Sequence[Group]) -> Entry:
-    """An entry for groups of rows; one for all rows where its size does not depend on how long they are."""
-    if len(groups) == 1:
-        return make(*groups[0])
-    rows = sum(group.rows for group in groups)
-    sizes = [jax.eval_shape(lambda slots=slots: make(rows, slots)) for _, slots in groups]
-    if all(size == sizes[0] for size in sizes):
-        return make(*Group(rows, groups[0].slots))
-    return Split(tuple(make(*group) for group in groups), tuple(group.rows for group in groups))
+    return jax.tree.map(room, like.replace(paged=True))
 
 
 def with_pages(carried: PyTree, table: Callable[[], tuple[Int[Array, "R M"], Int[Array, " R"]]]) -> PyTree:

@@ -43,6 +43,7 @@ class Latent(KV):
             expanded: whether it does. Else the queries are of whole vectors, and what comes out is of latents.
         """
         assert up is not None
+        settings |= self.places(settings.get("rows"))
         if expanded:
             return attend(q, positions, *expand(fresh.k, up, q.shape[-1]), self, lengths, up=up, **settings)
         return attend(q, positions, fresh.k, fresh.k[..., : up.shape[2]], self, lengths, **settings)

@@ -32,7 +32,15 @@ class Pages(NamedTuple):
         size = PAGE
         return cls((-(-tokens // (size * parts)) + 1) * parts, -(-longest // size), size)
 
+    @property
+    def longest(self) -> int:
+        """The most positions of a row."""
+        return self.of_row * self.size
+
     def empty(self, rows: int, parts: int) -> np.ndarray:
         """The table [rows, of_row] of rows that have nothing."""
         nobody = np.arange(parts, dtype=np.int32) * (self.total // parts)
         return np.tile(np.repeat(nobody, rows // parts)[:, None], (1, self.of_row))
+
+
+Capacity = int | Pages  # positions of every row, or the pages that rows share

@@ -11,7 +11,6 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax.cache import Cache, Capacity, Carried
-from dflash_jax.cache.split import groups_of
 from dflash_jax.config import TargetConfig
 from dflash_jax.decoding.automata import FREE, Walk, unconstrained
 from dflash_jax.decoding.calibration import Calibration, init_calibration
@@ -115,7 +114,7 @@ class Drafting(Protocol):
 
         Args:
             rows: of the batch.
-            slots: positions of every row, the groups that rows of different lengths stand in, or their pages.
+            slots: positions of every row, or the pages that they share.
             widest: the most positions that one `commit` adds.
         """
         ...
@@ -206,7 +205,7 @@ def init_state(
     """An idle batch of `rows` rows, each with room for `slots` committed tokens.
 
     Args:
-        slots: of every row, the groups that rows of different lengths stand in (see `cache.split`), or their pages.
+        slots: positions of every row, or the pages that they share.
         stop_width: stop tokens a row may have.
         widest: the longest chunk of a prompt that will be committed at once.
         constraints: whether rows may have one.
@@ -218,7 +217,7 @@ def init_state(
         stop_tokens=jnp.full((rows, stop_width), -1, jnp.int32),
         sampling=greedy_rows(rows),
         penalties=no_penalties(rows),
-        history=empty_history(rows, max(group.slots for group in groups_of(rows, slots))),
+        history=empty_history(rows, slots if isinstance(slots, int) else slots.longest),
         scored=jnp.zeros(rows, jnp.bool_),
         target_cache=target.init_cache(rows, slots, widest),
         draft=None if drafter is None else drafter.init_state(rows, slots, widest),

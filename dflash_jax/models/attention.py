@@ -14,7 +14,6 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import KV, Cache, Fresh
-from dflash_jax.cache.split import Split
 from dflash_jax.config import AttentionConfig, LayerConfig, LayerMixer, RopeConfig
 from dflash_jax.kernels.block_attention import Visibility, together
 from dflash_jax.kernels.dispatch import platform
@@ -77,7 +76,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T Din"] | Normed, ctx: Pass, entry: KV | Split, shared: Fresh | None = None
+        self, x: Float[Array, "B T Din"] | Normed, ctx: Pass, entry: KV, shared: Fresh | None = None
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         """Returns the layer's output, and the block's keys and values.
 
@@ -114,8 +113,7 @@ class Attention(nn.Module):
         q = split_heads(q, H, norm("q_norm", N, squares[0]), ctx.rope)
         block = fresh
         if ctx.per_row is None and fresh.v is not None:
-            cache = entry.entries[0] if isinstance(entry, Split) else entry
-            block = fresh.replace(joined=together(q, fresh.k, fresh.v, cache))
+            block = fresh.replace(joined=together(q, fresh.k, fresh.v, entry))
             fresh = block if shared is None else fresh
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if c.sinks else None
         out = attend_pass(q, block, ctx, entry, c, sinks).reshape(B, T, N * H)
@@ -153,7 +151,7 @@ def attend_pass(
     q: Float[Array, "B T N H"],
     fresh: Fresh,
     ctx: Pass,
-    entry: KV | Split,
+    entry: KV,
     config: AttentionConfig,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N Hv"]:

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float
 
 from dflash_jax.cache import Fresh
 from dflash_jax.cache.latent import Latent
-from dflash_jax.cache.split import Split
 from dflash_jax.config import RopeConfig
 from dflash_jax.kernels.products import product
 from dflash_jax.mesh import HEADS, Layout, constrain
@@ -116,7 +115,7 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: Pass, entry: Latent | Split, shared: None = None
+        self, x: Float[Array, "B T D"], ctx: Pass, entry: Latent, shared: None = None
     ) -> tuple[Float[Array, "B T D"], Fresh]:
         c, (B, T) = self.config, x.shape[:2]
         q, vectors = self._projected(x)

@@ -62,7 +62,7 @@ class Engine:
         self.constraints = Constraints(target, config.constraint_states) if config.constraints else None
         self.batch = Slots(target, config, self.drafts, self.constraints)
         self._tickets = itertools.count()
-        self._admission = Admission(self.batch.lengths[: config.slots], config.max_length)
+        self._admission = Admission(config.slots)
         self._pacing = Pacing(config.slots, config.steps_per_visit)
         self._memory = Memory(self.batch, self._admission, self.stats, self.width)
         self._ahead: Visit | None = None  # the one in flight
@@ -189,7 +189,8 @@ class Engine:
         Returns:
             (ticket, completion so far) of the requests that got tokens; see `stream`.
         """
-        self._place(admit)
+        if admit:
+            self._place()
         filling, decoding = self._admission.filling, self._admission.decoding
         if not decoding:
             self._ahead = None  # its rows have all finished
@@ -210,16 +211,13 @@ class Engine:
                 self._ended(row, self._admission.finish(row))
         return [(row.ticket, row.completion) for row in events]
 
-    def _place(self, admit: bool) -> None:
-        """Moves rows and begins requests on the device, where there are slots for them."""
+    def _place(self) -> None:
+        """Begins waiting requests on the device, where there are slots for them."""
         self._no_room, self._memory.waits = False, None
-        for row, slot, left in self._admission.place(admit, self._ready):
+        for row, slot in self._admission.place(self._ready):
             row.settings = row.on_device(self.config.seed)
-            if left is not None:
-                self.batch.move(left, slot, row.settings)
-            else:
-                row.completion.started = row.completion.started or time.perf_counter()
-                self._copied(row, self.batch.begin(slot, row.prompt))
+            row.completion.started = row.completion.started or time.perf_counter()
+            self._copied(row, self.batch.begin(slot, row.prompt))
 
     def _copied(self, row: ActiveRequest, tokens: int) -> None:
         """So many more tokens of a prompt are there, which another one has in common."""
@@ -390,5 +388,3 @@ def _check(config: EngineConfig, target: Target) -> None:
         raise ValueError(f"slots must be a multiple of {parts}, the mesh's parts of rows; got {config.slots}")
     if config.cache_tokens is not None and config.cache_tokens < (least := parts * config.max_length):
         raise ValueError(f"cache_tokens must be at least {least}, for the longest request; got {config.cache_tokens}")
-    if config.short_length is not None and config.long_slots % parts:
-        raise ValueError(f"long_slots must be a multiple of {parts}, the mesh's parts of rows; got {config.long_slots}")

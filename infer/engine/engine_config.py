@@ -30,14 +30,10 @@ class EngineConfig:
         prefix_chunks: how many chunks of prompts to keep for requests that begin alike; each takes the cache memory of
             `prefill_chunk` tokens.
         logprobs: most alternatives per token that a request may ask the log-probabilities of; None serves none.
-        short_length: tokens that all but `long_slots` of the slots hold; None makes every slot hold `max_length`. A
-            request begins in a short slot if that holds all it may ask for, or if its prompt leaves half of it free;
-            it moves to a long one when it needs more.
-        long_slots: how many slots hold `max_length` tokens where there are short ones.
         cache_tokens: tokens that the caches of all rows hold together, in pages that rows share: a row takes what its
             tokens need, so that a large `max_length` costs next to nothing. None gives every row room for
             `max_length`. Where the pages run out, the request that came last gives its own back and waits; what it has
-            got so far is read again then. Recurrent states, the rings of sliding windows and latents are not in pages.
+            got so far is read again then. Recurrent states and the rings of sliding windows are not in pages.
         plain: whether requests may ask for steps without speculation.
         deterministic: nothing is chosen by measured times and lengths are fixed, so that the bits of an answer follow
             from its request, target, drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`,
@@ -64,8 +60,6 @@ class EngineConfig:
     steps_per_visit: int = 16
     prefix_chunks: int = 0
     logprobs: int | None = None
-    short_length: int | None = None
-    long_slots: int = 1
     cache_tokens: int | None = None
     plain: bool = False
     deterministic: bool = False
@@ -80,28 +74,12 @@ class EngineConfig:
             if not smallest <= (value := getattr(self, name)) < 2**31:
                 raise ValueError(f"{name} must be at least {smallest} and below 2**31, got {value}")
         check_seed(self.seed)
-        if self.cache_tokens is not None and self.short_length is not None:
-            raise ValueError("cache_tokens and short_length exclude each other: pages make rows as long as they need")
         if self.constraint_states >= 2**15:
             raise ValueError(f"constraint_states must be below 2**15, got {self.constraint_states}")
         if self.tree == "auto" and self.block_size != "auto":
             raise ValueError('tree "auto" goes together with block_size "auto"; give both, or a number of nodes')
         if isinstance(self.tree, int) and not 0 <= self.tree <= MOST_NODES:
             raise ValueError(f"tree must lie in 0..{MOST_NODES} nodes, got {self.tree}; 0 is a chain")
-        if self.short_length is not None:
-            if not self.prefill_chunk <= self.short_length < self.max_length:
-                raise ValueError(
-                    f"short_length must be at least prefill_chunk, {self.prefill_chunk}, and less than max_length, "
-                    f"{self.max_length}; got {self.short_length}"
-                )
-            if not 1 <= self.long_slots < self.slots:
-                raise ValueError(
-                    f"long_slots must be at least 1 and less than slots, {self.slots}; got {self.long_slots}"
-                )
-            if self.deterministic:
-                raise ValueError(
-                    "slots of two lengths and deterministic exclude each other: the length of a row changes last bits"
-                )
         if self.plain and self.deterministic:
             raise ValueError("plain and deterministic exclude each other: one plain request changes the steps of all")
         if self.proposals not in get_args(Proposals):

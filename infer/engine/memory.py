@@ -7,8 +7,9 @@ again: what is not known beforehand, how long answers become, need not be held f
 goes on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from dflash_jax.cache import pages
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.pages import PageTable
 from dflash_jax.infer.engine.rows import ActiveRequest
@@ -16,6 +17,33 @@ from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.infer.engine.stats import Stats
 
 SPARE = 1.25  # times the tokens that rows are expected to commit, for which pages are held
+SHORT = 4  # pages of a row: where none is longer, rows do not share memory
+WORTH = 0.75  # of the memory of rows of equal length: with less gain than that, rows do not share memory
+
+
+def tokens_worth_sharing(
+    requests: Sequence[tuple[int, int]], slots: int, max_length: int, parts: int = 1
+) -> int | None:
+    """How many tokens the rows of these requests should have together, in pages that they share; None if rows of equal
+    length would not need much more, or are short.
+
+    A request is in a row for as long as it generates. So many tokens are there at a time as its rows would have if all
+    had the mean length, where each request counts by the tokens that it generates; and no more than the longest
+    requests have.
+
+    Args:
+        requests: tokens of the prompt, and to generate, of each.
+        slots: rows that decode at the same time.
+        max_length: of a row.
+        parts: that a mesh splits rows into.
+    """
+    if max_length <= SHORT * pages.PAGE:
+        return None
+    new, sizes = sum(new for _, new in requests), sorted((prompt + new for prompt, new in requests), reverse=True)
+    mean = sum(new * (prompt + new) for prompt, new in requests) / max(new, 1)
+    needed = min(slots * mean, sum(sizes[:slots])) + slots * pages.PAGE  # the last page of a row is not full
+    tokens = max(-(-int(needed) // pages.PAGE) * pages.PAGE, parts * max_length)
+    return tokens if tokens < WORTH * slots * max_length else None
 
 
 class Memory:

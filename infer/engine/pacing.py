@@ -59,18 +59,19 @@ class Pacing:
 
         Args:
             filling, waiting: whether prompts are to be read, and whether requests wait that may have a slot: a visit
-                then ends as soon as a row has finished, as it does where one may outgrow its slot.
+                then ends as soon as a row has finished.
             free: whether there are free slots.
         """
-        early = filling or waiting or any(row.room < row.budget for row in rows)
         # Whether rows whose ends the device finds by itself will need more visits than one. Further steps of rows that
         # end on the host, at a stop string, are for nothing.
-        left = (row.room - len(row.completion.token_ids) for row in rows if not row.request.find_stop)
+        left = (row.budget - len(row.completion.token_ids) for row in rows if not row.request.find_stop)
         overlap = not filling and max(left, default=0) > self._steps
         # Two visits in flight hold up a new request hardly longer than one does, if they are half as long: so where one
         # may come, or a slot may become free without the device knowing.
         halved = overlap and (free or any(row.request.find_stop for row in rows))
-        return NextVisit(-(-self._steps // 2) if halved else self._steps, len(rows) if early else 0, overlap)
+        return NextVisit(
+            -(-self._steps // 2) if halved else self._steps, len(rows) if filling or waiting else 0, overlap
+        )
 
     def visited(self, begin: float, end: float, steps: int, *, timed: bool) -> float:
         """A visit of so many steps was asked for and ended at these times; returns how many seconds it took.

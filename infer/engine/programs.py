@@ -75,26 +75,6 @@ def begin(state: State, row: Int[Array, ""]) -> State:
     return pin(begin_row(state, row))
 
 
-@partial(jax.jit, donate_argnames="state", static_argnames="count")
-def move(state: State, row: Int[Array, ""], to: Int[Array, ""], settings: RowSettings, *, count: int) -> State:
-    """Moves a row that stopped, of at most `count` committed positions, to an idle one, which goes on under these
-    settings (a step does not keep those of idle rows)."""
-    end = state.lengths[row]
-    carried = lambda x: x.begin(to).restore(x.snapshot(row, end - count, count), to, end)
-    anchor, lengths, history = jax.tree.map(lambda x: x[row], (state.anchor, state.lengths, state.history))
-    moved = state.replace(
-        rows=to,
-        anchor=anchor,
-        lengths=lengths,
-        history=history,
-        target_cache=carried(state.target_cache),
-        draft=None if state.draft is None else carried(state.draft),
-        **{name: x for name, x in settings._asdict().items() if name not in ("walk", "prompt")},
-        walk=jax.tree.map(lambda x: x[row], state.walk),
-    )
-    return pin(all_rows(state.replace(remaining=state.remaining.at[row].set(0)), moved))
-
-
 @partial(jax.jit, donate_argnames="state", static_argnames="logprobs")
 def prefill(
     target: TargetModel,

@@ -22,7 +22,6 @@ class ActiveRequest:
         budget: tokens it may generate.
         keys: of the prompt's whole chunks (see `prefixes.PrefixIndex`).
         settings: for the device; known from its admission on.
-        room: tokens it may generate in its slot; if they are fewer than its budget, it moves to a longer one then.
         filled: prompt tokens committed.
         read: tokens of the answer that are read as the prompt is, since the row has left a slot that it was in.
         left_slots: how many it has left.
@@ -36,7 +35,6 @@ class ActiveRequest:
     budget: int
     keys: list[bytes]
     settings: RowSettings = field(init=False)
-    room: int = 0
     filled: int = 0
     read: int = 0
     left_slots: int = 0
@@ -50,17 +48,7 @@ class ActiveRequest:
 
     @property
     def decoding(self) -> bool:
-        return not self.left and not self.outgrown
-
-    @property
-    def outgrown(self) -> bool:
-        """Whether its slot is full and it waits for a longer one."""
-        return self.room < self.budget and 0 < self.room <= len(self.completion.token_ids)
-
-    def begins_in(self, length: int) -> bool:
-        """Whether a slot of so many tokens will do: for all it may generate, or for a prompt that leaves it half free.
-        Most answers end before their budget does."""
-        return len(self.prompt) + self.budget <= length or len(self.prompt) <= length // 2
+        return not self.left
 
     @property
     def left(self) -> int:
@@ -68,19 +56,19 @@ class ActiveRequest:
         return len(self.prompt) - self.filled
 
     def on_device(self, engine_seed: int) -> RowSettings:
-        """Its settings for what it may still generate in its slot."""
-        request, left = self.request, self.room - len(self.completion.token_ids)
+        """Its settings for what it may still generate."""
+        request, left = self.request, self.budget - len(self.completion.token_ids)
         how = request.id, request.sample, engine_seed, left, len(request.prompt_token_ids)
         return request.params.on_device(*how)._replace(walk=self.walk)
 
     def most(self, more: int) -> int:
         """Tokens that it holds at most after so many more."""
-        generated = min(len(self.completion.token_ids) + more, self.room or self.budget)
+        generated = min(len(self.completion.token_ids) + more, self.budget)
         return len(self.request.prompt_token_ids) + generated
 
     def leave(self) -> None:
         """It has left its slot, and what it has got so far is to be read again."""
-        self.filled, self.room, self.read = 0, 0, len(self.completion.token_ids)
+        self.filled, self.read = 0, len(self.completion.token_ids)
         self.left_slots += 1
 
     def advance(
@@ -107,9 +95,9 @@ class ActiveRequest:
             self.completion.acceptance_lengths.extend(counts)
             self.completion.proposed_tokens += len(counts) * proposed
         chain = None if trace.forecast is None else trace.forecast.chain[: len(counts), at].tolist()
-        # What cut a row's last step was its end or that of its slot or page, not a wrong proposal.
+        # What cut a row's last step was its end or that of its page, not a wrong proposal.
         full = page is not None and (self.most(0) - 1) % page == 0
-        uncut = slice(-1 if self.completion.finish_reason or self.outgrown or full else None)
+        uncut = slice(-1 if self.completion.finish_reason or full else None)
         return counts, Outcome(counts[uncut], chain and chain[uncut])
 
     def extend(self, committed: Committed, at: Any) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Wrapped
 
-from dflash_jax.cache import Group, Pages, with_pages
+from dflash_jax.cache import Capacity, Pages, with_pages
 from dflash_jax.decoding.automata import Automata
 from dflash_jax.decoding.state import RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
@@ -26,7 +26,7 @@ from dflash_jax.infer.engine.graphs import graph_options
 from dflash_jax.infer.engine.pages import PageTable
 from dflash_jax.infer.engine.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.engine.prefixes import PrefixCache
-from dflash_jax.infer.engine.programs import begin, decode_call, move, prefill, release
+from dflash_jax.infer.engine.programs import begin, decode_call, prefill, release
 from dflash_jax.infer.engine.prompts import PrefillBatch, PrefillCost, Prefills, PrefillShape
 from dflash_jax.infer.engine.reads import ReadPlan, plan_reads
 from dflash_jax.infer.engine.rows import ActiveRequest
@@ -51,7 +51,7 @@ class Slots:
 
     Attributes:
         state: consumed and replaced by every call.
-        lengths: tokens that each row can hold.
+        max_length: tokens that a row can hold.
         pages: of rows that share memory; None where each has its own.
         prefixes: what is kept of prompts for those that begin alike.
         used: the programs that may be used.
@@ -62,28 +62,20 @@ class Slots:
         self._parts, self._fixed = rows_of(target.mesh), config.deterministic
         self._slots = slots = self._rows_on_device()
         # A cache of a single chunk would be another program than a longer one, and might round differently.
-        max_length = max(config.max_length, 2 * CHUNK) if self._fixed else config.max_length
+        self.max_length = max(config.max_length, 2 * CHUNK) if self._fixed else config.max_length
         chunk = config.prefill_chunk
         self._prefills = Prefills(chunk, slots, self._parts, self._fixed)
-        short = None
-        if config.short_length is not None:
-            short = Group(slots - config.long_slots, config.short_length)
-        self.lengths = [max_length] * slots
-        if short is not None:  # of each part of the mesh, the first rows
-            of_part, count = slots // self._parts, short.rows // self._parts
-            self.lengths = [short.slots if i % of_part < count else max_length for i in range(slots)]
-        self._short = short
-        groups = max_length if short is None else (short, Group(slots - short.rows, max_length))
+        room: Capacity = self.max_length
         self.pages = None
         if config.cache_tokens is not None:
-            groups = Pages.room(config.cache_tokens, max_length, self._parts)
-            self.pages = PageTable(groups, slots, self._parts)
+            room = Pages.room(config.cache_tokens, self.max_length, self._parts)
+            self.pages = PageTable(room, slots, self._parts)
         self._from_disk: dict[Name, Wrapped | None] = {}  # programs by name; None where there is none
         self._constraints, free = constraints, constraints and constraints.place(None)
         self._neutral = SamplingParams().on_device("", 0, 0, 1)._replace(walk=free)
         self._widths = (slots,) if self._fixed else narrower(slots, self._parts)
         self.used, self._warm = self.names, False
-        state = partial(init_state, target, drafts.drafter, slots, groups, STOP_WIDTH, chunk)
+        state = partial(init_state, target, drafts.drafter, slots, room, STOP_WIDTH, chunk)
         make = jax.jit(lambda: pin(state(constraints=constraints is not None)))
         with self._on_mesh():
             if dispatch.checks():  # while there is memory
@@ -132,9 +124,9 @@ class Slots:
         return tuple(sorted({width for _, width in self._decoding}))
 
     def programs(self, names: Sequence[Name]) -> int:
-        """How many programs `warm_up` compiles: these, and small ones for a row's beginning, move and end, and kept
+        """How many programs `warm_up` compiles: these, and small ones for a row's beginning and end, and kept
         prefixes."""
-        return len(names) + 2 + bool(self._short) + self.prefixes.programs
+        return len(names) + 2 + self.prefixes.programs
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         """Keys of the prompt's chunks, for `read`."""
@@ -188,9 +180,6 @@ class Slots:
         self.compile(names, check_interrupt, progress)
         self.begin(0)
         if not self._warm:
-            if self._short:
-                self.move(0, self._slots - 1, self._neutral)
-                self.release(self._slots - 1)
             self._change(self.prefixes.warm_up)
             self._warm = True
         for name in names:
@@ -276,11 +265,6 @@ class Slots:
             self.state, self.pages.changed = self.state.replace(target_cache=target_cache, draft=draft), False
         return self.state
 
-    def move(self, slot: int, to: int, settings: RowSettings) -> None:
-        """Continues a short row that stopped in an idle long one, under these settings."""
-        assert self._short is not None
-        self._change(move, np.int32(slot), np.int32(to), settings, count=self._short.slots)
-
     def wait(self) -> None:
         """Waits for the device: `read` returns before it has."""
         jax.block_until_ready(self.state.anchor)
@@ -305,7 +289,7 @@ class Slots:
                 check_interrupt()
                 slots = self.idle(width)
                 for slot in slots:
-                    length = self._half(slot)
+                    length = self._half
                     if self.pages is not None:  # as far as there are any
                         self.pages.hold(slot, length + 4 * self._block(draft))
                     prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
@@ -323,9 +307,10 @@ class Slots:
                     self.release(slot)
         return {how: min(measured) for how, measured in times.items()}
 
-    def _half(self, slot: int) -> int:
+    @property
+    def _half(self) -> int:
         """Half of what a row holds, or of what all could at a time."""
-        most = self.lengths[slot] if self.pages is None else min(self.lengths[slot], self.pages.tokens // self._slots)
+        most = self.max_length if self.pages is None else min(self.max_length, self.pages.tokens // self._slots)
         return max(1, most // 2)
 
     def _place(self, slot: int, length: int) -> None:
@@ -349,19 +334,18 @@ class Slots:
     def _prefill_cost(self, shape: PrefillShape) -> PrefillCost:
         """The cost of a program in seconds, by its times for empty rows and for such as are half full."""
         arguments, seconds = self._nothing(shape), []
-        halves = {slot: self._half(slot) for slot in arguments[0].rows.tolist()}
         for full in (0, 1):
             times = []
             for _ in range(2):
-                for slot, half in halves.items():
-                    self._place(slot, full * half)
+                for slot in arguments[0].rows.tolist():
+                    self._place(slot, full * self._half)
                 self.wait()
                 begin = time.perf_counter()
                 self._prefill(*arguments)
                 self.wait()
                 times.append(time.perf_counter() - begin)
             seconds.append(min(times))
-        return PrefillCost(seconds[0], max(0.0, seconds[1] - seconds[0]) / max(halves.values()))
+        return PrefillCost(seconds[0], max(0.0, seconds[1] - seconds[0]) / self._half)
 
     def _prefill_call(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Call:
         given = self._target, self._drafter, self._current(), *selected, settings, self._automata

@@ -124,8 +124,7 @@ def attend(
     if up is not None and cache_k.shape[2] == 0:  # nothing to expand
         cache_k, cache_v = (jnp.zeros((*cache_k.shape[:1], *x.shape[1:2], 0, x.shape[3]), x.dtype) for x in (k, v))
         up = None
-    if up is not None:
-        assert pages is None, "latents that are expanded lie in rows"
+    if up is not None and pages is None:  # pages are not split over heads (`cache.init_cache`)
         cache_k, rows = _on_all_heads(cache_k, rows, q.shape[0])
     whole = rows is None and pages is None
     cache_rows, block_rows, cache_heads, heads = _axes(cache_k, q.shape[0], whole=whole, latent=up is not None)

@@ -180,12 +180,12 @@ def plain(pair):
 FAST = {"slots": 3, "prefill_chunk": 8, "prefix_chunks": 16}  # prompts attend absorbed
 SLOW = [
     {"slots": 4, "axes": "data=2,model=2", "prefill_chunk": 32},  # and expanded
-    {"slots": 3, "prefill_chunk": 8, "short_length": 56},
+    {"slots": 3, "prefill_chunk": 8, "cache_tokens": 128},
     {"slots": 3, "prefill_chunk": 32},
     {"slots": 16, "block_size": 3},  # narrow programs
     {"slots": 4, "axes": "expert=2,model=2", "prefix_chunks": 16, "prefill_chunk": 8},
     {"slots": 2, "axes": "model=4", "prefix_chunks": 16, "prefill_chunk": 8},
-    {"slots": 16, "axes": "model=4", "prefill_chunk": 16, "short_length": 64},
+    {"slots": 16, "axes": "model=4", "prefill_chunk": 16, "cache_tokens": 512},
 ]
 
 MORE = [pytest.param(each, marks=pytest.mark.exhaustive) for each in SLOW[1:]]

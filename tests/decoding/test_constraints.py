@@ -140,7 +140,7 @@ def test_many_are_those_of_plain_decoding(kind, tree, directory, target):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"short_length": 16, "prefill_chunk": 8},
+        {"cache_tokens": 384, "prefill_chunk": 8},
         pytest.param({"prefix_chunks": 4, "prefill_chunk": 8, "slots": 2}, marks=pytest.mark.slow),
         pytest.param({"slots": 16, "steps_per_visit": 1}, marks=pytest.mark.slow),
         pytest.param({"deterministic": True}, marks=pytest.mark.slow),

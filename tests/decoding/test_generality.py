@@ -134,7 +134,7 @@ def test_chunks_give_the_logits_of_one_pass(toy):
         pytest.param({"slots": 2, "prefill_chunk": 4, "steps_per_visit": 1}, marks=pytest.mark.slow),
         {"slots": 2, "prefill_chunk": 4, "prefix_chunks": 8},
         pytest.param({"slots": 2, "block_size": 3}, marks=pytest.mark.slow),
-        pytest.param({"slots": 3, "prefill_chunk": 4, "short_length": 16}, marks=pytest.mark.slow),
+        pytest.param({"slots": 3, "prefill_chunk": 4, "cache_tokens": 128}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -218,7 +218,7 @@ def test_a_slice_that_cannot_be_honoured_raises(directory):
     [
         pytest.param({"slots": 2, "prefill_chunk": 4}, marks=pytest.mark.slow),
         pytest.param({"slots": 2, "prefill_chunk": 4, "prefix_chunks": 8}, marks=pytest.mark.slow),
-        pytest.param({"slots": 3, "prefill_chunk": 4, "short_length": 16, "forked": True}, marks=pytest.mark.slow),
+        pytest.param({"slots": 3, "prefill_chunk": 4, "cache_tokens": 128, "forked": True}, marks=pytest.mark.slow),
         pytest.param({"slots": 2, "prefix_chunks": 8, "block_size": "auto", "forked": True}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -61,19 +61,6 @@ def test_copied_prompts_and_chunks_leave_the_same_state(kind, directory, target)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TWO)
-def test_a_row_that_moves_to_a_longer_slot_keeps_its_state(kind, directory, target):
-    drafter = drafter_of(directory, kind)
-    requests = [tiny.ask([i + 1, 9, 11], 60, id=str(i), stop_token_ids=()) for i in range(4)]
-    one = Engine(target, drafter, slots=4, max_length=64, prefill_chunk=8)
-    two = Engine(target, drafter, slots=4, max_length=64, short_length=32, long_slots=2, prefill_chunk=8)
-    for (tokens, lengths), (others, moved) in zip(outcome(one, requests), outcome(two, requests), strict=True):
-        assert tokens == others
-        assert sum(lengths) == sum(moved)
-        assert len(moved) - len(lengths) <= 1  # the step at the short slot's end is cut
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("axes", [pytest.param("model=2", marks=pytest.mark.exhaustive), "data=2,model=2"])
 @pytest.mark.parametrize("kind", TWO)
 def test_a_mesh_gives_the_same_answers_and_acceptance(kind, axes, directory, target):

@@ -43,7 +43,6 @@ def requests(count):
     [
         {"tree": 12},
         {"tree": 12, "cache_tokens": 96},
-        pytest.param({"block_size": 4, "short_length": 40, "long_slots": 1}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

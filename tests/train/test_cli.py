@@ -238,7 +238,7 @@ GENERATION = """
 """
 FLAGS = {
     "regenerate": GENERATION
-    + "input output seed max-length prefix-chunks deterministic gpu-graphs stream-interval long-slots short-length "
+    + "input output seed max-length prefix-chunks deterministic gpu-graphs stream-interval "
     + "cache-tokens",
     "cache-features": DATA + "hidden",
     "fit": DATA + "features evaluate-prompts chat-template-kwargs tensorboard",

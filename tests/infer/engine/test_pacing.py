@@ -43,10 +43,8 @@ def test_a_visit_takes_no_longer_than_since_the_last_one():
     assert pacing.visited(100.0, 101.0, 0, timed=True) == 1.0
 
 
-def row(left, room=100, budget=100, **given):
-    made = ActiveRequest(0, Request([1], **given), Completion(token_ids=[1] * (room - left)), budget, [])
-    made.room = room
-    return made
+def row(left, budget=100, **given):
+    return ActiveRequest(0, Request([1], **given), Completion(token_ids=[1] * (budget - left)), budget, [])
 
 
 def test_the_next_visit():
@@ -61,4 +59,3 @@ def test_the_next_visit():
     assert following(row(90, **stops)) == NextVisit(15, 0, False)
     assert following(row(90), row(90), filling=True, free=True) == NextVisit(15, 2, False)
     assert following(row(90), waiting=True) == NextVisit(15, 1, True)
-    assert following(row(20, room=30)) == NextVisit(15, 1, True)  # it may outgrow its slot

@@ -11,6 +11,7 @@ import pytest
 from dflash_jax import Engine, load_drafter, load_target
 from dflash_jax.cache import Pages, pages, size_in_bytes
 from dflash_jax.constraints.constraint import regex
+from dflash_jax.infer.engine.memory import tokens_worth_sharing
 from dflash_jax.infer.engine.pages import PageTable
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
@@ -201,8 +202,19 @@ def test_memory_follows_the_tokens(target):
     assert caches[1] < caches[0] / 3
     with pytest.raises(ValueError, match="cache_tokens must be at least 96, for the longest request; got 95"):
         Engine(target, None, max_length=LENGTH, cache_tokens=LENGTH - 1)
-    with pytest.raises(ValueError, match="cache_tokens and short_length exclude each other"):
-        Engine(target, None, slots=2, max_length=LENGTH, cache_tokens=LENGTH, short_length=32, prefill_chunk=32)
+
+
+def test_memory_for_a_file_of_requests(monkeypatch):
+    monkeypatch.setattr(pages, "PAGE", 128)
+    short, long = [(500, 500)] * 95, [(16000, 500)] * 5
+    tokens = 128 * -(-(64 * 1775 + 64 * 128) // 128)  # rows of the mean length, where all generate as much
+    assert tokens_worth_sharing(short + long, 64, 16640) == tokens
+    assert tokens_worth_sharing(short + long, 64, 16640, parts=8) == 8 * 16640  # one in each part may be the longest
+    assert tokens_worth_sharing(short[:38] + long[:2], 40, 16640) == 128 * -(-(38000 + 33000 + 40 * 128) // 128)
+    assert tokens_worth_sharing(short, 64, 1024) is None
+    assert tokens_worth_sharing([(100, 100 + i) for i in range(1000)], 64, 1280) is None  # saves less than a quarter
+    assert tokens_worth_sharing(short + long, 1, 16640) is None
+    assert tokens_worth_sharing([(500, 500), (16000, 64000)], 8, 80128) is not None  # never more than the two have
 
 
 def test_the_table():

@@ -66,17 +66,16 @@ def test_penalties_see_a_copied_prompt(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kept", "short"), [(4, 48), (0, None)])
-def test_nothing_is_compiled_after_the_start(target, drafter, kept, short):
-    given = {"prefill_chunk": 8, "prefix_chunks": kept, "block_size": "auto", "tree": 0, "short_length": short}
+@pytest.mark.parametrize("kept", [4, 0])
+def test_nothing_is_compiled_after_the_start(target, drafter, kept):
+    given = {"prefill_chunk": 8, "prefix_chunks": kept, "block_size": "auto", "tree": 0}
     engine = Engine(target, drafter, slots=2, max_length=96, **given)
     compiled = []
     listen = lambda event, _, fun_name="", **__: compiled.append(fun_name) if "backend_compile" in event else None
     jax.monitoring.register_event_duration_secs_listener(listen)
     engine.warm_up()
-    # Chunks of one prompt and of two, three block sizes, a row's beginning and end; its move; copies to and fro.
+    # Chunks of one prompt and of two, three block sizes, a row's beginning and end; copies to and fro.
     expected = {"prefill": 2, "program": 3, "begin": 1, "release": 1} | ({"keep": 1, "restore": 1} if kept else {})
-    expected |= {"move": 1} if short else {}
     assert {name: compiled.count(f"jit({name})") for name in expected} == expected
     assert engine.programs() == sum(expected.values())
     compiled.clear()
