@@ -283,6 +283,11 @@ class EngineOptions:
     ] = None
     """tokens that all rows hold together, in pages of memory that they share: a row takes what its tokens need. A
     large --max-length then costs next to nothing: with --http it is the target's own unless it is given"""
+    verify_budget: Annotated[
+        int | None, optional(int, "N", "all that is proposed; on GPUs and TPUs auto chooses where 32 rows decode")
+    ] = None
+    """positions that a step verifies of a row on average, the likeliest of all rows: rows whose drafter is sure of
+    itself get more. At least 2. It changes the speed, and in float32 never the answers"""
     prefix_chunks: Annotated[
         int | None, optional(int, "N", "as many as prompts share, in no more memory than the rows take")
     ] = None

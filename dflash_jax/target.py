@@ -19,6 +19,7 @@ from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
 from dflash_jax.models.attention import Pass
 from dflash_jax.overrides import overridden
+from dflash_jax.packing import Packing
 from dflash_jax.quantize import Quantize, parse_quantize, rule
 from dflash_jax.vocabulary import decodable_tokens
 
@@ -70,7 +71,8 @@ class Target(struct.PyTreeNode):
         rows: Int[Array, " B"] | None = None,
         starts: Int[Array, "B T"] | None = None,
         counts: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]:
+        packing: Packing | None = None,
+    ) -> tuple[Float[Array, "b t D"], Float[Array, "b t FD"], tuple[Any, ...]]:
         """One pass of a block after the committed cache, which it only reads.
 
         Args:
@@ -85,13 +87,14 @@ class Target(struct.PyTreeNode):
                 is seen, and rotary positions count from it.
             counts: how many positions of each row are valid, the first ones. The others are padding or belong to an
                 idle row: their results are undefined, and they go through no experts. None is all.
+            packing: the positions that are computed, if they are not all; those of `counts` among them.
 
         Returns:
-            Final-normed hidden states, the tapped features side by side (FD = taps times width), and what
-            `cache.commit` wants of the block, for each cache entry.
+            Final-normed hidden states, the tapped features side by side (FD = taps times width), both of the packed
+            positions if there is a packing, and what `cache.commit` wants of the block, for each cache entry.
         """
         lengths = jnp.zeros(tokens.shape[0], jnp.int32) if lengths is None else lengths
-        at = Pass(positions, visible, lengths, rows, starts=starts, counts=counts)
+        at = Pass(positions, visible, lengths, rows, starts=starts, counts=counts, packing=packing)
         return self._apply("forward", tokens, at, cache, taps)
 
     def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

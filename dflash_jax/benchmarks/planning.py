@@ -69,7 +69,7 @@ def plan(options: PlanOptions) -> Figures:
     if options.cache_tokens is not None:
         slots = Pages.room(options.cache_tokens, options.max_length, parts)
         figures |= {"pages": slots.total - parts, "page": slots.size}
-    shape = options.batch_size, slots, options.block_size, options.tree
+    shape = options.batch_size, slots, options.block_size, options.tree, options.verify_budget
     if options.training and options.cache_tokens is not None:
         raise ValueError("--cache-tokens are those of decoding; leave --training out")
     if options.training and options.parts:
@@ -148,6 +148,7 @@ def compile_step(
     max_length: Capacity,
     block_size: int | None = None,
     nodes: int = 0,
+    budget: int = 0,
     *,
     dtype: str = "bfloat16",
     dump: str | None = None,
@@ -161,7 +162,7 @@ def compile_step(
 
     def step(target: Target, drafter: Drafter, state: State) -> tuple[State, Committed]:
         size = drafter.config.block_size if block_size is None else block_size
-        parts = step_functions(target, drafter if size else None, size, nodes=nodes)
+        parts = step_functions(target, drafter if size else None, size, nodes=nodes, budget=budget)
         state, committed = speculative_step(parts, state)
         return sharding.pin(state), committed
 
@@ -175,6 +176,7 @@ def part_bytes(
     max_length: Capacity,
     block_size: int | None,
     nodes: int,
+    budget: int = 0,
     *,
     dtype: str,
     names: Sequence[str] | None = None,
@@ -185,7 +187,7 @@ def part_bytes(
     with a chain's, not parts with the step. None stands for a program that cannot be written down. All parts are
     compiled, unless `names` says which.
     """
-    how = {"block_size": block_size or _parsed(raws)[1].block_size, "nodes": nodes}
+    how = {"block_size": block_size or _parsed(raws)[1].block_size, "nodes": nodes, "budget": budget}
     parts = {
         "draft": partial(step_times.draft, **how),
         "verify": partial(step_times.verify, **how),
@@ -227,7 +229,13 @@ def placed_shapes(
 
 
 def traced(
-    raws: Pair, sizes: dict[str, int], batch: int, length: Capacity, block_size: int | None, nodes: int = 0
+    raws: Pair,
+    sizes: dict[str, int],
+    batch: int,
+    length: Capacity,
+    block_size: int | None,
+    nodes: int = 0,
+    budget: int = 0,
 ) -> Figures:
     """Per device and step, at 16 bits a number: bytes of weights, of caches, what products read of them; operations.
 
@@ -247,14 +255,14 @@ def traced(
     pair = shapes(raws, None, batch, length)
 
     block_size = block_size or pair[1].config.block_size
-    step = partial(step_times.fused, block_size=block_size)
+    step = partial(step_times.fused, block_size=block_size, budget=budget)
     whole = cost(partial(step, nodes=nodes), *pair)
     wider = cost(partial(step, nodes=2 * nodes), *pair) if nodes else whole
     kept = cost(partial(step, block_size=0), *pair)
     plain = lambda target, state: step(target, None, state, block_size=0)
     alone = cost(plain, pair[0], pair[2].replace(draft=None))
     moved = (whole.bytes_read[0] + whole.bytes_read[1]) / heads + whole.bytes_read[2] / (heads * rows)
-    width = 1 + (nodes or pair[1].depth(block_size))
+    width = budget or 1 + (nodes or pair[1].depth(block_size))
     block = jax.ShapeDtypeStruct((batch, width, pair[0].config.hidden_size), jnp.bfloat16)
     logits = size_in_bytes(jax.eval_shape(lambda target, hidden: target.unembed(hidden), pair[0], block))
     weight_bytes = sum(weights)

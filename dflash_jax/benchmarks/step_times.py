@@ -167,7 +167,7 @@ def verify(target: Target, drafter: DraftModel | None, state: State, **how: Any)
     """The target's pass over a block, with the choice of tokens of largest logit."""
     parts = step_functions(target, drafter, **how)
     logits, _ = parts.verify(state, _some_block(target, parts, state))
-    return state.replace(anchor=jnp.max(jnp.argmax(logits, axis=-1), axis=1).astype(jnp.int32))
+    return state.replace(anchor=jnp.full_like(state.anchor, jnp.max(jnp.argmax(logits, axis=-1))))
 
 
 def choose(target: Target, drafter: DraftModel, state: State, **how: Any) -> State:
@@ -205,7 +205,9 @@ def _some_block(target: Target, parts: StepFunctions, state: State) -> Block:
     like = jax.eval_shape(propose, state)
     tokens = (_random(like.tokens, target.config.vocab_size) + state.anchor[:, None]) % target.config.vocab_size
     parents = None if like.parents is None else jnp.zeros(like.parents.shape, jnp.int32)
-    return make_block(state.anchor, like.replace(tokens=tokens, parents=parents))
+    scores = None if like.scores is None else jnp.zeros(like.scores.shape)
+    proposal = like.replace(tokens=tokens, parents=parents, scores=scores)
+    return parts.narrow(state, make_block(state.anchor, proposal))
 
 
 def _random(like: Any, vocab_size: int) -> jax.Array:

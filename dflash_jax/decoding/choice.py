@@ -17,6 +17,7 @@ from dflash_jax.decoding.calibration import Calibration
 from dflash_jax.decoding.penalties import History, Penalties
 from dflash_jax.decoding.proposal import Block, Proposal
 from dflash_jax.decoding.sampling import Sampling, first_argmax, gumbel_noise, if_any, perturbed_scores, select
+from dflash_jax.packing import Packing
 
 RANKS = 16  # tokens of a place of a tree
 BEST = 10  # places of a depth from which every drafter goes on
@@ -31,11 +32,13 @@ class Choice(struct.PyTreeNode):
 
     Attributes:
         sampling, penalties, history: of every row.
+        rows: of the history's tokens, which each row has; None is its own.
         known: tokens of the history that count; the next one has this position.
         noise: by depth: of position `known + d`. All nodes of a tree at one depth share it.
         decodable: which tokens may be chosen; None is all.
         plain: whether the best penalised score is taken, without temperature, filters and noise.
         nodes: of the tree that a drafter is to propose; 0 is a chain.
+        scored: whether a chain needs scores, too.
         sharpness: which of `calibration.SHARPNESS` to use at each depth; None does without.
         reliability: a and b of each depth, for greedy and for sampled rows (see `calibration`); None does without.
         stops: stop tokens of every row, padded with -1, which `Penalties.min_tokens` holds back; None holds back none.
@@ -52,6 +55,7 @@ class Choice(struct.PyTreeNode):
     decodable: Bool[Array, " V"] | None
     plain: bool = struct.field(pytree_node=False, default=False)
     nodes: int = struct.field(pytree_node=False, default=0)
+    scored: bool = struct.field(pytree_node=False, default=False)
     sharpness: Int[Array, " D"] | None = None
     reliability: Float[Array, "2 D 2"] | None = None
     stops: Int[Array, "B Q"] | None = None
@@ -59,6 +63,7 @@ class Choice(struct.PyTreeNode):
     vocab_size: int | None = struct.field(pytree_node=False, default=None)
     automata: Automata | None = None
     walk: Walk | None = None
+    rows: Int[Array, " B"] | None = None
 
     @property
     def ranks(self) -> int:
@@ -102,10 +107,12 @@ class Choice(struct.PyTreeNode):
         return tokens if self.vocabulary is None else self.vocabulary[tokens]
 
     def for_block(
-        self, logits: Float[Array, "B T V"], block: Block, states: Int[Array, "B T"] | None = None
+        self, logits: Float[Array, "b t V"], block: Block, states: Int[Array, "B T"] | None = None
     ) -> Int[Array, "B T"]:
         """The target's token after every position of a block, each given its own ancestors, and the states of the rows'
-        automata there."""
+        automata there. If only some are verified, the logits are of these, and other tokens are arbitrary."""
+        if block.packing is not None:
+            return self._packed(block.packing, logits, block, states)
         if block.tree is None:
             seen, noise = None, self.noise[:, : logits.shape[1]]
         else:
@@ -113,6 +120,32 @@ class Choice(struct.PyTreeNode):
             noise = jnp.take_along_axis(self.noise, block.tree.depth[:, :, None], axis=1)
         logits = self._penalised(logits, block.proposal.tokens, seen, states=states)
         return select(self.masked(logits, states), noise, self.sampling)
+
+    def _packed(
+        self, packing: Packing, logits: Float[Array, "p w V"], block: Block, states: Int[Array, "B T"] | None
+    ) -> Int[Array, "B T"]:
+        """The same where each verified position is a row of its own with one position."""
+        B, T = block.tokens.shape
+        of_each = lambda x: x.reshape(-1, *x.shape[2:])
+        of_rows = lambda x: of_each(packing.of_rows(x))
+        depth = packing.pack(jnp.broadcast_to(block.depth, (B, T)))
+        if block.tree is None:
+            seen = jnp.arange(T - 1)[None] < of_each(packing.columns)[:, None]
+        else:
+            seen = of_each(packing.pack(block.tree.ancestors[:, :, 1:]))
+        alone = self.replace(
+            sampling=jax.tree.map(of_rows, self.sampling),
+            penalties=jax.tree.map(of_rows, self.penalties),
+            history=self.history.replace(prompt=of_rows(self.history.prompt)),
+            known=of_rows(self.known),
+            stops=None if self.stops is None else of_rows(self.stops),
+            rows=packing.rows.reshape(-1),
+        )
+        noise, proposed = of_each(packing.at(self.noise, depth))[:, None], of_rows(block.proposal.tokens)
+        states = None if states is None else of_each(packing.pack(states))[:, None]
+        logits = alone._penalised(of_each(logits)[:, None], proposed, seen[:, None], states=states)
+        chosen = select(alone.masked(logits, states), noise, alone.sampling)
+        return packing.spread(chosen.reshape(packing.rows.shape))
 
     def states(self, proposal: Proposal) -> Int[Array, "B T"] | None:
         """The state of each row's automaton after the anchor and after each node."""
@@ -214,10 +247,11 @@ class Choice(struct.PyTreeNode):
 
         def applied() -> Float[Array, "B T V"]:
             places = jnp.arange(history.tokens.shape[1])[None]
+            tokens = history.tokens if self.rows is None else history.tokens[self.rows]
             every = jnp.zeros((rows, self.vocab_size or size))
 
             def count(which: Bool[Array, "B S"]) -> Float[Array, "B V"]:
-                found = every.at[row, history.tokens].add(which.astype(jnp.float32))
+                found = every.at[row, tokens].add(which.astype(jnp.float32))
                 return found if self.vocabulary is None else found[:, self.vocabulary]
 
             read = count(places < jnp.minimum(known, history.prompt)[:, None])[:, None]

@@ -10,6 +10,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decoding.calibration import Lessons
+from dflash_jax.packing import Packing
 
 
 class Proposal(struct.PyTreeNode):
@@ -20,8 +21,8 @@ class Proposal(struct.PyTreeNode):
         parents: of a tree: the block position of each node's parent, 0 for the anchor and i + 1 for node i. A parent
             stands before its children. None is a chain, which needs no masks and no gathers.
         max_depth: of a tree: the longest path has so many nodes. Not used for a chain.
-        scores: of a tree, the best node first: log-probability of each to be right, as its ancestors are; None if they
-            are not known.
+        scores: of a tree, the best node first: log-probability of each to be right, as its ancestors are. Of a chain:
+            that of each to be right if those before it are. None if they are not known.
         lessons: what verification can teach of the drafter (see `calibration`); None is nothing.
     """
 
@@ -56,16 +57,29 @@ class Block(NamedTuple):
         tokens: of the anchor and the nodes.
         proposal: the nodes.
         tree: None for a chain.
+        packing: the positions that are verified, of each row the first ones; None is all.
     """
 
     tokens: Int[Array, "B T"]
     proposal: Proposal
     tree: Tree | None
+    packing: Packing | None = None
+
+    @property
+    def depth(self) -> Int[Array, "#B T"]:
+        """How many nodes stand before each position on its path."""
+        return jnp.arange(self.tokens.shape[1])[None] if self.tree is None else self.tree.depth
+
+    @property
+    def verified(self) -> Bool[Array, "B P"] | bool:
+        """Which of the nodes are verified."""
+        if self.packing is None:
+            return True
+        return jnp.arange(1, self.tokens.shape[1])[None] < self.packing.counts[:, None]
 
     def positions(self, lengths: Int[Array, " B"]) -> Int[Array, "B T"]:
         """Absolute positions: the anchor stands at `lengths`, a node as far after it as it is deep."""
-        depth = jnp.arange(self.tokens.shape[1])[None] if self.tree is None else self.tree.depth
-        return lengths[:, None] + depth
+        return lengths[:, None] + self.depth
 
 
 class Accepted(NamedTuple):
@@ -115,15 +129,15 @@ def accept(
     stop token and at the budget (method 5; paper section 3).
 
     Args:
-        chosen: the target's token after every block position.
+        chosen: the target's token after every block position that is verified.
         remaining: tokens each row may still commit.
         stop_tokens: tokens that end a row.
         room: positions that there is memory for; None is no limit.
     """
     if block.tree is None:
         path, tokens = None, chosen
-        right = (chosen[:, :-1] == block.proposal.tokens).astype(jnp.int32)
-        count = jnp.sum(jnp.cumprod(right, axis=1), axis=1) + 1
+        right = (chosen[:, :-1] == block.proposal.tokens) & block.verified
+        count = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1) + 1
     else:
         path, count = _accepted_path(chosen, block)
         tokens = jnp.take_along_axis(chosen, path, axis=1)
@@ -141,7 +155,7 @@ def _accepted_path(chosen: Int[Array, "B T"], block: Block) -> tuple[Int[Array, 
     tree, parents = block.tree, block.proposal.parents
     assert tree is not None
     assert parents is not None
-    right = block.tokens[:, 1:] == jnp.take_along_axis(chosen, parents, axis=1)
+    right = (block.tokens[:, 1:] == jnp.take_along_axis(chosen, parents, axis=1)) & block.verified
     right = jnp.pad(right, ((0, 0), (1, 0)), constant_values=True)
     alive = ~jnp.any(tree.ancestors & ~right[:, None, :], axis=-1)
     leaf = jnp.argmax(jnp.where(alive, tree.depth, -1), axis=1)

@@ -29,13 +29,17 @@ def pick(
     candidates: Int[Array, "B T N"] | None = None,
     hints: Int[Array, "B T"] | None = None,
 ) -> Proposal:
-    """The chain of a token for each of the depths `depth..depth+T-1`, and what there is to learn of it.
+    """The chain of a token for each of the depths `depth..depth+T-1`, and what there is to learn of it; with scores, if
+    the choice asks for them.
 
     Args:
         candidates: which tokens the scores are of, for one depth; None is all.
         hints: the target's ids of what to take where no score is above minus infinity.
     """
     depths = slice(depth, depth + scores.shape[1])
+    if choice.scored:
+        ranked, lessons = rank(choice, scores, depths, candidates, hints, count=1)
+        return Proposal(ranked.tokens[..., 0], scores=ranked.scores[..., 0], lessons=lessons)
     noise, ids = _options(choice, depths, candidates)
     if choice.plain or choice.sharpness is None:
         places = first_argmax(scores) if choice.plain else select(scores, noise(), choice.sampling)
@@ -84,6 +88,8 @@ def rank(
     depths: slice,
     candidates: Int[Array, "B T N"] | None = None,
     hints: Int[Array, "B T"] | None = None,
+    *,
+    count: int | None = None,
 ) -> tuple[Ranked, Lessons]:
     """The best tokens by how likely each is to be what the target will choose, and what there is to learn of them.
 
@@ -94,13 +100,14 @@ def rank(
         depths: T of them, or one, if the scores are of T nodes of that depth.
         candidates: which tokens the scores are of; None is all.
         hints: see `pick`.
+        count: tokens of a place; None is as many as a tree may have.
     """
     noise, ids = _options(choice, depths, candidates)
     coupled = lambda: _keys(choice, scores, noise, depths)
     keys, own = (
         (scores, scores) if choice.plain else if_any(choice.sampling.temperature > 0, coupled, lambda: (scores, scores))
     )
-    best, places = top_k(keys, min(choice.nodes, choice.ranks, keys.shape[-1]))
+    best, places = top_k(keys, min(count or min(choice.nodes, choice.ranks), keys.shape[-1]))
     logits = _logits(jnp.take_along_axis(own, places, axis=-1) - jax.nn.logsumexp(own, axis=-1, keepdims=True))
     likely = jnp.where(best > -jnp.inf, jax.nn.log_sigmoid(_reliable(choice, logits, depths)), -jnp.inf)
     # What may not be proposed gives way to another of the first one, and nothing follows a place without options.

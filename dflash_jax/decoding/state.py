@@ -50,8 +50,11 @@ class TargetModel(Protocol):
         taps: tuple[int, ...] = (),
         rows: Int[Array, " B"] | None = None,
         counts: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[PyTree, ...]]: ...
-    def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]: ...
+    ) -> tuple[Float[Array, "b t D"], Float[Array, "b t FD"], tuple[PyTree, ...]]:
+        """See `target.Target.forward`; it is given `packing`, too, in steps with a budget alone."""
+        ...
+
+    def unembed(self, hidden: Float[Array, "b t D"]) -> Float[Array, "b t V"]: ...
 
 
 class Query(struct.PyTreeNode):

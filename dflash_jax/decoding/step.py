@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax import cache
 from dflash_jax.decoding.automata import FREE, Automata, Walk
+from dflash_jax.decoding.budget import within_budget
 from dflash_jax.decoding.calibration import Calibration
 from dflash_jax.decoding.choice import Choice, Proposals
 from dflash_jax.decoding.logprobs import Logprobs, log_probabilities
@@ -30,12 +31,26 @@ class Committed(struct.PyTreeNode):
     Attributes:
         logprobs: of the same positions; None in a program that serves none.
         forecast: of a tree, see `Forecast`.
+        limited: what a budget left out; None without one.
     """
 
     tokens: Int[Array, "B J"]
     count: Int[Array, " B"]
     logprobs: Logprobs | None = None
     forecast: "Forecast | None" = None
+    limited: "Limited | None" = None
+
+
+class Limited(struct.PyTreeNode):
+    """What a verification budget left out of a step.
+
+    Attributes:
+        verified: nodes of each row that were verified.
+        following: of a chain: probability of the first one that was not to be right, if those before it are.
+    """
+
+    verified: Int[Array, " B"]
+    following: Float[Array, " B"]
 
 
 class Forecast(struct.PyTreeNode):
@@ -56,12 +71,12 @@ class Verified(NamedTuple):
 
     Attributes:
         block: what was verified.
-        features: outputs of the tapped target layers, side by side.
+        features: outputs of the tapped target layers, side by side, at the positions that were.
         fresh: what the pass found for every entry of the target's cache.
     """
 
     block: Block
-    features: Float[Array, "B T FD"]
+    features: Float[Array, "b t FD"]
     fresh: tuple[PyTree, ...]
 
 
@@ -71,14 +86,16 @@ class StepFunctions(NamedTuple):
     Attributes:
         choose: how tokens are chosen in this step.
         propose: nodes after each row's anchor; what they are never changes the output.
+        narrow: the block with those of its positions that are verified, if they are not all; nor does that.
         verify: the target's logits of a block, and what is to be committed of it.
         commit: writes what was accepted to the target's cache and the drafter's state.
     """
 
     choose: Callable[[State], Choice]
     propose: Callable[[State, Choice], Proposal]
-    verify: Callable[[State, Block], tuple[Float[Array, "B T V"], Verified]]
+    verify: Callable[[State, Block], tuple[Float[Array, "b t V"], Verified]]
     commit: Callable[[State, Verified, Accepted], State]
+    narrow: Callable[[State, Block], Block] = lambda state, block: block
 
 
 def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | None = None) -> tuple[State, Committed]:
@@ -98,7 +115,7 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
     """
     view = without_idle_rows(state)
     choice = functions.choose(view)
-    block = make_block(view.anchor, functions.propose(view, choice))
+    block = functions.narrow(view, make_block(view.anchor, functions.propose(view, choice)))
     if block.proposal.depth + 1 > choice.noise.shape[1]:
         deep, most = block.proposal.depth, choice.noise.shape[1] - 1
         raise ValueError(f"a proposal may be {most} nodes deep, as its drafter's `depth` says; this one is {deep}")
@@ -110,7 +127,7 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     scores = None
     if logprobs is not None:
-        along = logits if path is None else jnp.take_along_axis(logits, path[:, :, None], axis=1)
+        along = _along(logits, block, path)
         scores = log_probabilities(choice.masked(along), tokens, view.scored, logprobs)
     after = functions.commit(view, verified, accepted).replace(
         anchor=jnp.where(count > 0, last, view.anchor),
@@ -120,7 +137,15 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
         calibration=_calibrated(view, block.proposal, accepted),
         walk=_walked(state, choice, states, accepted, last),
     )
-    return after, Committed(tokens, count, scores, _forecast(block.proposal, accepted))
+    return after, Committed(tokens, count, scores, _forecast(block.proposal, accepted), _limited(block))
+
+
+def _along(x: Float[Array, "b t N"], block: Block, path: Int[Array, "B J"] | None) -> Float[Array, "B J N"]:
+    """What was computed of the verified positions of a block, along each row's path."""
+    if block.packing is not None:
+        places = block.packing.places
+        return block.packing.along(x, places if path is None else jnp.take_along_axis(places, path, axis=1))
+    return x if path is None else jnp.take_along_axis(x, path[:, :, None], axis=1)
 
 
 def _walked(
@@ -153,7 +178,7 @@ def _calibrated(state: State, proposal: Proposal, accepted: Accepted) -> Calibra
 def _forecast(proposal: Proposal, accepted: Accepted) -> Forecast | None:
     """What a ranked tree says of other block shapes."""
     lessons, scores = proposal.lessons, proposal.scores
-    if lessons is None or lessons.tokens is None or scores is None:
+    if proposal.parents is None or lessons is None or lessons.tokens is None or scores is None:
         return None
     along, placed = lessons.along(accepted.path, proposal.depth)
     assert along.tokens is not None
@@ -164,6 +189,16 @@ def _forecast(proposal: Proposal, accepted: Accepted) -> Forecast | None:
     expected, nodes = jnp.cumsum(jnp.exp(scores), axis=1), scores.shape[1]
     ends = [size - 1 for size in sizes_within(nodes)]
     return Forecast(chain, jnp.where(accepted.count[:, None] > 0, expected[:, np.asarray(ends)], 0.0))
+
+
+def _limited(block: Block) -> Limited | None:
+    """What a budget left out."""
+    if block.packing is None:
+        return None
+    verified, scores = jnp.maximum(block.packing.counts - 1, 0), block.proposal.scores
+    assert scores is not None
+    following = jnp.take_along_axis(scores, jnp.minimum(verified, scores.shape[1] - 1)[:, None], axis=1)[:, 0]
+    return Limited(verified, jnp.exp(following))
 
 
 def sizes_within(nodes: int) -> tuple[int, ...]:
@@ -190,13 +225,19 @@ def make_choose(target: TargetModel, depth: int, automata: Automata | None = Non
 
 
 def make_propose(
-    target: TargetModel, drafter: DraftModel, block_size: int, proposals: Proposals, nodes: int = 0
+    target: TargetModel,
+    drafter: DraftModel,
+    block_size: int,
+    proposals: Proposals,
+    nodes: int = 0,
+    *,
+    scored: bool = False,
 ) -> Callable[[State, Choice], Proposal]:
     """Proposals of a drafter; see `Choice.for_drafting` for their kinds."""
 
     def propose(state: State, choice: Choice) -> Proposal:
         assert state.calibration is not None
-        drafting = choice.for_drafting(proposals, state.calibration).replace(nodes=nodes)
+        drafting = choice.for_drafting(proposals, state.calibration).replace(nodes=nodes, scored=scored)
         query = Query(state.anchor, state.lengths, block_size, state.rows)
         return drafter.propose(target, state.draft, query, drafting)
 
@@ -210,12 +251,15 @@ def nothing(state: State, choice: Choice) -> Proposal:
 
 def verify(
     target: TargetModel, drafter: DraftModel | None, state: State, block: Block
-) -> tuple[Float[Array, "B T V"], Verified]:
+) -> tuple[Float[Array, "b t V"], Verified]:
     """Scores a block with one pass of the target, in which a position sees its ancestors."""
     visible = None if block.tree is None else block.tree.ancestors
     where = block.positions(state.lengths), visible, state.target_cache, state.lengths
-    counts, taps = jnp.where(state.remaining > 0, block.tokens.shape[1], 0), drafter.taps if drafter else ()
-    hidden, features, fresh = target.forward(block.tokens, *where, taps=taps, rows=state.rows, counts=counts)
+    counts, packing = jnp.where(state.remaining > 0, block.tokens.shape[1], 0), {}
+    if block.packing is not None:
+        counts, packing = block.packing.counts, {"packing": block.packing}
+    given = {"taps": drafter.taps if drafter else (), "rows": state.rows, "counts": counts, **packing}
+    hidden, features, fresh = target.forward(block.tokens, *where, **given)
     return target.unembed(hidden), Verified(block, features, fresh)
 
 
@@ -228,10 +272,9 @@ def commit(
     state = state.replace(target_cache=written)
     if drafter is None:
         return state
-    tokens, features = verified.block.tokens, verified.features
+    tokens, features = verified.block.tokens, _along(verified.features, verified.block, path)
     if path is not None:
         tokens = jnp.take_along_axis(tokens, path, axis=1)
-        features = jnp.take_along_axis(features, path[:, :, None], axis=1)
     positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
     seen = Seen(tokens, features, positions, state.lengths, count, state.rows)
     return state.replace(draft=drafter.commit(target, state.draft, seen))
@@ -244,6 +287,7 @@ def step_functions(
     proposals: Proposals = "calibrated",
     nodes: int = 0,
     automata: Automata | None = None,
+    budget: int = 0,
 ) -> StepFunctions:
     """The step of a target and a drafter.
 
@@ -254,16 +298,22 @@ def step_functions(
         proposals: "calibrated", "coupled", "argmax" or "independent" (docs/sampling.md).
         nodes: number of nodes of a tree besides the anchor; 0 proposes a chain.
         automata: of the constraints that rows may have, where the state has a `walk`.
+        budget: positions that are verified of a row on average; the likeliest of all rows are (see `budget`). 0
+            verifies all that is proposed.
     """
-    depth, propose = 0, nothing
+    depth, propose, more = 0, nothing, {}
     if drafter is not None and block_size > 0 and drafter.depth(block_size) > 0:
         depth = drafter.depth(block_size)
-        propose = make_propose(target, drafter, block_size, proposals, nodes)
+        propose = make_propose(target, drafter, block_size, proposals, nodes, scored=budget > 0)
+        if budget and budget <= (nodes or depth):
+            within = lambda block, state: within_budget(block, state.remaining, budget * block.tokens.shape[0])
+            more = {"narrow": lambda state, block: block._replace(packing=within(block, state))}
     return StepFunctions(
         make_choose(target, depth, automata),
         propose,
         partial(verify, target, drafter),
         partial(commit, target, drafter),
+        **more,
     )
 
 

@@ -1,6 +1,7 @@
 """Attention of a block after a committed cache, and the pass through a stack of layers around it.
 
-Shapes: B rows, T block positions, D model width, N query heads, K key-value heads, H head dim, F tapped features.
+Shapes: B rows, T block positions, b t the same, or [p, w] where positions are packed (see `packing`),
+D model width, N query heads, K key-value heads, H head dim, F tapped features.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax.cache import KV, Cache, Fresh
 from dflash_jax.config import AttentionConfig, LayerConfig, LayerMixer, RopeConfig
@@ -21,6 +22,7 @@ from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models.layers import Linear, unfuse
 from dflash_jax.models.norms import Normed, RMSNorm, mean_square, rms_norm
 from dflash_jax.models.rope import Rope, rope_tables, rotate
+from dflash_jax.packing import Packing
 
 Norm = Callable[[Array], Array]  # of the heads of a block, [B, T, n, H]
 
@@ -37,6 +39,8 @@ class Pass(struct.PyTreeNode):
         starts: first position each query may see (packed documents), from which rotary positions count; None is 0.
         counts: how many positions of each row are valid, the first ones (see `Target.forward`); None is all.
         key_positions: of the block's keys where there are more of them than queries (see `block_attention.attend`).
+        packing: the positions that layers compute (see `packing`), where these are not all: the others' results are
+            undefined. None is all.
         per_row: in training, how many of the B blocks share one cache row (all others: None). Then the
             blocks see the cache up to their own `lengths`, and the pass is differentiable.
     """
@@ -49,6 +53,7 @@ class Pass(struct.PyTreeNode):
     starts: Int[Array, "B T"] | None = None
     counts: Int[Array, " B"] | None = None
     key_positions: Int[Array, "B F"] | None = None
+    packing: Packing | None = None
     per_row: int | None = struct.field(pytree_node=False, default=None)
 
     def tables(self, mixer: LayerMixer, dtype: jnp.dtype) -> Rope | None:
@@ -57,6 +62,19 @@ class Pass(struct.PyTreeNode):
             return None
         within = self.positions if self.starts is None else self.positions - self.starts
         return rope_tables(*mixer.rotary, within, dtype)
+
+    @property
+    def valid(self) -> Int[Array, " _"] | None:
+        """How many of the positions that a layer is given are valid, of each of their rows the first ones."""
+        return self.counts if self.packing is None else self.packing.valid
+
+    def pack(self, x: Shaped[Array, "B T *S"]) -> Shaped[Array, "b t *S"]:
+        """What layers are given of something that each block position has."""
+        return x if self.packing is None else self.packing.pack(x)
+
+    def spread(self, x: Shaped[Array, "b t *S"]) -> Shaped[Array, "B T *S"]:
+        """The same at every block position, for what mixes them."""
+        return x if self.packing is None else self.packing.spread(x)
 
 
 class Attention(nn.Module):
@@ -76,15 +94,15 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T Din"] | Normed, ctx: Pass, entry: KV, shared: Fresh | None = None
-    ) -> tuple[Float[Array, "B T D"], Fresh]:
+        self, x: Float[Array, "b t Din"] | Normed, ctx: Pass, entry: KV, shared: Fresh | None = None
+    ) -> tuple[Float[Array, "b t D"], Fresh]:
         """Returns the layer's output, and the block's keys and values.
 
         Args:
             shared: the block's keys and values, where this layer does not make them: those of the layer whose entry
                 this one shares, or those of a drafter that projects the keys of all its layers at once.
         """
-        c, (B, T, D) = self.config, x.shape
+        c, (B, T), D = self.config, ctx.positions.shape, x.shape[-1]
         N, K, H = c.num_heads, c.kv_heads(self.layout), c.head_dim
 
         def norm(name: str, heads: int, squares: Float[Array, "B T _"] | None) -> Norm | None:
@@ -98,7 +116,7 @@ class Attention(nn.Module):
         sizes = [N * H] * (2 if c.gate else 1)
         if shared is None:
             sizes += [K * H] * (1 if c.values_are_keys else 2)
-        outputs = Linear((D, sum(sizes)), c.bias, name="qkv_proj" if shared is None else "q_proj")(x)
+        outputs = ctx.spread(Linear((D, sum(sizes)), c.bias, name="qkv_proj" if shared is None else "q_proj")(x))
         q, *others = unfuse(outputs, sizes, self.layout.shards)
         squares: list[Array | None] = [None] * len(sizes)
         if c.qk_norm is not None and c.qk_norm_per_head and platform() == "gpu":  # of all heads by one launch
@@ -119,7 +137,7 @@ class Attention(nn.Module):
         out = attend_pass(q, block, ctx, entry, c, sinks).reshape(B, T, N * H)
         if c.gate:
             out = out * nn.sigmoid(others[0])
-        return Linear((N * H, self.width), c.bias and c.output_bias, name="o_proj")(out), fresh
+        return Linear((N * H, self.width), c.bias and c.output_bias, name="o_proj")(ctx.pack(out)), fresh
 
 
 def split_heads(
@@ -183,11 +201,11 @@ def attend_pass(
 def run_layers(
     layers: Sequence[nn.Module],
     configs: Sequence[LayerConfig],
-    x: Float[Array, "B T D"],
+    x: Float[Array, "b t D"],
     ctx: Pass,
     cache: Cache,
     taps: tuple[int, ...],
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]:
+) -> tuple[Float[Array, "b t D"], Float[Array, "b t FD"], tuple[Any, ...]]:
     """A block through all layers of a target, called inside its module.
 
     Args:

@@ -1,6 +1,7 @@
 """What most families share: the layer with norms before attention and MLP, and the decoder around the layers.
 
-Shapes: B rows, T block positions, D model width, V vocabulary, F tapped features.
+Shapes: B rows, T block positions, b t the same, or [p, w] where positions are packed (see `packing`),
+D model width, V vocabulary, F tapped features.
 """
 
 from collections.abc import Callable
@@ -44,13 +45,13 @@ class Layer(nn.Module):
         """The layer's MLP, or its experts."""
         D, layer = self.config.hidden_size, self.layer
         if layer.experts:
-            return partial(Experts(D, layer.experts, self.layout, name="experts"), counts=ctx.counts)
+            return partial(Experts(D, layer.experts, self.layout, name="experts"), counts=ctx.valid)
         return MLP(D, layer.intermediate_size, self.layout, layer.mlp_bias, name="mlp")
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: Pass, entry: Entry, shared: Any
-    ) -> tuple[Float[Array, "B T D"], Any]:
+        self, x: Float[Array, "b t D"], ctx: Pass, entry: Entry, shared: Any
+    ) -> tuple[Float[Array, "b t D"], Any]:
         attention, mlp = self.attention(), self.mlp(ctx)
         only_products = isinstance(attention, Attention), isinstance(mlp, MLP)  # read what the norms return
         norm = partial(self.norm_class, self.config.hidden_size, self.config.rms_norm_eps)
@@ -93,9 +94,10 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens: Int[Array, "B T"], ctx: Pass, cache: Cache, taps: tuple[int, ...]
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T FD"], tuple[Any, ...]]:
+    ) -> tuple[Float[Array, "b t D"], Float[Array, "b t FD"], tuple[Any, ...]]:
         """Returns normed hidden states, the outputs of the tapped layers side by side, and what is fresh."""
-        x, features, fresh = run_layers(self.layers, self.config.layers, self.embed(tokens), ctx, cache, taps)
+        x = self.embed(ctx.pack(tokens))
+        x, features, fresh = run_layers(self.layers, self.config.layers, x, ctx, cache, taps)
         return self.norm(x), features, fresh
 
     def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -169,13 +169,13 @@ class Layer(decoder.Layer):
             return out
         experts = Experts(D, layer.experts, self.layout, name="experts")
         routed = RMSNorm(D, eps, name="router_norm")(x) * D**-0.5
-        beside = experts(self.normed("pre_feedforward_layernorm_2", x), ctx.counts, routed)
+        beside = experts(self.normed("pre_feedforward_layernorm_2", x), ctx.valid, routed)
         return self.normed("post_feedforward_layernorm_1", out) + self.normed("post_feedforward_layernorm_2", beside)
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: Pass, entry: Any, shared: Any
-    ) -> tuple[Float[Array, "B T D"], Any]:
+        self, x: Float[Array, "b t D"], ctx: Pass, entry: Any, shared: Any
+    ) -> tuple[Float[Array, "b t D"], Any]:
         h, fresh = self.attention()(self.normed("input_layernorm", x), ctx, entry, shared)
         x = x + self.normed("post_attention_layernorm", h)
         x = x + self.normed("post_feedforward_layernorm", self.feed_forward(x, ctx))

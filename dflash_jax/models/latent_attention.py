@@ -115,10 +115,10 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: Pass, entry: Latent, shared: None = None
-    ) -> tuple[Float[Array, "B T D"], Fresh]:
-        c, (B, T) = self.config, x.shape[:2]
-        q, vectors = self._projected(x)
+        self, x: Float[Array, "b t D"], ctx: Pass, entry: Latent, shared: None = None
+    ) -> tuple[Float[Array, "b t D"], Fresh]:
+        c, (B, T) = self.config, ctx.positions.shape
+        q, vectors = map(ctx.spread, self._projected(x))
         plain, rotated = jnp.split(q.reshape(B, T, c.num_heads, c.head_dim), [c.qk_nope_head_dim], axis=-1)
         rotated = rotate(rotated, ctx.rope)
         latents, key = jnp.split(vectors, [c.kv_lora_rank], axis=-1)
@@ -146,7 +146,7 @@ class LatentAttention(nn.Module):
             out = constrain(out, P(P.UNCONSTRAINED, None, HEADS))
             out = product("btnc,nvc->btnv", out, up[:, c.qk_nope_head_dim :]).astype(x.dtype)
         out = out.reshape(B, T, c.num_heads * c.v_head_dim)
-        return Linear((c.num_heads * c.v_head_dim, self.width), name="o_proj")(out), fresh
+        return Linear((c.num_heads * c.v_head_dim, self.width), name="o_proj")(ctx.pack(out)), fresh
 
     def _projected(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T _"], Float[Array, "B T L"]]:
         """Queries of all heads, and the vectors to cache, before norms and rotation."""

@@ -91,12 +91,12 @@ class LinearAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], ctx: Pass, entry: Recurrent, shared: None = None
-    ) -> tuple[Float[Array, "B T D"], Corrections | State]:
-        c, (B, T), shards = self.config, x.shape[:2], self.layout.shards
+        self, x: Float[Array, "b t D"], ctx: Pass, entry: Recurrent, shared: None = None
+    ) -> tuple[Float[Array, "b t D"], Corrections | State]:
+        c, (B, T), shards = self.config, ctx.positions.shape, self.layout.shards
         K, G, Hv = c.num_key_heads, c.shared, c.value_head_dim
         sizes = c.channels, c.value_size, c.num_value_heads, c.num_value_heads
-        inputs, z, b, a = unfuse(Linear((self.width, sum(sizes)), name="in_proj")(x), sizes, shards)
+        inputs, z, b, a = unfuse(ctx.spread(Linear((self.width, sum(sizes)), name="in_proj")(x)), sizes, shards)
         taps = self.param("conv", nn.initializers.normal(0.02), (c.channels, c.conv_kernel_dim))
         decay = self.param("A_log", nn.initializers.zeros, (c.num_value_heads,)).astype(jnp.float32)
         shift = self.param("dt_bias", nn.initializers.ones, (c.num_value_heads,)).astype(jnp.float32)
@@ -117,7 +117,7 @@ class LinearAttention(nn.Module):
         norm = self.param("norm", nn.initializers.ones, (Hv,))
         out = rms_norm(out.astype(x.dtype), norm, self.eps).reshape(B, T, -1)
         gated = out.astype(jnp.float32) * nn.silu(z.astype(jnp.float32))
-        return Linear((c.value_size, self.width), name="out_proj")(gated.astype(x.dtype)), fresh
+        return Linear((c.value_size, self.width), name="out_proj")(ctx.pack(gated.astype(x.dtype))), fresh
 
 
 def _prompt(

@@ -6,7 +6,10 @@ left only for one that promises clearly more, and the others are tried now and t
 not paid.
 """
 
+import heapq
+import itertools
 import math
+import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -15,6 +18,9 @@ Name = TypeVar("Name", bound=Hashable)
 
 SIZES = (1, 4, 8, 16)  # block sizes to choose from, as far as the drafter goes, and its own; 1 proposes nothing
 SMALL = ((8, 7), (8, 5), (4, 3))  # block size and nodes of trees
+BUDGETS = ((8, 3), (8, 4), (16, 6))  # block size and positions a row, of verification budgets
+BUDGET_ROWS = 32  # that decode in a program at least, for which these are worth compiling
+CONFIDENT = 1.1  # times the tokens that acceptance rates promise, which a budget is expected to commit at first
 SMALL_ROWS = 16  # that decode in a program at least, for which these are worth compiling
 MEMORY = 400.0  # steps of a row after which an observation has lost most of its weight
 BATCH_MEMORY = 128.0  # the same for what new requests are expected to be like
@@ -36,15 +42,18 @@ class Draft(NamedTuple):
     Attributes:
         block_size: slots of the draft pass; 0 proposes nothing.
         nodes: of the tree that is made of them; 0 makes a chain.
+        budget: positions that are verified of a row on average, the likeliest of all rows; 0 verifies all.
     """
 
     block_size: int
     nodes: int = 0
+    budget: int = 0
 
     @property
     def label(self) -> str:
-        """The block size, and the tree if there is one, for figures."""
-        return f"{self.block_size}, tree {self.nodes}" if self.nodes else str(self.block_size)
+        """The block size, and the tree and the budget if there are such, for figures."""
+        tree, budget = f", tree {self.nodes}" if self.nodes else "", f", budget {self.budget}" if self.budget else ""
+        return f"{self.block_size}{tree}{budget}"
 
 
 def block_sizes(largest: int) -> tuple[int, ...]:
@@ -64,6 +73,11 @@ def small_trees(largest: int) -> tuple[Draft, ...]:
     return tuple(Draft(*tree) for tree in SMALL if tree[0] < largest)
 
 
+def budgets(largest: int) -> tuple[Draft, ...]:
+    """Chains with a verification budget to choose from for a drafter of block size `largest`."""
+    return tuple(Draft(min(size, largest), 0, budget) for size, budget in BUDGETS if budget < min(size, largest))
+
+
 class Acceptance:
     """How often each proposal of a block is accepted, given that those before it were; the past fades."""
 
@@ -71,12 +85,22 @@ class Acceptance:
         self._keep = 1 - 1 / memory
         self.tried, self.right = [0.0] * positions, [0.0] * positions
 
-    def observe(self, proposed: int, committed: int) -> None:
-        """A step proposed so many tokens and committed `committed`, one of which was the target's own."""
+    def observe(self, proposed: int, committed: int, following: float | None = None) -> None:
+        """A step proposed so many tokens and committed `committed`, one of which was the target's own.
+
+        Args:
+            following: of a step that verified no more of what its drafter proposed: probability of the next one to be
+                right. It stands for an observation: those of positions that are always likely would be no fair sample.
+        """
         for k in range(proposed):
             reached = k < committed
-            self.tried[k] = self.tried[k] * self._keep + reached
-            self.right[k] = self.right[k] * self._keep + (reached and k + 1 < committed)
+            self._count(k, reached, reached and k + 1 < committed)
+        if following is not None and committed == proposed + 1 <= len(self.tried):
+            self._count(proposed, 1.0, following)
+
+    def _count(self, k: int, tried: float, right: float) -> None:
+        self.tried[k] = self.tried[k] * self._keep + tried
+        self.right[k] = self.right[k] * self._keep + right
 
     def rates(self, prior: Sequence[float] | float, weight: float) -> list[float]:
         """Estimates into which `weight` steps of rates `prior` are mixed: as many observations of the first position,
@@ -107,6 +131,7 @@ class Candidate:
         proposed: tokens its step proposes one after the other; 0 does not speculate.
         seconds: of a step, as measured.
         nodes: of a tree; 0 is a chain.
+        positions: of a verification budget, of all rows together; 0 is none.
         compared: how many measurements that rests on.
         steps: taken so far.
     """
@@ -114,6 +139,7 @@ class Candidate:
     proposed: int
     seconds: float
     nodes: int = 0
+    positions: int = 0
     compared: int = 2
     steps: int = 0
 
@@ -124,10 +150,13 @@ class Outcome(NamedTuple):
     Attributes:
         committed: tokens of each step.
         chain: of steps with a tree, how many proposals of the drafter's chain would have been right; None for a chain.
+        verified, following: of steps with a budget, see `step.Limited`; None without.
     """
 
     committed: Sequence[int]
     chain: Sequence[int] | None = None
+    verified: Sequence[int] | None = None
+    following: Sequence[float] | None = None
 
 
 class Chains(NamedTuple):
@@ -176,6 +205,29 @@ class Trees:
         return chains.own * promise(nodes) / promise(self._nodes) * self._tokens / self._chains.own
 
 
+class Budgets:
+    """What steps with a verification budget commit, by what the rows' acceptance rates say; the past fades."""
+
+    def __init__(self):
+        self._tokens, self._expected = CONFIDENT * TRUST, TRUST  # as if a few steps had shown it
+
+    def observe(self, tokens: float, expected: float, steps: int) -> None:
+        """So many steps of rows committed `tokens` where their rates let expect `expected`."""
+        keep = math.exp(-steps / BATCH_MEMORY)
+        self._tokens, self._expected = keep * self._tokens + tokens, keep * self._expected + expected
+
+    def tokens(self, candidate: Candidate, rows: Sequence[Sequence[float]]) -> float:
+        """Tokens that a step is expected to commit for rows of these acceptance rates: what the likeliest positions
+        promise by the rates, and more, since each step knows its drafter's confidence besides."""
+        return self._tokens / self._expected * self.by_rates(candidate, rows)
+
+    @staticmethod
+    def by_rates(candidate: Candidate, rows: Sequence[Sequence[float]]) -> float:
+        """What they promise by the rates."""
+        reached = [p for rates in rows for p in itertools.accumulate(rates[: candidate.proposed], operator.mul)]
+        return len(rows) + sum(heapq.nlargest(max(0, candidate.positions - len(rows)), reached))
+
+
 class Estimates:
     """Acceptance rates of the requests that decode, and of the batch, which new ones are expected to be like.
 
@@ -187,7 +239,7 @@ class Estimates:
         self._deepest = deepest
         self._batch = Acceptance(deepest, BATCH_MEMORY)
         self._rows: dict[Hashable, Acceptance] = {}
-        self.trees = Trees()
+        self.trees, self.budgets = Trees(), Budgets()
 
     def rates(self, rows: Iterable[Hashable]) -> list[list[float]]:
         """Acceptance rates of these requests, all others are forgotten; those of the batch if there are none."""
@@ -195,10 +247,12 @@ class Estimates:
         batch = self._batch.rates(0.5, 2.0)  # nothing seen yet reads as half accepted: enough to try
         return [seen.rates(batch, TRUST) for seen in self._rows.values()] or [batch]
 
-    def gain(self, candidate: Candidate, rates: Sequence[float]) -> float:
-        """Tokens that a step is expected to commit for a row of these acceptance rates."""
-        chains = self._chains(candidate, rates)
-        return self.trees.tokens(candidate.nodes, chains) if candidate.nodes else chains.own
+    def gain(self, candidate: Candidate, rows: Sequence[Sequence[float]]) -> float:
+        """Tokens that a step is expected to commit for rows of these acceptance rates."""
+        if candidate.positions:
+            return self.budgets.tokens(candidate, rows)
+        chains = [self._chains(candidate, rates) for rates in rows]
+        return sum(self.trees.tokens(candidate.nodes, of) if candidate.nodes else of.own for of in chains)
 
     def _chains(self, candidate: Candidate, rates: Sequence[float]) -> Chains:
         return Chains(expected_tokens(rates, candidate.proposed), expected_tokens(rates, self._deepest))
@@ -206,15 +260,22 @@ class Estimates:
     def observe(self, candidate: Candidate, seen: Mapping[Hashable, Outcome], expected: Mapping[int, float]) -> None:
         """Learns from steps of this candidate; arguments as in `Chooser.observe`."""
         proposed, counts = candidate.proposed, list[int]()
+        if candidate.positions and (rows := {row: outcome for row, outcome in seen.items() if row in self._rows}):
+            batch, taken = self._batch.rates(0.5, 2.0), [one.committed for one in rows.values()]
+            expected_of_all = self.budgets.by_rates(candidate, [self._rows[row].rates(batch, TRUST) for row in rows])
+            steps = sum(map(len, taken))
+            self.budgets.observe(sum(map(sum, taken)), steps * expected_of_all / len(rows), steps)
         for row, outcome in seen.items():
             counts += outcome.committed
             for i, count in enumerate(outcome.committed):
-                tried, right = proposed, count
+                tried, right, following = proposed, count, None
                 if outcome.chain is not None:  # a tree says of its chain no more than what was committed can tell
                     tried, right = min(count, proposed), outcome.chain[i] + 1
-                self._batch.observe(tried, right)
+                elif outcome.verified is not None and outcome.following is not None:
+                    tried, following = outcome.verified[i], outcome.following[i]
+                self._batch.observe(tried, right, following)
                 if row in self._rows:
-                    self._rows[row].observe(tried, right)
+                    self._rows[row].observe(tried, right, following)
         if candidate.nodes and counts:
             chains = self._chains(candidate, self._batch.rates(0.5, 2.0))
             chains = Chains(*(len(counts) * tokens for tokens in chains))
@@ -252,8 +313,7 @@ class Chooser(Generic[Name]):
         """The candidate for the next visit, given which requests are decoding."""
         rates = self.estimates.rates(rows)
         self.try_steps = max(1, min(TRY, TRIED // len(rates)))
-        gain = self.estimates.gain
-        speed = {name: sum(gain(c, of_row) for of_row in rates) / c.seconds for name, c in self.candidates.items()}
+        speed = {name: self.estimates.gain(c, rates) / c.seconds for name, c in self.candidates.items()}
         best = max(speed, key=lambda name: speed[name])
         margin = MARGIN if self.candidates[self._best].proposed else BEGIN
         if speed[best] < margin * speed[self._best]:

@@ -6,12 +6,14 @@ import jax
 
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.infer.engine.chooser import (
+    BUDGET_ROWS,
     SMALL_ROWS,
     Candidate,
     Chooser,
     Draft,
     Estimates,
     block_sizes,
+    budgets,
     small_trees,
     tree_sizes,
 )
@@ -49,7 +51,10 @@ class Drafts:
                 drafter = None
         self.drafter, self.auto = drafter, auto and drafter is not None and not config.deterministic
         self.tree = config.tree if drafter and isinstance(config.tree, int) and not self.auto else 0
-        self.choices, self._small = (Draft(self.block_size, self.tree),), tuple[Draft, ...]()
+        self._usual = Draft(
+            self.block_size, self.tree, 0 if self.auto or drafter is None else config.verify_budget or 0
+        )
+        self.choices, self._small, self._budgets = (self._usual,), tuple[Draft, ...](), tuple[Draft, ...]()
         if drafter is not None and self.auto:
             sizes = tree_sizes(drafter.depth(self.block_size), wide=jax.default_backend() != "cpu")
             if isinstance(config.tree, int):
@@ -57,10 +62,13 @@ class Drafts:
             elif config.slots >= SMALL_ROWS:
                 self._small = small_trees(self.block_size)
             trees = (*self._small, *(Draft(self.block_size, nodes) for nodes in sizes))
-            self.choices = (*map(Draft, block_sizes(self.block_size)), *trees)
+            given = (Draft(self.block_size, 0, config.verify_budget),) if config.verify_budget else ()
+            if not given and config.slots >= BUDGET_ROWS and jax.default_backend() != "cpu":
+                self._budgets = budgets(self.block_size)
+            self.choices = (*map(Draft, block_sizes(self.block_size)), *trees, *given, *self._budgets)
         plain = (PLAIN,) if config.plain and drafter else ()
         self.programs = tuple(dict.fromkeys((*map(self.program, self.choices), *plain)))
-        usual = self.program(Draft(self.block_size, self.tree))
+        usual = self.program(self._usual)
         self.first = tuple(draft for draft in self.programs if draft in (usual, PLAIN))
         self.choosers: dict[int, Chooser[Draft]] = {}
 
@@ -70,7 +78,8 @@ class Drafts:
 
     def programs_of(self, rows: int) -> list[Draft]:
         """Those of `programs` that there are for so many rows."""
-        return [draft for draft in self.programs if rows >= SMALL_ROWS or draft not in self._small]
+        least = dict.fromkeys(self._small, SMALL_ROWS) | dict.fromkeys(self._budgets, BUDGET_ROWS)
+        return [draft for draft in self.programs if rows >= least.get(draft, 1)]
 
     def _depth(self, draft: Draft) -> int:
         """Tokens that a step with this draft proposes for a row one after the other."""
@@ -80,6 +89,10 @@ class Drafts:
     def proposed(self, draft: Draft) -> int:
         """Tokens that a step with this draft proposes for a row."""
         return draft.nodes or self._depth(draft)
+
+    def positions(self, draft: Draft) -> int:
+        """Positions that a step with this draft verifies of a row, on average."""
+        return draft.budget or self.proposed(draft) + 1
 
     @property
     def width(self) -> int:
@@ -98,7 +111,9 @@ class Drafts:
             used = before[rows].used if rows in before else {}
             self.choosers[rows] = Chooser(
                 {
-                    draft: Candidate(self._depth(draft), time, draft.nodes, steps=used.get(draft, 0))
+                    draft: Candidate(
+                        self._depth(draft), time, draft.nodes, draft.budget * rows, steps=used.get(draft, 0)
+                    )
                     for draft in self.choices
                     if (time := seconds.get((self.program(draft), rows))) is not None
                 },
@@ -113,9 +128,9 @@ class Drafts:
         if self.drafter and not speculative:
             return PLAIN, None
         chooser = self.choosers.get(rows)
-        return chooser.choose(requests) if chooser else Draft(self.block_size, self.tree), chooser
+        return chooser.choose(requests) if chooser else self._usual, chooser
 
     def used(self, steps: int) -> dict[str, int]:
         """How many of the engine's `steps` were taken with each draft, by its label."""
-        used = [chooser.used for chooser in self.choosers.values()] or [{Draft(self.block_size, self.tree): steps}]
+        used = [chooser.used for chooser in self.choosers.values()] or [{self._usual: steps}]
         return {draft.label: sum(counts[draft] for counts in used) for draft in used[0]}

@@ -22,6 +22,10 @@ class EngineConfig:
             device call, 1 included, by measured step times and acceptance.
         tree: number of nodes of the tree to verify; 0 verifies a chain. "auto", the
             default where the block size is "auto", chooses among chains and trees.
+        verify_budget: positions that a step verifies of a row on average, the anchor among them. Those of all rows that
+            are likeliest to be reached are verified, so that rows whose drafter is sure of itself get more. None
+            verifies all that is proposed; with a block size of "auto" on a GPU or TPU, budgets are among what is chosen
+            from where 32 rows or more decode.
         proposals: how the drafter picks tokens when answers are sampled: "calibrated", "coupled", "argmax" or
             "independent" (docs/sampling.md).
         seed: noise of requests without a seed of their own.
@@ -54,6 +58,7 @@ class EngineConfig:
     max_length: int = 2048
     block_size: int | Literal["auto"] | None = None
     tree: int | Literal["auto"] | None = None
+    verify_budget: int | None = None
     proposals: Proposals = "calibrated"
     seed: int = 0
     prefill_chunk: int = 256
@@ -80,6 +85,10 @@ class EngineConfig:
             raise ValueError('tree "auto" goes together with block_size "auto"; give both, or a number of nodes')
         if isinstance(self.tree, int) and not 0 <= self.tree <= MOST_NODES:
             raise ValueError(f"tree must lie in 0..{MOST_NODES} nodes, got {self.tree}; 0 is a chain")
+        if self.verify_budget is not None and self.verify_budget < 2:
+            raise ValueError(f"verify_budget must be at least 2, got {self.verify_budget}; the anchor is one position")
+        if self.verify_budget is not None and self.deterministic:
+            raise ValueError("verify_budget and deterministic exclude each other: what is verified depends on all rows")
         if self.plain and self.deterministic:
             raise ValueError("plain and deterministic exclude each other: one plain request changes the steps of all")
         if self.proposals not in get_args(Proposals):

@@ -59,7 +59,7 @@ def decode_call(
 @cache
 def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Wrapped:
     def program(target, drafter, state, rows, max_steps, leave_below, automata, draft, proposals, capacity, logprobs):
-        parts = step_functions(target, drafter, draft.block_size, proposals, draft.nodes, automata)
+        parts = step_functions(target, drafter, draft.block_size, proposals, draft.nodes, automata, draft.budget)
         step = partial(speculative_step, parts, logprobs=logprobs)
         narrow = state if rows is None else some_rows(state, rows)
         narrow, trace = run(step, narrow, max_steps, leave_below, capacity)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from dflash_jax.decoding.automata import Walk
@@ -79,7 +80,7 @@ class ActiveRequest:
         Args:
             trace: of the visit, in which it is row `at`.
             committed: which of its tokens [steps, most of a step] count.
-            proposed: tokens that each step proposed for it; None without a drafter.
+            proposed: tokens that each step proposed for it, and verified but for a budget; None without a drafter.
             page: positions of a page of memory, at the end of which a step may have been cut; None is no such end.
 
         Returns:
@@ -91,14 +92,17 @@ class ActiveRequest:
         kept = self.extend(trace, (step, at, place))
         counts = np.bincount(step[:kept])  # of each step; the device runs on past a stop string
         counts = counts[counts > 0].tolist()
+        of_steps = lambda x: x[: len(counts), at].tolist()
+        chain = None if trace.forecast is None else of_steps(trace.forecast.chain)
+        verified, following = (None, None) if trace.limited is None else map(of_steps, jax.tree.leaves(trace.limited))
         if proposed is not None:
             self.completion.acceptance_lengths.extend(counts)
-            self.completion.proposed_tokens += len(counts) * proposed
-        chain = None if trace.forecast is None else trace.forecast.chain[: len(counts), at].tolist()
+            self.completion.proposed_tokens += sum(verified) if verified else len(counts) * proposed
         # What cut a row's last step was its end or that of its page, not a wrong proposal.
         full = page is not None and (self.most(0) - 1) % page == 0
         uncut = slice(-1 if self.completion.finish_reason or full else None)
-        return counts, Outcome(counts[uncut], chain and chain[uncut])
+        more = (some and some[uncut] for some in (chain, verified, following))
+        return counts, Outcome(counts[uncut], *more)
 
     def extend(self, committed: Committed, at: Any) -> int:
         """Appends the tokens at an index, in order, decides whether that is the end, and returns how many were kept."""

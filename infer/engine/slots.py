@@ -96,12 +96,8 @@ class Slots:
         slots = self.config.slots
         if not self._fixed or slots == 1 or jax.default_backend() != "cpu":
             return slots
-        step = math.lcm(LANES // math.gcd(LANES, *map(self._block, self._drafts.programs)), self._parts)
+        step = math.lcm(LANES // math.gcd(LANES, *map(self._drafts.positions, self._drafts.programs)), self._parts)
         return -(-slots // step) * step
-
-    def _block(self, draft: Draft) -> int:
-        """Positions of a row that a step verifies."""
-        return self._drafts.proposed(draft) + 1
 
     @property
     def names(self) -> list[Name]:
@@ -291,7 +287,7 @@ class Slots:
                 for slot in slots:
                     length = self._half
                     if self.pages is not None:  # as far as there are any
-                        self.pages.hold(slot, length + 4 * self._block(draft))
+                        self.pages.hold(slot, length + 4 * (self._drafts.proposed(draft) + 1))
                     prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
                     self._place(slot, length - len(prompt))
                     part = self._prefills.part(slot)
@@ -372,7 +368,7 @@ class Slots:
         mesh = self._target.mesh
         options = dict(graph_options(self.config.gpu_graphs, 1 if mesh is None else mesh.size))
         if self._drafter is not None and draft.block_size:
-            config, block = self._target.config, self._block(draft)
+            config, block = self._target.config, self._drafts.positions(draft)
             inner = max(layer.intermediate_size for layer in config.layers)
             options |= fastest_options(config.hidden_size, inner, rows * block, clock=not self._fixed) or {}
         return options or None

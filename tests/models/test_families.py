@@ -42,7 +42,7 @@ def requests(count):
     "settings",
     [
         {"tree": 12},
-        {"tree": 12, "cache_tokens": 96},
+        {"tree": 12, "cache_tokens": 96, "verify_budget": 3},
     ],
     ids=str,
 )

@@ -1,0 +1,78 @@
+"""The positions of a block that a pass computes, one after the other, where rows do not all have as many.
+
+Norms, products, experts and the head then see these positions alone, [p, w] of them, and only what mixes the positions
+of a row sees the block [B, T] of rows. A mesh splits rows into p parts; each packs its own.
+Shapes: B rows, T block positions, p parts of the mesh, w packed positions of each, J positions of a path.
+"""
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Int, Shaped
+
+from dflash_jax.mesh import row_parts
+
+
+class Packing(struct.PyTreeNode):
+    """Where the positions of rows lie among those that are packed: the first `counts` of each row, row after row.
+
+    Attributes:
+        counts: packed positions of each row.
+        rows, columns: row and position of each that is packed. What is left over has those of any other.
+        places: of each position of the block among the packed ones of its part; any where it is not packed.
+    """
+
+    counts: Int[Array, " B"]
+    rows: Int[Array, "p w"]
+    columns: Int[Array, "p w"]
+    places: Int[Array, "B T"]
+
+    @classmethod
+    def of(cls, counts: Int[Array, " B"], width: int, positions: int) -> "Packing":
+        """The first `counts` positions of each row of a block of this width.
+
+        Args:
+            positions: how many there is room for, a multiple of the mesh's parts of rows; those that a part has no room
+                for must not be asked for.
+        """
+        parts, B = row_parts(), counts.shape[0]
+        ends = jnp.cumsum(counts.reshape(parts, -1), axis=1)
+        starts = ends - counts.reshape(parts, -1)
+        index = jnp.arange(positions // parts)
+        behind = jnp.sum(index[None, :, None] >= ends[:, None, :], axis=-1, dtype=jnp.int32)
+        within = jnp.minimum(behind, B // parts - 1)
+        columns = jnp.clip(index[None] - jnp.take_along_axis(starts, within, axis=1), 0, width - 1)
+        places = starts.reshape(B, 1) + jnp.arange(width)[None]
+        first = jnp.arange(parts)[:, None] * (B // parts)
+        return cls(counts, first + within, columns, jnp.minimum(places, positions // parts - 1))
+
+    @property
+    def valid(self) -> Int[Array, " p"]:
+        """How many packed positions of each part are asked for, the first ones."""
+        return jnp.sum(self.counts.reshape(self.rows.shape[0], -1), axis=1)
+
+    def pack(self, x: Shaped[Array, "B T *S"]) -> Shaped[Array, "p w *S"]:
+        """What a block has at the packed positions."""
+        return self.at(x, self.columns)
+
+    def at(self, x: Shaped[Array, "B N *S"], index: Int[Array, "p w"]) -> Shaped[Array, "p w *S"]:
+        """For each packed position, what its row has at an index."""
+        parts, count = self.rows.shape[0], x.shape[1]
+        of_part = self.rows - (jnp.arange(parts) * (x.shape[0] // parts))[:, None]
+        return _take(x.reshape(parts, -1, *x.shape[2:]), of_part * count + index)
+
+    def of_rows(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "p w ..."]:
+        """For each packed position, what its row has."""
+        return self.at(x[:, None], jnp.zeros_like(self.rows))
+
+    def spread(self, x: Shaped[Array, "p w *S"]) -> Shaped[Array, "B T *S"]:
+        """The block with what was computed for its packed positions; anything at the others."""
+        return self.along(x, self.places)
+
+    def along(self, x: Shaped[Array, "p w *S"], places: Int[Array, "B J"]) -> Shaped[Array, "B J *S"]:
+        """What was computed at these places of each row's part."""
+        found = _take(x, places.reshape(x.shape[0], -1))
+        return found.reshape(*places.shape, *x.shape[2:])
+
+
+def _take(x: Shaped[Array, "p n *S"], index: Int[Array, "p w"]) -> Shaped[Array, "p w *S"]:
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
