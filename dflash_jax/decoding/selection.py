@@ -8,6 +8,7 @@ sharpness.
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def rank(
     candidates: Int[Array, "B T N"] | None = None,
     hints: Int[Array, "B T"] | None = None,
     *,
-    count: int | None = None,
+    count: Literal[1] | None = None,
 ) -> tuple[Ranked, Lessons]:
     """The best tokens by how likely each is to be what the target will choose, and what there is to learn of them.
 
@@ -100,14 +101,17 @@ def rank(
         depths: T of them, or one, if the scores are of T nodes of that depth.
         candidates: which tokens the scores are of; None is all.
         hints: see `pick`.
-        count: tokens of a place; None is as many as a tree may have.
+        count: 1 is the best token of each place alone; None as many as a tree may have.
     """
     noise, ids = _options(choice, depths, candidates)
     coupled = lambda: _keys(choice, scores, noise, depths)
     keys, own = (
         (scores, scores) if choice.plain else if_any(choice.sampling.temperature > 0, coupled, lambda: (scores, scores))
     )
-    best, places = top_k(keys, min(count or min(choice.nodes, choice.ranks), keys.shape[-1]))
+    if count == 1:
+        best, places = jnp.max(keys, axis=-1, keepdims=True), first_argmax(keys)[..., None]
+    else:
+        best, places = top_k(keys, min(choice.nodes, choice.ranks, keys.shape[-1]))
     logits = _logits(jnp.take_along_axis(own, places, axis=-1) - jax.nn.logsumexp(own, axis=-1, keepdims=True))
     likely = jnp.where(best > -jnp.inf, jax.nn.log_sigmoid(_reliable(choice, logits, depths)), -jnp.inf)
     # What may not be proposed gives way to another of the first one, and nothing follows a place without options.

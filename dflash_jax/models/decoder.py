@@ -53,13 +53,14 @@ class Layer(nn.Module):
         self, x: Float[Array, "b t D"], ctx: Pass, entry: Entry, shared: Any
     ) -> tuple[Float[Array, "b t D"], Any]:
         attention, mlp = self.attention(), self.mlp(ctx)
-        only_products = isinstance(attention, Attention), isinstance(mlp, MLP)  # read what the norms return
+        # Who reads nothing but products of what the norms return. Of packed positions XLA would write these twice.
+        divides = [ctx.packing is None and isinstance(*of) for of in ((attention, Attention), (mlp, MLP))]
         norm = partial(self.norm_class, self.config.hidden_size, self.config.rms_norm_eps)
         before, after = norm(name="input_layernorm"), norm(name="post_attention_layernorm")
-        h, x = before.for_products(x) if only_products[0] else (before(x), x)
+        h, x = before.for_products(x) if divides[0] else (before(x), x)
         h, fresh = attention(h, ctx, entry, shared)
         x = on_every_device(x + h)
-        h, x = after.for_products(x) if only_products[1] else (after(x), x)
+        h, x = after.for_products(x) if divides[1] else (after(x), x)
         return on_every_device(x + mlp(h)), fresh
 
 

@@ -20,6 +20,7 @@ SIZES = (1, 4, 8, 16)  # block sizes to choose from, as far as the drafter goes,
 SMALL = ((8, 7), (8, 5), (4, 3))  # block size and nodes of trees
 BUDGETS = ((8, 3), (8, 4), (16, 6))  # block size and positions a row, of verification budgets
 BUDGET_ROWS = 32  # that decode in a program at least, for which these are worth compiling
+BUDGET_MEMORY = 4096.0  # steps of a row after which what budgets gained has lost most of its weight
 CONFIDENT = 1.1  # times the tokens that acceptance rates promise, which a budget is expected to commit at first
 SMALL_ROWS = 16  # that decode in a program at least, for which these are worth compiling
 MEMORY = 400.0  # steps of a row after which an observation has lost most of its weight
@@ -213,7 +214,7 @@ class Budgets:
 
     def observe(self, tokens: float, expected: float, steps: int) -> None:
         """So many steps of rows committed `tokens` where their rates let expect `expected`."""
-        keep = math.exp(-steps / BATCH_MEMORY)
+        keep = math.exp(-steps / BUDGET_MEMORY)
         self._tokens, self._expected = keep * self._tokens + tokens, keep * self._expected + expected
 
     def tokens(self, candidate: Candidate, rows: Sequence[Sequence[float]]) -> float:

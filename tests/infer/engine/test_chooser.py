@@ -6,13 +6,16 @@ import pytest
 from dflash_jax import Engine
 from dflash_jax.infer.engine.chooser import (
     Acceptance,
+    Budgets,
     Candidate,
     Chains,
     Chooser,
     Draft,
+    Estimates,
     Outcome,
     Trees,
     block_sizes,
+    budgets,
     expected_tokens,
     small_trees,
     tree_sizes,
@@ -250,3 +253,62 @@ def test_speculation_goes_on_where_it_was_left_out(target, drafter):
             compared += 1
         at += n
     assert compared > 0
+
+
+def test_a_budget_goes_to_the_likeliest_positions():
+    easy, hard = [0.9] * 7, [0.3] * 7
+    candidate = Candidate(7, 1.0, positions=3 * 4)
+    reached = sorted([0.9**k for k in range(1, 8)] * 2 + [0.3**k for k in range(1, 8)] * 2, reverse=True)
+    assert Budgets.by_rates(candidate, [easy, hard] * 2) == pytest.approx(4 + sum(reached[:8]))
+    estimates = Estimates(7)
+    expected = 1.1 * Budgets.by_rates(candidate, [easy, hard] * 2)  # before any was seen
+    assert estimates.gain(candidate, [easy, hard] * 2) == pytest.approx(expected)
+    for _ in range(4000):
+        estimates.budgets.observe(12.0, 8.0, 4)
+    assert estimates.gain(candidate, [easy, hard] * 2) == pytest.approx(1.5 / 1.1 * expected, rel=0.01)
+    assert budgets(16) == (Draft(8, 0, 3), Draft(8, 0, 4), Draft(16, 0, 6))
+    assert budgets(8) == (Draft(8, 0, 3), Draft(8, 0, 4), Draft(8, 0, 6))
+    assert budgets(4) == (Draft(4, 0, 3),)
+    assert Draft(16, 0, 6).label == "16, budget 6"
+
+
+def test_what_a_budget_left_out_is_no_success():
+    """A row of rate 0.5 verifies its next token only where the drafter is sure of it."""
+    rng, seen = np.random.default_rng(0), Acceptance(4)
+    for _ in range(4000):
+        likely = rng.choice([0.9, 0.1])
+        verified = int(likely > 0.5)
+        right = rng.random() < likely
+        seen.observe(verified, 1 + int(verified and right), float(likely))
+    assert seen.right[0] / seen.tried[0] == pytest.approx(0.5, abs=0.08)
+
+
+@pytest.mark.parametrize(("cost", "pays"), [(1.05, True), (1.45, False)])
+def test_a_budget_is_chosen_where_it_pays(cost, pays):
+    """The drafter is sure of half of its proposals, and knows of which."""
+    rng, rows = np.random.default_rng(0), range(32)
+    drafts = {Draft(4): 1.0, Draft(8): 1.6, Draft(8, 0, 4): cost}
+    chooser = Chooser(
+        {draft: Candidate(draft.block_size - 1, time, positions=32 * draft.budget) for draft, time in drafts.items()}
+    )
+    taken = dict.fromkeys(drafts, 0)
+    for _ in range(300):
+        draft = chooser.choose(rows)
+        taken[draft] += 1
+        seen = {row: Outcome([], None, [], []) if draft.budget else Outcome([]) for row in rows}
+        for _ in range(16):
+            likely = rng.choice([0.98, 0.1], (32, draft.block_size - 1))
+            right, verified = rng.random(likely.shape) < likely, np.full(32, draft.block_size - 1)
+            if draft.budget:
+                least = np.sort(np.cumprod(likely, axis=1), axis=None)[-32 * (draft.budget - 1)]
+                verified = np.sum(np.cumprod(likely, axis=1) >= least, axis=1)
+            count = 1 + np.cumprod(right & (np.arange(right.shape[1]) < verified[:, None]), axis=1).sum(axis=1)
+            for row, outcome in seen.items():
+                outcome.committed.append(int(count[row]))
+                if draft.budget:
+                    outcome.verified.append(int(verified[row]))
+                    outcome.following.append(float(likely[row, min(verified[row], draft.block_size - 2)]))
+        chooser.observe(draft, 16, 16 * drafts[draft], seen)
+    best = max(taken, key=lambda draft: taken[draft])
+    assert bool(best.budget) == pays
+    assert taken[best] > 250
