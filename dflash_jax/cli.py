@@ -283,6 +283,9 @@ class EngineOptions:
     ] = None
     """tokens that all rows hold together, in pages of memory that they share: a row takes what its tokens need. A
     large --max-length then costs next to nothing: with --http it is the target's own unless it is given"""
+    draft_window: Annotated[int | None, optional(int, "N", "all positions")] = None
+    """positions that the drafter sees, the last ones, besides the first 128: its cache stops growing. It changes the
+    speed, and in float32 never the answers"""
     verify_budget: Annotated[
         int | None, optional(int, "N", "all that is proposed; on GPUs and TPUs auto chooses where 32 rows decode")
     ] = None

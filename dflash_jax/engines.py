@@ -114,6 +114,7 @@ def engine_config(
         block_size=generation.block_size,
         tree=generation.tree,
         verify_budget=options.verify_budget,
+        draft_window=options.draft_window,
         proposals=generation.proposals,
         seed=options.seed,
         prefill_chunk=chunk,
@@ -144,7 +145,9 @@ def check_length(config: "TargetConfig", max_length: int | None) -> None:
 def _check_options(generation: GenerationOptions, options: EngineOptions) -> None:
     """Raises ValueError for an option that is out of range, or excludes another."""
     check_least(generation, batch_size=1)
-    check_least(options, max_length=1, cache_tokens=1, verify_budget=2, prefix_chunks=0, stream_interval=1)
+    check_least(
+        options, max_length=1, cache_tokens=1, draft_window=1, verify_budget=2, prefix_chunks=0, stream_interval=1
+    )
 
 
 def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConfig") -> "Engine":

@@ -263,6 +263,7 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
             *job,
             *("--max-length", "512", "--cache-tokens", "511"),
         ],
+        "--draft-window must be at least 1": [*models, *job, "--draft-window", "0"],
         "--verify-budget must be at least 2": [*models, *job, "--verify-budget", "1"],
         "verify_budget and deterministic": [*models, *job, "--verify-budget", "3", "--deterministic"],
         "--cache-tokens must be at least 1 and below": [*models, *job, "--cache-tokens", "0"],

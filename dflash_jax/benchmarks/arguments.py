@@ -188,6 +188,7 @@ class PlanOptions:
         cache_tokens: tokens that all rows hold together, in pages that they share (see serve)
         block_size: positions of a block, the anchor included
         tree: nodes of a tree that is verified instead of a chain; also says which trees cost no time
+        draft_window: positions that the drafter sees, the last ones, besides the first 128 (see serve)
         verify_budget: positions that are verified of a row on average, the likeliest of all rows (see serve); 0 is all
         parts: also compile draft, verify (also of one token), accept and commit, each alone, for the bytes they move
         tau: tokens a step commits
@@ -210,6 +211,7 @@ class PlanOptions:
     cache_tokens: Annotated[int | None, optional(int, "N", "--max-length for each row")] = None
     block_size: Annotated[int | None, optional(int, "N", "the drafter's")] = None
     tree: int = 0
+    draft_window: Annotated[int | None, optional(int, "N", "all")] = None
     verify_budget: int = 0
     parts: bool = False
     tau: float = 6.49

@@ -24,7 +24,7 @@ from dflash_jax.benchmarks.compiled import launches, measured, memory_bytes, tex
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.random_weights import Pair, placed, random_pair
-from dflash_jax.cache import Capacity, Pages, size_in_bytes
+from dflash_jax.cache import Pages, Windowed, size_in_bytes
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.chips import CHIPS, GIB, Chip
 from dflash_jax.config import Raw, TargetConfig
@@ -41,6 +41,8 @@ from dflash_jax.kernels.dispatch import platform
 from dflash_jax.mesh import AXES, HEADS, ROWS, AnyMesh, make_mesh, parse_mesh, parts_of
 from dflash_jax.overrides import overridden
 from dflash_jax.target import Target
+
+Room = int | Pages | Windowed  # for the rows of a batch: see `decoding.state.init_state`
 
 
 def plan(options: PlanOptions) -> Figures:
@@ -65,10 +67,12 @@ def plan(options: PlanOptions) -> Figures:
     figures: Figures = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
     figures |= {"quantize": dict(options.quantize)} if options.quantize else {}
     figures |= {"batch": options.batch_size, "max_length": options.max_length, "chip_bytes": chip.memory}
-    slots: Capacity = options.max_length
+    slots: Room = options.max_length
     if options.cache_tokens is not None:
         slots = Pages.room(options.cache_tokens, options.max_length, parts)
         figures |= {"pages": slots.total - parts, "page": slots.size}
+    if options.draft_window is not None:
+        slots = Windowed(slots, options.draft_window)
     shape = options.batch_size, slots, options.block_size, options.tree, options.verify_budget
     if options.training and options.cache_tokens is not None:
         raise ValueError("--cache-tokens are those of decoding; leave --training out")
@@ -130,7 +134,7 @@ def _parsed(raws: Pair) -> tuple[TargetConfig, DrafterConfig]:
 
 
 def shapes(
-    raws: Pair, mesh: AnyMesh | None, batch: int, max_length: Capacity, dtype: str = "bfloat16"
+    raws: Pair, mesh: AnyMesh | None, batch: int, max_length: Room, dtype: str = "bfloat16"
 ) -> tuple[Target, Drafter, State]:
     """A pair on a mesh and its decoding state, as shapes; nothing is allocated."""
 
@@ -145,7 +149,7 @@ def compile_step(
     raws: Pair,
     mesh: Mesh,
     batch: int,
-    max_length: Capacity,
+    max_length: Room,
     block_size: int | None = None,
     nodes: int = 0,
     budget: int = 0,
@@ -173,7 +177,7 @@ def part_bytes(
     raws: Pair,
     mesh: Mesh,
     batch: int,
-    max_length: Capacity,
+    max_length: Room,
     block_size: int | None,
     nodes: int,
     budget: int = 0,
@@ -205,7 +209,7 @@ def part_bytes(
 
 
 def _compiled(
-    step: Callable, raws: Pair, mesh: Mesh, batch: int, max_length: Capacity, dtype: str, dump: str | None = None
+    step: Callable, raws: Pair, mesh: Mesh, batch: int, max_length: Room, dtype: str, dump: str | None = None
 ) -> Compiled:
     with jax.set_mesh(mesh):
         lowered = jax.jit(step, donate_argnums=2).lower(*placed_shapes(raws, mesh, batch, max_length, dtype))
@@ -216,7 +220,7 @@ def _compiled(
 
 
 def placed_shapes(
-    raws: Pair, mesh: Mesh, batch: int, max_length: Capacity, dtype: str = "bfloat16"
+    raws: Pair, mesh: Mesh, batch: int, max_length: Room, dtype: str = "bfloat16"
 ) -> tuple[Target, Drafter, State]:
     """`shapes` with where each lies on the mesh."""
     target, drafter, state = shapes(raws, mesh, batch, max_length, dtype)
@@ -232,7 +236,7 @@ def traced(
     raws: Pair,
     sizes: dict[str, int],
     batch: int,
-    length: Capacity,
+    length: Room,
     block_size: int | None,
     nodes: int = 0,
     budget: int = 0,
@@ -250,8 +254,10 @@ def traced(
     held = state.target_cache, state.draft
     caches = _bytes_on_device(held, sharding.state_shardings(held, mesh))
     heads, rows = parts_of(mesh, HEADS), parts_of(mesh, ROWS)
-    if isinstance(length, Pages):  # all full: as long as they can be on average
-        length = (length.total - rows) * length.size // batch
+    own = length.slots if isinstance(length, Windowed) else length
+    if isinstance(own, Pages):  # all full: as long as they can be on average
+        own = (own.total - rows) * own.size // batch
+    length = Windowed(own, length.window) if isinstance(length, Windowed) else own
     pair = shapes(raws, None, batch, length)
 
     block_size = block_size or pair[1].config.block_size

@@ -20,6 +20,8 @@ from dflash_jax.cache.attention import Fresh as Fresh
 from dflash_jax.cache.attention import Path, Rows, commit_alike
 from dflash_jax.cache.pages import Capacity as Capacity
 from dflash_jax.cache.pages import Pages as Pages
+from dflash_jax.cache.pages import Recent as Recent
+from dflash_jax.cache.pages import Windowed as Windowed
 from dflash_jax.mesh import HEADS, ROWS, WHOLE, Layout, row_parts, split_evenly
 
 
@@ -95,8 +97,8 @@ class Cache(struct.PyTreeNode):
 
     @property
     def page(self) -> int | None:
-        """Positions of a page; None if no entry lies in pages."""
-        sizes = (entry.k.shape[2] for entry in self.entries if isinstance(entry, KV) and entry.paged)
+        """Positions of a page that rows may share; None if no entry lies in such pages."""
+        sizes = (entry.k.shape[2] for entry in self.entries if isinstance(entry, KV) and entry.pooled)
         return next(sizes, None)
 
     def entry(self, layer: int) -> Entry:
@@ -137,8 +139,8 @@ def init_cache(
 
     Args:
         mixers: one per layer; one that shares reads the entry of an earlier layer.
-        slots: of every row, or pages that all rows share. What holds something else than all positions lies in rows
-            then, too.
+        slots: of every row, or pages that all rows share, or the last positions. What holds something else than all
+            positions lies in rows then, too.
         widest: the longest block that is committed at once, for which writers may want some room.
     """
     entries: list[Entry] = []
@@ -147,29 +149,35 @@ def init_cache(
         of_layer.append(len(entries) if mixer.shares is None else of_layer[mixer.shares])
         if mixer.shares is None:
             make = lambda rows, slots, m=mixer: m.entry(rows, slots, dtype, layout, widest)
-            entries.append(_in_pages(make, rows, slots) if isinstance(slots, Pages) else make(rows, slots))
+            entries.append(make(rows, slots) if isinstance(slots, int) else _in_pages(make, rows, slots, widest))
     cache = Cache(tuple(entries), tuple(of_layer))
     if isinstance(slots, Pages):
         cache = cache.replace(pages=jnp.asarray(slots.empty(rows, row_parts())), held=jnp.zeros(rows, jnp.int32))
+    elif isinstance(slots, Recent):
+        cache = cache.replace(pages=jnp.asarray(slots.table(rows, widest)))
     return cache
 
 
-def _in_pages(make: Callable[[int, int], Entry], rows: int, pages: Pages) -> Entry:
+def _in_pages(make: Callable[[int, int], Entry], rows: int, slots: Pages | Recent, widest: int) -> Entry:
     """An entry in pages, if it holds all positions, and the heads of a mesh split it: rows of one that they do not are
     split further than the pages of others."""
-    like = jax.eval_shape(lambda: make(rows, pages.longest))
+    like = jax.eval_shape(lambda: make(rows, slots.longest))
     if not isinstance(like, KV) or like.ring or not split_evenly(like.k.shape[1], HEADS):
-        return make(rows, pages.longest)
-    room = lambda x: jnp.zeros((pages.total, x.shape[1], pages.size, x.shape[3]), x.dtype)
-    return jax.tree.map(room, like.replace(paged=True))
+        return make(rows, slots.longest)
+    if isinstance(slots, Pages):
+        total, recent = slots.total, None
+    else:
+        total, recent = rows * (1 + slots.ring(widest)), slots.seen
+    room = lambda x: jnp.zeros((total, x.shape[1], slots.size, x.shape[3]), x.dtype)
+    return jax.tree.map(room, like.replace(paged=True, recent=recent))
 
 
 def with_pages(carried: PyTree, table: Callable[[], tuple[Int[Array, "R M"], Int[Array, " R"]]]) -> PyTree:
-    """The same with these pages, and positions held, in each cache that has a table: arrays for each, since programs
-    donate their own."""
+    """The same with these pages, and positions held, in each cache whose rows share pages: arrays for each, since
+    programs donate their own."""
 
     def put(x: PyTree) -> PyTree:
-        if not isinstance(x, Cache) or x.pages is None:
+        if not isinstance(x, Cache) or x.held is None:
             return x
         pages, held = table()
         return x.replace(pages=pages, held=held)

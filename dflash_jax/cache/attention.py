@@ -62,6 +62,7 @@ class KV(struct.PyTreeNode):
             row's page p // S, and R is the number of pages.
         ring: whether new positions overwrite the oldest (a sliding window needs no more than its width).
         paged: whether rows lie in pages.
+        recent: how many pages of a row are read besides its first, the last ones; None is all.
         pages: which ones, of each row (see `pages.Pages`). They stand once, in the cache; see `Cache.entry`.
     """
 
@@ -69,6 +70,7 @@ class KV(struct.PyTreeNode):
     v: Float[Array, "R K S Hv"] | None
     ring: bool = struct.field(pytree_node=False, default=False)
     paged: bool = struct.field(pytree_node=False, default=False)
+    recent: int | None = struct.field(pytree_node=False, default=None)
     pages: Int[Array, "_ M"] | None = None
 
     @classmethod
@@ -90,7 +92,27 @@ class KV(struct.PyTreeNode):
         """Attention of a block to the committed positions and to its own; see `kernels.block_attention.attend`."""
         assert fresh.v is not None
         settings |= self.places(settings.get("rows"))
+        if self.recent is not None:
+            settings["pages"], left_out = self._last_pages(settings["pages"], lengths, self.recent)
+            positions, lengths = positions - left_out[:, None], lengths - left_out
+            if (at := settings.get("key_positions")) is not None:
+                settings["key_positions"] = at - left_out[:, None]
         return attend(q, positions, fresh.k, fresh.v, self, lengths, joined=fresh.joined, **settings)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether it lies in pages that rows may share."""
+        return self.paged and self.recent is None
+
+    def _last_pages(
+        self, pages: Int[Array, "B M"], lengths: Rows, count: int
+    ) -> tuple[Int[Array, "B _"], Int[Array, " B"]]:
+        """The first page of each row and so many of the last ones, and how many positions between these are left out.
+        What is read then lies as if these had never been."""
+        size = self.k.shape[2]
+        first = jnp.maximum(1, (lengths - 1) // size - count + 1)
+        last = jnp.minimum(first[:, None] + jnp.arange(count)[None], pages.shape[1] - 1)
+        return jnp.concatenate([pages[:, :1], jnp.take_along_axis(pages, last, axis=1)], axis=1), (first - 1) * size
 
     def places(self, rows: Rows | None) -> dict[str, Array | None]:
         """Where these rows are, as kernels ask for it: `rows` or `pages`."""

@@ -43,4 +43,58 @@ class Pages(NamedTuple):
         return np.tile(np.repeat(nobody, rows // parts)[:, None], (1, self.of_row))
 
 
-Capacity = int | Pages  # positions of every row, or the pages that rows share
+class Recent(NamedTuple):
+    """Room for the first page and the last positions of every row, in pages of its own.
+
+    Attributes:
+        longest: the most positions of a row.
+        window: how many of the last ones are there at least.
+    """
+
+    longest: int
+    window: int
+
+    @property
+    def size(self) -> int:
+        """Positions of a page."""
+        return PAGE
+
+    @property
+    def seen(self) -> int:
+        """Pages that the last positions may lie in."""
+        return -(-(self.window - 1) // PAGE) + 1
+
+    def ring(self, widest: int) -> int:
+        """Pages that take turns to hold the last positions, where so many are written at once."""
+        return max(self.seen, -(-widest // PAGE) + 1)
+
+    def table(self, rows: int, widest: int) -> np.ndarray:
+        """The table [rows, pages of `longest`]: the first page, then those that take turns, of every row."""
+        ring, pages = self.ring(widest), np.arange(-(-self.longest // PAGE), dtype=np.int32)
+        within = np.where(pages == 0, 0, 1 + (pages - 1) % ring)
+        return np.arange(rows, dtype=np.int32)[:, None] * (1 + ring) + within[None].astype(np.int32)
+
+
+Capacity = int | Pages | Recent  # positions of every row, pages that rows share, or the last positions
+
+
+class Windowed(NamedTuple):
+    """Room for a target, and for a drafter that sees the first page and the last positions alone (see `Recent`).
+
+    Attributes:
+        slots: of the target.
+        window: of the drafter.
+    """
+
+    slots: int | Pages
+    window: int
+
+    @property
+    def longest(self) -> int:
+        """The most positions of a row."""
+        return self.slots if isinstance(self.slots, int) else self.slots.longest
+
+    @property
+    def of_drafter(self) -> Recent:
+        """The drafter's room."""
+        return Recent(self.longest, self.window)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dflash_jax.cache import Cache, Capacity, Carried
+from dflash_jax.cache import Cache, Capacity, Carried, Pages, Windowed
 from dflash_jax.config import TargetConfig
 from dflash_jax.decoding.automata import FREE, Walk, unconstrained
 from dflash_jax.decoding.calibration import Calibration, init_calibration
@@ -117,7 +117,7 @@ class Drafting(Protocol):
 
         Args:
             rows: of the batch.
-            slots: positions of every row, or the pages that they share.
+            slots: positions of every row, or the pages that they share, or the last positions.
             widest: the most positions that one `commit` adds.
         """
         ...
@@ -199,7 +199,7 @@ def init_state(
     target: TargetModel,
     drafter: DraftModel | None,
     rows: int,
-    slots: Capacity,
+    slots: int | Pages | Windowed,
     stop_width: int,
     widest: int = 1,
     *,
@@ -208,11 +208,12 @@ def init_state(
     """An idle batch of `rows` rows, each with room for `slots` committed tokens.
 
     Args:
-        slots: positions of every row, or the pages that they share.
+        slots: positions of every row, or the pages that they share; with a window of the drafter, if it has one.
         stop_width: stop tokens a row may have.
         widest: the longest chunk of a prompt that will be committed at once.
         constraints: whether rows may have one.
     """
+    own, drafts = (slots.slots, slots.of_drafter) if isinstance(slots, Windowed) else (slots, slots)
     return State(
         anchor=jnp.zeros(rows, jnp.int32),
         lengths=jnp.zeros(rows, jnp.int32),
@@ -220,10 +221,10 @@ def init_state(
         stop_tokens=jnp.full((rows, stop_width), -1, jnp.int32),
         sampling=greedy_rows(rows),
         penalties=no_penalties(rows),
-        history=empty_history(rows, slots if isinstance(slots, int) else slots.longest),
+        history=empty_history(rows, own if isinstance(own, int) else own.longest),
         scored=jnp.zeros(rows, jnp.bool_),
-        target_cache=target.init_cache(rows, slots, widest),
-        draft=None if drafter is None else drafter.init_state(rows, slots, widest),
+        target_cache=target.init_cache(rows, own, widest),
+        draft=None if drafter is None else drafter.init_state(rows, drafts, widest),
         calibration=None if drafter is None else _calibration(drafter),
         walk=unconstrained(rows) if constraints else None,
     )

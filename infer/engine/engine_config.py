@@ -38,6 +38,8 @@ class EngineConfig:
             tokens need, so that a large `max_length` costs next to nothing. None gives every row room for
             `max_length`. Where the pages run out, the request that came last gives its own back and waits; what it has
             got so far is read again then. Recurrent states and the rings of sliding windows are not in pages.
+        draft_window: positions that the drafter sees at least, the last ones, besides the first page of a row (128).
+            Its cache then stops growing. It changes proposals only. None is all.
         plain: whether requests may ask for steps without speculation.
         deterministic: nothing is chosen by measured times and lengths are fixed, so that the bits of an answer follow
             from its request, target, drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`,
@@ -66,6 +68,7 @@ class EngineConfig:
     prefix_chunks: int = 0
     logprobs: int | None = None
     cache_tokens: int | None = None
+    draft_window: int | None = None
     plain: bool = False
     deterministic: bool = False
     gpu_graphs: Graphs = "auto"
@@ -85,6 +88,8 @@ class EngineConfig:
             raise ValueError('tree "auto" goes together with block_size "auto"; give both, or a number of nodes')
         if isinstance(self.tree, int) and not 0 <= self.tree <= MOST_NODES:
             raise ValueError(f"tree must lie in 0..{MOST_NODES} nodes, got {self.tree}; 0 is a chain")
+        if self.draft_window is not None and not 1 <= self.draft_window < 2**31:
+            raise ValueError(f"draft_window must be at least 1 and below 2**31, got {self.draft_window}")
         if self.verify_budget is not None and self.verify_budget < 2:
             raise ValueError(f"verify_budget must be at least 2, got {self.verify_budget}; the anchor is one position")
         if self.verify_budget is not None and self.deterministic:

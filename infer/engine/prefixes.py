@@ -57,7 +57,7 @@ def _snapshots(state: State, row: Int[Array, ""], start: Int[Array, ""], chunk: 
     def of(carried: Carried) -> PyTree:
         if not (shared and isinstance(carried, Cache)):
             return carried.snapshot(row, start, chunk)
-        paged = [isinstance(entry, KV) and entry.paged for entry in carried.entries]
+        paged = [isinstance(entry, KV) and entry.pooled for entry in carried.entries]
         pairs = zip(carried.bound, paged, strict=True)
         return tuple(None if shared else entry.snapshot(row, start, chunk) for entry, shared in pairs)
 
@@ -323,7 +323,7 @@ class PrefixCache:
 def _page_bytes(state: State) -> int:
     """Bytes of a page in all entries that lie in pages."""
     caches = [cache for cache in (state.target_cache, state.draft) if isinstance(cache, Cache)]
-    paged = [entry for cache in caches for entry in cache.entries if isinstance(entry, KV) and entry.paged]
+    paged = [entry for cache in caches for entry in cache.entries if isinstance(entry, KV) and entry.pooled]
     return sum(size_in_bytes(entry) // entry.k.shape[0] for entry in paged)
 
 

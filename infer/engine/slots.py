@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Wrapped
 
-from dflash_jax.cache import Capacity, Pages, with_pages
+from dflash_jax.cache import Pages, Windowed, with_pages
 from dflash_jax.decoding.automata import Automata
 from dflash_jax.decoding.state import RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
@@ -65,11 +65,13 @@ class Slots:
         self.max_length = max(config.max_length, 2 * CHUNK) if self._fixed else config.max_length
         chunk = config.prefill_chunk
         self._prefills = Prefills(chunk, slots, self._parts, self._fixed)
-        room: Capacity = self.max_length
+        room: int | Pages | Windowed = self.max_length
         self.pages = None
         if config.cache_tokens is not None:
             room = Pages.room(config.cache_tokens, self.max_length, self._parts)
             self.pages = PageTable(room, slots, self._parts)
+        if config.draft_window is not None:
+            room = Windowed(room, config.draft_window)
         self._from_disk: dict[Name, Wrapped | None] = {}  # programs by name; None where there is none
         self._constraints, free = constraints, constraints and constraints.place(None)
         self._neutral = SamplingParams().on_device("", 0, 0, 1)._replace(walk=free)
