@@ -128,8 +128,8 @@ class Cache(struct.PyTreeNode):
         return self.having(e if one is None else e.restore(one, row, end) for e, one in pairs)
 
     def partition(self) -> "Cache":
-        axes = None if self.pages is None else PartitionSpec(ROWS)
-        return self.replace(entries=tuple(entry.partition() for entry in self.entries), pages=axes, held=axes)
+        pages, held = (None if x is None else PartitionSpec(ROWS) for x in (self.pages, self.held))
+        return self.replace(entries=tuple(entry.partition() for entry in self.entries), pages=pages, held=held)
 
 
 def init_cache(

@@ -95,8 +95,8 @@ def test_answers_are_those_of_plain_decoding(kind, settings, directory, target, 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", ["data=2", "data=2,model=2"])
 def test_a_mesh_has_a_budget_for_each_part(axes, directory, plain):
-    sizes = parse_mesh(axes, jax.devices())
-    on = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+    devices = jax.devices()[: int(np.prod([int(part[-1]) for part in axes.split(",")]))]
+    on = make_mesh(parse_mesh(axes, devices), devices)
     pair = load_target(directory / "target", mesh=on), load_drafter(directory / "dflash", num_target_layers=4, mesh=on)
     assert answers(Engine(*pair, slots=4, verify_budget=2, **SETTINGS))[0] == plain[0]
 

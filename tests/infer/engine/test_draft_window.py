@@ -85,8 +85,8 @@ def test_a_window_as_long_as_the_rows_changes_no_proposal(kind, directory, targe
 @pytest.mark.lossless
 @pytest.mark.slow
 def test_on_a_mesh(directory, plain):
-    sizes = parse_mesh("data=2,model=2", jax.devices())
-    on = make_mesh(sizes, jax.devices()[:4])
+    devices = jax.devices()[:4]
+    on = make_mesh(parse_mesh("data=2,model=2", devices), devices)
     pair = load_target(directory / "target", mesh=on), load_drafter(directory / "dflash", num_target_layers=4, mesh=on)
     assert outcome(Engine(*pair, **(SETTINGS | {"slots": 4}), draft_window=20))[0] == plain
 
