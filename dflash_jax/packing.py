@@ -1,8 +1,9 @@
 """The positions of a block that a pass computes, one after the other, where rows do not all have as many.
 
-Norms, products, experts and the head then see these positions alone, [p, w] of them, and only what mixes the positions
-of a row sees the block [B, T] of rows. A mesh splits rows into p parts; each packs its own.
-Shapes: B rows, T block positions, p parts of the mesh, w packed positions of each, J positions of a path.
+Norms, products, experts and the head then see these positions alone, as a block [B, N] that they fill one after the
+other, and only what mixes the positions of a row sees the block [B, T] of rows. A mesh splits rows into p parts; each
+packs its own.
+Shapes: B rows, T block positions, N of the packed block, p parts of the mesh, w packed positions of each, J of a path.
 """
 
 import jax.numpy as jnp
@@ -27,14 +28,15 @@ class Packing(struct.PyTreeNode):
     places: Int[Array, "B T"]
 
     @classmethod
-    def of(cls, counts: Int[Array, " B"], width: int, positions: int) -> "Packing":
+    def of(cls, counts: Int[Array, " B"], width: int, each: int) -> "Packing":
         """The first `counts` positions of each row of a block of this width.
 
         Args:
-            positions: how many there is room for, a multiple of the mesh's parts of rows; those that a part has no room
-                for must not be asked for.
+            each: how many positions there is room for, for each row of a part. Those that a part has no room for must
+                not be asked for.
         """
         parts, B = row_parts(), counts.shape[0]
+        positions = each * B
         ends = jnp.cumsum(counts.reshape(parts, -1), axis=1)
         starts = ends - counts.reshape(parts, -1)
         index = jnp.arange(positions // parts)
@@ -46,31 +48,35 @@ class Packing(struct.PyTreeNode):
         return cls(counts, first + within, columns, jnp.minimum(places, positions // parts - 1))
 
     @property
-    def valid(self) -> Int[Array, " p"]:
-        """How many packed positions of each part are asked for, the first ones."""
-        return jnp.sum(self.counts.reshape(self.rows.shape[0], -1), axis=1)
+    def valid(self) -> Int[Array, " B"]:
+        """How many packed positions of each row of the packed block are asked for, the first ones."""
+        (B,), (parts, w) = self.counts.shape, self.rows.shape
+        asked, each = jnp.sum(self.counts.reshape(parts, -1), axis=1), w * parts // B
+        return jnp.clip(asked[:, None] - each * jnp.arange(B // parts)[None], 0, each).reshape(B)
 
-    def pack(self, x: Shaped[Array, "B T *S"]) -> Shaped[Array, "p w *S"]:
+    def pack(self, x: Shaped[Array, "B T *S"]) -> Shaped[Array, "B N *S"]:
         """What a block has at the packed positions."""
         return self.at(x, self.columns)
 
-    def at(self, x: Shaped[Array, "B N *S"], index: Int[Array, "p w"]) -> Shaped[Array, "p w *S"]:
+    def at(self, x: Shaped[Array, "B M *S"], index: Int[Array, "p w"]) -> Shaped[Array, "B N *S"]:
         """For each packed position, what its row has at an index."""
-        parts, count = self.rows.shape[0], x.shape[1]
-        of_part = self.rows - (jnp.arange(parts) * (x.shape[0] // parts))[:, None]
-        return _take(x.reshape(parts, -1, *x.shape[2:]), of_part * count + index)
+        B, (parts, _) = x.shape[0], self.rows.shape
+        of_part = self.rows - (jnp.arange(parts) * (B // parts))[:, None]
+        found = _take(x.reshape(parts, -1, *x.shape[2:]), of_part * x.shape[1] + index)
+        return found.reshape(B, -1, *x.shape[2:])
 
-    def of_rows(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "p w ..."]:
+    def of_rows(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "B N ..."]:
         """For each packed position, what its row has."""
         return self.at(x[:, None], jnp.zeros_like(self.rows))
 
-    def spread(self, x: Shaped[Array, "p w *S"]) -> Shaped[Array, "B T *S"]:
+    def spread(self, x: Shaped[Array, "B N *S"]) -> Shaped[Array, "B T *S"]:
         """The block with what was computed for its packed positions; anything at the others."""
         return self.along(x, self.places)
 
-    def along(self, x: Shaped[Array, "p w *S"], places: Int[Array, "B J"]) -> Shaped[Array, "B J *S"]:
+    def along(self, x: Shaped[Array, "B N *S"], places: Int[Array, "B J"]) -> Shaped[Array, "B J *S"]:
         """What was computed at these places of each row's part."""
-        found = _take(x, places.reshape(x.shape[0], -1))
+        parts = self.rows.shape[0]
+        found = _take(x.reshape(parts, -1, *x.shape[2:]), places.reshape(parts, -1))
         return found.reshape(*places.shape, *x.shape[2:])
 
 

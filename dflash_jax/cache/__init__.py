@@ -90,10 +90,11 @@ class Cache(struct.PyTreeNode):
     held: Int[Array, " R"] | None = None
 
     def room(self, lengths: Rows, rows: Rows | None) -> Rows | None:
-        """How many more positions rows of these lengths have memory for; None is no limit."""
+        """How many more positions rows of these lengths have memory for, besides their anchors, which histories have;
+        None is no limit."""
         if self.held is None:
             return None
-        return jnp.maximum(0, (self.held if rows is None else self.held[rows]) - lengths)
+        return jnp.maximum(0, (self.held if rows is None else self.held[rows]) - 1 - lengths)
 
     @property
     def page(self) -> int | None:

@@ -18,24 +18,22 @@ from dflash_jax.mesh import row_parts
 from dflash_jax.packing import Packing
 
 
-def within_budget(block: Block, remaining: Int[Array, " B"], positions: int) -> Packing:
+def within_budget(block: Block, remaining: Int[Array, " B"], each: int) -> Packing:
     """The positions to verify: the anchors of all rows that may go on, and the likeliest nodes of all rows.
 
     Args:
         remaining: tokens that each row may still commit; 0 is an idle row.
-        positions: how many, a multiple of the mesh's parts of rows, and no fewer than there are rows.
+        each: positions for each row, on average.
 
     Raises:
-        ValueError: the drafter does not say how likely its nodes are, or there are fewer positions than rows.
+        ValueError: the drafter does not say how likely its nodes are.
     """
     B, T = block.tokens.shape
-    if positions < B:
-        raise ValueError(f"a budget must have a position for each of the {B} rows, got {positions}")
     likely, parts = reached(block, remaining), row_parts()
-    scores, places = jax.lax.top_k(likely.reshape(parts, -1), positions // parts)  # of equals the first
+    scores, places = jax.lax.top_k(likely.reshape(parts, -1), each * B // parts)  # of equals the first
     row = jnp.where(scores > -jnp.inf, places // T, -1)
     counts = jnp.sum(row[:, None, :] == jnp.arange(B // parts)[None, :, None], axis=-1, dtype=jnp.int32)
-    return Packing.of(counts.reshape(B), T, positions)
+    return Packing.of(counts.reshape(B), T, each)
 
 
 def reached(block: Block, remaining: Int[Array, " B"]) -> Float[Array, "B T"]:

@@ -122,13 +122,13 @@ class Choice(struct.PyTreeNode):
         return select(self.masked(logits, states), noise, self.sampling)
 
     def _packed(
-        self, packing: Packing, logits: Float[Array, "p w V"], block: Block, states: Int[Array, "B T"] | None
+        self, packing: Packing, logits: Float[Array, "B N V"], block: Block, states: Int[Array, "B T"] | None
     ) -> Int[Array, "B T"]:
         """The same where each verified position is a row of its own with one position."""
         B, T = block.tokens.shape
         of_each = lambda x: x.reshape(-1, *x.shape[2:])
         of_rows = lambda x: of_each(packing.of_rows(x))
-        depth = packing.pack(jnp.broadcast_to(block.depth, (B, T)))
+        depth = packing.pack(jnp.broadcast_to(block.depth, (B, T))).reshape(packing.rows.shape)
         if block.tree is None:
             seen = jnp.arange(T - 1)[None] < of_each(packing.columns)[:, None]
         else:
@@ -145,7 +145,7 @@ class Choice(struct.PyTreeNode):
         states = None if states is None else of_each(packing.pack(states))[:, None]
         logits = alone._penalised(of_each(logits)[:, None], proposed, seen[:, None], states=states)
         chosen = select(alone.masked(logits, states), noise, alone.sampling)
-        return packing.spread(chosen.reshape(packing.rows.shape))
+        return packing.spread(chosen.reshape(B, -1))
 
     def states(self, proposal: Proposal) -> Int[Array, "B T"] | None:
         """The state of each row's automaton after the anchor and after each node."""
@@ -239,23 +239,16 @@ class Choice(struct.PyTreeNode):
         """
         penalties, history, known = self.penalties, self.history, self.known
         rows, positions, size = logits.shape
-        row, ids = jnp.arange(rows)[:, None], jnp.arange(size) if self.vocabulary is None else self.vocabulary
+        ids = jnp.arange(size) if self.vocabulary is None else self.vocabulary
         if depth is None:
             depth = jnp.arange(positions)[None] if seen is None else jnp.sum(seen, axis=2, dtype=jnp.int32)
         least = penalties.min_tokens[:, None]
         early = jnp.broadcast_to((known - history.prompt)[:, None] + depth < least, (rows, positions)) & (least > 0)
 
         def applied() -> Float[Array, "B T V"]:
-            places = jnp.arange(history.tokens.shape[1])[None]
-            tokens = history.tokens if self.rows is None else history.tokens[self.rows]
-            every = jnp.zeros((rows, self.vocab_size or size))
-
-            def count(which: Bool[Array, "B S"]) -> Float[Array, "B V"]:
-                found = every.at[row, tokens].add(which.astype(jnp.float32))
-                return found if self.vocabulary is None else found[:, self.vocabulary]
-
-            read = count(places < jnp.minimum(known, history.prompt)[:, None])[:, None]
-            written = count((places >= history.prompt[:, None]) & (places < known[:, None]))[:, None]
+            counts = history.occurrences(known, self.vocab_size or size, self.rows)
+            own = lambda x: x if self.vocabulary is None else x[:, self.vocabulary]
+            read, written = (own(count)[:, None] for count in counts)
             if before is not None:
                 # One comparison after the other, which the compiler fuses: nothing of this size is ever in memory.
                 index = jnp.arange(before.shape[1] + 1)

@@ -2,12 +2,16 @@
 
 They depend on nothing but the request's own tokens before a position, so they keep speculation exact: within a block,
 the proposals before a position are its history if they are accepted, and else the position is not kept.
-`choice.Choice` applies them. Shapes: B rows, S positions, T tokens, C prompt chunk.
+`choice.Choice` applies them.
+Shapes: B rows, R rows of tokens, or pages, of S positions, T tokens, C prompt chunk, M pages of a row, V vocabulary.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
+
+from dflash_jax.cache import Pages
 
 
 class Penalties(struct.PyTreeNode):
@@ -27,15 +31,73 @@ class Penalties(struct.PyTreeNode):
 
 
 class History(struct.PyTreeNode):
-    """The tokens of every row by position.
+    """The tokens of every row by position, where its pages say if rows have such.
 
     Attributes:
-        tokens: committed ones and the anchor; the rest is ignored.
+        tokens: committed ones and the anchor; the rest is ignored. In pages, as those of the target's cache: R is the
+            number of pages, and S their size.
         prompt: how many of them are the prompt.
+        pages: of each row (see `cache.pages`); they stand in the cache, and here where a history is used.
     """
 
-    tokens: Int[Array, "B S"]
+    tokens: Int[Array, "R S"]
     prompt: Int[Array, " B"]
+    pages: Int[Array, "B M"] | None = None
+
+    def of_rows(self, rows: Int[Array, " _"]) -> "History":
+        """That of some rows."""
+        if self.pages is None:
+            return History(self.tokens[rows], self.prompt[rows])
+        return History(self.tokens, self.prompt[rows], self.pages[rows])
+
+    def with_rows(self, rows: Int[Array, " _"], some: "History", *, paged: bool) -> "History":
+        """The same with what became of some rows; those beyond its last one are left out."""
+        tokens = some.tokens if paged else self.tokens.at[rows].set(some.tokens)
+        return History(tokens, self.prompt.at[rows].set(some.prompt))
+
+    def put(
+        self, tokens: Int[Array, "B T"], start: Int[Array, " B"], kept: Int[Array, " B"], rows: Int[Array, " B"] | None
+    ) -> "History":
+        """The same with the first `kept` tokens of these rows, or of all, from position `start` on; what does not fit
+        is dropped."""
+        rows = jnp.arange(tokens.shape[0]) if rows is None else rows
+        index, (count, size) = jnp.arange(tokens.shape[1])[None], self.tokens.shape
+        places = jnp.where(index < kept[:, None], start[:, None] + index, jnp.iinfo(jnp.int32).max)
+        of = rows[:, None]
+        if self.pages is not None:
+            pages = self.pages[rows]
+            within = places // size < pages.shape[1]
+            of = jnp.take_along_axis(pages, jnp.minimum(places // size, pages.shape[1] - 1), axis=1)
+            of, places = jnp.where(within, of, count), places % size
+        return self.replace(tokens=self.tokens.at[of, places].set(tokens, mode="drop"))
+
+    def occurrences(
+        self, known: Int[Array, " B"], size: int, rows: Int[Array, " B"] | None = None
+    ) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:
+        """How often each token stands in the prompt and in the answer of each row.
+
+        Args:
+            known: tokens of the history that count.
+            size: V.
+            rows: of the tokens that each row has; None is its own.
+        """
+        row, none = jnp.arange(known.shape[0])[:, None], jnp.zeros((known.shape[0], size))
+
+        def add(
+            counts: tuple[Array, Array], tokens: Int[Array, "B S"], first: Int[Array, ""] | int
+        ) -> tuple[Array, Array]:
+            places = first + jnp.arange(tokens.shape[1])[None]
+            read = places < jnp.minimum(known, self.prompt)[:, None]
+            written = (places >= self.prompt[:, None]) & (places < known[:, None])
+            put = lambda count, which: count.at[row, tokens].add(which.astype(jnp.float32))
+            return put(counts[0], read), put(counts[1], written)
+
+        if self.pages is None:
+            return add((none, none), self.tokens if rows is None else self.tokens[rows], 0)
+        pages, positions = self.pages if rows is None else self.pages[rows], self.tokens.shape[1]
+        page = lambda i: self.tokens[jax.lax.dynamic_index_in_dim(pages, i, axis=1, keepdims=False)]
+        used = jnp.minimum((jnp.max(known) + positions - 1) // positions, pages.shape[1])
+        return jax.lax.fori_loop(0, used, lambda i, counts: add(counts, page(i), i * positions), (none, none))
 
 
 def check_penalties(repetition: float, presence: float, frequency: float) -> None:
@@ -52,18 +114,15 @@ def no_penalties(rows: int) -> Penalties:
     return Penalties(jnp.ones(rows), jnp.zeros(rows), jnp.zeros(rows), jnp.zeros(rows, jnp.int32))
 
 
-def empty_history(rows: int, positions: int) -> History:
-    """Room for so many tokens a row."""
-    return History(jnp.zeros((rows, positions), jnp.int32), jnp.zeros(rows, jnp.int32))
+def empty_history(rows: int, room: int | Pages) -> History:
+    """Room for the tokens of so many rows, as that of the target's cache."""
+    shape = (room.total, room.size) if isinstance(room, Pages) else (rows, room)
+    return History(jnp.zeros(shape, jnp.int32), jnp.zeros(rows, jnp.int32))
 
 
 def remember(history: History, tokens: Int[Array, "B T"], start: Int[Array, " B"], kept: Int[Array, " B"]) -> History:
     """The history with the first `kept` tokens of each row from position `start` on; what does not fit is dropped."""
-    rows, positions = history.tokens.shape
-    index = jnp.arange(tokens.shape[1])[None]
-    places = jnp.where(index < kept[:, None], start[:, None] + index, positions)
-    written = history.tokens.at[jnp.arange(rows)[:, None], places].set(tokens, mode="drop")
-    return history.replace(tokens=written)
+    return history.put(tokens, start, kept, None)
 
 
 def remember_prompts(
@@ -79,10 +138,6 @@ def remember_prompts(
     Args:
         prompts: how many tokens of each are its prompt, if not all that are read.
     """
-    index = jnp.arange(tokens.shape[1])[None]
-    places = jnp.where(index < counts[:, None], start[:, None] + index, history.tokens.shape[1])
     read, end = jnp.where(counts > 0, rows, history.prompt.shape[0]), start + counts
-    return History(
-        history.tokens.at[rows[:, None], places].set(tokens, mode="drop"),
-        history.prompt.at[read].set(end if prompts is None else jnp.minimum(end, prompts), mode="drop"),
-    )
+    ends = end if prompts is None else jnp.minimum(end, prompts)
+    return history.put(tokens, start, counts, rows).replace(prompt=history.prompt.at[read].set(ends, mode="drop"))

@@ -181,6 +181,14 @@ class State(struct.PyTreeNode):
     rows: Int[Array, " B"] | None = None
     walk: Walk | None = None
 
+    @property
+    def paged_history(self) -> History:
+        """The history with the pages of its rows, where it lies in such."""
+        cache = self.target_cache
+        if cache.held is None or cache.pages is None:
+            return self.history
+        return self.history.replace(pages=cache.pages if self.rows is None else cache.pages[self.rows])
+
 
 class RowSettings(NamedTuple):
     """Settings of one row at admission; the fields are those of `State` without their row axis, `walk` at the beginning
@@ -221,7 +229,7 @@ def init_state(
         stop_tokens=jnp.full((rows, stop_width), -1, jnp.int32),
         sampling=greedy_rows(rows),
         penalties=no_penalties(rows),
-        history=empty_history(rows, own if isinstance(own, int) else own.longest),
+        history=empty_history(rows, own),
         scored=jnp.zeros(rows, jnp.bool_),
         target_cache=target.init_cache(rows, own, widest),
         draft=None if drafter is None else drafter.init_state(rows, drafts, widest),
@@ -244,7 +252,7 @@ def begin_row(state: State, row: Int[Array, ""]) -> State:
     )
 
 
-_OF_ROWS = ("anchor", "lengths", "remaining", "stop_tokens", "sampling", "penalties", "history", "scored", "walk")
+_OF_ROWS = ("anchor", "lengths", "remaining", "stop_tokens", "sampling", "penalties", "scored", "walk")
 
 
 def some_rows(state: State, rows: Int[Array, " B"]) -> State:
@@ -253,13 +261,16 @@ def some_rows(state: State, rows: Int[Array, " B"]) -> State:
     Where a mesh splits rows into parts, each part has as many of these, in the order of the parts.
     """
     fields = {name: jax.tree.map(lambda x: x[rows], getattr(state, name)) for name in _OF_ROWS}
-    return state.replace(rows=rows, **fields)
+    history = state.paged_history.of_rows(rows).replace(pages=None)
+    return state.replace(rows=rows, history=history, **fields)
 
 
 def all_rows(state: State, some: State) -> State:
     """`state` with what became of some of its rows; those beyond its last one are left out."""
+    assert some.rows is not None
     put = lambda x, y: x.at[some.rows].set(y)
     fields = {name: jax.tree.map(put, getattr(state, name), getattr(some, name)) for name in _OF_ROWS}
+    fields["history"] = state.history.with_rows(some.rows, some.history, paged=state.target_cache.held is not None)
     carried = {"target_cache": some.target_cache, "draft": some.draft, "calibration": some.calibration}
     return state.replace(**carried, **fields)
 

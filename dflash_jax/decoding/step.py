@@ -133,7 +133,7 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
         anchor=jnp.where(count > 0, last, view.anchor),
         lengths=state.lengths + count,
         remaining=remaining,
-        history=remember(view.history, tokens, view.lengths + 1, count),
+        history=remember(view.paged_history, tokens, view.lengths + 1, count).replace(pages=None),
         calibration=_calibrated(view, block.proposal, accepted),
         walk=_walked(state, choice, states, accepted, last),
     )
@@ -217,7 +217,7 @@ def make_choose(target: TargetModel, depth: int, automata: Automata | None = Non
     def choose(state: State) -> Choice:
         positions = state.lengths[:, None] + 1 + jnp.arange(depth + 1)[None]
         noise = gumbel_noise(state.sampling, positions, target.config.vocab_size)
-        settings = state.sampling, state.penalties, state.history, state.lengths + 1
+        settings = state.sampling, state.penalties, state.paged_history, state.lengths + 1
         constraints = {"automata": automata, "walk": state.walk}
         return Choice(*settings, noise, target.decodable, stops=state.stop_tokens, **constraints)
 
@@ -306,7 +306,7 @@ def step_functions(
         depth = drafter.depth(block_size)
         propose = make_propose(target, drafter, block_size, proposals, nodes, scored=budget > 0)
         if budget and budget <= (nodes or depth):
-            within = lambda block, state: within_budget(block, state.remaining, budget * block.tokens.shape[0])
+            within = lambda block, state: within_budget(block, state.remaining, budget)
             more = {"narrow": lambda state, block: block._replace(packing=within(block, state))}
     return StepFunctions(
         make_choose(target, depth, automata),

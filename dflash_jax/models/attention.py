@@ -1,6 +1,6 @@
 """Attention of a block after a committed cache, and the pass through a stack of layers around it.
 
-Shapes: B rows, T block positions, b t the same, or [p, w] where positions are packed (see `packing`),
+Shapes: B rows, T block positions, b t the same, or [B, N] where positions are packed (see `packing`),
 D model width, N query heads, K key-value heads, H head dim, F tapped features.
 """
 

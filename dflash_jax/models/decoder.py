@@ -1,6 +1,6 @@
 """What most families share: the layer with norms before attention and MLP, and the decoder around the layers.
 
-Shapes: B rows, T block positions, b t the same, or [p, w] where positions are packed (see `packing`),
+Shapes: B rows, T block positions, b t the same, or [B, N] where positions are packed (see `packing`),
 D model width, V vocabulary, F tapped features.
 """
 

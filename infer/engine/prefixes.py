@@ -110,12 +110,13 @@ def restore(
         one = jax.tree.map(lambda x, y: y if x is None else x, one, pick(*states), is_leaf=_absent)
     start = state.lengths[row]
     end = start + tokens.shape[0]
+    history = remember_prompts(state.paged_history, tokens[None], row[None], start[None], end[None] - start[None])
     return pin(
         state.replace(
             lengths=state.lengths.at[row].set(end),
             target_cache=state.target_cache.restore(one.target, row, end),
             draft=None if state.draft is None else state.draft.restore(one.draft, row, end),
-            history=remember_prompts(state.history, tokens[None], row[None], start[None], end[None] - start[None]),
+            history=history.replace(pages=None),
         )
     )
 

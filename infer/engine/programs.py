@@ -113,8 +113,8 @@ def prefill(
         state = state.replace(draft=drafter.commit(target, state.draft, seen))
     end, read = lengths + counts, counts > 0
     given: RowSettings = jax.tree.map(lambda *leaves: jnp.stack(leaves), *settings)
-    history = remember_prompts(state.history, tokens, rows, lengths, counts, given.prompt)
-    of_rows = jax.tree.map(lambda x: x[rows], history)
+    history = remember_prompts(state.paged_history, tokens, rows, lengths, counts, given.prompt)
+    of_rows = history.of_rows(rows)
     final = jnp.maximum(counts - 1, 0)
     logits = target.unembed(jnp.take_along_axis(hidden, final[:, None, None], axis=1))
     noise = gumbel_noise(given.sampling, end[:, None], target.config.vocab_size)
@@ -126,7 +126,7 @@ def prefill(
         scores = log_probabilities(choice.masked(logits), token, given.scored, logprobs)
     goes_on = last & ~jnp.any(token == given.stop_tokens, axis=1)
     budgets = jnp.where(goes_on, given.remaining - 1, 0)
-    of_rows = of_rows.replace(tokens=remember(of_rows, token, end, jnp.ones_like(end)).tokens)
+    of_rows = remember(of_rows, token, end, (read & last).astype(jnp.int32)).replace(pages=None)
     written = jnp.where(read, rows, state.lengths.shape[0])
     walk = given.walk
     if walk is not None and (after := choice.following(begun, token)) is not None:
@@ -134,7 +134,7 @@ def prefill(
     after = given._replace(remaining=budgets, walk=walk)._asdict()
     del after["prompt"]
     filled = state.replace(rows=written, anchor=token[:, 0], lengths=end, history=of_rows, **after)
-    state = all_rows(state.replace(history=history), filled)
+    state = all_rows(state.replace(history=history.replace(pages=None)), filled)
     return pin(state), Committed(token, last.astype(jnp.int32), scores)
 
 

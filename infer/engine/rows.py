@@ -99,7 +99,7 @@ class ActiveRequest:
             self.completion.acceptance_lengths.extend(counts)
             self.completion.proposed_tokens += sum(verified) if verified else len(counts) * proposed
         # What cut a row's last step was its end or that of its page, not a wrong proposal.
-        full = page is not None and (self.most(0) - 1) % page == 0
+        full = page is not None and self.most(0) % page == 0
         uncut = slice(-1 if self.completion.finish_reason or full else None)
         more = (some and some[uncut] for some in (chain, verified, following))
         return counts, Outcome(counts[uncut], *more)

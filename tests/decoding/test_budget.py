@@ -110,24 +110,23 @@ def block_of(scores, parents=None):
 def test_the_likeliest_nodes_of_all_rows_are_verified():
     chain = block_of([[0.9, 0.9, 0.9], [0.5, 0.9, 0.9], [0.9, 0.1, 0.9], [0.99, 0.99, 0.99]])
     remaining = jnp.asarray([9, 9, 9, 0])  # the last row is idle
-    counts = {n: within_budget(chain, remaining, n).counts.tolist() for n in (4, 5, 6, 8, 12)}
+    counts = {each: within_budget(chain, remaining, each).counts.tolist() for each in (1, 2, 3, 4)}
     # Reached: 0.9, 0.81, 0.73; 0.5, 0.45, 0.405; 0.9, 0.09, 0.081.
-    assert counts == {4: [2, 1, 1, 0], 5: [2, 1, 2, 0], 6: [3, 1, 2, 0], 8: [4, 2, 2, 0], 12: [4, 4, 4, 0]}
-    some = within_budget(chain, jnp.asarray([2, 1, 9, 9]), 16)  # beyond the end of an answer nothing is committed
+    assert counts == {1: [2, 1, 1, 0], 2: [4, 2, 2, 0], 3: [4, 4, 4, 0], 4: [4, 4, 4, 0]}
+    some = within_budget(chain, jnp.asarray([2, 1, 9, 9]), 4)  # beyond the end of an answer nothing is committed
     assert some.counts.tolist() == [2, 1, 4, 4]
-    tree = block_of([[0.9, 0.5, 0.4], [0.8, 0.7, 0.1]], jnp.asarray([[0, 0, 1], [0, 1, 2]]))
-    assert within_budget(tree, jnp.asarray([9, 9]), 5).counts.tolist() == [2, 3]
-    with pytest.raises(ValueError, match="a position for each of the 4 rows, got 3"):
-        within_budget(chain, remaining, 3)
+    tree = block_of([[0.9, 0.5, 0.4], [0.8, 0.7, 0.6]], jnp.asarray([[0, 0, 1], [0, 1, 2]]))
+    assert within_budget(tree, jnp.asarray([9, 9]), 3).counts.tolist() == [2, 4]
+    without = make_block(jnp.zeros(4, jnp.int32), Proposal(jnp.zeros((4, 3), jnp.int32)))
     with pytest.raises(ValueError, match=r"needs `Proposal.scores`"):
-        within_budget(make_block(jnp.zeros(4, jnp.int32), Proposal(jnp.zeros((4, 3), jnp.int32))), remaining, 4)
+        within_budget(without, remaining, 4)
 
 
 def test_what_is_not_verified_is_not_accepted():
     chosen = jnp.asarray([[0, 1, 2, 7], [3, 4, 5, 7]])  # all proposals are right
     for counts in ([4, 4], [1, 3], [2, 0]):
         block = block_of([[0.9] * 3, [0.9] * 3])
-        block = block._replace(packing=Packing.of(jnp.asarray(counts), 4, 8))
+        block = block._replace(packing=Packing.of(jnp.asarray(counts), 4, 4))
         accepted, _ = accept(chosen, block, jnp.asarray([9, 9]), jnp.full((2, 1), -1))
         assert accepted.count.tolist() == [max(1, count) for count in counts]
 
@@ -135,14 +134,17 @@ def test_what_is_not_verified_is_not_accepted():
 def test_packing():
     block = jnp.arange(24).reshape(4, 6)
     for counts in ([2, 0, 6, 1], [0, 0, 0, 0], [6, 6, 0, 0], [0, 3, 3, 3]):
-        packing = Packing.of(jnp.asarray(counts), 6, 12)
+        packing = Packing.of(jnp.asarray(counts), 6, 3)
         kept = [int(block[b, t]) for b in range(4) for t in range(counts[b])]
-        assert packing.pack(block)[0, : len(kept)].tolist() == kept
-        assert packing.valid.tolist() == [len(kept)]
+        packed = packing.pack(block)
+        assert packed.shape == (4, 3)
+        assert packed.reshape(-1)[: len(kept)].tolist() == kept
+        assert packing.valid.tolist() == [min(3, max(0, len(kept) - 3 * i)) for i in range(4)]
         spread = packing.spread(packing.pack(jnp.repeat(block[..., None], 3, axis=2)))
         for b in range(4):
             assert spread[b, : counts[b], 2].tolist() == block[b, : counts[b]].tolist()
-        assert packing.of_rows(jnp.asarray([5, 6, 7, 8]))[0, : len(kept)].tolist() == [5 + x // 6 for x in kept]
+        of_rows = packing.of_rows(jnp.asarray([5, 6, 7, 8])).reshape(-1)
+        assert of_rows[: len(kept)].tolist() == [5 + x // 6 for x in kept]
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,17 @@ def test_memory_follows_the_tokens(target):
         Engine(target, None, max_length=LENGTH, cache_tokens=LENGTH - 1)
 
 
+def test_no_array_is_as_long_as_a_row(target, directory):
+    """In no program: nothing is gathered, nor are there histories of that length."""
+    drafter = load_drafter(directory / "dflash", num_target_layers=4)
+    for shared in (True, False):
+        length = 97 * PAGE
+        engine = Engine(target, drafter, **(SETTINGS | {"max_length": length}), cache_tokens=length if shared else None)
+        calls = [engine.batch._call(name) for name in engine.batch.names]
+        texts = [call.program.lower(*call.arguments).as_text() for call in calls]
+        assert any(f"x{length}x" in text for text in texts) is not shared
+
+
 def test_memory_for_a_file_of_requests(monkeypatch):
     monkeypatch.setattr(pages, "PAGE", 128)
     short, long = [(500, 500)] * 95, [(16000, 500)] * 5
