@@ -104,7 +104,8 @@ def engine_config(
         )
     tokens = options.cache_tokens
     if tokens is None and needs.sizes is not None and needs.shared is not None and not options.deterministic:
-        tokens = tokens_worth_sharing(sizes, slots, max_length, parts)
+        sizes = [(prompt, min(new, max_length - prompt)) for prompt, new in sizes if prompt < max_length]
+        tokens = tokens_worth_sharing(target, sizes, slots, max_length)
     if kept is None:  # what is of use, and no more memory than the rows take
         room = tokens or slots * max_length
         kept = room // chunk if needs.shared is None else min(room // chunk, needs.shared)

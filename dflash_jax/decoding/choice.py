@@ -32,7 +32,7 @@ class Choice(struct.PyTreeNode):
 
     Attributes:
         sampling, penalties, history: of every row.
-        rows: of the history's tokens, which each row has; None is its own.
+        rows: of `history` and `known`, whose each row is; None is its own.
         known: tokens of the history that count; the next one has this position.
         noise: by depth: of position `known + d`. All nodes of a tree at one depth share it.
         decodable: which tokens may be chosen; None is all.
@@ -136,8 +136,6 @@ class Choice(struct.PyTreeNode):
         alone = self.replace(
             sampling=jax.tree.map(of_rows, self.sampling),
             penalties=jax.tree.map(of_rows, self.penalties),
-            history=self.history.replace(prompt=of_rows(self.history.prompt)),
-            known=of_rows(self.known),
             stops=None if self.stops is None else of_rows(self.stops),
             rows=packing.rows.reshape(-1),
         )
@@ -237,18 +235,19 @@ class Choice(struct.PyTreeNode):
             depth: how many tokens stand between the history and each position; None is as many as it has seen.
             states: see `allowed`; where an automaton allows nothing but stop tokens, these are not held back.
         """
-        penalties, history, known = self.penalties, self.history, self.known
+        own = lambda x: x if self.rows is None else x[self.rows]
+        penalties, history, known, prompt = self.penalties, self.history, own(self.known), own(self.history.prompt)
         rows, positions, size = logits.shape
         ids = jnp.arange(size) if self.vocabulary is None else self.vocabulary
         if depth is None:
             depth = jnp.arange(positions)[None] if seen is None else jnp.sum(seen, axis=2, dtype=jnp.int32)
         least = penalties.min_tokens[:, None]
-        early = jnp.broadcast_to((known - history.prompt)[:, None] + depth < least, (rows, positions)) & (least > 0)
+        early = jnp.broadcast_to((known - prompt)[:, None] + depth < least, (rows, positions)) & (least > 0)
 
         def applied() -> Float[Array, "B T V"]:
-            counts = history.occurrences(known, self.vocab_size or size, self.rows)
-            own = lambda x: x if self.vocabulary is None else x[:, self.vocabulary]
-            read, written = (own(count)[:, None] for count in counts)
+            counts = history.occurrences(self.known, self.vocab_size or size)
+            choosable = lambda x: x if self.vocabulary is None else x[:, self.vocabulary]
+            read, written = (own(choosable(count))[:, None] for count in counts)
             if before is not None:
                 # One comparison after the other, which the compiler fuses: nothing of this size is ever in memory.
                 index = jnp.arange(before.shape[1] + 1)

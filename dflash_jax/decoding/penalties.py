@@ -71,15 +71,12 @@ class History(struct.PyTreeNode):
             of, places = jnp.where(within, of, count), places % size
         return self.replace(tokens=self.tokens.at[of, places].set(tokens, mode="drop"))
 
-    def occurrences(
-        self, known: Int[Array, " B"], size: int, rows: Int[Array, " B"] | None = None
-    ) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:
+    def occurrences(self, known: Int[Array, " B"], size: int) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:
         """How often each token stands in the prompt and in the answer of each row.
 
         Args:
             known: tokens of the history that count.
             size: V.
-            rows: of the tokens that each row has; None is its own.
         """
         row, none = jnp.arange(known.shape[0])[:, None], jnp.zeros((known.shape[0], size))
 
@@ -93,8 +90,8 @@ class History(struct.PyTreeNode):
             return put(counts[0], read), put(counts[1], written)
 
         if self.pages is None:
-            return add((none, none), self.tokens if rows is None else self.tokens[rows], 0)
-        pages, positions = self.pages if rows is None else self.pages[rows], self.tokens.shape[1]
+            return add((none, none), self.tokens, 0)
+        pages, positions = self.pages, self.tokens.shape[1]
         page = lambda i: self.tokens[jax.lax.dynamic_index_in_dim(pages, i, axis=1, keepdims=False)]
         used = jnp.minimum((jnp.max(known) + positions - 1) // positions, pages.shape[1])
         return jax.lax.fori_loop(0, used, lambda i, counts: add(counts, page(i), i * positions), (none, none))

@@ -152,7 +152,7 @@ def _walked(
     state: State, choice: Choice, states: Int[Array, "B T"] | None, accepted: Accepted, last: Int[Array, " B"]
 ) -> Walk | None:
     """Where the rows are after a step: one token beyond the last accepted position of the block. A row that is idle
-    stays where it is: it may be moved."""
+    stays where it is."""
     if state.walk is None or states is None:
         return state.walk
     at = jnp.maximum(accepted.count - 1, 0)[:, None]
@@ -304,8 +304,9 @@ def step_functions(
     depth, propose, more = 0, nothing, {}
     if drafter is not None and block_size > 0 and drafter.depth(block_size) > 0:
         depth = drafter.depth(block_size)
-        propose = make_propose(target, drafter, block_size, proposals, nodes, scored=budget > 0)
-        if budget and budget <= (nodes or depth):
+        narrower = 0 < budget <= (nodes or depth)
+        propose = make_propose(target, drafter, block_size, proposals, nodes, scored=narrower)
+        if narrower:
             within = lambda block, state: within_budget(block, state.remaining, budget)
             more = {"narrow": lambda state, block: block._replace(packing=within(block, state))}
     return StepFunctions(

@@ -74,6 +74,7 @@ class Drafter(Drafting, struct.PyTreeNode):
     model: ClassVar[type[nn.Module]]  # of the parameters that are not `outside_model`
     frozen: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head", "d2t")  # parameters that are not trained
     by_token: ClassVar[tuple[str, ...]] = ()  # names of trained tables with a row for each token
+    scored: ClassVar[bool] = True  # whether proposals have scores, for verification budgets
     outside_model: ClassVar[tuple[str, ...]] = frozen  # parameters that methods of the drafter use, and `model` has not
 
     @property

@@ -40,19 +40,22 @@ class Admission:
         return {slot: row for slot, row in enumerate(self.rows) if row and row.decoding}
 
     def place(
-        self, ready: Callable[[ActiveRequest, int], bool] = lambda row, slot: True
+        self,
+        ready: Callable[[ActiveRequest, int], bool] = lambda row, slot: True,
+        full: Callable[[], bool] = lambda: False,
     ) -> list[tuple[ActiveRequest, int]]:
         """Gives free slots to waiting requests.
 
         Args:
             ready: asked of a request and a slot that it would get; it waits on where the answer is no for all.
+            full: whether none of the others would get one either.
 
         Returns:
             Each request that got a slot, and which one.
         """
         free = [slot for slot, row in enumerate(self.rows) if row is None]
         placed, passed = list[tuple[ActiveRequest, int]](), list[ActiveRequest]()
-        while self.waiting and free:
+        while self.waiting and free and not full():
             row = self.waiting.popleft()
             if (slot := next((slot for slot in free if ready(row, slot)), None)) is None:
                 passed.append(row)

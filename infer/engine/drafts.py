@@ -51,9 +51,8 @@ class Drafts:
                 drafter = None
         self.drafter, self.auto = drafter, auto and drafter is not None and not config.deterministic
         self.tree = config.tree if drafter and isinstance(config.tree, int) and not self.auto else 0
-        self._usual = Draft(
-            self.block_size, self.tree, 0 if self.auto or drafter is None else config.verify_budget or 0
-        )
+        budget = 0 if self.auto else self._within(Draft(self.block_size, self.tree, config.verify_budget or 0)).budget
+        self._usual = Draft(self.block_size, self.tree, budget)
         self.choices, self._small, self._budgets = (self._usual,), tuple[Draft, ...](), tuple[Draft, ...]()
         if drafter is not None and self.auto:
             sizes = tree_sizes(drafter.depth(self.block_size), wide=jax.default_backend() != "cpu")
@@ -62,10 +61,12 @@ class Drafts:
             elif config.slots >= SMALL_ROWS:
                 self._small = small_trees(self.block_size)
             trees = (*self._small, *(Draft(self.block_size, nodes) for nodes in sizes))
-            given = (Draft(self.block_size, 0, config.verify_budget),) if config.verify_budget else ()
-            if not given and config.slots >= BUDGET_ROWS and jax.default_backend() != "cpu":
+            given = self._within(Draft(self.block_size, 0, config.verify_budget or 0))
+            offered = config.verify_budget is None and getattr(drafter, "scored", False)
+            if offered and config.slots >= BUDGET_ROWS and jax.default_backend() != "cpu":
                 self._budgets = budgets(self.block_size)
-            self.choices = (*map(Draft, block_sizes(self.block_size)), *trees, *given, *self._budgets)
+            chains = dict.fromkeys((*map(Draft, block_sizes(self.block_size)), given))
+            self.choices = (*chains, *trees, *self._budgets)
         plain = (PLAIN,) if config.plain and drafter else ()
         self.programs = tuple(dict.fromkeys((*map(self.program, self.choices), *plain)))
         usual = self.program(self._usual)
@@ -89,6 +90,10 @@ class Drafts:
     def proposed(self, draft: Draft) -> int:
         """Tokens that a step with this draft proposes for a row."""
         return draft.nodes or self._depth(draft)
+
+    def _within(self, draft: Draft) -> Draft:
+        """The same without a budget that leaves nothing out."""
+        return draft if draft.budget <= self.proposed(draft) else draft._replace(budget=0)
 
     def positions(self, draft: Draft) -> int:
         """Positions that a step with this draft verifies of a row, on average."""

@@ -214,7 +214,7 @@ class Engine:
     def _place(self) -> None:
         """Begins waiting requests on the device, where there are slots for them."""
         self._no_room, self._memory.waits = False, None
-        for row, slot in self._admission.place(self._ready):
+        for row, slot in self._admission.place(self._ready, lambda: self._memory.waits is not None):
             row.settings = row.on_device(self.config.seed)
             row.completion.started = row.completion.started or time.perf_counter()
             self._copied(row, self.batch.begin(slot, row.prompt))

@@ -23,9 +23,9 @@ class EngineConfig:
         tree: number of nodes of the tree to verify; 0 verifies a chain. "auto", the
             default where the block size is "auto", chooses among chains and trees.
         verify_budget: positions that a step verifies of a row on average, the anchor among them. Those of all rows that
-            are likeliest to be reached are verified, so that rows whose drafter is sure of itself get more. None
-            verifies all that is proposed; with a block size of "auto" on a GPU or TPU, budgets are among what is chosen
-            from where 32 rows or more decode.
+            are likeliest to be reached are verified, so that rows whose drafter is sure of itself get more. With a
+            block size of "auto" it is one more candidate. None verifies all that is proposed; "auto" on a GPU or TPU
+            then chooses among some budgets, too, where 32 rows or more decode.
         proposals: how the drafter picks tokens when answers are sampled: "calibrated", "coupled", "argmax" or
             "independent" (docs/sampling.md).
         seed: noise of requests without a seed of their own.
@@ -42,7 +42,7 @@ class EngineConfig:
             Its cache then stops growing. It changes proposals only. None is all.
         plain: whether requests may ask for steps without speculation.
         deterministic: nothing is chosen by measured times and lengths are fixed, so that the bits of an answer follow
-            from its request, target, drafter, `block_size`, `tree`, `proposals`, `slots`, `max_length`,
+            from its request, target, drafter, `block_size`, `tree`, `proposals`, `draft_window`, `slots`, `max_length`,
             `prefill_chunk`, the dtype, the mesh and the kind of device alone. On CPU they do not follow from
             `max_length` either. "auto" is then the checkpoint's block size, and no tree.
         gpu_graphs: whether all steps of a device call run as one CUDA graph: "on", "off", or "auto", which is on where

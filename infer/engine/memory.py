@@ -9,12 +9,16 @@ goes on.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from dflash_jax.cache import pages
+import jax
+
+from dflash_jax.cache import Pages, pages, size_in_bytes
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.pages import PageTable
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.infer.engine.stats import Stats
+from dflash_jax.mesh import entered, rows_of
+from dflash_jax.target import Target
 
 SPARE = 1.25  # times the tokens that rows are expected to commit, for which pages are held
 SHORT = 4  # pages of a row: where none is longer, rows do not share memory
@@ -22,7 +26,7 @@ WORTH = 0.75  # of the memory of rows of equal length: with less gain than that,
 
 
 def tokens_worth_sharing(
-    requests: Sequence[tuple[int, int]], slots: int, max_length: int, parts: int = 1
+    target: Target, requests: Sequence[tuple[int, int]], slots: int, max_length: int
 ) -> int | None:
     """How many tokens the rows of these requests should have together, in pages that they share; None if rows of equal
     length would not need much more, or are short.
@@ -35,15 +39,19 @@ def tokens_worth_sharing(
         requests: tokens of the prompt, and to generate, of each.
         slots: rows that decode at the same time.
         max_length: of a row.
-        parts: that a mesh splits rows into.
     """
-    if max_length <= SHORT * pages.PAGE:
+    new, parts = sum(new for _, new in requests), rows_of(target.mesh)
+    if max_length <= SHORT * pages.PAGE or not new:
         return None
-    new, sizes = sum(new for _, new in requests), sorted((prompt + new for prompt, new in requests), reverse=True)
-    mean = sum(new * (prompt + new) for prompt, new in requests) / max(new, 1)
+    sizes = sorted((prompt + new for prompt, new in requests), reverse=True)
+    mean = sum(new * (prompt + new) for prompt, new in requests) / new
     needed = min(slots * mean, sum(sizes[:slots])) + slots * pages.PAGE  # the last page of a row is not full
     tokens = max(-(-int(needed) // pages.PAGE) * pages.PAGE, parts * max_length)
-    return tokens if tokens < WORTH * slots * max_length else None
+    if tokens >= WORTH * slots * max_length:
+        return None
+    size = lambda room: size_in_bytes(jax.eval_shape(lambda: target.init_cache(slots, room).entries))
+    with entered(target.mesh):  # not all that a target carries lies in pages
+        return tokens if size(Pages.room(tokens, max_length, parts)) < WORTH * size(max_length) else None
 
 
 class Memory:
@@ -62,10 +70,10 @@ class Memory:
 
     def admits(self, row: ActiveRequest, slot: int) -> bool:
         """Holds what a request needs to begin in a slot; false if there is no room, or was none for one before it."""
-        config = self._batch.config
-        more = row.budget if config.deterministic else self._likely(row, config.steps_per_visit)
         if self.waits not in (None, row):
             return False
+        config = self._batch.config
+        more = row.budget if config.deterministic else self._likely(row, config.steps_per_visit)
         admitted = self._begins(row, slot, row.most(more))
         self.waits = None if admitted else row
         return admitted

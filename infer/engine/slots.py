@@ -289,7 +289,7 @@ class Slots:
                 for slot in slots:
                     length = self._half
                     if self.pages is not None:  # as far as there are any
-                        self.pages.hold(slot, length + 4 * (self._drafts.proposed(draft) + 1))
+                        self.pages.hold(slot, length + 4 * (self._drafts.proposed(draft) + 1) + 1)
                     prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
                     self._place(slot, length - len(prompt))
                     part = self._prefills.part(slot)

@@ -117,6 +117,11 @@ def test_the_likeliest_nodes_of_all_rows_are_verified():
     assert some.counts.tolist() == [2, 1, 4, 4]
     tree = block_of([[0.9, 0.5, 0.4], [0.8, 0.7, 0.6]], jnp.asarray([[0, 0, 1], [0, 1, 2]]))
     assert within_budget(tree, jnp.asarray([9, 9]), 3).counts.tolist() == [2, 4]
+    for bad in (jnp.nan, jnp.inf, -jnp.inf, 1.0):  # of a drafter that knows no better: no other row loses its anchor
+        odd = block_of([[0.9, 0.9, 0.9]] * 4)
+        odd = odd._replace(proposal=odd.proposal.replace(scores=odd.proposal.scores.at[0].set(bad)))
+        assert within_budget(odd, jnp.full(4, 9), 1).counts.tolist() == [1, 1, 1, 1]
+        assert within_budget(odd, jnp.full(4, 9), 2).counts.tolist() == [1, 3, 2, 2]
     without = make_block(jnp.zeros(4, jnp.int32), Proposal(jnp.zeros((4, 3), jnp.int32)))
     with pytest.raises(ValueError, match=r"needs `Proposal.scores`"):
         within_budget(without, remaining, 4)

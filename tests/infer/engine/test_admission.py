@@ -32,6 +32,9 @@ def test_what_is_not_ready_waits_in_its_turn():
     odd = lambda row, slot: row.ticket % 2 == 1 and slot > 0  # and some slots are of no use to it
     assert placed(admission, odd) == [(1, 1), (3, 2)]
     assert [waiting.ticket for waiting in admission.waiting] == [0, 2]
+    asked = []
+    assert admission.place(lambda row, slot: bool(asked.append(row.ticket)), lambda: bool(asked)) == []
+    assert asked == [0]  # where there is no room for it, the others are not asked
     assert placed(admission) == [(0, 0)]
     admission.put_back(2)  # what gives its slot back does not wait behind those that came later
     admission.waiting.append(row(4))

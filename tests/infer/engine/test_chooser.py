@@ -312,3 +312,12 @@ def test_a_budget_is_chosen_where_it_pays(cost, pays):
     best = max(taken, key=lambda draft: taken[draft])
     assert bool(best.budget) == pays
     assert taken[best] > 250
+
+
+def test_budgets_that_leave_nothing_out_are_no_budgets(target, drafter):
+    drafts = lambda **settings: Engine(target, drafter, max_length=64, **settings).drafts
+    assert drafts(block_size=4, verify_budget=20).choices == (Draft(4),)
+    assert drafts(block_size=4, verify_budget=3).choices == (Draft(4, 0, 3),)
+    assert drafts(block_size=4, tree=9, verify_budget=9).choices == (Draft(4, 9, 9),)
+    assert not any(draft.budget for draft in drafts(block_size="auto", verify_budget=99).choices)
+    assert Draft(8, 0, 3) in drafts(block_size="auto", verify_budget=3).choices

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -215,17 +216,17 @@ def test_no_array_is_as_long_as_a_row(target, directory):
         assert any(f"x{length}x" in text for text in texts) is not shared
 
 
-def test_memory_for_a_file_of_requests(monkeypatch):
+def test_memory_for_a_file_of_requests(target, monkeypatch):
     monkeypatch.setattr(pages, "PAGE", 128)
+    worth = partial(tokens_worth_sharing, target)
     short, long = [(500, 500)] * 95, [(16000, 500)] * 5
     tokens = 128 * -(-(64 * 1775 + 64 * 128) // 128)  # rows of the mean length, where all generate as much
-    assert tokens_worth_sharing(short + long, 64, 16640) == tokens
-    assert tokens_worth_sharing(short + long, 64, 16640, parts=8) == 8 * 16640  # one in each part may be the longest
-    assert tokens_worth_sharing(short[:38] + long[:2], 40, 16640) == 128 * -(-(38000 + 33000 + 40 * 128) // 128)
-    assert tokens_worth_sharing(short, 64, 1024) is None
-    assert tokens_worth_sharing([(100, 100 + i) for i in range(1000)], 64, 1280) is None  # saves less than a quarter
-    assert tokens_worth_sharing(short + long, 1, 16640) is None
-    assert tokens_worth_sharing([(500, 500), (16000, 64000)], 8, 80128) is not None  # never more than the two have
+    assert worth(short + long, 64, 16640) == tokens
+    assert worth(short[:38] + long[:2], 40, 16640) == 128 * -(-(38000 + 33000 + 40 * 128) // 128)
+    assert worth(short, 64, 1024) is None
+    assert worth([(100, 100 + i) for i in range(1000)], 64, 1280) is None  # saves less than a quarter
+    assert worth(short + long, 1, 16640) is None
+    assert worth([(500, 500), (16000, 64000)], 8, 80128) is not None  # never more than the two have
 
 
 def test_the_table():
