@@ -283,6 +283,9 @@ class EngineOptions:
     ] = None
     """tokens that all rows hold together, in pages of memory that they share: a row takes what its tokens need. A
     large --max-length then costs next to nothing: with --http it is the target's own unless it is given"""
+    cache_dtype: Literal["auto", "int8"] = "auto"
+    """int8 keeps the target's keys and values in 8 bits, with a scale for each token and head: nearly twice the tokens
+    in the memory of bfloat16. Answers may differ from those of a cache in the dtype of the weights"""
     draft_window: Annotated[int | None, optional(int, "N", "all positions")] = None
     """positions that the drafter sees, the last ones, besides the first 128: its cache stops growing. It changes the
     speed, and in float32 never the answers"""

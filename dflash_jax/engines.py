@@ -115,6 +115,7 @@ def engine_config(
         block_size=generation.block_size,
         tree=generation.tree,
         verify_budget=options.verify_budget,
+        cache_dtype=None if options.cache_dtype == "auto" else options.cache_dtype,
         draft_window=options.draft_window,
         proposals=generation.proposals,
         seed=options.seed,

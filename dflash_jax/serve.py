@@ -233,7 +233,7 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     engine, drafter = options.engine, None if options.no_speculation else pair_sources(options.models)[1]
     with contextlib.closing(backend(needs_of_lines(target.config, lines, engine))) as answering:
         dtype, fixed = answering.dtype(), engine.fixed(options.generation, drafter)
-        more = engine.seed, engine.max_length, fixed, options.models.overrides
+        more = engine.seed, engine.max_length, fixed, options.models.overrides, engine.cache_dtype
         settings = job_settings(target.directory, dtype, target.text, target.defaults, lines, *more)
         return Job(files, lines, settings, _notes(options), begin).run(answering, options.stats_interval)
 

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -34,6 +34,7 @@ class Target(struct.PyTreeNode):
         config: static description.
         layout, mesh: how the parameters lie on which devices; every method enters the mesh.
         directory: where it was loaded from (tokenizer files); empty if it was not.
+        cache_dtype: "int8" keeps keys and values as codes of 8 bits; None in the dtype of the parameters.
     """
 
     params: Any
@@ -42,6 +43,7 @@ class Target(struct.PyTreeNode):
     layout: Layout = struct.field(pytree_node=False, default=WHOLE, kw_only=True)
     mesh: AnyMesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
     directory: str = struct.field(pytree_node=False, default="", kw_only=True)
+    cache_dtype: Literal["int8"] | None = struct.field(pytree_node=False, default=None, kw_only=True)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -49,7 +51,8 @@ class Target(struct.PyTreeNode):
 
     def init_cache(self, rows: int, slots: Capacity, widest: int = 1) -> Cache:
         """An empty cache for `rows` sequences of up to `slots` committed tokens; see `cache.init_cache`."""
-        return init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
+        given = self.config.mixers, rows, slots, self.dtype, self.layout, widest
+        return init_cache(*given, int8=self.cache_dtype == "int8")
 
     def table(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the embedding table itself, which drafters read with a scale of their own."""

@@ -48,6 +48,7 @@ def test_what_can_change_an_answer_is_part_of_a_jobs_identity():
         noted(overrides={"target_config": {"rope_theta": 5.0}}),
         noted(overrides={"drafter_config": {"sample_from_anchor": True}}),
         noted(overrides={"quantize": {"target": "int8"}}),
+        noted(cache_dtype="int8"),
     ):
         assert other != plain
     ends = noted(SamplingParams(4, eos_token_ids=(1,)))

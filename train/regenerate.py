@@ -52,7 +52,7 @@ def main(options: RegenerateOptions) -> int:
         target, text, defaults = loaded.target, loaded.text, loaded.defaults
         lines = read_lines(source, text, defaults)
     fixed = engine_options.fixed(generation, models.drafter)
-    more = engine_options.seed, engine_options.max_length, fixed, models.overrides
+    more = engine_options.seed, engine_options.max_length, fixed, models.overrides, engine_options.cache_dtype
     settings = job_settings(target.directory, target.dtype.name, text, defaults, lines, *more)
     known = {line.index for line in lines}
 

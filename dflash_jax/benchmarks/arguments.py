@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import arg, subcommand
 
@@ -188,6 +188,7 @@ class PlanOptions:
         cache_tokens: tokens that all rows hold together, in pages that they share (see serve)
         block_size: positions of a block, the anchor included
         tree: nodes of a tree that is verified instead of a chain; also says which trees cost no time
+        cache_dtype: int8 keeps the target's keys and values in 8 bits (see serve)
         draft_window: positions that the drafter sees, the last ones, besides the first 128 (see serve)
         verify_budget: positions that are verified of a row on average, the likeliest of all rows (see serve); 0 is all
         parts: also compile draft, verify (also of one token), accept and commit, each alone, for the bytes they move
@@ -211,6 +212,7 @@ class PlanOptions:
     cache_tokens: Annotated[int | None, optional(int, "N", "--max-length for each row")] = None
     block_size: Annotated[int | None, optional(int, "N", "the drafter's")] = None
     tree: int = 0
+    cache_dtype: Literal["auto", "int8"] = "auto"
     draft_window: Annotated[int | None, optional(int, "N", "all")] = None
     verify_budget: int = 0
     parts: bool = False

@@ -50,7 +50,8 @@ def plan(options: PlanOptions) -> Figures:
     name, count = topologies.parse_topology(options.topology)
     chip, tau = CHIPS[name], None if options.training else options.tau
     target, drafter = _configs(options.target, options.drafter)
-    raws = overridden(target, options.target_config), overridden(drafter, options.drafter_config), options.quantize
+    quantised = dict(options.quantize) | ({} if options.cache_dtype == "auto" else {"cache": options.cache_dtype})
+    raws = overridden(target, options.target_config), overridden(drafter, options.drafter_config), quantised
     compiling = topologies.has_compiler(options.topology)
     devices = topologies.topology(options.topology) if compiling else list(range(count))
     if options.mesh != "auto":
@@ -138,8 +139,12 @@ def shapes(
 ) -> tuple[Target, Drafter, State]:
     """A pair on a mesh and its decoding state, as shapes; nothing is allocated."""
 
+    quantised = dict(*raws[2:])
+    cache_dtype = quantised.pop("cache", None)
+
     def made() -> tuple[Target, Drafter, State]:
-        target, drafter = random_pair(*raws, dtype=jnp.dtype(dtype), mesh=mesh)
+        target, drafter = random_pair(*raws[:2], quantised, dtype=jnp.dtype(dtype), mesh=mesh)
+        target = target.replace(cache_dtype=cache_dtype)
         return target, drafter, init_state(target, drafter, batch, max_length, STOP_WIDTH)
 
     return jax.eval_shape(made)

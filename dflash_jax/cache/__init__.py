@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from dflash_jax.cache.attention import KV as KV
 from dflash_jax.cache.attention import Fresh as Fresh
 from dflash_jax.cache.attention import Path, Rows, commit_alike
+from dflash_jax.cache.int8 import Int8KV
 from dflash_jax.cache.pages import Capacity as Capacity
 from dflash_jax.cache.pages import Pages as Pages
 from dflash_jax.cache.pages import Recent as Recent
@@ -134,7 +135,14 @@ class Cache(struct.PyTreeNode):
 
 
 def init_cache(
-    mixers: Sequence[Mixer], rows: int, slots: Capacity, dtype: DTypeLike, layout: Layout = WHOLE, widest: int = 1
+    mixers: Sequence[Mixer],
+    rows: int,
+    slots: Capacity,
+    dtype: DTypeLike,
+    layout: Layout = WHOLE,
+    widest: int = 1,
+    *,
+    int8: bool = False,
 ) -> Cache:
     """Allocates an empty cache of `rows` rows with room for `slots` positions.
 
@@ -143,6 +151,7 @@ def init_cache(
         slots: of every row, or pages that all rows share, or the last positions. What holds something else than all
             positions lies in rows then, too.
         widest: the longest block that is committed at once, for which writers may want some room.
+        int8: whether keys and values are kept as codes of 8 bits. Latents and recurrent states are not.
     """
     entries: list[Entry] = []
     of_layer: list[int] = []
@@ -150,6 +159,8 @@ def init_cache(
         of_layer.append(len(entries) if mixer.shares is None else of_layer[mixer.shares])
         if mixer.shares is None:
             make = lambda rows, slots, m=mixer: m.entry(rows, slots, dtype, layout, widest)
+            if int8:
+                make = lambda rows, slots, made=make: _coded(made(rows, slots))
             entries.append(make(rows, slots) if isinstance(slots, int) else _in_pages(make, rows, slots, widest))
     cache = Cache(tuple(entries), tuple(of_layer))
     if isinstance(slots, Pages):
@@ -157,6 +168,11 @@ def init_cache(
     elif isinstance(slots, Recent):
         cache = cache.replace(pages=jnp.asarray(slots.table(rows, widest)))
     return cache
+
+
+def _coded(entry: Entry) -> Entry:
+    """The same as codes, if it holds keys and values."""
+    return Int8KV.like(entry) if type(entry) is KV else entry
 
 
 def _in_pages(make: Callable[[int, int], Entry], rows: int, slots: Pages | Recent, widest: int) -> Entry:

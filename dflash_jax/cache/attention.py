@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.block_attention import Joined, attend
@@ -87,10 +87,10 @@ class KV(struct.PyTreeNode):
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), ring)
 
     def attend(
-        self, q: Float[Array, "B T N H"], positions: Int[Array, "B T"], fresh: Fresh, lengths: Rows, **settings: Any
+        self, q: Float[Array, "B T N H"], positions: Int[Array, "B T"], fresh: PyTree, lengths: Rows, **settings: Any
     ) -> Float[Array, "B T N Hv"]:
-        """Attention of a block to the committed positions and to its own; see `kernels.block_attention.attend`."""
-        assert fresh.v is not None
+        """Attention of a block to the committed positions and to its own, as `stored` made it; see
+        `kernels.block_attention.attend`."""
         settings |= self.places(settings.get("rows"))
         if self.recent is not None:
             settings["pages"], left_out = self._last_pages(settings["pages"], lengths, self.recent)
@@ -131,6 +131,15 @@ class KV(struct.PyTreeNode):
         out = attend_anchored(q_folded, k, v, self.k, self.v, fold(anchors), fold(starts), **settings)
         return out.reshape(q.shape[0], *out.shape[2:])
 
+    def stored(self, fresh: Fresh) -> PyTree:
+        """What is fresh as this entry will hold it, which the block attends to, too."""
+        return fresh
+
+    @property
+    def arrays(self) -> PyTree:
+        """Keys and values, as a snapshot has them."""
+        return Fresh(self.k, self.v)
+
     def begin(self, row: Int[Array, ""]) -> Self:
         """As it is: what lies beyond a row's length is never read."""
         return self
@@ -141,12 +150,12 @@ class KV(struct.PyTreeNode):
         """What does not fit is dropped."""
         return commit_alike([self], [fresh], lengths, kept, path=path, rows=rows)[0]
 
-    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Fresh:
+    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> PyTree:
         """The row's `count` positions from `start` on, or the last of them that a ring holds."""
         size = count if self.paged else min(count, self.k.shape[2])
         start = start + (count - size)
 
-        def local(entry: Fresh, row: jax.Array, pages: jax.Array | None, start: jax.Array) -> Fresh:
+        def local(entry: PyTree, row: jax.Array, pages: jax.Array | None, start: jax.Array) -> Fresh:
             slots = (start + jnp.arange(size)) % self.k.shape[2]
             if pages is None:
                 rows, owned = local_rows(row[None], entry.k.shape[0], held)
@@ -160,9 +169,9 @@ class KV(struct.PyTreeNode):
 
         held, heads = split_cache(*self.k.shape[:2])
         run = on_each_device(local, (P(held, heads), P(), P(), P()), P(None, heads))
-        return run(Fresh(self.k, self.v), row, self.places(row[None]).get("pages"), start)
+        return run(self.arrays, row, self.places(row[None]).get("pages"), start)
 
-    def restore(self, snapshot: Fresh, row: Int[Array, ""], end: Int[Array, ""]) -> Self:
+    def restore(self, snapshot: PyTree, row: Int[Array, ""], end: Int[Array, ""]) -> Self:
         """What lies before position 0 is left out. A long snapshot is written piece by piece."""
         size = snapshot.k.shape[2]
         width = size if size <= 2 * PIECE else PIECE

@@ -15,6 +15,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax.cache import KV, Cache, Fresh
+from dflash_jax.cache.int8 import Stored
 from dflash_jax.config import AttentionConfig, LayerConfig, LayerMixer, RopeConfig
 from dflash_jax.kernels.block_attention import Visibility, together
 from dflash_jax.kernels.dispatch import platform
@@ -94,8 +95,8 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b t Din"] | Normed, ctx: Pass, entry: KV, shared: Fresh | None = None
-    ) -> tuple[Float[Array, "b t D"], Fresh]:
+        self, x: Float[Array, "b t Din"] | Normed, ctx: Pass, entry: KV, shared: Stored | None = None
+    ) -> tuple[Float[Array, "b t D"], Stored]:
         """Returns the layer's output, and the block's keys and values.
 
         Args:
@@ -127,10 +128,10 @@ class Attention(nn.Module):
             keys = -1 if c.values_are_keys else -2
             value_norm = None if c.value_norm is None else partial(rms_norm, weight=None, eps=c.value_norm)
             key_norm = norm("k_norm", K, squares[keys])
-            fresh = keys_and_values(others[keys], others[-1], H, ctx.rope, key_norm, value_norm)
+            fresh = entry.stored(keys_and_values(others[keys], others[-1], H, ctx.rope, key_norm, value_norm))
         q = split_heads(q, H, norm("q_norm", N, squares[0]), ctx.rope)
         block = fresh
-        if ctx.per_row is None and fresh.v is not None:
+        if ctx.per_row is None and isinstance(fresh, Fresh) and fresh.v is not None:
             block = fresh.replace(joined=together(q, fresh.k, fresh.v, entry))
             fresh = block if shared is None else fresh
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if c.sinks else None
@@ -167,7 +168,7 @@ def keys_and_values(
 
 def attend_pass(
     q: Float[Array, "B T N H"],
-    fresh: Fresh,
+    fresh: Stored,
     ctx: Pass,
     entry: KV,
     config: AttentionConfig,
@@ -179,6 +180,7 @@ def attend_pass(
         assert ctx.visible is None
         assert sinks is None
         assert isinstance(entry, KV)
+        assert isinstance(fresh, Fresh)
         starts = jnp.zeros_like(ctx.lengths) if ctx.starts is None else ctx.starts[:, 0]
         where = fresh, ctx.lengths, starts, ctx.per_row
         return entry.attend_anchored(q, *where, visible=by_layer, window=config.window, scale=config.scale)

@@ -53,6 +53,8 @@ class Engine:
         _check(config, target)
         if drafter is not None:
             drafter.config.check_pair(target.config)
+        if config.cache_dtype is not None:
+            target = target.replace(cache_dtype=config.cache_dtype)
         self.target, self.config = target, config
         self.max_length, self.slots = config.max_length, config.slots
         self.drafts = Drafts(drafter, config)

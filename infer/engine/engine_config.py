@@ -38,6 +38,8 @@ class EngineConfig:
             tokens need, so that a large `max_length` costs next to nothing. None gives every row room for
             `max_length`. Where the pages run out, the request that came last gives its own back and waits; what it has
             got so far is read again then. Recurrent states and the rings of sliding windows are not in pages.
+        cache_dtype: "int8" keeps the target's keys and values as codes of 8 bits, with a scale for each token and head.
+            Answers are then those of plain decoding with such a cache. None is the dtype of the parameters.
         draft_window: positions that the drafter sees at least, the last ones, besides the first page of a row (128).
             Its cache then stops growing. It changes proposals only. None is all.
         plain: whether requests may ask for steps without speculation.
@@ -68,6 +70,7 @@ class EngineConfig:
     prefix_chunks: int = 0
     logprobs: int | None = None
     cache_tokens: int | None = None
+    cache_dtype: Literal["int8"] | None = None
     draft_window: int | None = None
     plain: bool = False
     deterministic: bool = False
@@ -88,6 +91,8 @@ class EngineConfig:
             raise ValueError('tree "auto" goes together with block_size "auto"; give both, or a number of nodes')
         if isinstance(self.tree, int) and not 0 <= self.tree <= MOST_NODES:
             raise ValueError(f"tree must lie in 0..{MOST_NODES} nodes, got {self.tree}; 0 is a chain")
+        if self.cache_dtype not in (None, "int8"):
+            raise ValueError(f'cache_dtype must be "int8" or None, got {self.cache_dtype!r}')
         if self.draft_window is not None and not 1 <= self.draft_window < 2**31:
             raise ValueError(f"draft_window must be at least 1 and below 2**31, got {self.draft_window}")
         if self.verify_budget is not None and self.verify_budget < 2:

@@ -27,6 +27,7 @@ def job_settings(
     max_length: int | None,
     deterministic: Fields | None = None,
     overrides: Mapping[str, Fields] | None = None,
+    cache_dtype: str = "auto",
 ) -> Json:
     """All that the answers of a job depend on.
 
@@ -36,8 +37,11 @@ def job_settings(
     Args:
         deterministic: what the last bits depend on besides, of a job that fixes them.
         overrides: replaced fields of `config.json`, by the option that names them.
+        cache_dtype: of the target's keys and values; "auto" is that of its weights.
     """
     more: Json = {}  # defaults are left out
+    if cache_dtype != "auto":
+        more["cache_dtype"] = cache_dtype
     if text.template_arguments:
         more["chat_template_kwargs"] = text.template_arguments
     if text.tool_format:

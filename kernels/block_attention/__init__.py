@@ -5,3 +5,4 @@ from .api import attend as attend
 from .api import together as together
 from .mosaic_gpu import Joined as Joined
 from .reference import expand as expand
+from .reference import widened as widened

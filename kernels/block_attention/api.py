@@ -11,7 +11,7 @@ from typing import Literal, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from dflash_jax.mesh import (
     HEADS,
@@ -42,12 +42,13 @@ JOINED = 1024  # positions of a block that is made as one array, at most
 
 @runtime_checkable
 class KeysAndValues(Protocol):
-    """Committed keys and values of one layer; or latents in the place of keys, and no values (see `attend`)."""
+    """Committed keys and values of one layer; or latents in the place of keys, and no values (see `attend`). Codes of 8
+    bits have an attribute `scales` [R, K, S, 2] beside, of keys and of values."""
 
     @property
-    def k(self) -> Float[Array, "R K S H"]: ...
+    def k(self) -> Num[Array, "R K S H"]: ...
     @property
-    def v(self) -> Float[Array, "R K S Hv"] | None: ...
+    def v(self) -> Num[Array, "R K S Hv"] | None: ...
 
 
 def attend(
@@ -120,7 +121,7 @@ def attend(
     if at.shape[1] != k.shape[2] and not (window is None and starts is None):
         raise ValueError("with fewer queries than fresh keys, a window and `starts` need `key_positions`")
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    cache_k, cache_v = cache.k, cache.v
+    cache_k, cache_v, scales = cache.k, cache.v, getattr(cache, "scales", None)
     if up is not None and cache_k.shape[2] == 0:  # nothing to expand
         cache_k, cache_v = (jnp.zeros((*cache_k.shape[:1], *x.shape[1:2], 0, x.shape[3]), x.dtype) for x in (k, v))
         up = None
@@ -152,23 +153,23 @@ def attend(
         low = jnp.maximum(0 if low is None else low, positions - window + 1)
     serving = IMPLEMENTATIONS if up is None else EXPANDING
 
-    def local(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows, pages):
+    def local(q, k, v, cache_k, cache_v, scales, up, lengths, low, mask, sinks, rows, pages):
         arrays = q, v, cache_k, cache_v
         chosen = chosen_for(serving, *arrays, trial=trial(*arrays[:3]))
         rows, here = local_rows(rows, cache_k.shape[0], cache_rows)
         if pages is not None:
             pages, here = local_pages(pages, cache_k.shape[0], cache_rows)
         lengths = jnp.where(here, lengths, 0)
-        more = {} if up is None else {"up": up}
+        more = {name: x for name, x in (("up", up), ("scales", scales)) if x is not None}
         if chosen is mosaic_gpu:
             more = {"joined": joined}
         out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, rows, pages, **more)
         return from_owner(out, here, _without(cache_rows, block_rows))
 
     masks, caches = P(block_rows if mask.shape[0] > 1 else None), P(cache_rows, cache_heads)
-    specs = (queries, keys, keys, caches, caches, by_head, by_row, by_row, masks, by_head, by_row, by_row)
+    specs = (queries, keys, keys, caches, caches, caches, by_head, by_row, by_row, masks, by_head, by_row, by_row)
     run = on_each_device(local, specs, queries)
-    return run(q, k, v, cache_k, cache_v, up, lengths, low, mask, sinks, rows, pages)
+    return run(q, k, v, cache_k, cache_v, scales, up, lengths, low, mask, sinks, rows, pages)
 
 
 def together(
@@ -187,7 +188,7 @@ _Axes = tuple[str, ...] | None  # of a mesh, over which something is split
 
 
 def _axes(
-    cache_k: Float[Array, "R _ S _"], count: int, *, whole: bool, latent: bool
+    cache_k: Num[Array, "R _ S _"], count: int, *, whole: bool, latent: bool
 ) -> tuple[_Axes, _Axes, _Axes, _Axes]:
     """The mesh axes of the cache's rows, the block's rows, the cache's heads and the queries' heads.
 

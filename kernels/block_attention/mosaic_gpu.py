@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from .. import tensor_cores
 
@@ -31,8 +31,8 @@ MASKED = -1e30
 def declines(
     q: Float[Array, "B T N H"],
     v: Float[Array, "B K F Hv"],
-    cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S Hv"] | None,
+    cache_k: Num[Array, "R K S H"],
+    cache_v: Num[Array, "R K S Hv"] | None,
 ) -> str | None:
     """Why these shapes are not served, or None."""
     if cache_v is None:
@@ -102,8 +102,8 @@ def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K F H"],
     v: Float[Array, "B K F Hv"],
-    cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S Hv"],
+    cache_k: Num[Array, "R K S H"],
+    cache_v: Num[Array, "R K S Hv"],
     lengths: Int[Array, " B"],
     low: Int[Array, "B T"] | None,
     mask: Bool[Array, "#B T F"],

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from ..products import precision
 from ..tpu_memory import in_hbm
@@ -30,8 +30,8 @@ MASKED = -1e30  # finite: infinities would turn into NaN where a query sees noth
 def declines(
     q: Float[Array, "B T N H"],
     v: Float[Array, "B K F Hv"],
-    cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S Hv"] | None,
+    cache_k: Num[Array, "R K S H"],
+    cache_v: Num[Array, "R K S Hv"] | None,
 ) -> str | None:
     """Why these shapes are not served, or None."""
     dims = q.shape[-1], v.shape[-1]
@@ -50,8 +50,8 @@ def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K F H"],
     v: Float[Array, "B K F Hv"],
-    cache_k: Float[Array, "R K S H"],
-    cache_v: Float[Array, "R K S Hv"] | None,
+    cache_k: Num[Array, "R K S H"],
+    cache_v: Num[Array, "R K S Hv"] | None,
     lengths: Int[Array, " B"],
     low: Int[Array, "B T"] | None,
     mask: Bool[Array, "#B T F"],

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Int8, Num
 
 from ..dispatch import platform
 from ..products import product
@@ -25,8 +26,8 @@ def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K F H"],
     v: Float[Array, "B K F Hv"],
-    cache_k: Float[Array, "R _ S _"],
-    cache_v: Float[Array, "R K S Hv"] | None,
+    cache_k: Num[Array, "R _ S _"],
+    cache_v: Num[Array, "R K S Hv"] | None,
     lengths: Int[Array, " B"],
     low: Int[Array, "B T"] | None,
     mask: Bool[Array, "#B T F"],
@@ -36,8 +37,10 @@ def attend(
     rows: Int[Array, " B"] | None,
     pages: Int[Array, "B M"] | None = None,
     up: Float[Array, "N U C"] | None = None,
+    scales: Float[Array, "R K S 2"] | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block.
+    """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block, `scales` those of
+    keys and values that are codes.
 
     Online softmax: block and first chunk of the cache together, then chunk by chunk.
     """
@@ -77,6 +80,9 @@ def attend(
             keys, values = expand(keys, up, H)
         else:
             values = keys[..., :Hv] if cache_v is None else _slots(cache_v, rows, pages, start, chunk)
+        if scales is not None:
+            of_keys, of_values = jnp.split(_slots(scales, rows, pages, start, chunk), 2, axis=-1)
+            keys, values = widened(keys, of_keys, q.dtype), widened(values, of_values, q.dtype)
         values = jnp.where(valid[:, None, :, None], values, 0)  # unwritten slots may hold anything, even NaN
         return keys, values, seen
 
@@ -135,6 +141,13 @@ def expand(
     return jnp.concatenate([keys, shared], axis=-1), values
 
 
+def widened(
+    codes: Int8[Array, "B K S H"], scales: Float[Array, "B K S 1"], dtype: DTypeLike
+) -> Float[Array, "B K S H"]:
+    """What codes stand for."""
+    return (codes.astype(jnp.float32) * scales).astype(dtype)
+
+
 @contextlib.contextmanager
 def whole_caches() -> Iterator[None]:
     """What is traced inside reads a cache in one piece, however long it is; for counting what that costs."""
@@ -158,12 +171,12 @@ def slots_at_once(slot_bytes: int, queries: int) -> int:
 
 
 def _slots(
-    cache: Float[Array, "R K S H"],
+    cache: Num[Array, "R K S H"],
     rows: Int[Array, " B"] | None,
     pages: Int[Array, "B M"] | None,
     start: Int[Array, ""],
     count: int,
-) -> Float[Array, "B K C H"]:
+) -> Num[Array, "B K C H"]:
     """So many slots of these rows, or of the pages of rows, from `start` on."""
     _, K, size, H = cache.shape
     if pages is not None:

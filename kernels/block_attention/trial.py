@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from ..pages import in_pages
 from ..verify import TOLERANCE
@@ -62,7 +62,7 @@ class Trial(NamedTuple):
         cls,
         q: Float[Array, "B T N H"],
         v: Float[Array, "B K F Hv"],
-        cache_k: Float[Array, "R _ S _"],
+        cache_k: Num[Array, "R _ S _"],
         pages: int | None = None,
         **options: Any,
     ) -> "Trial":

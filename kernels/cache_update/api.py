@@ -8,7 +8,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, Num, PyTree
 
 from dflash_jax.mesh import current_mesh, local_pages, local_rows, on_each_device, owned_rows, split_cache, split_rows
 
@@ -19,7 +19,7 @@ from .trial import Trial
 
 IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": pallas_gpu}
 TILE = 128  # slots that lie side by side in a TPU's memory
-Caches = TypeVar("Caches", bound=PyTree[Float[Array, "R K S _"]])
+Caches = TypeVar("Caches", bound=PyTree[Num[Array, "R K S _"]])
 
 
 def room(slots: int, widest: int) -> int:

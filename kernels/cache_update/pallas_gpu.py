@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Num
 
 from ..abstract_gpu import named
 from .part import Part
@@ -17,10 +17,10 @@ MOST = 128  # arrays of one kernel, which has room for the addresses of 512
 TILE = 32  # positions of a program
 
 
-def declines(caches: Sequence[Float[Array, "R K S _"]], blocks: Sequence[Float[Array, "B K T _"]]) -> str | None:
+def declines(caches: Sequence[Num[Array, "R K S _"]], blocks: Sequence[Num[Array, "B K T _"]]) -> str | None:
     """Why these shapes are not served, or None."""
     for cache, block in zip(caches, blocks, strict=True):
-        if cache.dtype != block.dtype:
+        if cache.dtype != block.dtype or cache.dtype.itemsize == 1:
             return f"block in {block.dtype}, cache in {cache.dtype}"
         if cache.size >= 2**31 and cache.size * cache.dtype.itemsize <= 2**32:  # in 64 bits beyond
             return f"a cache of {cache.size} numbers, whose places Pallas would count in 32 bits"
@@ -28,7 +28,7 @@ def declines(caches: Sequence[Float[Array, "R K S _"]], blocks: Sequence[Float[A
 
 
 def append(
-    caches: Sequence[Float[Array, "R K S _"]],
+    caches: Sequence[Num[Array, "R K S _"]],
     blocks: Sequence[Part],
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
@@ -36,7 +36,7 @@ def append(
     pages: Int[Array, "B M"] | None,
     path: Int[Array, "B J"] | None,
     ring: bool,
-) -> list[Float[Array, "R K S _"]]:
+) -> list[Num[Array, "R K S _"]]:
     """See `api.append`."""
     if pages is None:  # a row is one page
         pages = (jnp.arange(lengths.shape[0]) if rows is None else rows)[:, None]

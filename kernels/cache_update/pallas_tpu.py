@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Num
 
 from ..products import precision
 from ..tpu_memory import in_hbm
@@ -20,7 +20,7 @@ LANES = 128
 SUBLANES = 16  # rows of a bfloat16 tile
 
 
-def declines(caches: Sequence[Float[Array, "R K S _"]], blocks: Sequence[Float[Array, "B K T _"]]) -> str | None:
+def declines(caches: Sequence[Num[Array, "R K S _"]], blocks: Sequence[Num[Array, "B K T _"]]) -> str | None:
     """Why these shapes are not served, or None."""
     for cache, block in zip(caches, blocks, strict=True):
         if block.dtype not in (jnp.float32, jnp.bfloat16) or cache.dtype != block.dtype:
@@ -31,14 +31,14 @@ def declines(caches: Sequence[Float[Array, "R K S _"]], blocks: Sequence[Float[A
 
 
 def append(
-    caches: Sequence[Float[Array, "R K S _"]],
-    blocks: Sequence[Float[Array, "B K T _"]],
+    caches: Sequence[Num[Array, "R K S _"]],
+    blocks: Sequence[Num[Array, "B K T _"]],
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
     rows: Int[Array, " B"] | None,
     pages: Int[Array, "B M"] | None,
     ring: bool,
-) -> list[Float[Array, "R K S _"]]:
+) -> list[Num[Array, "R K S _"]]:
     """See `api.append`."""
     if pages is None:  # a row is one page
         pages = (jnp.arange(lengths.shape[0]) if rows is None else rows)[:, None]

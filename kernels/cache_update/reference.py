@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Num
 
 
 def append(
-    caches: Sequence[Float[Array, "R K S _"]],
-    blocks: Sequence[Float[Array, "B K T _"]],
+    caches: Sequence[Num[Array, "R K S _"]],
+    blocks: Sequence[Num[Array, "B K T _"]],
     lengths: Int[Array, " B"],
     kept: Int[Array, " B"],
     rows: Int[Array, " B"] | None,
     pages: Int[Array, "B M"] | None,
     ring: bool,
-) -> list[Float[Array, "R K S _"]]:
+) -> list[Num[Array, "R K S _"]]:
     """See `api.append`."""
     page, T = caches[0].shape[2], blocks[0].shape[2]
     S = page if pages is None else page * pages.shape[1]

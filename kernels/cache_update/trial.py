@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from ..pages import in_pages
 from .part import Part
@@ -38,8 +38,8 @@ class Trial(NamedTuple):
     @classmethod
     def of(
         cls,
-        caches: Sequence[Float[Array, "R K S _"]],
-        blocks: Sequence[Float[Array, "B K T _"]],
+        caches: Sequence[Num[Array, "R K S _"]],
+        blocks: Sequence[Num[Array, "B K T _"]],
         ring: bool,
         path: int | None = None,
         inside: bool = False,
