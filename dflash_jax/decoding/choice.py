@@ -239,13 +239,14 @@ class Choice(struct.PyTreeNode):
         penalties, history, known, prompt = self.penalties, self.history, own(self.known), own(self.history.prompt)
         rows, positions, size = logits.shape
         ids = jnp.arange(size) if self.vocabulary is None else self.vocabulary
+        row = jnp.arange(self.known.shape[0])[:, None]  # in the condition, it would change the last bits of other parts
         if depth is None:
             depth = jnp.arange(positions)[None] if seen is None else jnp.sum(seen, axis=2, dtype=jnp.int32)
         least = penalties.min_tokens[:, None]
         early = jnp.broadcast_to((known - prompt)[:, None] + depth < least, (rows, positions)) & (least > 0)
 
         def applied() -> Float[Array, "B T V"]:
-            counts = history.occurrences(self.known, self.vocab_size or size)
+            counts = history.occurrences(self.known, self.vocab_size or size, row)
             choosable = lambda x: x if self.vocabulary is None else x[:, self.vocabulary]
             read, written = (own(choosable(count))[:, None] for count in counts)
             if before is not None:

@@ -71,14 +71,17 @@ class History(struct.PyTreeNode):
             of, places = jnp.where(within, of, count), places % size
         return self.replace(tokens=self.tokens.at[of, places].set(tokens, mode="drop"))
 
-    def occurrences(self, known: Int[Array, " B"], size: int) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:
+    def occurrences(
+        self, known: Int[Array, " B"], size: int, row: Int[Array, "B 1"]
+    ) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:
         """How often each token stands in the prompt and in the answer of each row.
 
         Args:
             known: tokens of the history that count.
             size: V.
+            row: the numbers of the rows.
         """
-        row, none = jnp.arange(known.shape[0])[:, None], jnp.zeros((known.shape[0], size))
+        none = jnp.zeros((known.shape[0], size))
 
         def add(
             counts: tuple[Array, Array], tokens: Int[Array, "B S"], first: Int[Array, ""] | int
