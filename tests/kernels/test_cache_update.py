@@ -169,6 +169,9 @@ def test_declines_by_name():
     for name in ("tpu", "gpu"):
         with pytest.raises(ValueError, match="block in float32, cache in bfloat16"):
             append([cache.astype(jnp.bfloat16)] * 2, [block] * 2, one, one, implementation=name)
+        codes = [cache.astype(jnp.int8)] * 2, [block.astype(jnp.int8)] * 2
+        with pytest.raises(ValueError, match="block in int8, cache in int8; it serves float"):
+            append(*codes, one, one, implementation=name)
     less = "a cache of 2147483648 numbers, whose places Pallas would count in 32 bits"
     for S, dtype, why in ((32767, jnp.bfloat16, "None"), (32768, jnp.float8_e4m3fn, less)):
         found, large = [], jax.ShapeDtypeStruct((64, 8, S, 128), dtype)
