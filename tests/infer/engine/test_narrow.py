@@ -24,7 +24,7 @@ def widths(monkeypatch):
 @pytest.mark.parametrize(
     ("speculative", "settings"),
     [
-        pytest.param(True, {"cache_tokens": 256, "prefill_chunk": 32}, marks=pytest.mark.slow),
+        pytest.param(True, {"cache_tokens": 16 * 128, "prefill_chunk": 32}, marks=pytest.mark.slow),
         pytest.param(True, {"block_size": "auto"}, marks=pytest.mark.exhaustive),
         pytest.param(False, {}, marks=pytest.mark.exhaustive),
     ],
