@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax.constraints.vocabulary import Vocabulary
+from tests import tiny
 
 # Each is made of two tokens before it, as in byte-pair encoding.
 MERGED = [
@@ -69,4 +70,15 @@ def write_tokenizer(directory: Path, marks: Sequence[str] = (), template: str | 
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", mask_token="<mask>")
     fast.chat_template = template or "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     fast.save_pretrained(directory)
+    return directory
+
+
+def write_models(directory: Path) -> Path:
+    """A target with this tokenizer, and a drafter of each kind under its name."""
+    write_tokenizer(tiny.write_target(directory / "target", tiny.target_config(vocab_size=SIZE, eos_token_id=END)))
+    for name, raw in tiny.kinds().items():
+        raw = raw | {"vocab_size": SIZE, "eos_token_id": None}
+        if "dflash_config" in raw:
+            raw["dflash_config"] = raw["dflash_config"] | {"mask_token_id": MASK}
+        tiny.write_drafter(directory / name, raw)
     return directory

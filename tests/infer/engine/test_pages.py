@@ -30,15 +30,7 @@ def small_pages(monkeypatch):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("pages")
-    ids = {"vocab_size": vocabulary.SIZE, "eos_token_id": vocabulary.END}
-    vocabulary.write_tokenizer(tiny.write_target(directory / "target", tiny.target_config(**ids)))
-    for name, raw in tiny.kinds().items():
-        raw = raw | {"vocab_size": vocabulary.SIZE, "eos_token_id": None}
-        if "dflash_config" in raw:
-            raw["dflash_config"] = raw["dflash_config"] | {"mask_token_id": vocabulary.MASK}
-        tiny.write_drafter(directory / name, raw)
-    return directory
+    return vocabulary.write_models(tmp_path_factory.mktemp("pages"))
 
 
 @pytest.fixture(scope="module")
