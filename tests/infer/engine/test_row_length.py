@@ -1,13 +1,12 @@
 """How many tokens a row may hold: by default and at most what the target has positions for, scaled ropes included."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from dflash_jax.cli import EngineOptions, GenerationOptions
 from dflash_jax.engines import Needs, engine_config, row_length
 from dflash_jax.models import target_config
 from dflash_jax.serve_http import LENGTH
+from dflash_jax.target import Target
 from tests import tiny
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -18,8 +17,8 @@ UNKNOWN = target_config(tiny.target_config(max_position_embeddings=None))
 
 def made(config, prompt, **options):
     """The length of the rows for one request of so many tokens and 10 new ones."""
-    needs, target = Needs([(prompt, 10)], 256, 0, None), SimpleNamespace(config=config, mesh=None)
-    return engine_config(target, needs, GenerationOptions(), EngineOptions(**options)).max_length  # type: ignore[arg-type]
+    needs = Needs([(prompt, 10)], 256, 0, None)
+    return engine_config(Target({}, config=config), needs, GenerationOptions(), EngineOptions(**options)).max_length
 
 
 @pytest.mark.parametrize(("config", "length"), [(SCALED, 1024), (PLAIN, 640), (UNKNOWN, 1010)])
