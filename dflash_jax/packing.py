@@ -6,10 +6,16 @@ packs its own.
 Shapes: B rows, T block positions, N of the packed block, p parts of the mesh, w packed positions of each, J of a path.
 """
 
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int, Shaped
 
+from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import row_parts
 
 
@@ -78,6 +84,35 @@ class Packing(struct.PyTreeNode):
         parts = self.rows.shape[0]
         found = _take(x.reshape(parts, -1, *x.shape[2:]), places.reshape(parts, -1))
         return found.reshape(*places.shape, *x.shape[2:])
+
+
+class Inputs(NamedTuple):
+    """A block of positions as a pass is given it; see `Target.forward`."""
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    visible: Visibility | None
+    lengths: Int[Array, " B"]
+    rows: Int[Array, " B"] | None = None
+    starts: Int[Array, "B T"] | None = None
+    counts: Int[Array, " B"] | None = None
+    packing: Packing | None = None
+
+
+def joined(blocks: Sequence[Shaped[Array, "_ _ *S"]]) -> Shaped[Array, "b t *S"]:
+    """The positions of several blocks one after the other, [p, n]; those of a single one as they are."""
+    if len(blocks) == 1:
+        return blocks[0]
+    return jnp.concatenate([x.reshape(row_parts(), -1, *x.shape[2:]) for x in blocks], axis=1)
+
+
+def parted(x: Shaped[Array, "b t *S"], shapes: Sequence[tuple[int, ...]]) -> list[Shaped[Array, "_ _ *S"]]:
+    """The blocks of these shapes [B, T] that were joined."""
+    if len(shapes) == 1:
+        return [x]
+    ends = itertools.accumulate(math.prod(shape) // x.shape[0] for shape in shapes[:-1])
+    cut = jnp.split(x, [*ends], axis=1)
+    return [part.reshape(*shape, *x.shape[2:]) for part, shape in zip(cut, shapes, strict=True)]
 
 
 def _take(x: Shaped[Array, "p n *S"], index: Int[Array, "p w"]) -> Shaped[Array, "p w *S"]:

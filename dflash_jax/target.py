@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
 from dflash_jax.models.attention import Pass
 from dflash_jax.overrides import overridden
-from dflash_jax.packing import Packing
+from dflash_jax.packing import Inputs, Packing
 from dflash_jax.quantize import Quantize, parse_quantize, rule
 from dflash_jax.vocabulary import decodable_tokens
 
@@ -97,8 +97,23 @@ class Target(struct.PyTreeNode):
             positions if there is a packing, and what `cache.commit` wants of the block, for each cache entry.
         """
         lengths = jnp.zeros(tokens.shape[0], jnp.int32) if lengths is None else lengths
-        at = Pass(positions, visible, lengths, rows, starts=starts, counts=counts, packing=packing)
-        return self._apply("forward", tokens, at, cache, taps)
+        block = Inputs(tokens, positions, visible, lengths, rows, starts, counts, packing)
+        return self.forward_all([block], cache, taps=taps)[0]
+
+    def forward_all(
+        self, blocks: Sequence[Inputs], cache: Cache, *, taps: tuple[int, ...] = ()
+    ) -> list[tuple[Float[Array, "b t D"], Float[Array, "b t FD"], tuple[Any, ...]]]:
+        """One pass of several blocks, of different rows, whose positions all go through the same products; returns what
+        `forward` does of each."""
+        at = None
+        for _, positions, visible, lengths, rows, starts, counts, packing in reversed(blocks):
+            at = Pass(positions, visible, lengths, rows, None, starts, counts, packing=packing, beside=at)
+        assert at is not None
+        with entered(self.mesh):
+            tokens = at.pack(*(block.tokens for block in blocks))
+            hidden, features, fresh = self._apply("forward", tokens, at, cache, taps)
+            of_each = [fresh] if at.beside is None else [*zip(*fresh, strict=True)]
+            return [*zip(at.apart(hidden), at.apart(features), of_each, strict=True)]
 
     def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 products with the head itself, which drafters read with a scale and softcap of their own."""

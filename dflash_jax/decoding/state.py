@@ -3,6 +3,7 @@
 Shapes: B rows, T block positions, J committed positions, Q stop tokens, V vocabulary, FD tapped features side by side.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -18,7 +19,7 @@ from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.penalties import History, Penalties, empty_history, no_penalties
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.sampling import Sampling, greedy_rows
-from dflash_jax.kernels.block_attention import Visibility
+from dflash_jax.packing import Inputs
 
 
 class TargetModel(Protocol):
@@ -39,19 +40,11 @@ class TargetModel(Protocol):
         ...
 
     def init_cache(self, rows: int, slots: Capacity, widest: int = 1) -> Cache: ...
-    def forward(
-        self,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        visible: Visibility | None,
-        cache: Cache,
-        lengths: Int[Array, " B"],
-        *,
-        taps: tuple[int, ...] = (),
-        rows: Int[Array, " B"] | None = None,
-        counts: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "b t D"], Float[Array, "b t FD"], tuple[PyTree, ...]]:
-        """See `target.Target.forward`; it is given `packing`, too, in steps with a budget alone."""
+    def forward_all(
+        self, blocks: Sequence[Inputs], cache: Cache, *, taps: tuple[int, ...] = ()
+    ) -> list[tuple[Float[Array, "b t D"], Float[Array, "b t FD"], tuple[PyTree, ...]]]:
+        """See `target.Target.forward_all`. More than one block is given in steps alone that read prompts, too, and
+        packing in those with a budget."""
         ...
 
     def unembed(self, hidden: Float[Array, "b t D"]) -> Float[Array, "b t V"]: ...

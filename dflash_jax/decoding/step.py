@@ -20,9 +20,11 @@ from dflash_jax.decoding.calibration import Calibration
 from dflash_jax.decoding.choice import Choice, Proposals
 from dflash_jax.decoding.logprobs import Logprobs, log_probabilities
 from dflash_jax.decoding.penalties import remember
+from dflash_jax.decoding.prompts import Prompts, Read, begin_decoding, commit_prompts
 from dflash_jax.decoding.proposal import Accepted, Block, Proposal, accept, make_block
 from dflash_jax.decoding.sampling import gumbel_noise
 from dflash_jax.decoding.state import DraftModel, Query, Seen, State, TargetModel, without_idle_rows
+from dflash_jax.packing import Inputs, joined, parted
 
 
 class Committed(struct.PyTreeNode):
@@ -30,6 +32,7 @@ class Committed(struct.PyTreeNode):
 
     Attributes:
         logprobs: of the same positions; None in a program that serves none.
+        first: the first tokens of prompts that were read and ended; None where the step reads none.
         forecast: of a tree, see `Forecast`.
         limited: what a budget left out; None without one.
     """
@@ -39,6 +42,7 @@ class Committed(struct.PyTreeNode):
     logprobs: Logprobs | None = None
     forecast: "Forecast | None" = None
     limited: "Limited | None" = None
+    first: "Committed | None" = None
 
 
 class Limited(struct.PyTreeNode):
@@ -73,11 +77,13 @@ class Verified(NamedTuple):
         block: what was verified.
         features: outputs of the tapped target layers, side by side, at the positions that were.
         fresh: what the pass found for every entry of the target's cache.
+        read: of prompts, with the logits after the last token of each; None where it read none.
     """
 
     block: Block
     features: Float[Array, "b t FD"]
     fresh: tuple[PyTree, ...]
+    read: tuple[Read, Float[Array, "R 1 V"]] | None = None
 
 
 class StepFunctions(NamedTuple):
@@ -87,6 +93,8 @@ class StepFunctions(NamedTuple):
         choose: how tokens are chosen in this step.
         propose: nodes after each row's anchor; what they are never changes the output.
         narrow: the block with those of its positions that are verified, if they are not all; nor does that.
+        read: commits prompts that were read in the same pass, and begins rows whose prompt has ended, given how many
+            log-probabilities are served; returns their first tokens. None reads none.
         verify: the target's logits of a block, and what is to be committed of it.
         commit: writes what was accepted to the target's cache and the drafter's state.
     """
@@ -96,6 +104,7 @@ class StepFunctions(NamedTuple):
     verify: Callable[[State, Block], tuple[Float[Array, "b t V"], Verified]]
     commit: Callable[[State, Verified, Accepted], State]
     narrow: Callable[[State, Block], Block] = lambda state, block: block
+    read: Callable[[State, Verified, int | None], tuple[State, Committed]] | None = None
 
 
 def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | None = None) -> tuple[State, Committed]:
@@ -137,7 +146,8 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
         calibration=_calibrated(view, block.proposal, accepted),
         walk=_walked(state, choice, states, accepted, last),
     )
-    return after, Committed(tokens, count, scores, _forecast(block.proposal, accepted), _limited(block))
+    after, first = (after, None) if functions.read is None else functions.read(after, verified, logprobs)
+    return after, Committed(tokens, count, scores, _forecast(block.proposal, accepted), _limited(block), first)
 
 
 def _along(x: Float[Array, "b t N"], block: Block, path: Int[Array, "B J"] | None) -> Float[Array, "B J N"]:
@@ -250,17 +260,38 @@ def nothing(state: State, choice: Choice) -> Proposal:
 
 
 def verify(
-    target: TargetModel, drafter: DraftModel | None, state: State, block: Block
+    target: TargetModel, drafter: DraftModel | None, prompts: Prompts | None, state: State, block: Block
 ) -> tuple[Float[Array, "b t V"], Verified]:
-    """Scores a block with one pass of the target, in which a position sees its ancestors."""
-    visible = None if block.tree is None else block.tree.ancestors
-    where = block.positions(state.lengths), visible, state.target_cache, state.lengths
-    counts, packing = jnp.where(state.remaining > 0, block.tokens.shape[1], 0), {}
-    if block.packing is not None:
-        counts, packing = block.packing.counts, {"packing": block.packing}
-    given = {"taps": drafter.taps if drafter else (), "rows": state.rows, "counts": counts, **packing}
-    hidden, features, fresh = target.forward(block.tokens, *where, **given)
-    return target.unembed(hidden), Verified(block, features, fresh)
+    """Scores a block with one pass of the target, in which a position sees its ancestors; the pass reads prompts, too,
+    if there are any."""
+    visible, packing = None if block.tree is None else block.tree.ancestors, block.packing
+    counts = jnp.where(state.remaining > 0, block.tokens.shape[1], 0) if packing is None else packing.counts
+    where = block.positions(state.lengths), visible, state.lengths, state.rows
+    inputs = [Inputs(block.tokens, *where, counts=counts, packing=packing)]
+    inputs += [] if prompts is None else [prompts.inputs]
+    taps = drafter.taps if drafter else ()
+    (hidden, features, fresh), *others = target.forward_all(inputs, state.target_cache, taps=taps)
+    read = [Read(given, *found) for given, found in zip(inputs[1:], others, strict=True)]
+    states = [hidden, *(one.last() for one in read)]
+    logits, *after = parted(target.unembed(joined(states)), [x.shape[:2] for x in states])
+    return logits, Verified(block, features, fresh, *zip(read, after, strict=True))
+
+
+def read_prompts(
+    target: TargetModel,
+    drafter: DraftModel | None,
+    prompts: Prompts,
+    automata: Automata | None,
+    state: State,
+    verified: Verified,
+    logprobs: int | None,
+) -> tuple[State, Committed]:
+    """See `StepFunctions.read`."""
+    assert verified.read is not None
+    read, logits = verified.read
+    state = commit_prompts(target, drafter, state, read)
+    state, token, scores = begin_decoding(target, state, prompts, logits, automata, logprobs)
+    return state, Committed(token, prompts.last.astype(jnp.int32), scores)
 
 
 def commit(
@@ -288,6 +319,7 @@ def step_functions(
     nodes: int = 0,
     automata: Automata | None = None,
     budget: int = 0,
+    prompts: Prompts | None = None,
 ) -> StepFunctions:
     """The step of a target and a drafter.
 
@@ -300,6 +332,7 @@ def step_functions(
         automata: of the constraints that rows may have, where the state has a `walk`.
         budget: positions that are verified of a row on average; the likeliest of all rows are (see `budget`). 0
             verifies all that is proposed.
+        prompts: to read in the same pass, of rows that do not decode, after what is committed of them.
     """
     depth, propose, more = 0, nothing, {}
     if drafter is not None and block_size > 0 and drafter.depth(block_size) > 0:
@@ -309,30 +342,37 @@ def step_functions(
         if narrower:
             within = lambda block, state: within_budget(block, state.remaining, budget)
             more = {"narrow": lambda state, block: block._replace(packing=within(block, state))}
+    if prompts is not None:
+        more["read"] = partial(read_prompts, target, drafter, prompts, automata)
     return StepFunctions(
         make_choose(target, depth, automata),
         propose,
-        partial(verify, target, drafter),
+        partial(verify, target, drafter, prompts),
         partial(commit, target, drafter),
         **more,
     )
 
 
 def run(
-    step: Callable[[State], tuple[State, Committed]],
+    step: Callable[..., tuple[State, Committed]],
     state: State,
     max_steps: Int[Array, ""],
     leave_below: Int[Array, ""],
     capacity: int,
+    prompts: Prompts | None = None,
 ) -> tuple[State, Committed]:
     """Steps on the device until the budget is spent, all rows are idle, or fewer rows decode than `leave_below`.
+
+    Args:
+        step: called with the state, and with `prompts` i, if there are any, in step i.
 
     Returns:
         The state, and the tokens of each step stacked [M, B, J] / [M, B], M = `capacity` >= `max_steps`;
         counts of steps not taken are 0.
     """
     step = jax.jit(step, inline=True)  # traced once, for its shapes and in the loop
-    shapes = jax.eval_shape(step, state)[1]
+    given = lambda i: () if prompts is None else (jax.tree.map(lambda x: x[i], prompts),)
+    shapes = jax.eval_shape(step, state, *given(0))[1]
     trace = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), shapes)
 
     def going(carry) -> Bool[Array, ""]:
@@ -343,7 +383,7 @@ def run(
 
     def once(carry):
         i, state, trace = carry
-        state, committed = step(state)
+        state, committed = step(state, *given(i))
         return i + 1, state, jax.tree.map(lambda all, one: all.at[i].set(one), trace, committed)
 
     _, state, trace = jax.lax.while_loop(going, once, (jnp.int32(0), state, trace))

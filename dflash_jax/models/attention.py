@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dflash_jax.cache import KV, Cache, Fresh
 from dflash_jax.cache.int8 import Stored
@@ -23,7 +23,7 @@ from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models.layers import Linear, unfuse
 from dflash_jax.models.norms import Normed, RMSNorm, mean_square, rms_norm
 from dflash_jax.models.rope import Rope, rope_tables, rotate
-from dflash_jax.packing import Packing
+from dflash_jax.packing import Packing, joined, parted
 
 Norm = Callable[[Array], Array]  # of the heads of a block, [B, T, n, H]
 
@@ -42,6 +42,8 @@ class Pass(struct.PyTreeNode):
         key_positions: of the block's keys where there are more of them than queries (see `block_attention.attend`).
         packing: the positions that layers compute (see `packing`), where these are not all: the others' results are
             undefined. None is all.
+        beside: another block that is computed in the same products. What layers are given is then [p, n]: the packed
+            positions of both, one after the other, in each of the p parts that a mesh splits rows into.
         per_row: in training, how many of the B blocks share one cache row (all others: None). Then the
             blocks see the cache up to their own `lengths`, and the pass is differentiable.
     """
@@ -55,6 +57,7 @@ class Pass(struct.PyTreeNode):
     counts: Int[Array, " B"] | None = None
     key_positions: Int[Array, "B F"] | None = None
     packing: Packing | None = None
+    beside: "Pass | None" = None
     per_row: int | None = struct.field(pytree_node=False, default=None)
 
     def tables(self, mixer: LayerMixer, dtype: jnp.dtype) -> Rope | None:
@@ -64,18 +67,60 @@ class Pass(struct.PyTreeNode):
         within = self.positions if self.starts is None else self.positions - self.starts
         return rope_tables(*mixer.rotary, within, dtype)
 
+    def rotating(self, mixer: LayerMixer, dtype: jnp.dtype) -> "Pass":
+        """The same with these tables, of all its blocks."""
+        beside = None if self.beside is None else self.beside.rotating(mixer, dtype)
+        return self.replace(rope=self.tables(mixer, dtype), beside=beside)
+
     @property
-    def valid(self) -> Int[Array, " _"] | None:
-        """How many of the positions that a layer is given are valid, of each of their rows the first ones."""
-        return self.counts if self.packing is None else self.packing.valid
+    def blocks(self) -> list["Pass"]:
+        """Its blocks, each as a pass of its own."""
+        return [self] if self.beside is None else [self.replace(beside=None), *self.beside.blocks]
 
-    def pack(self, x: Shaped[Array, "B T *S"]) -> Shaped[Array, "b t *S"]:
-        """What layers are given of something that each block position has."""
-        return x if self.packing is None else self.packing.pack(x)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the packed positions of its own block."""
+        B, T = self.positions.shape
+        return B, T if self.packing is None else self.packing.rows.size // B
 
-    def spread(self, x: Shaped[Array, "b t *S"]) -> Shaped[Array, "B T *S"]:
-        """The same at every block position, for what mixes them."""
-        return x if self.packing is None else self.packing.spread(x)
+    @property
+    def valid(self) -> Bool[Array, "b t"] | None:
+        """Which of the positions that layers are given are valid; None is all."""
+        if self.beside is not None:
+            each = [jnp.ones(of.shape, jnp.bool_) if (mask := of.valid) is None else mask for of in self.blocks]
+            return joined(each)
+        counts = self.counts if self.packing is None else self.packing.valid
+        return None if counts is None else jnp.arange(self.shape[1])[None] < counts[:, None]
+
+    def pack(self, *blocks: Shaped[Array, "_ _ *S"]) -> Shaped[Array, "b t *S"]:
+        """What layers are given of something that each position of its blocks has."""
+        pairs = zip(self.blocks, blocks, strict=True)
+        return joined([x if of.packing is None else of.packing.pack(x) for of, x in pairs])
+
+    def apart(self, x: Shaped[Array, "b t *S"]) -> list[Shaped[Array, "_ _ *S"]]:
+        """What layers return, of each of its blocks."""
+        return parted(x, [of.shape for of in self.blocks])
+
+    def mixed(
+        self, mix: Callable[..., tuple[Array, Any]], outputs: Sequence[Shaped[Array, "b t _"]], shared: Any = None
+    ) -> tuple[Float[Array, "b t _"], Any]:
+        """What layers are given of the result of `mix`, which mixes the positions of a block.
+
+        Args:
+            mix: called with each of `outputs` at every position of a block, a pass of that block alone, and what it
+                has of `shared`; returns a result [B, T, M], and what is fresh of the block.
+
+        Returns:
+            The results, and what is fresh: of two blocks a tuple, as `shared` is.
+        """
+        blocks, results = self.blocks, list[Array]()
+        fresh, of_each = list[Any](), (shared,) if self.beside is None else shared or (None,) * len(blocks)
+        for of, both, known in zip(blocks, zip(*map(self.apart, outputs), strict=True), of_each, strict=True):
+            spread = (x if of.packing is None else of.packing.spread(x) for x in both)
+            result, found = mix(*spread, of, known)
+            results.append(result)
+            fresh.append(found)
+        return self.pack(*results), fresh[0] if self.beside is None else tuple(fresh)
 
 
 class Attention(nn.Module):
@@ -95,50 +140,61 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b t Din"] | Normed, ctx: Pass, entry: KV, shared: Stored | None = None
-    ) -> tuple[Float[Array, "b t D"], Stored]:
-        """Returns the layer's output, and the block's keys and values.
+        self,
+        x: Float[Array, "b t Din"] | Normed,
+        ctx: Pass,
+        entry: KV,
+        shared: Stored | tuple[Stored, ...] | None = None,
+    ) -> tuple[Float[Array, "b t D"], Stored | tuple[Stored, ...]]:
+        """Returns the layer's output, and the block's keys and values, of two blocks a tuple.
 
         Args:
             shared: the block's keys and values, where this layer does not make them: those of the layer whose entry
                 this one shares, or those of a drafter that projects the keys of all its layers at once.
         """
-        c, (B, T), D = self.config, ctx.positions.shape, x.shape[-1]
+        c, D, makes_keys = self.config, x.shape[-1], shared is None
         N, K, H = c.num_heads, c.kv_heads(self.layout), c.head_dim
-
-        def norm(name: str, heads: int, squares: Float[Array, "B T _"] | None) -> Norm | None:
-            if c.qk_norm is None:
-                return None
-            size = H if c.qk_norm_per_head else heads * H
-            module = self.norm_class(size, c.qk_norm, name=name)
-            known = None if squares is None else squares[..., None]
-            return lambda x: module(x.reshape(B, T, -1, size), known).reshape(x.shape)
-
         sizes = [N * H] * (2 if c.gate else 1)
-        if shared is None:
+        if makes_keys:
             sizes += [K * H] * (1 if c.values_are_keys else 2)
-        outputs = ctx.spread(Linear((D, sum(sizes)), c.bias, name="qkv_proj" if shared is None else "q_proj")(x))
-        q, *others = unfuse(outputs, sizes, self.layout.shards)
-        squares: list[Array | None] = [None] * len(sizes)
-        if c.qk_norm is not None and c.qk_norm_per_head and platform() == "gpu":  # of all heads by one launch
-            found = mean_square(outputs.reshape(B, T, -1, H))[..., 0]
-            squares = [*unfuse(found, [size // H for size in sizes], self.layout.shards)]
-        fresh = shared
-        if fresh is None:
-            keys = -1 if c.values_are_keys else -2
-            value_norm = None if c.value_norm is None else partial(rms_norm, weight=None, eps=c.value_norm)
-            key_norm = norm("k_norm", K, squares[keys])
-            fresh = entry.stored(keys_and_values(others[keys], others[-1], H, ctx.rope, key_norm, value_norm))
-        q = split_heads(q, H, norm("q_norm", N, squares[0]), ctx.rope)
-        block = fresh
-        if ctx.per_row is None and isinstance(fresh, Fresh) and fresh.v is not None:
-            block = fresh.replace(joined=together(q, fresh.k, fresh.v, entry))
-            fresh = block if shared is None else fresh
+        heads = {"q_norm": N, "k_norm": K} if makes_keys else {"q_norm": N}
+        widths = {name: H if c.qk_norm_per_head else n * H for name, n in heads.items()}
+        eps = c.qk_norm
+        norms = {} if eps is None else {name: self.norm_class(n, eps, name=name) for name, n in widths.items()}
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if c.sinks else None
-        out = attend_pass(q, block, ctx, entry, c, sinks).reshape(B, T, N * H)
-        if c.gate:
-            out = out * nn.sigmoid(others[0])
-        return Linear((N * H, self.width), c.bias and c.output_bias, name="o_proj")(ctx.pack(out)), fresh
+
+        def norm(name: str, squares: Float[Array, "B T _"] | None) -> Norm | None:
+            if name not in norms:
+                return None
+            known = None if squares is None else squares[..., None]
+            return lambda x: norms[name](x.reshape(*x.shape[:2], -1, widths[name]), known).reshape(x.shape)
+
+        def mix(
+            outputs: Float[Array, "B T _"], at: Pass, shared: Stored | None
+        ) -> tuple[Float[Array, "B T _"], Stored]:
+            B, T, _ = outputs.shape
+            q, *others = unfuse(outputs, sizes, self.layout.shards)
+            squares: list[Array | None] = [None] * len(sizes)
+            if norms and c.qk_norm_per_head and platform() == "gpu":  # of all heads by one launch
+                found = mean_square(outputs.reshape(B, T, -1, H))[..., 0]
+                squares = [*unfuse(found, [size // H for size in sizes], self.layout.shards)]
+            fresh = shared
+            if fresh is None:
+                keys = -1 if c.values_are_keys else -2
+                value_norm = None if c.value_norm is None else partial(rms_norm, weight=None, eps=c.value_norm)
+                key_norm = norm("k_norm", squares[keys])
+                fresh = entry.stored(keys_and_values(others[keys], others[-1], H, at.rope, key_norm, value_norm))
+            q = split_heads(q, H, norm("q_norm", squares[0]), at.rope)
+            block = fresh
+            if at.per_row is None and isinstance(fresh, Fresh) and fresh.v is not None:
+                block = fresh.replace(joined=together(q, fresh.k, fresh.v, entry))
+                fresh = block if shared is None else fresh
+            out = attend_pass(q, block, at, entry, c, sinks).reshape(B, T, N * H)
+            return (out * nn.sigmoid(others[0]) if c.gate else out), fresh
+
+        outputs = Linear((D, sum(sizes)), c.bias, name="qkv_proj" if makes_keys else "q_proj")(x)
+        out, fresh = ctx.mixed(mix, [outputs], shared)
+        return Linear((N * H, self.width), c.bias and c.output_bias, name="o_proj")(out), fresh
 
 
 def split_heads(
@@ -217,16 +273,15 @@ def run_layers(
         taps: layers whose outputs to return; -1 is their input.
 
     Returns:
-        The last output, the tapped ones side by side, and what is fresh for each cache entry.
+        The last output, the tapped ones side by side, and what is fresh for each cache entry (see `Pass.mixed`).
     """
     fresh: list[Any] = [None] * len(cache.entries)
-    outputs, tables = {-1: x}, dict[tuple[RopeConfig, int] | None, Rope | None]()
+    outputs, tables = {-1: x}, dict[tuple[RopeConfig, int] | None, Pass]()
     for i, (layer, config) in enumerate(zip(layers, configs, strict=True)):
         mixer, entry = config.mixer, cache.of_layer[i]
         if mixer.rotary not in tables:
-            tables[mixer.rotary] = ctx.tables(mixer, x.dtype)
-        ctx = ctx.replace(rope=tables[mixer.rotary])
-        x, fresh[entry] = _apply_once_traced(layer, x, ctx, cache.entry(i), fresh[entry])
+            tables[mixer.rotary] = ctx.rotating(mixer, x.dtype)
+        x, fresh[entry] = _apply_once_traced(layer, x, tables[mixer.rotary], cache.entry(i), fresh[entry])
         if i in taps:
             outputs[i] = x
     features = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else x[..., :0]

@@ -45,7 +45,7 @@ class Layer(nn.Module):
         """The layer's MLP, or its experts."""
         D, layer = self.config.hidden_size, self.layer
         if layer.experts:
-            return partial(Experts(D, layer.experts, self.layout, name="experts"), counts=ctx.valid)
+            return partial(Experts(D, layer.experts, self.layout, name="experts"), valid=ctx.valid)
         return MLP(D, layer.intermediate_size, self.layout, layer.mlp_bias, name="mlp")
 
     @nn.compact
@@ -94,11 +94,10 @@ class Decoder(nn.Module):
         return found * jnp.asarray(self.config.embedding_scale, found.dtype)
 
     def forward(
-        self, tokens: Int[Array, "B T"], ctx: Pass, cache: Cache, taps: tuple[int, ...]
+        self, tokens: Int[Array, "b t"], ctx: Pass, cache: Cache, taps: tuple[int, ...]
     ) -> tuple[Float[Array, "b t D"], Float[Array, "b t FD"], tuple[Any, ...]]:
         """Returns normed hidden states, the outputs of the tapped layers side by side, and what is fresh."""
-        x = self.embed(ctx.pack(tokens))
-        x, features, fresh = run_layers(self.layers, self.config.layers, x, ctx, cache, taps)
+        x, features, fresh = run_layers(self.layers, self.config.layers, self.embed(tokens), ctx, cache, taps)
         return self.norm(x), features, fresh
 
     def head(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import ExpertsConfig
 from dflash_jax.kernels import active_experts
@@ -35,13 +35,13 @@ class Experts(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        counts: Int[Array, " B"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
         routed: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Returns the sum of the chosen experts' outputs by their weights.
 
         Args:
-            counts: how many positions of each row are valid, the first ones; the others give zero. None is all.
+            valid: which positions are; the others give zero. None is all.
             routed: what the router reads; None is `x`.
         """
         c, (E, D) = self.config, (self.config.num_experts, self.width)
@@ -58,9 +58,8 @@ class Experts(nn.Module):
         params = {"router": router, "router_bias": bias("router_bias", E)}
         params |= {"correction_bias": correction, "per_expert_scale": scale}
         weights, chosen = routing(c, params, x if routed is None else routed)
-        if counts is not None:
-            valid = (jnp.arange(x.shape[1])[None] < counts[:, None])[..., None]
-            weights, chosen = jnp.where(valid, weights, 0.0), jnp.where(valid, chosen, E)
+        if valid is not None:
+            weights, chosen = jnp.where(valid[..., None], weights, 0.0), jnp.where(valid[..., None], chosen, E)
         rows = P(split_rows(x.shape[0]))
 
         def on_device(

@@ -115,38 +115,44 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b t D"], ctx: Pass, entry: Latent, shared: None = None
-    ) -> tuple[Float[Array, "b t D"], Fresh]:
-        c, (B, T) = self.config, ctx.positions.shape
-        q, vectors = map(ctx.spread, self._projected(x))
-        plain, rotated = jnp.split(q.reshape(B, T, c.num_heads, c.head_dim), [c.qk_nope_head_dim], axis=-1)
-        rotated = rotate(rotated, ctx.rope)
-        latents, key = jnp.split(vectors, [c.kv_lora_rank], axis=-1)
-        latents = RMSNorm(c.kv_lora_rank, c.eps, name="kv_a_layernorm")(latents)
-        key = rotate(key[:, :, None], ctx.rope)[:, :, 0]
-        fresh = Fresh(jnp.concatenate([latents, key], axis=-1)[:, None], None)
-        up, expanded = self._up(x.dtype), c.absorbed < T
-        if not expanded:
-            into = up[:, : c.qk_nope_head_dim]
-            plain = product("btnh,nhc->btnc", plain, into).astype(x.dtype)
-        out = entry.attend(
-            jnp.concatenate([plain, rotated], axis=-1),
-            ctx.positions,
-            fresh,
-            ctx.lengths,
-            visible="causal" if ctx.visible is None else ctx.visible,
-            rows=ctx.rows,
-            starts=ctx.starts,
-            key_positions=ctx.key_positions,
-            scale=c.scale,
-            up=up,
-            expanded=expanded,
-        )
-        if not expanded:
-            out = constrain(out, P(P.UNCONSTRAINED, None, HEADS))
-            out = product("btnc,nvc->btnv", out, up[:, c.qk_nope_head_dim :]).astype(x.dtype)
-        out = out.reshape(B, T, c.num_heads * c.v_head_dim)
-        return Linear((c.num_heads * c.v_head_dim, self.width), name="o_proj")(ctx.pack(out)), fresh
+        self, x: Float[Array, "b t D"], ctx: Pass, entry: Latent, shared: tuple[None, ...] | None = None
+    ) -> tuple[Float[Array, "b t D"], Fresh | tuple[Fresh, ...]]:
+        c, up = self.config, self._up(x.dtype)
+        norm = RMSNorm(c.kv_lora_rank, c.eps, name="kv_a_layernorm")
+
+        def mix(
+            q: Float[Array, "B T _"], vectors: Float[Array, "B T L"], at: Pass, shared: None
+        ) -> tuple[Float[Array, "B T _"], Fresh]:
+            B, T, _ = q.shape
+            plain, rotated = jnp.split(q.reshape(B, T, c.num_heads, c.head_dim), [c.qk_nope_head_dim], axis=-1)
+            rotated = rotate(rotated, at.rope)
+            latents, key = jnp.split(vectors, [c.kv_lora_rank], axis=-1)
+            key = rotate(key[:, :, None], at.rope)[:, :, 0]
+            fresh = Fresh(jnp.concatenate([norm(latents), key], axis=-1)[:, None], None)
+            expanded = c.absorbed < T
+            if not expanded:
+                into = up[:, : c.qk_nope_head_dim]
+                plain = product("btnh,nhc->btnc", plain, into).astype(x.dtype)
+            out = entry.attend(
+                jnp.concatenate([plain, rotated], axis=-1),
+                at.positions,
+                fresh,
+                at.lengths,
+                visible="causal" if at.visible is None else at.visible,
+                rows=at.rows,
+                starts=at.starts,
+                key_positions=at.key_positions,
+                scale=c.scale,
+                up=up,
+                expanded=expanded,
+            )
+            if not expanded:
+                out = constrain(out, P(P.UNCONSTRAINED, None, HEADS))
+                out = product("btnc,nvc->btnv", out, up[:, c.qk_nope_head_dim :]).astype(x.dtype)
+            return out.reshape(B, T, c.num_heads * c.v_head_dim), fresh
+
+        out, fresh = ctx.mixed(mix, self._projected(x))
+        return Linear((c.num_heads * c.v_head_dim, self.width), name="o_proj")(out), fresh
 
     def _projected(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T _"], Float[Array, "B T L"]]:
         """Queries of all heads, and the vectors to cache, before norms and rotation."""

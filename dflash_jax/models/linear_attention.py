@@ -91,33 +91,42 @@ class LinearAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "b t D"], ctx: Pass, entry: Recurrent, shared: None = None
-    ) -> tuple[Float[Array, "b t D"], Corrections | State]:
-        c, (B, T), shards = self.config, ctx.positions.shape, self.layout.shards
+        self, x: Float[Array, "b t D"], ctx: Pass, entry: Recurrent, shared: tuple[None, ...] | None = None
+    ) -> tuple[Float[Array, "b t D"], Corrections | State | tuple[Corrections | State, ...]]:
+        c, shards = self.config, self.layout.shards
         K, G, Hv = c.num_key_heads, c.shared, c.value_head_dim
         sizes = c.channels, c.value_size, c.num_value_heads, c.num_value_heads
-        inputs, z, b, a = unfuse(ctx.spread(Linear((self.width, sum(sizes)), name="in_proj")(x)), sizes, shards)
         taps = self.param("conv", nn.initializers.normal(0.02), (c.channels, c.conv_kernel_dim))
         decay = self.param("A_log", nn.initializers.zeros, (c.num_value_heads,)).astype(jnp.float32)
         shift = self.param("dt_bias", nn.initializers.ones, (c.num_value_heads,)).astype(jnp.float32)
-        old = entry.of(ctx.rows)
-        mixed = nn.silu(convolve(inputs, old.inputs, taps, ctx))
-        q, k, v = (part.astype(jnp.float32) for part in unfuse(mixed, (c.key_size, c.key_size, c.value_size), shards))
-        q, k = (_unit(part.reshape(B, T, K, c.key_head_dim)) for part in (q, k))
-        q, v = q * c.key_head_dim**-0.5, v.reshape(B, T, K, G, Hv)
-        beta = jax.nn.sigmoid(b.astype(jnp.float32)).reshape(B, T, K, G)
-        g = -jnp.exp(decay)[None, None] * jax.nn.softplus(a.astype(jnp.float32) + shift[None, None])
-        g = g.reshape(B, T, K, G)
-        if ctx.visible is None and (T > BLOCK or ctx.starts is not None):
-            out, fresh = _prompt(q, k, v, g, beta, inputs, old, ctx)
-        else:
-            visible = ctx.visible if ctx.visible is None or ctx.visible.ndim == 3 else ctx.visible[None]
-            out, u = read_block(q, k, v, g, beta, old.s, visible)
-            fresh = Corrections(k, u, g, inputs)
         norm = self.param("norm", nn.initializers.ones, (Hv,))
-        out = rms_norm(out.astype(x.dtype), norm, self.eps).reshape(B, T, -1)
-        gated = out.astype(jnp.float32) * nn.silu(z.astype(jnp.float32))
-        return Linear((c.value_size, self.width), name="out_proj")(ctx.pack(gated.astype(x.dtype))), fresh
+
+        def mix(
+            outputs: Float[Array, "B T _"], at: Pass, shared: None
+        ) -> tuple[Float[Array, "B T _"], Corrections | State]:
+            B, T, _ = outputs.shape
+            inputs, z, b, a = unfuse(outputs, sizes, shards)
+            old = entry.of(at.rows)
+            mixed = nn.silu(convolve(inputs, old.inputs, taps, at))
+            parts = unfuse(mixed, (c.key_size, c.key_size, c.value_size), shards)
+            q, k, v = (part.astype(jnp.float32) for part in parts)
+            q, k = (_unit(part.reshape(B, T, K, c.key_head_dim)) for part in (q, k))
+            q, v = q * c.key_head_dim**-0.5, v.reshape(B, T, K, G, Hv)
+            beta = jax.nn.sigmoid(b.astype(jnp.float32)).reshape(B, T, K, G)
+            g = -jnp.exp(decay)[None, None] * jax.nn.softplus(a.astype(jnp.float32) + shift[None, None])
+            g = g.reshape(B, T, K, G)
+            if at.visible is None and (T > BLOCK or at.starts is not None):
+                out, fresh = _prompt(q, k, v, g, beta, inputs, old, at)
+            else:
+                visible = at.visible if at.visible is None or at.visible.ndim == 3 else at.visible[None]
+                out, u = read_block(q, k, v, g, beta, old.s, visible)
+                fresh = Corrections(k, u, g, inputs)
+            out = rms_norm(out.astype(x.dtype), norm, self.eps).reshape(B, T, -1)
+            gated = out.astype(jnp.float32) * nn.silu(z.astype(jnp.float32))
+            return gated.astype(x.dtype), fresh
+
+        out, fresh = ctx.mixed(mix, [Linear((self.width, sum(sizes)), name="in_proj")(x)])
+        return Linear((c.value_size, self.width), name="out_proj")(out), fresh
 
 
 def _prompt(

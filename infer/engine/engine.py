@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from dflash_jax.decoding.state import DraftModel
+from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.compiling import Progress
 from dflash_jax.infer.engine.constraints import Constraints, Ready
@@ -196,7 +197,7 @@ class Engine:
         filling, decoding = self._admission.filling, self._admission.decoding
         if not decoding:
             self._ahead = None  # its rows have all finished
-        if self._pacing.reads(filling, decoding, ahead=self._ahead is not None):
+        if self._pacing.reads(filling, decoding, ahead=self._ahead is not None, beside=self.batch.reads_beside):
             events = self._read(filling)
         elif decoding:
             waiting, free = admit and self.waiting > 0, self.busy < self.slots
@@ -342,16 +343,42 @@ class Engine:
         if not self._memory.holds(decoding, steps, None if behind else self._preempt):
             return None
         decoding = self._admission.decoding
-        slots, rows = self.batch.some(list(decoding)), decoding.values()
+        filling = self._to_read() if behind is None and self.batch.reads_beside else {}
+        reads = self.batch.plan(filling, how.steps) if filling else []
+        slots = self.batch.idle(self.batch.widths[-1]) if reads else self.batch.some(list(decoding))
+        rows = decoding.values()
         speculative = all(row.request.speculative for row in rows)
         draft, chooser = self.drafts.choose((row.ticket for row in rows), len(slots), speculative=speculative)
         steps = min(chooser.try_steps, how.steps) if chooser and chooser.trying else how.steps
+        steps = min(steps, len(reads)) if reads else steps
         begin = time.perf_counter()
         leave_below = min(how.leave_below, len(decoding))  # some may have given their slots back
-        trace = self.batch.decode(self.drafts.program(draft), steps, leave_below, slots)
+        trace = self.batch.decode(self.drafts.program(draft), steps, leave_below, slots, reads or None, filling)
         end = time.perf_counter() if is_ready(trace) else None  # small programs on CPU may run at once
         of_slot = dict(enumerate(self._admission.rows))
-        return Visit(draft, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, steps, end)
+        return Visit(draft, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, steps, end, reads)
+
+    def _to_read(self) -> dict[int, ActiveRequest]:
+        """The prompts that are not read to their end, by slot, with what is kept of others copied to them."""
+        filling = self._admission.in_turn(self._admission.filling)
+        for slot, tokens in self.batch.copy(filling).items():
+            self._copied(filling[slot], tokens)
+        return filling
+
+    def _read_beside(self, visit: Visit, trace: Committed, steps: int) -> None:
+        """Takes what the first steps of a visit have read of prompts."""
+        still = {slot: row for slot, row in visit.rows if row is not None and row is self._admission.rows[slot]}
+        for step, plan in enumerate(visit.reads[:steps]):
+            for read in plan.reads:
+                if (row := still.get(read.slot)) is None:
+                    continue
+                self.stats.prompt_tokens += read.filled - row.filled
+                self.stats.beside_tokens += read.filled - row.filled
+                row.filled = read.filled
+                if not row.left:
+                    assert trace.first is not None
+                    row.extend(trace.first, (step, read.place, slice(1)))
+            self.batch.keep(plan, still)
 
     def _collect(self, visit: Visit) -> list[ActiveRequest]:
         """Waits for a visit and hands its tokens to the rows, which are returned."""
@@ -361,6 +388,7 @@ class Engine:
         seconds = self._pacing.visited(visit.begin, end, steps, timed=timed) if steps else 0.0
         self.stats.decode_seconds += seconds
         self.stats.steps += steps
+        self._read_beside(visit, trace, steps)
         committed = np.arange(trace.tokens.shape[2]) < trace.count[:, :, None]
         proposed = self.drafts.proposed(visit.draft) if self.drafter else None
         advanced, outcomes, page = [], {}, self.batch.pages and self.batch.pages.pages.size
@@ -368,6 +396,9 @@ class Engine:
             if row is None or row is not self._admission.rows[slot] or not row.decoding:
                 continue
             advanced.append(row)
+            if row.completion.finish_reason:  # with its first token
+                self.batch.release(slot)
+                continue
             if (taken := row.advance(trace, at, committed[:, at], proposed, page)) is None:
                 continue
             counts, outcomes[row.ticket] = taken
@@ -377,7 +408,8 @@ class Engine:
                 self.batch.release(slot)
         if visit.chooser:
             promised = expected(trace, visit.draft)
-            visit.chooser.observe(visit.draft, steps, seconds if timed else None, outcomes, promised)
+            alone = timed and not visit.reads
+            visit.chooser.observe(visit.draft, steps, seconds if alone else None, outcomes, promised)
         return advanced
 
 

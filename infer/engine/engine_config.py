@@ -30,6 +30,10 @@ class EngineConfig:
             "independent" (docs/sampling.md).
         seed: noise of requests without a seed of their own.
         prefill_chunk: prompts are read in chunks of at most this many tokens, of one prompt or of several together.
+        prefill_budget: tokens of prompts that a step of the rows that decode reads besides, in the same pass: between
+            two steps no more are read. None reads prompts between device calls. "auto" is None on CPU, with one slot
+            and with `deterministic`; elsewhere a chunk, if that was measured to be faster than to do one after the
+            other.
         steps_per_visit: decoding steps of one device call.
         prefix_chunks: how many chunks of prompts to keep for requests that begin alike; each takes the cache memory of
             `prefill_chunk` tokens.
@@ -66,6 +70,7 @@ class EngineConfig:
     proposals: Proposals = "calibrated"
     seed: int = 0
     prefill_chunk: int = 256
+    prefill_budget: int | Literal["auto"] | None = None
     steps_per_visit: int = 16
     prefix_chunks: int = 0
     logprobs: int | None = None
@@ -99,9 +104,21 @@ class EngineConfig:
             raise ValueError(f"verify_budget must be at least 2, got {self.verify_budget}; the anchor is one position")
         if self.verify_budget is not None and self.deterministic:
             raise ValueError("verify_budget and deterministic exclude each other: what is verified depends on all rows")
+        if isinstance(self.prefill_budget, int) and not 1 <= self.prefill_budget < 2**31:
+            raise ValueError(f"prefill_budget must be at least 1 and below 2**31, got {self.prefill_budget}")
+        if isinstance(self.prefill_budget, int) and self.deterministic:
+            raise ValueError(
+                "prefill_budget and deterministic exclude each other: what a step reads depends on all rows"
+            )
         if self.plain and self.deterministic:
             raise ValueError("plain and deterministic exclude each other: one plain request changes the steps of all")
         if self.proposals not in get_args(Proposals):
             raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {self.proposals!r}")
         if self.gpu_graphs not in get_args(Graphs):
             raise ValueError(f"gpu_graphs must be one of {', '.join(get_args(Graphs))}; got {self.gpu_graphs!r}")
+
+    def beside(self, backend: str) -> int | None:
+        """Tokens of prompts that a step reads beside rows that decode, on such devices; None reads none."""
+        if self.prefill_budget != "auto":
+            return self.prefill_budget
+        return None if backend == "cpu" or self.slots == 1 or self.deterministic else self.prefill_chunk

@@ -34,10 +34,13 @@ class Pacing:
         self.step_seconds = 0.0  # of the last visit
         self._collected = 0.0  # when tokens last came from the device
 
-    def reads(self, filling: Collection[object], decoding: Collection[object], *, ahead: bool) -> bool:
+    def reads(
+        self, filling: Collection[object], decoding: Collection[object], *, ahead: bool, beside: bool = False
+    ) -> bool:
         """Whether prompts (`filling`) are read next, rather than rows decoded: in turns, where there are both, and
-        after the visit that is in flight (`ahead`)."""
-        if filling and (not decoding or (not ahead and self.reading_left > 0)):
+        after the visit that is in flight (`ahead`); only without rows that decode, if their steps can read prompts,
+        too (`beside`)."""
+        if filling and (not decoding or (not beside and not ahead and self.reading_left > 0)):
             return True
         self.reading_left = 1.0 if decoding else self.reading_left
         return False

@@ -12,6 +12,7 @@ import numpy as np
 
 SHORT, HALVES = 32, 128  # tokens of the smallest program; halves of a chunk have at least 128
 TOKENS = 256  # of a program of several rows
+BESIDE_ROWS = 4  # prompts that a step of other rows reads at most
 TOGETHER = 0.8  # several rows must be so much faster than one, which is read sooner and decodes sooner
 
 
@@ -35,6 +36,13 @@ class PrefillCost(NamedTuple):
 
     def at(self, longest: int) -> float:
         return self.empty + self.per_position * longest
+
+
+def beside_shape(tokens: int, slots: int, parts: int) -> PrefillShape:
+    """Of a program that reads so many tokens of prompts, of all parts of the mesh, beside rows that decode."""
+    of_part = max(1, tokens // parts)
+    rows = next(n for n in (BESIDE_ROWS, 2, 1) if n <= slots // parts and of_part % n == 0)
+    return PrefillShape(rows, of_part)
 
 
 def modelled(shape: PrefillShape) -> PrefillCost:

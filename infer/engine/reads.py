@@ -4,11 +4,11 @@ Pure host code: `Slots.read` carries the plan out.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dflash_jax.infer.engine.prefixes import KeptChunk, PrefixIndex
-from dflash_jax.infer.engine.prompts import PrefillBatch, Prefills
+from dflash_jax.infer.engine.prompts import PrefillBatch, Prefills, PrefillShape
 from dflash_jax.infer.engine.rows import ActiveRequest
 
 
@@ -78,6 +78,50 @@ def plan_reads(prompts: Mapping[int, ActiveRequest], programs: Prefills, prefixe
         if at is not None:
             batch.last[at] = filled == len(row.prompt)
     return ReadPlan([chunk for found in copies.values() for chunk in found], batch, reads, seconds)
+
+
+def plan_steps(
+    prompts: Mapping[int, ActiveRequest], programs: Prefills, shape: PrefillShape, prefixes: PrefixIndex, steps: int
+) -> list[ReadPlan]:
+    """Plans what each of some steps of other rows reads of these prompts: in each part of the mesh at most as many
+    tokens as the shape has, and of as many rows.
+
+    The last step is the one after which a chunk is complete that is to be kept, since its row must end there then.
+
+    Args:
+        prompts: by slot, of rows that were begun; the first in turn first. What is kept of others was copied to them.
+        shape: of the program.
+        steps: at most.
+    """
+    chunk, plans, filled = programs.chunk, list[ReadPlan](), {slot: row.filled for slot, row in prompts.items()}
+    while len(plans) < steps and not any(at.filled % chunk == 0 and prompts[at.slot].keys for at in _last(plans)):
+        left = {slot: row for slot, row in prompts.items() if filled[slot] < len(row.prompt)}
+        key = {slot: _next_key(slot, row, filled[slot], chunk) for slot, row in left.items()}
+        awaited, reader = Counter(key.values()), {key[slot]: slot for slot in reversed(left)}
+        room, taken = (
+            [shape.tokens] * programs.parts,
+            [list[tuple[int, Sequence[int]]]() for _ in range(programs.parts)],
+        )
+        for slot, row in left.items():
+            part, start = programs.part(slot), filled[slot]
+            end = min(len(row.prompt), (start // chunk + 1) * chunk, start + room[part])
+            if end > start and reader[key[slot]] == slot and len(taken[part]) < shape.rows:
+                taken[part].append((slot, row.prompt[start:end]))
+                room[part] -= end - start
+                filled[slot] = end
+        if not any(taken):
+            break
+        batch, reads = programs.batch(shape, taken), list[PromptRead]()
+        for place, slot in enumerate(batch.rows.tolist()):
+            if batch.counts[place]:
+                reads.append(PromptRead(slot, filled[slot], 0, place, awaited[key[slot]] > 1))
+                batch.last[place] = filled[slot] == len(prompts[slot].prompt)
+        plans.append(ReadPlan([], batch, reads, None))
+    return plans
+
+
+def _last(plans: Sequence[ReadPlan]) -> list[PromptRead]:
+    return plans[-1].reads if plans else []
 
 
 def _next_key(slot: int, row: ActiveRequest, start: int, chunk: int) -> bytes:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.stages import Wrapped
 
 from dflash_jax.cache import Pages, Windowed, with_pages
 from dflash_jax.decoding.automata import Automata
+from dflash_jax.decoding.prompts import Prompts, stacked_on_host
 from dflash_jax.decoding.state import RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine import traced
@@ -27,8 +28,8 @@ from dflash_jax.infer.engine.pages import PageTable
 from dflash_jax.infer.engine.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.engine.prefixes import PrefixCache
 from dflash_jax.infer.engine.programs import begin, decode_call, prefill, release
-from dflash_jax.infer.engine.prompts import PrefillBatch, PrefillCost, Prefills, PrefillShape
-from dflash_jax.infer.engine.reads import ReadPlan, plan_reads
+from dflash_jax.infer.engine.prompts import PrefillBatch, PrefillCost, Prefills, PrefillShape, beside_shape
+from dflash_jax.infer.engine.reads import ReadPlan, plan_reads, plan_steps
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.traced import Call
 from dflash_jax.infer.engine.widths import filled, narrower
@@ -38,7 +39,14 @@ from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
-Name = PrefillShape | tuple[Draft, int]  # of a large program: it reads prompts, or decodes so many rows
+
+class Beside(NamedTuple):
+    """The name of a program in which all rows decode, and each step reads prompts."""
+
+    draft: Draft
+
+
+Name = PrefillShape | tuple[Draft, int] | Beside  # of a large program: it reads prompts, or decodes so many rows
 LANES = 16  # float32 numbers in the widest vector of a processor
 
 
@@ -55,6 +63,7 @@ class Slots:
         pages: of rows that share memory; None where each has its own.
         prefixes: what is kept of prompts for those that begin alike.
         used: the programs that may be used.
+        beside: of a program that reads prompts beside rows that decode; None where there is none that pays.
     """
 
     def __init__(self, target: Target, config: EngineConfig, drafts: Drafts, constraints: Constraints | None = None):
@@ -76,6 +85,8 @@ class Slots:
         self._constraints, free = constraints, constraints and constraints.place(None)
         self._neutral = SamplingParams().on_device("", 0, 0, 1)._replace(walk=free)
         self._widths = (slots,) if self._fixed else narrower(slots, self._parts)
+        tokens = config.beside(jax.default_backend())
+        self.beside = None if tokens is None else beside_shape(tokens, slots, self._parts)
         self.used, self._warm = self.names, False
         state = partial(init_state, target, drafts.drafter, slots, room, STOP_WIDTH, chunk)
         make = jax.jit(lambda: pin(state(constraints=constraints is not None)))
@@ -107,6 +118,7 @@ class Slots:
         return [
             *((draft, width) for width in self._widths for draft in self._drafts.programs_of(width)),
             *self._prefills.shapes,
+            *(map(Beside, self._drafts.programs_of(self._slots)) if self.beside else ()),
         ]
 
     @property
@@ -151,7 +163,7 @@ class Slots:
         """The program, that on disk if there is one, and arguments for it."""
         call = self._call(name)
         if name not in self._from_disk:
-            options = None if isinstance(name, PrefillShape) else self.compiler_options(*name)
+            options = None if isinstance(name, PrefillShape) else self.compiler_options(*self._decodes(name))
             self._from_disk[name] = traced.from_disk(call, options)
         return self._asked(name, call)
 
@@ -159,8 +171,12 @@ class Slots:
         """The program of this name with arguments for which it does nothing."""
         if isinstance(name, PrefillShape):
             return self._prefill_call(*self._nothing(name))
-        draft, width = name
-        return self._decode_call(draft, 0, 0, self.idle(width))
+        draft, width = self._decodes(name)
+        return self._decode_call(draft, 0, 0, self.idle(width), [] if isinstance(name, Beside) else None)
+
+    def _decodes(self, name: tuple[Draft, int] | Beside) -> tuple[Draft, int]:
+        """Draft and rows of a program that decodes."""
+        return (name.draft, self._slots) if isinstance(name, Beside) else name
 
     def _asked(self, name: Name, call: Call) -> tuple[Wrapped, tuple]:
         """The program of this name and its arguments."""
@@ -183,7 +199,8 @@ class Slots:
         for name in names:
             check_interrupt()
             if not isinstance(name, PrefillShape):
-                self.decode(name[0], 0, 0, self.idle(name[1]))
+                draft, width = self._decodes(name)
+                self.decode(draft, 0, 0, self.idle(width), [] if isinstance(name, Beside) else None)
                 continue
             self._prefill(*self._nothing(name))
             if not self._fixed and name not in self._prefills.costs:
@@ -213,17 +230,38 @@ class Slots:
         rows = zip(plan.batch.rows.tolist(), plan.batch.counts.tolist(), strict=True)
         settings = tuple(prompts[row].settings if count else self._neutral for row, count in rows)
         first = self._prefill(plan.batch, settings)
+        self.keep(plan, prompts)
+        return plan, first
+
+    def keep(self, plan: ReadPlan, prompts: Mapping[int, ActiveRequest]) -> None:
+        """Keeps chunks that these prompts have completed, for those that begin alike."""
         with self._on_mesh():
             for slot, end, _, place, awaited in plan.reads:
-                if place is not None:
+                if place is not None and slot in prompts:
                     kept = self.prefixes.index.keep(slot, end, prompts[slot].keys, awaited=awaited)
                     self.prefixes.keep(self._current(), kept)
-        return plan, first
+
+    @property
+    def reads_beside(self) -> bool:
+        """Whether `decode` may be given prompts."""
+        return self.beside is not None and any(isinstance(name, Beside) for name in self.used)
+
+    def copy(self, prompts: Mapping[int, ActiveRequest]) -> dict[int, int]:
+        """Copies what is kept of other prompts to these; returns how many tokens, by slot."""
+        found = {slot: self.prefixes.index.find(slot, p.filled, p.prompt, p.keys) for slot, p in prompts.items()}
+        for kept in (one for of_row in found.values() for one in of_row):
+            self._change(self.prefixes.copy, kept, prompts[kept.row].prompt)
+        return {slot: len(of_row) * self.config.prefill_chunk for slot, of_row in found.items()}
+
+    def plan(self, prompts: Mapping[int, ActiveRequest], steps: int) -> list[ReadPlan]:
+        """What each of so many steps of `decode` may read of these prompts (see `reads.plan_steps`)."""
+        assert self.beside is not None
+        return plan_steps(prompts, self._prefills, self.beside, self.prefixes.index, steps)
 
     @property
     def _decoding(self) -> list[tuple[Draft, int]]:
         """Draft and rows of each program that decodes, of those that are used."""
-        return [name for name in self.used if not isinstance(name, PrefillShape)]
+        return [name for name in self.used if not isinstance(name, PrefillShape | Beside)]
 
     def some(self, busy: Sequence[int]) -> list[int]:
         """The rows of the narrowest program that advances these, as many of each part of the mesh."""
@@ -236,11 +274,23 @@ class Slots:
         """Rows of a program of that width, whichever."""
         return filled(self._slots, [[]] * self._parts, width)
 
-    def decode(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Committed:
+    def decode(
+        self,
+        draft: Draft,
+        max_steps: int,
+        leave_below: int,
+        slots: Sequence[int],
+        reads: Sequence[ReadPlan] | None = None,
+        prompts: Mapping[int, ActiveRequest] = {},
+    ) -> Committed:
         """One visit to the device (see `decoding.step.run`) that advances these rows (see `some`): the tokens of each
-        step, not waited for."""
-        call = self._decode_call(draft, max_steps, leave_below, slots)
-        program, arguments = self._asked((draft, len(slots)), call)
+        step, not waited for.
+
+        Args:
+            reads: what each step reads of these prompts, by slot; all rows are advanced then.
+        """
+        call = self._decode_call(draft, max_steps, leave_below, slots, reads, prompts)
+        program, arguments = self._asked((draft, len(slots)) if reads is None else Beside(draft), call)
         with self._on_mesh():
             self.state, trace = program(*arguments)
         return trace
@@ -356,10 +406,31 @@ class Slots:
             self.state, first = program(*arguments)
         return first
 
-    def _decode_call(self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int]) -> Call:
+    def _decode_call(
+        self,
+        draft: Draft,
+        max_steps: int,
+        leave_below: int,
+        slots: Sequence[int],
+        reads: Sequence[ReadPlan] | None = None,
+        prompts: Mapping[int, ActiveRequest] = {},
+    ) -> Call:
         rows = None if len(slots) == self._slots else np.asarray(slots, np.int32)
         how = max_steps, leave_below, draft, self.config, rows, self.compiler_options(draft, len(slots))
-        return Call(*decode_call(self._target, self._drafter, self._current(), *how, self._automata), 4)
+        given = None if reads is None else self._prompts(reads, prompts)
+        return Call(*decode_call(self._target, self._drafter, self._current(), *how, self._automata, given), 4)
+
+    def _prompts(self, reads: Sequence[ReadPlan], prompts: Mapping[int, ActiveRequest]) -> Prompts:
+        """What the steps of a visit read, as its program is given it."""
+        assert self.beside is not None
+        steps, (nothing, neutral) = self.config.steps_per_visit, self._nothing(self.beside)
+        batches = [*(plan.batch for plan in reads), *[nothing] * (steps - len(reads))]
+        settings = [[neutral[0]] * len(neutral) for _ in range(steps)]
+        for of_step, plan in zip(settings, reads, strict=False):
+            for read in plan.reads:
+                of_step[read.place] = prompts[read.slot].settings
+        fields = map(np.stack, zip(*batches, strict=True))
+        return Prompts(*fields, stacked_on_host(settings), packed=self.beside.rows > 1)
 
     @property
     def _automata(self) -> Automata | None:

@@ -1,11 +1,13 @@
 """Visits of the device: what was asked for, and what of it is known."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dflash_jax.decoding.step import Committed, sizes_within
 from dflash_jax.infer.engine.chooser import Chooser, Draft
+from dflash_jax.infer.engine.reads import ReadPlan
 from dflash_jax.infer.engine.rows import ActiveRequest
 
 
@@ -19,6 +21,7 @@ class Visit(NamedTuple):
         chooser: who chose the draft; None if there was no choice.
         steps: that it may take.
         end: when the device was done, if somebody waited for that.
+        reads: what each of its steps reads of prompts.
     """
 
     draft: Draft
@@ -28,6 +31,7 @@ class Visit(NamedTuple):
     chooser: Chooser[Draft] | None
     steps: int
     end: float | None = None
+    reads: Sequence[ReadPlan] = ()
 
 
 def expected(trace: Committed, draft: Draft) -> dict[int, float]:
