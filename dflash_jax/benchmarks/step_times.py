@@ -103,7 +103,7 @@ class Looped:
     ):
         target, drafter, rows = engine.target, engine.drafter, engine.slots
         length = min(length, engine.max_length - engine.width)
-        options = engine.batch.compiler_options(Draft(engine.block_size, engine.tree), rows)
+        options = engine.batch.calls.compiler_options(Draft(engine.block_size, engine.tree), rows)
 
         def made() -> State:
             state = init_state(target, drafter, rows, engine.max_length, STOP_WIDTH)

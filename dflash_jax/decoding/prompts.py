@@ -155,6 +155,6 @@ def stacked_on_host(settings: Sequence[Sequence[RowSettings]]) -> RowSettings:
         known = {id(leaf): np.asarray(jax.random.key_data(leaf) if keys else leaf) for leaf in leaves}
         both = np.stack([known[id(leaf)] for leaf in leaves])
         both = both.reshape(len(settings), -1, *both.shape[1:])
-        return jax.random.wrap_key_data(both) if keys else both
+        return jax.random.wrap_key_data(jnp.asarray(both)) if keys else both
 
     return jax.tree.map(stack, *(one for of_step in settings for one in of_step))

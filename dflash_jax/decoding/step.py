@@ -5,7 +5,7 @@ Shapes: B rows, T block positions, J committed positions of a step, V vocabulary
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -334,14 +334,14 @@ def step_functions(
             verifies all that is proposed.
         prompts: to read in the same pass, of rows that do not decode, after what is committed of them.
     """
-    depth, propose, more = 0, nothing, {}
+    depth, propose, more = 0, nothing, dict[str, Any]()
     if drafter is not None and block_size > 0 and drafter.depth(block_size) > 0:
         depth = drafter.depth(block_size)
         narrower = 0 < budget <= (nodes or depth)
         propose = make_propose(target, drafter, block_size, proposals, nodes, scored=narrower)
         if narrower:
             within = lambda block, state: within_budget(block, state.remaining, budget)
-            more = {"narrow": lambda state, block: block._replace(packing=within(block, state))}
+            more["narrow"] = lambda state, block: block._replace(packing=within(block, state))
     if prompts is not None:
         more["read"] = partial(read_prompts, target, drafter, prompts, automata)
     return StepFunctions(

@@ -16,14 +16,15 @@ import jax
 import numpy as np
 
 from dflash_jax.decoding.state import DraftModel
-from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine.admission import Admission
+from dflash_jax.infer.engine.calls import Beside
 from dflash_jax.infer.engine.compiling import Progress
 from dflash_jax.infer.engine.constraints import Constraints, Ready
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.memory import Memory
 from dflash_jax.infer.engine.pacing import NextVisit, Pacing
+from dflash_jax.infer.engine.reading import Reading
 from dflash_jax.infer.engine.requests import Completion, Request, invalid
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.slots import Slots
@@ -51,7 +52,7 @@ class Engine:
         self, target: Target, drafter: DraftModel | None = None, config: EngineConfig | None = None, **settings: Any
     ):
         config = replace(config or EngineConfig(), **settings)
-        _check(config, target)
+        config.check(target.config.vocab_size, rows_of(target.mesh))
         if drafter is not None:
             drafter.config.check_pair(target.config)
         if config.cache_dtype is not None:
@@ -67,6 +68,7 @@ class Engine:
         self._tickets = itertools.count()
         self._admission = Admission(config.slots)
         self._pacing = Pacing(config.slots, config.steps_per_visit)
+        self._reading = Reading(self.batch, self._admission, self._pacing, self.stats)
         self._memory = Memory(self.batch, self._admission, self.stats, self.width)
         self._ahead: Visit | None = None  # the one in flight
         self._no_room = False  # whether a constraint has found no room just now
@@ -112,23 +114,25 @@ class Engine:
         if self.busy:
             raise ValueError(f"warm_up runs every program on idle slots, but {self.busy} are busy; call it first")
         begin, batch = time.perf_counter(), self.batch
-        batch.warm_up(batch.first if first else batch.names, check_interrupt, progress)
-        if self.drafts.auto:
-            self.drafts.measured(batch.step_seconds(check_interrupt))
+        batch.warm_up(batch.calls.first if first else batch.calls.names, check_interrupt, progress)
+        if self.drafts.auto or (self.config.prefill_budget == "auto" and batch.reads_beside):
+            seconds = batch.step_seconds(check_interrupt)
+            if self.drafts.auto:
+                self.drafts.measured(seconds)
         self.stats.compile_seconds += time.perf_counter() - begin
 
     def programs(self, *, first: bool = False) -> int:
         """How many programs `warm_up` compiles."""
-        return self.batch.programs(self.batch.first if first else self.batch.names)
+        return self.batch.programs(self.batch.calls.first if first else self.batch.calls.names)
 
     @property
     def left(self) -> int:
         """Large programs that are not used yet, after a `warm_up` of the first ones."""
-        return len(self.batch.names) - len(self.batch.used)
+        return len(self.batch.calls.names) - len(self.batch.used)
 
     def compile_rest(self, check_interrupt: Callable[[], object] = lambda: None) -> None:
         """Compiles what is left, one program at a time, while another thread may use the engine."""
-        left = [name for name in self.batch.names if name not in self.batch.used]
+        left = [name for name in self.batch.calls.names if name not in self.batch.used]
         self.batch.compile(left, check_interrupt, at_once=1)
 
     def compile(self, progress: Progress = lambda done: None) -> None:
@@ -138,7 +142,7 @@ class Engine:
             self.warm_up(progress=progress)
         else:
             begin = time.perf_counter()
-            self.batch.compile(self.batch.names, progress=progress)
+            self.batch.compile(self.batch.calls.names, progress=progress)
             self.stats.compile_seconds += time.perf_counter() - begin
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
@@ -198,7 +202,7 @@ class Engine:
         if not decoding:
             self._ahead = None  # its rows have all finished
         if self._pacing.reads(filling, decoding, ahead=self._ahead is not None, beside=self.batch.reads_beside):
-            events = self._read(filling)
+            events = self._reading.alone(filling)
         elif decoding:
             waiting, free = admit and self.waiting > 0, self.busy < self.slots
             rows = decoding.values()
@@ -220,14 +224,7 @@ class Engine:
         for row, slot in self._admission.place(self._ready, lambda: self._memory.waits is not None):
             row.settings = row.on_device(self.config.seed)
             row.completion.started = row.completion.started or time.perf_counter()
-            self._copied(row, self.batch.begin(slot, row.prompt))
-
-    def _copied(self, row: ActiveRequest, tokens: int) -> None:
-        """So many more tokens of a prompt are there, which another one has in common."""
-        row.filled += tokens
-        row.completion.cached_tokens += 0 if row.left_slots else tokens
-        self.stats.prefix_tokens += tokens
-        self.stats.prompt_tokens += tokens
+            self._reading.copied(row, self.batch.begin(slot, row.prompt))
 
     def _ready(self, row: ActiveRequest, slot: int) -> bool:
         """Holds pages for a request and places its constraint; false if there is no room for one of them yet, nor for
@@ -296,28 +293,6 @@ class Engine:
             name = constraint.name or "constraint"
             raise invalid(f"{name} is not served: the engine was made with constraints=False", name)
 
-    def _read(self, filling: Mapping[int, ActiveRequest]) -> list[ActiveRequest]:
-        """Reads some of these prompts, until one ends or rows that decode have waited long enough; returns the rows
-        that got a first token."""
-        begin, left, events, goes_on = time.perf_counter(), dict(filling), list[ActiveRequest](), True
-        while left and not events and goes_on:
-            plan, first = self.batch.read(self._admission.in_turn(left))
-            self.stats.prompt_programs += 1
-            goes_on = self._pacing.read(len(filling), plan.seconds)
-            for read in plan.reads:
-                row = left[read.slot]
-                self._copied(row, read.copied)
-                self.stats.prompt_tokens += read.filled - row.filled
-                row.filled = read.filled
-                if not row.left:
-                    del left[read.slot]
-                    row.extend(jax.device_get(first), (read.place, slice(1)))
-                    if row.completion.finish_reason:
-                        self.batch.release(read.slot)
-                    events.append(row)
-        self.stats.prefill_seconds += time.perf_counter() - begin
-        return events
-
     def _advance(self, decoding: Mapping[int, ActiveRequest], how: NextVisit) -> list[ActiveRequest]:
         """One visit to the device; returns the rows that got tokens.
 
@@ -343,42 +318,21 @@ class Engine:
         if not self._memory.holds(decoding, steps, None if behind else self._preempt):
             return None
         decoding = self._admission.decoding
-        filling = self._to_read() if behind is None and self.batch.reads_beside else {}
+        filling = self._reading.begin() if behind is None and self.batch.reads_beside else {}
         reads = self.batch.plan(filling, how.steps) if filling else []
         slots = self.batch.idle(self.batch.widths[-1]) if reads else self.batch.some(list(decoding))
         rows = decoding.values()
-        speculative = all(row.request.speculative for row in rows)
+        speculative = all(row.request.speculative for row in (*rows, *(filling.values() if reads else ())))
         draft, chooser = self.drafts.choose((row.ticket for row in rows), len(slots), speculative=speculative)
         steps = min(chooser.try_steps, how.steps) if chooser and chooser.trying else how.steps
         steps = min(steps, len(reads)) if reads else steps
         begin = time.perf_counter()
         leave_below = min(how.leave_below, len(decoding))  # some may have given their slots back
-        trace = self.batch.decode(self.drafts.program(draft), steps, leave_below, slots, reads or None, filling)
+        beside = Beside(reads, filling) if reads else None
+        trace = self.batch.decode(self.drafts.program(draft), steps, leave_below, slots, beside)
         end = time.perf_counter() if is_ready(trace) else None  # small programs on CPU may run at once
         of_slot = dict(enumerate(self._admission.rows))
         return Visit(draft, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, steps, end, reads)
-
-    def _to_read(self) -> dict[int, ActiveRequest]:
-        """The prompts that are not read to their end, by slot, with what is kept of others copied to them."""
-        filling = self._admission.in_turn(self._admission.filling)
-        for slot, tokens in self.batch.copy(filling).items():
-            self._copied(filling[slot], tokens)
-        return filling
-
-    def _read_beside(self, visit: Visit, trace: Committed, steps: int) -> None:
-        """Takes what the first steps of a visit have read of prompts."""
-        still = {slot: row for slot, row in visit.rows if row is not None and row is self._admission.rows[slot]}
-        for step, plan in enumerate(visit.reads[:steps]):
-            for read in plan.reads:
-                if (row := still.get(read.slot)) is None:
-                    continue
-                self.stats.prompt_tokens += read.filled - row.filled
-                self.stats.beside_tokens += read.filled - row.filled
-                row.filled = read.filled
-                if not row.left:
-                    assert trace.first is not None
-                    row.extend(trace.first, (step, read.place, slice(1)))
-            self.batch.keep(plan, still)
 
     def _collect(self, visit: Visit) -> list[ActiveRequest]:
         """Waits for a visit and hands its tokens to the rows, which are returned."""
@@ -388,7 +342,7 @@ class Engine:
         seconds = self._pacing.visited(visit.begin, end, steps, timed=timed) if steps else 0.0
         self.stats.decode_seconds += seconds
         self.stats.steps += steps
-        self._read_beside(visit, trace, steps)
+        self._reading.beside(visit, trace, steps)
         committed = np.arange(trace.tokens.shape[2]) < trace.count[:, :, None]
         proposed = self.drafts.proposed(visit.draft) if self.drafter else None
         advanced, outcomes, page = [], {}, self.batch.pages and self.batch.pages.pages.size
@@ -411,14 +365,3 @@ class Engine:
             alone = timed and not visit.reads
             visit.chooser.observe(visit.draft, steps, seconds if alone else None, outcomes, promised)
         return advanced
-
-
-def _check(config: EngineConfig, target: Target) -> None:
-    """Raises ValueError for settings that this target cannot have."""
-    most, parts = target.config.vocab_size, rows_of(target.mesh)
-    if config.logprobs is not None and not 0 <= config.logprobs <= most:
-        raise ValueError(f"logprobs must lie in 0..{most} or be None, got {config.logprobs}")
-    if config.slots % parts:
-        raise ValueError(f"slots must be a multiple of {parts}, the mesh's parts of rows; got {config.slots}")
-    if config.cache_tokens is not None and config.cache_tokens < (least := parts * config.max_length):
-        raise ValueError(f"cache_tokens must be at least {least}, for the longest request; got {config.cache_tokens}")

@@ -117,6 +117,16 @@ class EngineConfig:
         if self.gpu_graphs not in get_args(Graphs):
             raise ValueError(f"gpu_graphs must be one of {', '.join(get_args(Graphs))}; got {self.gpu_graphs!r}")
 
+    def check(self, vocab_size: int, parts: int) -> None:
+        """Raises ValueError for settings that a target of so many tokens cannot have, whose mesh has so many parts of
+        rows."""
+        if self.logprobs is not None and not 0 <= self.logprobs <= vocab_size:
+            raise ValueError(f"logprobs must lie in 0..{vocab_size} or be None, got {self.logprobs}")
+        if self.slots % parts:
+            raise ValueError(f"slots must be a multiple of {parts}, the mesh's parts of rows; got {self.slots}")
+        if self.cache_tokens is not None and self.cache_tokens < (least := parts * self.max_length):
+            raise ValueError(f"cache_tokens must be at least {least}, for the longest request; got {self.cache_tokens}")
+
     def beside(self, backend: str) -> int | None:
         """Tokens of prompts that a step reads beside rows that decode, on such devices; None reads none."""
         if self.prefill_budget != "auto":

@@ -4,49 +4,36 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Wrapped
 
 from dflash_jax.cache import Pages, Windowed, with_pages
-from dflash_jax.decoding.automata import Automata
-from dflash_jax.decoding.prompts import Prompts, stacked_on_host
 from dflash_jax.decoding.state import RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine import traced
+from dflash_jax.infer.engine.calls import Beside, Calls, Decode, Name
 from dflash_jax.infer.engine.chooser import Draft
-from dflash_jax.infer.engine.compiler_options import Options, fastest_options
 from dflash_jax.infer.engine.compiling import Progress, compile_all
 from dflash_jax.infer.engine.constraints import Constraints
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
-from dflash_jax.infer.engine.graphs import graph_options
 from dflash_jax.infer.engine.pages import PageTable
-from dflash_jax.infer.engine.params import STOP_WIDTH, SamplingParams
+from dflash_jax.infer.engine.params import STOP_WIDTH
 from dflash_jax.infer.engine.prefixes import PrefixCache
-from dflash_jax.infer.engine.programs import begin, decode_call, prefill, release
-from dflash_jax.infer.engine.prompts import PrefillBatch, PrefillCost, Prefills, PrefillShape, beside_shape
+from dflash_jax.infer.engine.programs import begin, release
+from dflash_jax.infer.engine.prompts import PrefillBatch, PrefillCost, PrefillShape
 from dflash_jax.infer.engine.reads import ReadPlan, plan_reads, plan_steps
 from dflash_jax.infer.engine.rows import ActiveRequest
-from dflash_jax.infer.engine.traced import Call
-from dflash_jax.infer.engine.widths import filled, narrower
+from dflash_jax.infer.engine.widths import filled
 from dflash_jax.kernels import dispatch, verify
 from dflash_jax.kernels.block_attention.reference import CHUNK
 from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
-
-class Beside(NamedTuple):
-    """The name of a program in which all rows decode, and each step reads prompts."""
-
-    draft: Draft
-
-
-Name = PrefillShape | tuple[Draft, int] | Beside  # of a large program: it reads prompts, or decodes so many rows
 LANES = 16  # float32 numbers in the widest vector of a processor
 
 
@@ -63,31 +50,27 @@ class Slots:
         pages: of rows that share memory; None where each has its own.
         prefixes: what is kept of prompts for those that begin alike.
         used: the programs that may be used.
-        beside: of a program that reads prompts beside rows that decode; None where there is none that pays.
+        beside: whether there are programs whose steps read prompts beside rows that decode, and they pay.
+        calls: the large programs.
     """
 
     def __init__(self, target: Target, config: EngineConfig, drafts: Drafts, constraints: Constraints | None = None):
         self._target, self._drafter, self.config, self._drafts = target, drafts.drafter, config, drafts
-        self._parts, self._fixed = rows_of(target.mesh), config.deterministic
+        self._fixed = config.deterministic
         self._slots = slots = self._rows_on_device()
+        self.calls = Calls(target, config, drafts, slots, constraints)
         # A cache of a single chunk would be another program than a longer one, and might round differently.
         self.max_length = max(config.max_length, 2 * CHUNK) if self._fixed else config.max_length
         chunk = config.prefill_chunk
-        self._prefills = Prefills(chunk, slots, self._parts, self._fixed)
         room: int | Pages | Windowed = self.max_length
         self.pages = None
         if config.cache_tokens is not None:
-            room = Pages.room(config.cache_tokens, self.max_length, self._parts)
-            self.pages = PageTable(room, slots, self._parts)
+            room = Pages.room(config.cache_tokens, self.max_length, self.calls.parts)
+            self.pages = PageTable(room, slots, self.calls.parts)
         if config.draft_window is not None:
             room = Windowed(room, config.draft_window)
-        self._from_disk: dict[Name, Wrapped | None] = {}  # programs by name; None where there is none
-        self._constraints, free = constraints, constraints and constraints.place(None)
-        self._neutral = SamplingParams().on_device("", 0, 0, 1)._replace(walk=free)
-        self._widths = (slots,) if self._fixed else narrower(slots, self._parts)
-        tokens = config.beside(jax.default_backend())
-        self.beside = None if tokens is None else beside_shape(tokens, slots, self._parts)
-        self.used, self._warm = self.names, False
+        self.beside = self.calls.beside is not None
+        self.used, self._warm = self.calls.names, False
         state = partial(init_state, target, drafts.drafter, slots, room, STOP_WIDTH, chunk)
         make = jax.jit(lambda: pin(state(constraints=constraints is not None)))
         with self._on_mesh():
@@ -109,24 +92,10 @@ class Slots:
         slots = self.config.slots
         if not self._fixed or slots == 1 or jax.default_backend() != "cpu":
             return slots
-        step = math.lcm(LANES // math.gcd(LANES, *map(self._drafts.positions, self._drafts.programs)), self._parts)
+        step = math.lcm(
+            LANES // math.gcd(LANES, *map(self._drafts.positions, self._drafts.programs)), rows_of(self._target.mesh)
+        )
         return -(-slots // step) * step
-
-    @property
-    def names(self) -> list[Name]:
-        """All large programs."""
-        return [
-            *((draft, width) for width in self._widths for draft in self._drafts.programs_of(width)),
-            *self._prefills.shapes,
-            *(map(Beside, self._drafts.programs_of(self._slots)) if self.beside else ()),
-        ]
-
-    @property
-    def first(self) -> list[Name]:
-        """Those with which every request can be answered; all, where nothing may depend on how far compiling is."""
-        if self._fixed:
-            return self.names
-        return [*((draft, self._slots) for draft in self._drafts.first), self._prefills.first]
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -152,36 +121,15 @@ class Slots:
     ) -> None:
         """Compiles these programs, so many at a time. Another thread may use others meanwhile."""
         with self._on_mesh():
-            compile_all(map(self._compiled, names), check_interrupt, progress, at_once)
+            compile_all(
+                (self.calls.compiled(name, self._current()) for name in names), check_interrupt, progress, at_once
+            )
 
     def _check_kernels(self) -> None:
         """Checks the kernels of the first programs, before there are caches."""
-        calls = [call for name in self.first if not traced.is_on_disk(call := self._call(name))]
+        calls = [self.calls.empty(name, self.state) for name in self.calls.first]
+        calls = [call for call in calls if not traced.is_on_disk(call)]
         verify.side_by_side(partial(call.program.trace, *call.arguments) for call in calls)
-
-    def _compiled(self, name: Name) -> tuple[Wrapped, tuple]:
-        """The program, that on disk if there is one, and arguments for it."""
-        call = self._call(name)
-        if name not in self._from_disk:
-            options = None if isinstance(name, PrefillShape) else self.compiler_options(*self._decodes(name))
-            self._from_disk[name] = traced.from_disk(call, options)
-        return self._asked(name, call)
-
-    def _call(self, name: Name) -> Call:
-        """The program of this name with arguments for which it does nothing."""
-        if isinstance(name, PrefillShape):
-            return self._prefill_call(*self._nothing(name))
-        draft, width = self._decodes(name)
-        return self._decode_call(draft, 0, 0, self.idle(width), [] if isinstance(name, Beside) else None)
-
-    def _decodes(self, name: tuple[Draft, int] | Beside) -> tuple[Draft, int]:
-        """Draft and rows of a program that decodes."""
-        return (name.draft, self._slots) if isinstance(name, Beside) else name
-
-    def _asked(self, name: Name, call: Call) -> tuple[Wrapped, tuple]:
-        """The program of this name and its arguments."""
-        kept = self._from_disk.get(name)
-        return (call.program, call.arguments) if kept is None else (kept, call.given)
 
     def warm_up(
         self,
@@ -199,12 +147,12 @@ class Slots:
         for name in names:
             check_interrupt()
             if not isinstance(name, PrefillShape):
-                draft, width = self._decodes(name)
-                self.decode(draft, 0, 0, self.idle(width), [] if isinstance(name, Beside) else None)
+                nothing = Beside([], {}) if name.reads else None
+                self.decode(name.draft, 0, 0, self.idle(name.rows), nothing)
                 continue
-            self._prefill(*self._nothing(name))
-            if not self._fixed and name not in self._prefills.costs:
-                self._prefills.costs[name] = self._prefill_cost(name)
+            self._prefill(*self.calls.nothing(name))
+            if not self._fixed and name not in self.calls.prefills.costs:
+                self.calls.prefills.costs[name] = self._prefill_cost(name)
         self.release(0)
         jax.block_until_ready(self.state)
         self.used = list(names)
@@ -224,11 +172,11 @@ class Slots:
         Returns:
             What was read, and the first new tokens [B, 1] of the rows whose prompt ended.
         """
-        plan = plan_reads(prompts, self._prefills, self.prefixes.index)
+        plan = plan_reads(prompts, self.calls.prefills, self.prefixes.index)
         for kept in plan.copies:
             self._change(self.prefixes.copy, kept, prompts[kept.row].prompt)
         rows = zip(plan.batch.rows.tolist(), plan.batch.counts.tolist(), strict=True)
-        settings = tuple(prompts[row].settings if count else self._neutral for row, count in rows)
+        settings = tuple(prompts[row].settings if count else self.calls.neutral for row, count in rows)
         first = self._prefill(plan.batch, settings)
         self.keep(plan, prompts)
         return plan, first
@@ -244,7 +192,7 @@ class Slots:
     @property
     def reads_beside(self) -> bool:
         """Whether `decode` may be given prompts."""
-        return self.beside is not None and any(isinstance(name, Beside) for name in self.used)
+        return self.beside and any(isinstance(name, Decode) and name.reads for name in self.used)
 
     def copy(self, prompts: Mapping[int, ActiveRequest]) -> dict[int, int]:
         """Copies what is kept of other prompts to these; returns how many tokens, by slot."""
@@ -255,42 +203,36 @@ class Slots:
 
     def plan(self, prompts: Mapping[int, ActiveRequest], steps: int) -> list[ReadPlan]:
         """What each of so many steps of `decode` may read of these prompts (see `reads.plan_steps`)."""
-        assert self.beside is not None
-        return plan_steps(prompts, self._prefills, self.beside, self.prefixes.index, steps)
+        assert self.calls.beside is not None
+        return plan_steps(prompts, self.calls.prefills, self.calls.beside, self.prefixes.index, steps)
 
     @property
     def _decoding(self) -> list[tuple[Draft, int]]:
-        """Draft and rows of each program that decodes, of those that are used."""
-        return [name for name in self.used if not isinstance(name, PrefillShape | Beside)]
+        """Draft and rows of each program that only decodes, of those that are used."""
+        return [name[:2] for name in self.used if isinstance(name, Decode) and not name.reads]
 
     def some(self, busy: Sequence[int]) -> list[int]:
         """The rows of the narrowest program that advances these, as many of each part of the mesh."""
-        of_part = self._slots // self._parts
-        busy_of = [[slot for slot in busy if slot // of_part == part] for part in range(self._parts)]
-        most = max(map(len, busy_of)) * self._parts
+        of_part = self._slots // self.calls.parts
+        busy_of = [[slot for slot in busy if slot // of_part == part] for part in range(self.calls.parts)]
+        most = max(map(len, busy_of)) * self.calls.parts
         return filled(self._slots, busy_of, next(width for width in self.widths if width >= most))
 
     def idle(self, width: int) -> list[int]:
         """Rows of a program of that width, whichever."""
-        return filled(self._slots, [[]] * self._parts, width)
+        return self.calls.idle(width)
 
     def decode(
-        self,
-        draft: Draft,
-        max_steps: int,
-        leave_below: int,
-        slots: Sequence[int],
-        reads: Sequence[ReadPlan] | None = None,
-        prompts: Mapping[int, ActiveRequest] = {},
+        self, draft: Draft, max_steps: int, leave_below: int, slots: Sequence[int], beside: Beside | None = None
     ) -> Committed:
         """One visit to the device (see `decoding.step.run`) that advances these rows (see `some`): the tokens of each
         step, not waited for.
 
         Args:
-            reads: what each step reads of these prompts, by slot; all rows are advanced then.
+            beside: what its steps read of prompts; all rows are advanced then.
         """
-        call = self._decode_call(draft, max_steps, leave_below, slots, reads, prompts)
-        program, arguments = self._asked((draft, len(slots)) if reads is None else Beside(draft), call)
+        call = self.calls.decode(self._current(), draft, max_steps, leave_below, slots, beside)
+        program, arguments = self.calls.asked(Decode(draft, len(slots), beside is not None), call)
         with self._on_mesh():
             self.state, trace = program(*arguments)
         return trace
@@ -322,18 +264,21 @@ class Slots:
         tokens that are alike would visit fewer experts than a real block does. `check_interrupt` is as in `warm_up`."""
         kept = jax.tree.map(jnp.copy, self.state.calibration)  # the programs consume the state's own arrays
         try:
-            return self._timed_steps(check_interrupt)
+            seconds = self._timed_steps(check_interrupt)
+            if self.config.prefill_budget == "auto":
+                self.beside = self._pays(seconds)
+            return {(name.draft, name.rows): time for name, time in seconds.items() if not name.reads}
         finally:  # random tokens are no text to learn from
             self.state = self.state.replace(calibration=kept)
             for slot in range(self._slots if self.pages else 0):
                 self.drop(slot)
 
-    def _timed_steps(self, check_interrupt: Callable[[], object]) -> dict[tuple[Draft, int], float]:
+    def _timed_steps(self, check_interrupt: Callable[[], object]) -> dict[Decode, float]:
         rng, short = np.random.default_rng(0), next(name for name in self.used if isinstance(name, PrefillShape))
-        endless = self._neutral._replace(remaining=np.int32(np.iinfo(np.int32).max))
-        times: dict[tuple[Draft, int], list[float]] = {how: [] for how in self._decoding}
+        endless = self.calls.neutral._replace(remaining=np.int32(np.iinfo(np.int32).max))
+        times: dict[Decode, list[float]] = {name: [] for name in self.used if isinstance(name, Decode)}
         for _ in range(3):
-            for draft, width in times:
+            for draft, width, reads in times:
                 check_interrupt()
                 slots = self.idle(width)
                 for slot in slots:
@@ -342,18 +287,29 @@ class Slots:
                         self.pages.hold(slot, length + 4 * (self._drafts.proposed(draft) + 1) + 1)
                     prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
                     self._place(slot, length - len(prompt))
-                    part = self._prefills.part(slot)
-                    taken = [[(slot, prompt)] if p == part else [] for p in range(self._parts)]
-                    selected = self._prefills.batch(short, taken)
+                    part = self.calls.prefills.part(slot)
+                    taken = [[(slot, prompt)] if p == part else [] for p in range(self.calls.parts)]
+                    selected = self.calls.prefills.batch(short, taken)
                     selected.last[:] = selected.counts > 0
                     self._prefill(selected, (endless,) * len(selected.rows))
                 self.wait()
                 begin = time.perf_counter()
-                trace = jax.device_get(self.decode(draft, min(self.config.steps_per_visit, 4), 0, slots))
-                times[draft, width].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
+                steps, nothing = min(self.config.steps_per_visit, 4), Beside([], {}) if reads else None
+                trace = jax.device_get(self.decode(draft, steps, 0, slots, nothing))
+                seconds = (time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1)))
+                times[Decode(draft, width, reads)].append(seconds)
                 for slot in slots:
                     self.release(slot)
-        return {how: min(measured) for how, measured in times.items()}
+        return {name: min(measured) for name, measured in times.items()}
+
+    def _pays(self, seconds: Mapping[Decode, float]) -> bool:
+        """Whether steps that read prompts take less time than others and programs that read as much between them."""
+        alone = [cost.empty / (shape.rows * shape.tokens) for shape, cost in self.calls.prefills.costs.items()]
+        if not alone or self.calls.beside is None:
+            return False
+        apart = min(alone) * self.calls.beside.tokens
+        pairs = [(time, seconds[name._replace(reads=False)] + apart) for name, time in seconds.items() if name.reads]
+        return sum(beside for beside, _ in pairs) < sum(both for _, both in pairs)
 
     @property
     def _half(self) -> int:
@@ -374,14 +330,9 @@ class Slots:
     def _on_mesh(self) -> Any:
         return entered(self._target.mesh)
 
-    def _nothing(self, shape: PrefillShape) -> tuple[PrefillBatch, tuple[RowSettings, ...]]:
-        """The arguments of a program that reads nothing."""
-        selected = self._prefills.batch(shape)
-        return selected, (self._neutral,) * len(selected.rows)
-
     def _prefill_cost(self, shape: PrefillShape) -> PrefillCost:
         """The cost of a program in seconds, by its times for empty rows and for such as are half full."""
-        arguments, seconds = self._nothing(shape), []
+        arguments, seconds = self.calls.nothing(shape), []
         for full in (0, 1):
             times = []
             for _ in range(2):
@@ -395,53 +346,9 @@ class Slots:
             seconds.append(min(times))
         return PrefillCost(seconds[0], max(0.0, seconds[1] - seconds[0]) / self._half)
 
-    def _prefill_call(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Call:
-        given = self._target, self._drafter, self._current(), *selected, settings, self._automata
-        return Call(prefill, (*given, self.config.logprobs), 1)
-
     def _prefill(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Committed:
-        call = self._prefill_call(selected, settings)
-        program, arguments = self._asked(self._prefills.shape(selected), call)
+        call = self.calls.prefill(self._current(), selected, settings)
+        program, arguments = self.calls.asked(self.calls.prefills.shape(selected), call)
         with self._on_mesh():
             self.state, first = program(*arguments)
         return first
-
-    def _decode_call(
-        self,
-        draft: Draft,
-        max_steps: int,
-        leave_below: int,
-        slots: Sequence[int],
-        reads: Sequence[ReadPlan] | None = None,
-        prompts: Mapping[int, ActiveRequest] = {},
-    ) -> Call:
-        rows = None if len(slots) == self._slots else np.asarray(slots, np.int32)
-        how = max_steps, leave_below, draft, self.config, rows, self.compiler_options(draft, len(slots))
-        given = None if reads is None else self._prompts(reads, prompts)
-        return Call(*decode_call(self._target, self._drafter, self._current(), *how, self._automata, given), 4)
-
-    def _prompts(self, reads: Sequence[ReadPlan], prompts: Mapping[int, ActiveRequest]) -> Prompts:
-        """What the steps of a visit read, as its program is given it."""
-        assert self.beside is not None
-        steps, (nothing, neutral) = self.config.steps_per_visit, self._nothing(self.beside)
-        batches = [*(plan.batch for plan in reads), *[nothing] * (steps - len(reads))]
-        settings = [[neutral[0]] * len(neutral) for _ in range(steps)]
-        for of_step, plan in zip(settings, reads, strict=False):
-            for read in plan.reads:
-                of_step[read.place] = prompts[read.slot].settings
-        fields = map(np.stack, zip(*batches, strict=True))
-        return Prompts(*fields, stacked_on_host(settings), packed=self.beside.rows > 1)
-
-    @property
-    def _automata(self) -> Automata | None:
-        return self._constraints and self._constraints.tables
-
-    def compiler_options(self, draft: Draft, rows: int) -> Options | None:
-        """The compiler's options for the program with this draft, if there are any."""
-        mesh = self._target.mesh
-        options = dict(graph_options(self.config.gpu_graphs, 1 if mesh is None else mesh.size))
-        if self._drafter is not None and draft.block_size:
-            config, block = self._target.config, self._drafts.positions(draft)
-            inner = max(layer.intermediate_size for layer in config.layers)
-            options |= fastest_options(config.hidden_size, inner, rows * block, clock=not self._fixed) or {}
-        return options or None

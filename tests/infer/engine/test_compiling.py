@@ -101,7 +101,7 @@ def test_the_first_programs_answer_while_others_are_compiled(target, drafter):
     engine = Engine(target, drafter, plain=True, **given)
     engine.warm_up(first=True)
     assert len(engine.batch.used) == 3  # a chunk of a prompt, the drafter's own block, and plain decoding
-    assert engine.left == len(engine.batch.names) - 3 > 2
+    assert engine.left == len(engine.batch.calls.names) - 3 > 2
     assert engine.steps_by_block_size.keys() == {"1", "8"}
     thread = threading.Thread(target=engine.compile_rest)
     thread.start()
@@ -121,4 +121,4 @@ def test_the_first_programs_answer_while_others_are_compiled(target, drafter):
 
 def test_a_deterministic_engine_is_ready_when_all_is_compiled(target, drafter):
     engine = Engine(target, drafter, slots=2, max_length=64, deterministic=True)
-    assert engine.batch.first == engine.batch.names
+    assert engine.batch.calls.first == engine.batch.calls.names

@@ -17,7 +17,7 @@ def requests(count=11):
 @pytest.fixture
 def widths(monkeypatch):
     seen, decode = [], Slots.decode
-    monkeypatch.setattr(Slots, "decode", lambda self, *how: (seen.append(len(how[-1])), decode(self, *how))[1])
+    monkeypatch.setattr(Slots, "decode", lambda self, *how: (seen.append(len(how[3])), decode(self, *how))[1])
     return seen
 
 
@@ -58,7 +58,7 @@ def test_rows_of_a_narrow_program_are_of_all_parts(target):
     assert batch.some(range(3, 8)) == list(range(8))
     assert batch.some(range(9)) == list(range(16))
     assert [len(batch.idle(width)) for width in batch.widths] == [4, 8, 16]
-    batch._parts = 4
+    batch.calls.parts = 4
     assert batch.some([5, 9]) == [0, 5, 9, 12]
     assert batch.some([4, 5]) == [0, 1, 4, 5, 8, 9, 12, 13]
     assert batch.some([4, 5, 6]) == list(range(16))

@@ -203,7 +203,7 @@ def test_no_array_is_as_long_as_a_row(target, directory):
     for shared in (True, False):
         length = 97 * PAGE
         engine = Engine(target, drafter, **(SETTINGS | {"max_length": length}), cache_tokens=length if shared else None)
-        calls = [engine.batch._call(name) for name in engine.batch.names]
+        calls = [engine.batch.calls.empty(name, engine.batch.state) for name in engine.batch.calls.names]
         texts = [call.program.lower(*call.arguments).as_text() for call in calls]
         assert any(f"x{length}x" in text for text in texts) is not shared
 

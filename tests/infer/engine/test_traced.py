@@ -35,7 +35,7 @@ def answers(engine):
 
 def path(engine):
     draft, width = engine.batch._decoding[0]
-    return traced._path(engine.batch._decode_call(draft, 0, 0, engine.batch.idle(width)))
+    return traced._path(engine.batch.calls.decode(engine.batch.state, draft, 0, 0, engine.batch.idle(width)))
 
 
 def test_the_next_process_traces_nothing_and_answers_alike(target, drafter, directory, monkeypatch):
