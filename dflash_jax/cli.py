@@ -294,6 +294,11 @@ class EngineOptions:
     ] = None
     """positions that a step verifies of a row on average, the likeliest of all rows: rows whose drafter is sure of
     itself get more. At least 2. It changes the speed, and in float32 never the answers"""
+    prefill_budget: Annotated[
+        int | None, optional(int, "N", "a chunk on GPUs and TPUs if that was measured to be faster; 0 on CPU")
+    ] = None
+    """prompt tokens that a decoding step reads besides, in the same pass, so that long prompts do not hold up the rows
+    that decode; 0 reads prompts between device calls. It changes the speed, and in float32 never the answers"""
     prefix_chunks: Annotated[
         int | None, optional(int, "N", "as many as prompts share, in no more memory than the rows take")
     ] = None

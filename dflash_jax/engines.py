@@ -120,6 +120,7 @@ def engine_config(
         proposals=generation.proposals,
         seed=options.seed,
         prefill_chunk=chunk,
+        prefill_budget="auto" if options.prefill_budget is None else options.prefill_budget or None,
         steps_per_visit=options.stream_interval,
         prefix_chunks=kept,
         logprobs=needs.logprobs,
@@ -148,7 +149,14 @@ def _check_options(generation: GenerationOptions, options: EngineOptions) -> Non
     """Raises ValueError for an option that is out of range, or excludes another."""
     check_least(generation, batch_size=1)
     check_least(
-        options, max_length=1, cache_tokens=1, draft_window=1, verify_budget=2, prefix_chunks=0, stream_interval=1
+        options,
+        max_length=1,
+        cache_tokens=1,
+        draft_window=1,
+        verify_budget=2,
+        prefill_budget=0,
+        prefix_chunks=0,
+        stream_interval=1,
     )
 
 

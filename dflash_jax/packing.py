@@ -9,13 +9,11 @@ Shapes: B rows, T block positions, N of the packed block, p parts of the mesh, w
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int, Shaped
 
-from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import row_parts
 
 
@@ -84,19 +82,6 @@ class Packing(struct.PyTreeNode):
         parts = self.rows.shape[0]
         found = _take(x.reshape(parts, -1, *x.shape[2:]), places.reshape(parts, -1))
         return found.reshape(*places.shape, *x.shape[2:])
-
-
-class Inputs(NamedTuple):
-    """A block of positions as a pass is given it; see `Target.forward`."""
-
-    tokens: Int[Array, "B T"]
-    positions: Int[Array, "B T"]
-    visible: Visibility | None
-    lengths: Int[Array, " B"]
-    rows: Int[Array, " B"] | None = None
-    starts: Int[Array, "B T"] | None = None
-    counts: Int[Array, " B"] | None = None
-    packing: Packing | None = None
 
 
 def joined(blocks: Sequence[Shaped[Array, "_ _ *S"]]) -> Shaped[Array, "b t *S"]:

@@ -17,9 +17,9 @@ from dflash_jax.config import TargetConfig, parse_dtype
 from dflash_jax.config_json import token_ids
 from dflash_jax.kernels.block_attention import Visibility
 from dflash_jax.mesh import WHOLE, AnyMesh, Layout, entered
-from dflash_jax.models.attention import Pass
+from dflash_jax.models.attention import Inputs, Pass
 from dflash_jax.overrides import overridden
-from dflash_jax.packing import Inputs, Packing
+from dflash_jax.packing import Packing
 from dflash_jax.quantize import Quantize, parse_quantize, rule
 from dflash_jax.vocabulary import decodable_tokens
 

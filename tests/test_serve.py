@@ -266,6 +266,8 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         "--draft-window must be at least 1": [*models, *job, "--draft-window", "0"],
         "--verify-budget must be at least 2": [*models, *job, "--verify-budget", "1"],
         "verify_budget and deterministic": [*models, *job, "--verify-budget", "3", "--deterministic"],
+        "--prefill-budget must be at least 0": [*models, *job, "--prefill-budget", "-1"],
+        "prefill_budget and deterministic": [*models, *job, "--prefill-budget", "8", "--deterministic"],
         "--cache-tokens must be at least 1 and below": [*models, *job, "--cache-tokens", "0"],
         "--stats-interval must be at least 0 and finite, got nan": [*models, *job, "--stats-interval", "nan"],
         "top_k must lie in": [*models, *job, "--top-k", "3000000000"],

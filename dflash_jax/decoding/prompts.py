@@ -4,13 +4,14 @@ Shapes: B rows of the program, C tokens of each at most, b t its block as the pa
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax.cache import commit, once_read
@@ -21,7 +22,8 @@ from dflash_jax.decoding.penalties import remember, remember_prompts
 from dflash_jax.decoding.sampling import gumbel_noise
 from dflash_jax.decoding.state import DraftModel, RowSettings, Seen, State, TargetModel, all_rows
 from dflash_jax.mesh import constrain, row_parts, split_rows
-from dflash_jax.packing import Inputs, Packing
+from dflash_jax.models.attention import Inputs
+from dflash_jax.packing import Packing
 
 
 class Prompts(struct.PyTreeNode):
@@ -99,7 +101,7 @@ def commit_prompts(target: TargetModel, drafter: DraftModel | None, state: State
     return state.replace(draft=drafter.commit(target, state.draft, seen))
 
 
-def begin_decoding(
+def first_tokens(
     target: TargetModel,
     state: State,
     prompts: Prompts,
@@ -150,7 +152,7 @@ def stacked(settings: tuple[RowSettings, ...]) -> RowSettings:
 def stacked_on_host(settings: Sequence[Sequence[RowSettings]]) -> RowSettings:
     """The settings [M, B, ...] of the rows of several steps, whose leaves are on the host but for keys."""
 
-    def stack(*leaves: Any) -> Any:
+    def stack(*leaves: ArrayLike) -> Array | np.ndarray:
         keys = isinstance(leaves[0], jax.Array) and jnp.issubdtype(leaves[0].dtype, jax.dtypes.prng_key)
         known = {id(leaf): np.asarray(jax.random.key_data(leaf) if keys else leaf) for leaf in leaves}
         both = np.stack([known[id(leaf)] for leaf in leaves])

@@ -19,7 +19,7 @@ from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.penalties import History, Penalties, empty_history, no_penalties
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.sampling import Sampling, greedy_rows
-from dflash_jax.packing import Inputs
+from dflash_jax.models.attention import Inputs
 
 
 class TargetModel(Protocol):

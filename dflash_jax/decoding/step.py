@@ -5,7 +5,7 @@ Shapes: B rows, T block positions, J committed positions of a step, V vocabulary
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,12 @@ from dflash_jax.decoding.calibration import Calibration
 from dflash_jax.decoding.choice import Choice, Proposals
 from dflash_jax.decoding.logprobs import Logprobs, log_probabilities
 from dflash_jax.decoding.penalties import remember
-from dflash_jax.decoding.prompts import Prompts, Read, begin_decoding, commit_prompts
+from dflash_jax.decoding.prompts import Prompts, Read, commit_prompts, first_tokens
 from dflash_jax.decoding.proposal import Accepted, Block, Proposal, accept, make_block
 from dflash_jax.decoding.sampling import gumbel_noise
 from dflash_jax.decoding.state import DraftModel, Query, Seen, State, TargetModel, without_idle_rows
-from dflash_jax.packing import Inputs, joined, parted
+from dflash_jax.models.attention import Inputs
+from dflash_jax.packing import joined, parted
 
 
 class Committed(struct.PyTreeNode):
@@ -86,6 +87,11 @@ class Verified(NamedTuple):
     read: tuple[Read, Float[Array, "R 1 V"]] | None = None
 
 
+def all_positions(state: State, block: Block) -> Block:
+    """The block as it is: all of its positions are verified."""
+    return block
+
+
 class StepFunctions(NamedTuple):
     """The functions that a step is made of.
 
@@ -103,7 +109,7 @@ class StepFunctions(NamedTuple):
     propose: Callable[[State, Choice], Proposal]
     verify: Callable[[State, Block], tuple[Float[Array, "b t V"], Verified]]
     commit: Callable[[State, Verified, Accepted], State]
-    narrow: Callable[[State, Block], Block] = lambda state, block: block
+    narrow: Callable[[State, Block], Block] = all_positions
     read: Callable[[State, Verified, int | None], tuple[State, Committed]] | None = None
 
 
@@ -290,7 +296,7 @@ def read_prompts(
     assert verified.read is not None
     read, logits = verified.read
     state = commit_prompts(target, drafter, state, read)
-    state, token, scores = begin_decoding(target, state, prompts, logits, automata, logprobs)
+    state, token, scores = first_tokens(target, state, prompts, logits, automata, logprobs)
     return state, Committed(token, prompts.last.astype(jnp.int32), scores)
 
 
@@ -334,22 +340,21 @@ def step_functions(
             verifies all that is proposed.
         prompts: to read in the same pass, of rows that do not decode, after what is committed of them.
     """
-    depth, propose, more = 0, nothing, dict[str, Any]()
+    depth, propose, narrow = 0, nothing, all_positions
     if drafter is not None and block_size > 0 and drafter.depth(block_size) > 0:
         depth = drafter.depth(block_size)
         narrower = 0 < budget <= (nodes or depth)
         propose = make_propose(target, drafter, block_size, proposals, nodes, scored=narrower)
         if narrower:
             within = lambda block, state: within_budget(block, state.remaining, budget)
-            more["narrow"] = lambda state, block: block._replace(packing=within(block, state))
-    if prompts is not None:
-        more["read"] = partial(read_prompts, target, drafter, prompts, automata)
+            narrow = lambda state, block: block._replace(packing=within(block, state))
     return StepFunctions(
         make_choose(target, depth, automata),
         propose,
         partial(verify, target, drafter, prompts),
         partial(commit, target, drafter),
-        **more,
+        narrow,
+        None if prompts is None else partial(read_prompts, target, drafter, prompts, automata),
     )
 
 

@@ -6,13 +6,13 @@ D model width, N query heads, K key-value heads, H head dim, F tapped features.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from dflash_jax.cache import KV, Cache, Fresh
 from dflash_jax.cache.int8 import Stored
@@ -26,6 +26,19 @@ from dflash_jax.models.rope import Rope, rope_tables, rotate
 from dflash_jax.packing import Packing, joined, parted
 
 Norm = Callable[[Array], Array]  # of the heads of a block, [B, T, n, H]
+
+
+class Inputs(NamedTuple):
+    """A block of positions as a pass is given it; see `Target.forward`."""
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    visible: Visibility | None
+    lengths: Int[Array, " B"]
+    rows: Int[Array, " B"] | None = None
+    starts: Int[Array, "B T"] | None = None
+    counts: Int[Array, " B"] | None = None
+    packing: Packing | None = None
 
 
 class Pass(struct.PyTreeNode):
@@ -102,8 +115,8 @@ class Pass(struct.PyTreeNode):
         return parted(x, [of.shape for of in self.blocks])
 
     def mixed(
-        self, mix: Callable[..., tuple[Array, Any]], outputs: Sequence[Shaped[Array, "b t _"]], shared: Any = None
-    ) -> tuple[Float[Array, "b t _"], Any]:
+        self, mix: Callable[..., tuple[Array, PyTree]], outputs: Sequence[Shaped[Array, "b t _"]], shared: PyTree = None
+    ) -> tuple[Float[Array, "b t _"], PyTree]:
         """What layers are given of the result of `mix`, which mixes the positions of a block.
 
         Args:
@@ -114,7 +127,7 @@ class Pass(struct.PyTreeNode):
             The results, and what is fresh: of two blocks a tuple, as `shared` is.
         """
         blocks, results = self.blocks, list[Array]()
-        fresh, of_each = list[Any](), (shared,) if self.beside is None else shared or (None,) * len(blocks)
+        fresh, of_each = list[PyTree](), (shared,) if self.beside is None else shared or (None,) * len(blocks)
         for of, both, known in zip(blocks, zip(*map(self.apart, outputs), strict=True), of_each, strict=True):
             spread = (x if of.packing is None else of.packing.spread(x) for x in both)
             result, found = mix(*spread, of, known)
@@ -281,7 +294,12 @@ def run_layers(
         mixer, entry = config.mixer, cache.of_layer[i]
         if mixer.rotary not in tables:
             tables[mixer.rotary] = ctx.rotating(mixer, x.dtype)
+        before = x.shape
         x, fresh[entry] = _apply_once_traced(layer, x, tables[mixer.rotary], cache.entry(i), fresh[entry])
+        if x.shape != before:
+            raise ValueError(
+                f"layer {i} returned {x.shape} for {before}; a layer that mixes positions uses `Pass.mixed`"
+            )
         if i in taps:
             outputs[i] = x
     features = jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else x[..., :0]

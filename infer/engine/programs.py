@@ -12,7 +12,7 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.decoding.automata import Automata
-from dflash_jax.decoding.prompts import Prompts, Read, begin_decoding, commit_prompts, stacked
+from dflash_jax.decoding.prompts import Prompts, Read, first_tokens, commit_prompts, stacked
 from dflash_jax.decoding.state import DraftModel, RowSettings, State, TargetModel, all_rows, begin_row, some_rows
 from dflash_jax.decoding.step import Committed, run, speculative_step, step_functions
 from dflash_jax.infer.engine.chooser import Draft
@@ -106,7 +106,7 @@ def prefill(
     read = Read(prompts.inputs, *found)
     state = commit_prompts(target, drafter, state, read)
     logits = target.unembed(read.last())
-    state, token, scores = begin_decoding(target, state, prompts, logits, automata, logprobs)
+    state, token, scores = first_tokens(target, state, prompts, logits, automata, logprobs)
     return pin(state), Committed(token, last.astype(jnp.int32), scores)
 
 

@@ -111,18 +111,23 @@ class Mix(nn.Module):
 
     @nn.compact
     def __call__(self, x, at, entry):
-        first, second = jnp.split(Linear((self.width, 2 * self.width), name="in_proj")(x), 2, axis=-1)
-        u = (first - second).astype(jnp.float32)
         gate = self.param("decay", nn.initializers.ones, (self.width,))
-        decay = jnp.broadcast_to(jax.nn.sigmoid(gate.astype(jnp.float32))[None], (x.shape[0], self.width))
-        T = x.shape[1]
-        seen = jnp.tril(jnp.ones((1, T, T), bool)) if at.visible is None else at.visible
-        depth = (at.positions - at.lengths[:, None]).astype(jnp.float32)
-        age = depth[:, :, None] - depth[:, None, :]
-        weight = jnp.where(seen[..., None], decay[:, None, None] ** jnp.maximum(age, 0)[..., None], 0.0)
-        old = entry.s if at.rows is None else entry.s[at.rows]
-        s = jnp.einsum("btjd,bjd->btd", weight, u) + decay[:, None] ** (depth + 1)[..., None] * old[:, None]
-        return Linear((self.width, self.width), name="out_proj")(s.astype(x.dtype)), Fresh(u, decay)
+
+        def mix(both, at, shared):
+            first, second = jnp.split(both, 2, axis=-1)
+            u = (first - second).astype(jnp.float32)
+            decay = jnp.broadcast_to(jax.nn.sigmoid(gate.astype(jnp.float32))[None], (both.shape[0], self.width))
+            T = both.shape[1]
+            seen = jnp.tril(jnp.ones((1, T, T), bool)) if at.visible is None else at.visible
+            depth = (at.positions - at.lengths[:, None]).astype(jnp.float32)
+            age = depth[:, :, None] - depth[:, None, :]
+            weight = jnp.where(seen[..., None], decay[:, None, None] ** jnp.maximum(age, 0)[..., None], 0.0)
+            old = entry.s if at.rows is None else entry.s[at.rows]
+            s = jnp.einsum("btjd,bjd->btd", weight, u) + decay[:, None] ** (depth + 1)[..., None] * old[:, None]
+            return s.astype(x.dtype), Fresh(u, decay)
+
+        mixed, fresh = at.mixed(mix, [Linear((self.width, 2 * self.width), name="in_proj")(x)])
+        return Linear((self.width, self.width), name="out_proj")(mixed), fresh
 
 
 class Layer(nn.Module):

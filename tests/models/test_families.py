@@ -42,7 +42,7 @@ def requests(count):
     "settings",
     [
         {"tree": 12},
-        {"tree": 12, "cache_tokens": 96, "verify_budget": 3},
+        {"tree": 12, "cache_tokens": 96, "verify_budget": 3, "prefill_budget": 4},
     ],
     ids=str,
 )
@@ -71,6 +71,7 @@ def test_the_answers_are_those_of_one_row_alone(family, settings, tmp_path, monk
         assert 1 < cut <= 5 if stopped > 1 else not cut
     assert engine.stats.prefix_tokens > 0
     assert engine.stats.tau > 1
+    assert (engine.stats.beside_tokens > 0) == ("prefill_budget" in settings)
     if "cache_tokens" in settings:
         assert engine.stats.preempted > 0
         assert engine.batch.pages.free == engine.batch.pages.tokens == 96

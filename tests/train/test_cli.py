@@ -239,7 +239,7 @@ GENERATION = """
 FLAGS = {
     "regenerate": GENERATION
     + "input output seed max-length prefix-chunks deterministic gpu-graphs stream-interval "
-    + "cache-tokens cache-dtype draft-window verify-budget",
+    + "cache-tokens cache-dtype draft-window verify-budget prefill-budget",
     "cache-features": DATA + "hidden",
     "fit": DATA + "features evaluate-prompts chat-template-kwargs tensorboard",
     "evaluate": GENERATION + "prompts run step max-samples json store-sharpness",

@@ -1,0 +1,206 @@
+"""Prompts that are read beside rows that decode: answers are those of one row alone, and no row waits longer than for
+the budget."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax import Engine, load_drafter, load_target
+from dflash_jax.cache import pages
+from dflash_jax.constraints.constraint import regex
+from dflash_jax.infer.engine.calls import Decode
+from dflash_jax.infer.engine.engine_config import EngineConfig
+from dflash_jax.infer.engine.prompts import PrefillCost, PrefillShape, beside_shape
+from dflash_jax.infer.engine.slots import Slots
+from dflash_jax.mesh import make_mesh, parse_mesh
+from tests import tiny
+from tests.fakes import vocabulary
+
+KINDS = [
+    pytest.param(kind, marks=() if kind == "dflash" else pytest.mark.slow)
+    for kind in ("dflash", "dflash2", "dspark", "eagle3", "treeflash")
+]
+SETTINGS = {"max_length": 96, "constraints": True, "logprobs": 2, "steps_per_visit": 4, "prefill_chunk": 32}
+HEAD = [(5 * i) % 60 + 1 for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch):
+    monkeypatch.setattr(pages, "PAGE", 16)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return vocabulary.write_models(tmp_path_factory.mktemp("beside"))
+
+
+@pytest.fixture(scope="module")
+def target(directory):
+    return load_target(directory / "target")
+
+
+def requests():
+    """Prompts short and long, of which some begin alike; answers with penalties, constraints and an early end."""
+    asked = []
+    for i in range(14):
+        more = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "min_tokens": 6} if i % 3 == 2 else {}
+        if i % 4 == 1:
+            more["constraint"] = regex("([a-f]{3}-){3,6}x")
+        prompt = [(7 * i + 3 * j) % 60 + 1 for j in range((1, 50, 9, 33)[i % 4])]
+        prompt = [*HEAD, i + 1, 5] if i % 5 == 4 else prompt
+        given = {"eos_token_ids": (vocabulary.END,), "logprobs": 2 if i % 2 else None}
+        asked.append(tiny.ask(prompt, (25, 1, 9)[i % 3], (0.0, 0.7, 1.3)[i % 3], id=str(i), **given, **more))
+    return asked
+
+
+def answers(engine, asked=None):
+    done = engine.generate(asked or requests())
+    return [(one.token_ids, one.finish_reason) for one in done], [one.logprobs for one in done]
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    return answers(Engine(target, None, slots=1, **SETTINGS))
+
+
+def is_plain(got, plain):
+    assert got[0] == plain[0]
+    for one, other in zip(got[1], plain[1], strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefill_budget": 8, "cache_tokens": 320, "prefix_chunks": 8},
+        {"prefill_budget": 7, "tree": 9, "prefix_chunks": 2},
+        pytest.param({"prefill_budget": 32, "verify_budget": 2, "slots": 16}, marks=pytest.mark.slow),
+        pytest.param({"prefill_budget": 1, "proposals": "independent"}, marks=pytest.mark.slow),
+        pytest.param({"prefill_budget": 12, "block_size": "auto", "tree": 5}, marks=pytest.mark.slow),
+        pytest.param({"prefill_budget": 12, "cache_dtype": "int8", "draft_window": 16}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_answers_are_those_of_one_row_alone(settings, directory, target, plain):
+    if "cache_dtype" in settings:
+        plain = answers(Engine(target, None, slots=1, cache_dtype="int8", **SETTINGS))
+    drafter = load_drafter(directory / "dflash", num_target_layers=4)
+    engine = Engine(target, drafter, **({"slots": 4} | SETTINGS | settings))
+    if settings.get("block_size") == "auto":
+        engine.warm_up()
+    is_plain(answers(engine), plain)
+    assert engine.stats.beside_tokens > engine.stats.prompt_tokens / 2
+    if "prefix_chunks" in settings:
+        assert engine.stats.prefix_tokens > 0
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_drafter_and_none(kind, directory, target, plain):
+    drafter = load_drafter(directory / kind, num_target_layers=4)
+    is_plain(answers(Engine(target, drafter, slots=3, prefill_budget=6, plain=True, **SETTINGS)), plain)
+    asked = [replace(request, speculative=i % 3 != 0) for i, request in enumerate(requests())]
+    engine = Engine(target, drafter, slots=3, prefill_budget=6, plain=True, **SETTINGS)
+    is_plain(answers(engine, asked), plain)
+    if kind == "dflash":
+        is_plain(answers(Engine(target, None, slots=3, prefill_budget=6, **SETTINGS)), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["data=2", "data=2,model=2"])
+def test_each_part_of_a_mesh_reads_its_share(axes, directory, plain):
+    devices = jax.devices()[: int(np.prod([int(part[-1]) for part in axes.split(",")]))]
+    on = make_mesh(parse_mesh(axes, devices), devices)
+    pair = load_target(directory / "target", mesh=on), load_drafter(directory / "dflash", num_target_layers=4, mesh=on)
+    engine = Engine(*pair, slots=4, prefill_budget=16, **SETTINGS)
+    is_plain(answers(engine), plain)
+    assert engine.stats.beside_tokens > 0
+
+
+def test_between_two_steps_of_a_row_no_more_is_read_than_the_budget(directory, target, monkeypatch):
+    drafter = load_drafter(directory / "dflash", num_target_layers=4)
+    engine = Engine(target, drafter, slots=4, prefill_budget=8, **SETTINGS)
+    read, decode, per_step = Slots.read, Slots.decode, []
+
+    def alone(self, prompts):
+        assert not engine._admission.decoding
+        return read(self, prompts)
+
+    def beside(self, draft, steps, leave_below, slots, given=None):
+        trace = decode(self, draft, steps, leave_below, slots, given)
+        plans = given.plans if given else []
+        assert given is None or steps <= len(plans)  # or a step would read what is left over
+        per_step.extend(sum(plan.batch.counts) for plan in plans[:steps])
+        for step, plan in enumerate(plans[:steps]):
+            ended = [plan.batch.rows[i] for i in np.flatnonzero(plan.batch.last)]
+            counts = np.asarray(trace.count)
+            assert not counts[: step + 1, ended].any()  # decodes from the next step on
+        return trace
+
+    monkeypatch.setattr(Slots, "read", alone)
+    monkeypatch.setattr(Slots, "decode", beside)
+    answers(engine)
+    assert max(per_step) == 8
+    assert min(per_step) > 0
+    assert sum(per_step) >= engine.stats.beside_tokens > 200
+    assert engine.stats.prompt_tokens == sum(len(request.prompt_token_ids) for request in requests())
+
+
+def test_cancelled_and_stopped_requests(directory, target, plain):
+    """While their prompt is read, or with their first token."""
+    drafter = load_drafter(directory / "dflash", num_target_layers=4)
+    engine = Engine(target, drafter, slots=4, prefill_budget=4, cache_tokens=256, **SETTINGS)
+    asked = requests()
+    asked[6] = replace(asked[6], find_stop=lambda ids, new: 1)
+    tickets, done = [engine.submit(request) for request in asked], {}
+    while not (engine._admission.decoding and engine._admission.filling):
+        done |= dict(engine.step())
+    gone = [row.ticket for row in engine._admission.filling.values()]
+    engine.cancel(*gone)
+    while engine.busy or engine.waiting:
+        done |= dict(engine.step())
+    for i, ticket in enumerate(tickets):
+        if ticket in gone:
+            continue
+        expected = plain[0][i][0][:1] if i == 6 else plain[0][i][0]
+        assert done[ticket].token_ids == expected
+    assert engine.batch.pages is not None
+    assert engine.batch.pages.free == engine.batch.pages.tokens
+
+
+def test_the_shape_of_what_a_step_reads():
+    assert beside_shape(256, 32, 1) == PrefillShape(4, 256)
+    assert beside_shape(256, 2, 1) == PrefillShape(2, 256)
+    assert beside_shape(7, 8, 1) == PrefillShape(1, 7)
+    assert beside_shape(32, 8, 4) == PrefillShape(2, 8)
+    assert beside_shape(1, 8, 4) == PrefillShape(1, 1)
+
+
+def test_where_steps_read_prompts_by_themselves():
+    auto = EngineConfig(slots=8, prefill_budget="auto", prefill_chunk=64)
+    assert [auto.beside(backend) for backend in ("cpu", "gpu", "tpu")] == [None, 64, 64]
+    assert replace(auto, slots=1).beside("gpu") is None
+    assert replace(auto, deterministic=True).beside("gpu") is None
+    assert replace(auto, prefill_budget=None).beside("gpu") is None
+    assert replace(auto, prefill_budget=5).beside("cpu") == 5
+    for wrong, message in ((0, "prefill_budget must be at least 1"), (8, "exclude each other")):
+        with pytest.raises(ValueError, match=message):
+            EngineConfig(prefill_budget=wrong, deterministic=wrong > 0)
+
+
+def test_it_is_left_where_it_does_not_pay(directory, target, monkeypatch):
+    monkeypatch.setattr(EngineConfig, "beside", lambda self, backend: 32)
+    drafter = load_drafter(directory / "dflash", num_target_layers=4)
+    engine = Engine(target, drafter, slots=4, prefill_budget="auto", **SETTINGS)
+    costs = {PrefillShape(1, 32): PrefillCost(0.005), PrefillShape(4, 32): PrefillCost(0.016)}  # for 32 tokens 4 ms
+    for beside, pays in ((0.0139, True), (0.0141, False)):
+        times = {name: beside if name.reads else 0.01 for name in engine.batch.used if isinstance(name, Decode)}
+        monkeypatch.setattr(Slots, "_timed_steps", lambda self, check, times=times: times)
+        monkeypatch.setattr(Slots, "_prefill_cost", lambda self, shape: costs[shape])
+        engine.warm_up()
+        assert engine.batch.reads_beside is pays
+    answers(engine)
+    assert engine.stats.beside_tokens == 0
