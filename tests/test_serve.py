@@ -155,6 +155,7 @@ def test_penalties_logprobs_and_shared_prompts(pair, tmp_path):
     assert summary["prompt_tokens_copied"] == 0
 
 
+@pytest.mark.slow
 def test_rows_that_share_memory(pair, tmp_path, monkeypatch):
     """A job answers as it does with memory for every row, and says how many requests gave theirs back."""
     monkeypatch.setattr(pages, "PAGE", 16)

@@ -12,7 +12,7 @@ from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 
 FAMILIES = [
-    pytest.param(name, marks=() if name in ("qwen3", "gemma4") else pytest.mark.slow)
+    pytest.param(name, marks=() if name == "qwen3" else pytest.mark.slow)
     for name in ("qwen3", "gemma4", "gpt_oss", "qwen3_next", "minimax_m2")
     if name in tiny.FAMILIES or name == "qwen3"
 ]

@@ -179,6 +179,7 @@ def test_gold_drafts_are_accepted_whole_and_garbage_drafts_change_nothing(target
         assert got == [row[: 4 * expected].tolist() for row in truth]
 
 
+@pytest.mark.slow
 def test_caches_hold_exactly_the_positions_before_the_anchor(target, drafter):
     """After any number of rounds both caches equal those of a from-scratch pass over the same tokens."""
     state, firsts = start(target, drafter, PROMPTS)

@@ -102,7 +102,7 @@ def test_without_the_correction_it_is_a_dflash_drafter(pair, tmp_path):
     assert jax.tree.structure(loaded.params) == jax.tree.structure(v1.params)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("temperature", [*(pytest.param(x, marks=pytest.mark.slow) for x in (0.0, 5.0)), 1.0])
 def test_a_correction_of_zero_proposes_the_trees_of_a_dflash_drafter(pair, tmp_path, temperature):
     """At a high temperature too, where the noise that draft and target share decides which tokens are likely."""
     target, drafter = pair

@@ -1,7 +1,5 @@
 """Attention to caches in pages, by every implementation, against the same oracle as that to whole rows."""
 
-import itertools
-
 import pytest
 
 from dflash_jax.kernels.shapes import SHAPES
@@ -10,7 +8,10 @@ from tests.kernels.test_conformance import INTERPRETED, SLOTS, check, small, sma
 NAMES = "qwen3-8b verify", "gpt-oss verify, sliding", "kimi-k2.5 verify"
 
 
-@pytest.mark.parametrize(("implementation", "name"), [*itertools.product(INTERPRETED, NAMES)])
+@pytest.mark.parametrize("implementation", INTERPRETED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("kimi")) for name in NAMES]
+)
 def test_rows_whose_pages_lie_anywhere(implementation, name):
     """Pages beyond a row's length hold what was never written."""
     if implementation == "gpu" and SHAPES[name].values is not None:

@@ -191,6 +191,7 @@ def test_what_was_traced_before_a_check_failed_is_not_kept(install):
     np.testing.assert_allclose(program(*block), expected(*block), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [pytest.param(1e-7, marks=pytest.mark.slow), 0.01])
 def test_an_engine_checks_kernels_before_it_takes_memory(install, error, target, drafter, monkeypatch):
     ask = [tiny.ask([5, 9, 11], 12)]

@@ -41,7 +41,7 @@ def requests(count):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tree": 12},
+        pytest.param({"tree": 12}, marks=pytest.mark.slow),
         {"tree": 12, "cache_tokens": 96, "verify_budget": 3, "prefill_budget": 4},
     ],
     ids=str,

@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dflash_jax import load_target
 from dflash_jax.cache import attention as cache_attention
 from tests import tiny
 
 
+@pytest.mark.slow
 def test_layers_that_are_alike_are_traced_once(tmp_path, monkeypatch):
     kinds = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,

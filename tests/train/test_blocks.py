@@ -243,6 +243,7 @@ def test_packed_blocks_equal_decoding(target, rows, name, tmp_path):
     assert min(wrong.values()) > 1e-2  # an inclusive anchor and an off-by-one layer are seen
 
 
+@pytest.mark.slow
 def test_labels_are_what_decoding_proposes_for(target, drafter, rows):
     """A drafter's own proposals, written into the rows after an anchor, are labelled right in every slot."""
     tokens, starts, _ = rows

@@ -282,6 +282,7 @@ def test_feature_cache(target, start, examples, whole, tmp_path):
         FeatureCache(tmp_path / "none", target, drafter.taps, examples, False)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_costs_nothing(target, start, examples, tmp_path):
     def judge(drafter):
         raise RuntimeError("no memory")

@@ -71,6 +71,7 @@ def test_other_losses_are_finite_and_differ(target, batch, plain, changes):
     assert abs(float(metrics["loss"] - plain[1]["loss"])) > 1e-3
 
 
+@pytest.mark.slow
 def test_distillation_compares_with_the_target_at_the_position_before(target):
     """KL of one conversation alone in its row, against the target's and the drafter's plain passes."""
     from dflash_jax.train.blocks import Blocks, draw_blocks, target_features
@@ -165,6 +166,7 @@ def test_gradients_by_the_logits_may_stay_float32(target, batch):
     assert len([both for both in found if any("f32" in operand for operand in both)]) == 1
 
 
+@pytest.mark.slow
 def test_rounded_gradients_by_the_logits_point_the_same_way(target, batch):
     half = target.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params))
     moments = []

@@ -135,7 +135,7 @@ def test_a_tree_is_chosen_where_it_pays(gain):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.8, 0.95])
-@pytest.mark.parametrize("rows", [1, 4, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 32))])
 def test_it_is_near_the_best_fixed_size(rate, rows):
     best = max(expected_tokens([rate] * 15, proposed(size)) / cost for size, cost in COSTS.items())
     speed, _ = simulate(lambda visit: rate, 600, rows=rows)
@@ -189,6 +189,7 @@ def test_wrong_first_measurements_are_mended(believed):
     assert speed > 0.95
 
 
+@pytest.mark.slow
 def test_a_hiccup_changes_no_choice():
     """One visit that takes thirty times as long, whichever it is."""
     for at in range(0, 60, 3):

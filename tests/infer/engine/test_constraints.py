@@ -34,6 +34,7 @@ def walked(constraints, begin, texts):
     return int(state[0, 0]), allowed
 
 
+@pytest.mark.slow
 def test_tables_fill_and_empty(target):
     """What is placed is right whatever was placed and removed before."""
     constraints, rng, placed = Constraints(target, 256), np.random.default_rng(0), []

@@ -104,6 +104,7 @@ def test_the_cache_stops_growing(directory, target):
         Engine(target, drafter, draft_window=0)
 
 
+@pytest.mark.slow
 def test_what_is_seen():
     """Attention through the window against attention to the first page and the last positions alone."""
     mixer, rng, window = AttentionConfig(4, 2, 8, None), np.random.default_rng(0), 20

@@ -87,6 +87,7 @@ def test_host_side_stop_cuts_tokens_and_acceptance(target, drafter):
         assert 1 + sum(done.acceptance_lengths) == 7
 
 
+@pytest.mark.slow
 def test_stop_strings_of_some_rows_leave_the_others_their_overlap(target, drafter, monkeypatch):
     """The next visit goes on without waiting for the tokens of the last one, and no answer changes."""
     stops = {0: 7, 2: 5, 5: 9}  # tokens after which a request ends on the host

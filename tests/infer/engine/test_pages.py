@@ -269,6 +269,7 @@ def test_samples_of_one_prompt_have_its_pages_once(count, directory, target):
         assert kept or tokens < 8 * LENGTH  # or what was kept has been given up for others
 
 
+@pytest.mark.slow
 @pytest.mark.lossless
 @pytest.mark.parametrize("given", [{}, pytest.param({"deterministic": True}, marks=pytest.mark.slow)], ids=str)
 def test_what_else_requests_ask_for(given, directory, target):
@@ -331,3 +332,35 @@ def test_who_only_waits_takes_nothing_away(directory, target):
         done |= dict(engine.step())
     assert [len(done[ticket].token_ids) for ticket in (first, last)] == [40, 20]
     assert engine.stats.preempted == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("given", [{}, {"prefill_budget": 8}], ids=str)
+def test_no_page_leaks_in_ten_thousand_requests(given, directory, target):
+    """Prompts that begin alike, cancelled requests, too little memory for all rows."""
+    rng, drafter = random.Random(0), load_drafter(directory / "dflash", num_target_layers=4)
+    settings = SETTINGS | {"slots": 8, "cache_tokens": 3 * LENGTH, "prefix_chunks": 6} | given
+    engine, left, done, live = Engine(target, drafter, **settings), 10_000, 0, set[int]()
+    heads = [[rng.randrange(1, 60) for _ in range(40)] for _ in range(5)]
+    cancelled = 0
+    while left or live:
+        while left and engine.waiting < 8:
+            prompt = [*rng.choice(heads)[: rng.choice([0, 20, 40])], *(rng.randrange(1, 60) for _ in range(3))]
+            new = rng.choice([1, 2, 5, 12, LENGTH])
+            live.add(engine.submit(tiny.ask(prompt, new, 0.7 * (left % 2), id=str(left))))
+            left -= 1
+        if rng.random() < 0.1:
+            gone = rng.choice([*live])
+            engine.cancel(gone)
+            live.discard(gone)
+            cancelled += 1
+        for ticket, completion in engine.step():
+            if completion.finish_reason and ticket in live:
+                live.discard(ticket)
+                done += 1
+        if done % 100 == 0:
+            check(engine)
+    assert done + cancelled == 10_000
+    assert cancelled > 100
+    assert engine.stats.preempted > 100
+    all_free(engine, 3 * LENGTH)

@@ -103,6 +103,7 @@ def test_rows_beside_the_prompts_stay_as_they_are(target, drafter):
     assert before.remaining[0] == after.remaining[0]
 
 
+@pytest.mark.slow
 def test_a_prompt_of_a_hundred_tokens_reads_the_weights_once(target, drafter):
     engine = Engine(target, drafter, slots=2, max_length=256)
     engine.generate([ask(LONG[:100], 2)])

@@ -96,6 +96,7 @@ def test_code_from_outside_is_not_kept(target, drafter, directory, monkeypatch):
     assert path(engine(target, drafter)) is None
 
 
+@pytest.mark.slow
 def test_damaged_files_are_written_again(target, drafter, directory):
     expected = answers(engine(target, drafter))
     whole = [b"", b"half", next(directory.iterdir()).read_bytes()[:1000]]
@@ -113,6 +114,7 @@ def test_a_directory_that_cannot_be_written_changes_nothing(target, drafter, dir
     assert directory.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["full", "refused"])
 def test_nothing_is_kept_without_a_kernel_that_may_run_next_time(target, drafter, directory, monkeypatch, how):
     """The device was full, or a verdict was there that may be removed."""

@@ -45,6 +45,7 @@ def test_lines_come_through_whole(lines):
     assert attached(detached(lines[1]), text).request.find_stop(text.encode("bcad"), 4) == 3
 
 
+@pytest.mark.slow
 def test_a_worker_turns_no_prompt_into_tokens(pair, lines, monkeypatch):
     command = ["--target", str(pair / "target"), "--no-speculation", "--max-new-tokens", "12", "--batch-size", "2"]
     options = serve.parse_options([*command, "--input", "in.jsonl"])
