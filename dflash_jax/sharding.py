@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from dflash_jax.mesh import (
     parts_of,
 )
 from dflash_jax.quantised import Quantised
+
+Tree = TypeVar("Tree")
 
 TILE = 128  # of a product on TPU and GPU
 
@@ -186,3 +188,9 @@ def partition(tree: Any) -> Any:
     else rows are split."""
     says = lambda x: callable(getattr(x, "partition", None))
     return jax.tree.map(lambda x: x.partition() if says(x) else P(ROWS), tree, is_leaf=says)
+
+
+def settled(tree: Tree) -> Tree:
+    """The same, each array bound to the devices where it lies: a program that is compiled for it then serves others
+    that are put there. Nothing is copied."""
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)

@@ -2,13 +2,14 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax import checkpoint, files, models, sharding
@@ -180,19 +181,34 @@ def load_target(
     with files.reading(directory):
         reader = checkpoint.Reader(directory)
         config = config.with_tensors(reader.names())
-        layout, family = sharding.check_layout(config, mesh), models.family(config.model_type)
-        unread = family.ignored(config)
-        # GPTQ's files have biases of zeros where a layer has none.
-        quantised_bias = lambda name: bool(config.storage.rules) and name.endswith(".bias")
-        empty_bias = lambda name: quantised_bias(name) and not reader.read(name, None).any()
-        params = checkpoint.load(
-            reader,
-            family.tensors(config, layout),
-            array_type,
-            ignored=lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in unread) or empty_bias(name),
-            place=sharding.placement(mesh),
-            dequantise=dtype not in (None, "auto"),
-            quantise=quantised,
-        )
+        layout, dequantise = sharding.check_layout(config, mesh), dtype not in (None, "auto")
+        params = read_params(reader, config, layout, mesh, array_type, dequantise=dequantise, quantise=quantised)
         decodable = decodable_tokens(directory, config.vocab_size)
     return Target(params, decodable, config=config, layout=layout, mesh=mesh, directory=str(directory))
+
+
+def read_params(
+    reader: checkpoint.Reader,
+    config: TargetConfig,
+    layout: Layout,
+    mesh: AnyMesh | None,
+    dtype: DTypeLike,
+    *,
+    dequantise: bool = False,
+    quantise: Callable[[str], str | None] = lambda path: None,
+) -> dict[str, Any]:
+    """The parameters of a target from its tensors; see `checkpoint.load`."""
+    family = models.family(config.model_type)
+    unread = family.ignored(config)
+    # GPTQ's files have biases of zeros where a layer has none.
+    quantised_bias = lambda name: bool(config.storage.rules) and name.endswith(".bias")
+    empty_bias = lambda name: quantised_bias(name) and not reader.read(name, None).any()
+    return checkpoint.load(
+        reader,
+        family.tensors(config, layout),
+        dtype,
+        ignored=lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in unread) or empty_bias(name),
+        place=sharding.placement(mesh),
+        dequantise=dequantise,
+        quantise=quantise,
+    )

@@ -68,7 +68,7 @@ class Reader:
                 values = self._mapped(self.directory / path, stored)[index]
             else:
                 values = part[index] if index else handle.get_tensor(stored)  # which is a single number
-            if not _finite(values):
+            if not is_finite(values):
                 raise ValueError(f"{stored!r} holds infinite numbers or NaN; download it again")
         return values
 
@@ -118,7 +118,8 @@ _NOT_FINITE = {
 }
 
 
-def _finite(values: np.ndarray) -> bool:
+def is_finite(values: np.ndarray) -> bool:
+    """Whether none of these numbers is infinite or NaN."""
     if values.dtype.name not in _NOT_FINITE:
         return True  # integers
     bits, mask = _NOT_FINITE[values.dtype.name]

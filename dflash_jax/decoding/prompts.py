@@ -35,8 +35,7 @@ class Prompts(struct.PyTreeNode):
         last: whether the prompt ends here: the row then starts decoding.
         settings: of each row, for its answer.
         lengths: committed positions of each row before these, 0 for a row with a count of 0; see `after`.
-        packed: whether all of them together, in each part of a mesh, are no more than C tokens. Products then have
-            no more rows.
+        total: tokens of all of them together, in each part of a mesh, at most: products have no more rows. 0 is B C.
     """
 
     rows: Int[Array, " B"]
@@ -45,7 +44,7 @@ class Prompts(struct.PyTreeNode):
     last: Bool[Array, " B"]
     settings: RowSettings
     lengths: Int[Array, " B"] | None = None
-    packed: bool = struct.field(pytree_node=False, default=False)
+    total: int = struct.field(pytree_node=False, default=0)
 
     def after(self, state: State) -> "Prompts":
         """The same, to be read after what is committed of the rows."""
@@ -59,7 +58,7 @@ class Prompts(struct.PyTreeNode):
         B, C = self.tokens.shape
         tokens = constrain(self.tokens, P(split_rows(B)))
         positions = self.lengths[:, None] + jnp.arange(C)[None]
-        packing = Packing.of(self.counts, C, C * row_parts() // B) if self.packed else None
+        packing = Packing.of(self.counts, C, self.total * row_parts() // B) if self.total else None
         return Inputs(tokens, positions, None, self.lengths, self.rows, counts=self.counts, packing=packing)
 
 

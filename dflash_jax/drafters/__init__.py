@@ -7,6 +7,7 @@ from typing import Any
 from dflash_jax.config import Raw
 from dflash_jax.drafters import dflash, dflash2, dspark, eagle3, known, treeflash
 from dflash_jax.drafters.base import RULES as BASE_RULES
+from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import DrafterConfig, with_mask_token
 from dflash_jax.drafters.fields import Lookup, classes_of, unnested
 from dflash_jax.drafters.kind import Kind
@@ -45,6 +46,11 @@ def kind_named(name: str) -> AnyKind:
     if name not in KINDS:
         raise ValueError(f"the kind of a drafter must be one of {', '.join(sorted(KINDS))}, got {name!r:.60}")
     return KINDS[name]
+
+
+def kind_with(drafter: Drafter) -> AnyKind:
+    """The kind of a loaded drafter."""
+    return next(kind for kind in KINDS.values() if kind.drafter is type(drafter))
 
 
 def kind_of(raw: Raw) -> str:

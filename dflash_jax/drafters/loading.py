@@ -1,17 +1,20 @@
 """Drafters from checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from dflash_jax import checkpoint, drafters, files, sharding
 from dflash_jax.config import Raw, parse_dtype
-from dflash_jax.drafters import published
+from dflash_jax.drafters import AnyKind, published
 from dflash_jax.drafters.base import UNREAD, Drafter
+from dflash_jax.drafters.config import DrafterConfig
+from dflash_jax.mesh import AnyMesh, Layout
 from dflash_jax.models.tables import unread_scales
 from dflash_jax.overrides import overridden
 from dflash_jax.quantize import Quantize, parse_quantize, rule
@@ -50,14 +53,29 @@ def load_drafter(
         reader = checkpoint.Reader(directory, kind.canonical_name)
         config = config.with_tensors({name: reader.shape(name) for name in reader.names()})
         layout = sharding.check_layout(config, mesh)
-        unread = lambda name: name.endswith(UNREAD) or any(fnmatch(name, pattern) for pattern in unread_scales(config))
-        table = kind.tensors(config, layout)
         how = {"dequantise": dtype not in (None, "auto"), "quantise": quantised}
-        params = checkpoint.load(reader, table, array_type, ignored=unread, place=sharding.placement(mesh), **how)
+        params = read_params(reader, kind, config, layout, mesh, array_type, **how)
         if config.own_vocabulary and config.draft_vocab_size == config.vocab_size and not params["d2t"].any():
             del params["d2t"]  # all tokens, in the target's order
             config = replace(config, own_vocabulary=False)
         return kind.drafter(params, config, layout=layout, mesh=mesh)
+
+
+def read_params(
+    reader: checkpoint.Reader,
+    kind: AnyKind,
+    config: DrafterConfig,
+    layout: Layout,
+    mesh: AnyMesh | None,
+    dtype: DTypeLike,
+    *,
+    dequantise: bool = False,
+    quantise: Callable[[str], str | None] = lambda path: None,
+) -> dict[str, Any]:
+    """The parameters of a drafter from its tensors, by the names of its kind; see `checkpoint.load`."""
+    unread = lambda name: name.endswith(UNREAD) or any(fnmatch(name, pattern) for pattern in unread_scales(config))
+    how = {"dequantise": dequantise, "quantise": quantise, "place": sharding.placement(mesh)}
+    return checkpoint.load(reader, kind.tensors(config, layout), dtype, ignored=unread, **how)
 
 
 def read_drafter_config(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Raw:

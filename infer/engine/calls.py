@@ -9,7 +9,7 @@ from jax.stages import Wrapped
 
 from dflash_jax.decoding.automata import Automata
 from dflash_jax.decoding.prompts import Prompts, stacked_on_host
-from dflash_jax.decoding.state import RowSettings, State
+from dflash_jax.decoding.state import DraftModel, RowSettings, State
 from dflash_jax.infer.engine import traced
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options, fastest_options
@@ -19,12 +19,13 @@ from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.graphs import graph_options
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.programs import decode_call, prefill
-from dflash_jax.infer.engine.prompts import PrefillBatch, Prefills, PrefillShape, beside_shape
+from dflash_jax.infer.engine.prompts import BesideShape, PrefillBatch, Prefills, PrefillShape
 from dflash_jax.infer.engine.reads import ReadPlan
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.traced import Call
 from dflash_jax.infer.engine.widths import filled, narrower
 from dflash_jax.mesh import rows_of
+from dflash_jax.sharding import settled
 from dflash_jax.target import Target
 
 
@@ -64,6 +65,7 @@ class Calls:
         constraints: those that rows may have; None is none.
 
     Attributes:
+        target: whose programs they are.
         parts: of the mesh that rows are split over.
         prefills: those that read prompts alone.
         beside: the shape of what a step reads of prompts beside rows that decode; None where none does.
@@ -73,15 +75,20 @@ class Calls:
     def __init__(
         self, target: Target, config: EngineConfig, drafts: Drafts, rows: int, constraints: Constraints | None
     ):
-        self._target, self._config, self._drafts, self._rows = target, config, drafts, rows
+        drafts.drafter = settled(drafts.drafter)
+        self.target, self._config, self._drafts, self._rows = settled(target), config, drafts, rows
         self._constraints, free = constraints, constraints and constraints.place(None)
         self.parts, fixed = rows_of(target.mesh), config.deterministic
         self.prefills = Prefills(config.prefill_chunk, rows, self.parts, fixed)
         self.neutral = SamplingParams().on_device("", 0, 0, 1)._replace(walk=free)
         self._widths = (rows,) if fixed else narrower(rows, self.parts)
         tokens = config.beside(jax.default_backend())
-        self.beside = None if tokens is None else beside_shape(tokens, rows, self.parts)
+        self.beside = None if tokens is None else BesideShape.of(tokens, rows, self.parts, config.prefill_chunk)
         self._from_disk: dict[Name, Wrapped | None] = {}  # programs by name; None where there is none
+
+    @property
+    def drafter(self) -> DraftModel | None:
+        return self._drafts.drafter
 
     @property
     def names(self) -> list[Name]:
@@ -126,7 +133,7 @@ class Calls:
         return (call.program, call.arguments) if kept is None else (kept, call.given)
 
     def prefill(self, state: State, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Call:
-        given = self._target, self._drafts.drafter, state, *selected, settings, self._automata
+        given = self.target, self.drafter, state, *selected, settings, self._automata
         return Call(prefill, (*given, self._config.logprobs), 1)
 
     def decode(
@@ -141,12 +148,12 @@ class Calls:
         rows = None if len(slots) == self._rows else np.asarray(slots, np.int32)
         how = max_steps, leave_below, draft, self._config, rows, self.compiler_options(draft, len(slots))
         given = None if beside is None else self._prompts(beside)
-        return Call(*decode_call(self._target, self._drafts.drafter, state, *how, self._automata, given), 4)
+        return Call(*decode_call(self.target, self.drafter, state, *how, self._automata, given), 4)
 
     def _prompts(self, beside: Beside) -> Prompts:
         """What the steps of a visit read, as its program is given it."""
         assert self.beside is not None
-        steps, (nothing, neutral) = self._config.steps_per_visit, self.nothing(self.beside)
+        steps, (nothing, neutral) = self._config.steps_per_visit, self.nothing(self.beside.block)
         batches = [*(plan.batch for plan in beside.plans), *[nothing] * (steps - len(beside.plans))]
         settings = [[*neutral] for _ in range(steps)]
         for of_step, plan in zip(settings, beside.plans, strict=False):
@@ -154,7 +161,7 @@ class Calls:
                 assert read.place is not None
                 of_step[read.place] = beside.prompts[read.slot].settings
         of_steps = PrefillBatch(*map(np.stack, zip(*batches, strict=True)))
-        return Prompts(**of_steps._asdict(), settings=stacked_on_host(settings), packed=self.beside.rows > 1)
+        return Prompts(**of_steps._asdict(), settings=stacked_on_host(settings), total=self.beside.total)
 
     @property
     def _automata(self) -> Automata | None:
@@ -162,10 +169,10 @@ class Calls:
 
     def compiler_options(self, draft: Draft, rows: int) -> Options | None:
         """The compiler's options for the program with this draft, if there are any."""
-        mesh = self._target.mesh
+        mesh = self.target.mesh
         options = dict(graph_options(self._config.gpu_graphs, 1 if mesh is None else mesh.size))
-        if self._drafts.drafter is not None and draft.block_size:
-            config, block = self._target.config, self._drafts.positions(draft)
+        if self.drafter is not None and draft.block_size:
+            config, block = self.target.config, self._drafts.positions(draft)
             inner = max(layer.intermediate_size for layer in config.layers)
             clock = not self._config.deterministic
             options |= fastest_options(config.hidden_size, inner, rows * block, clock=clock) or {}

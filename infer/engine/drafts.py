@@ -125,6 +125,12 @@ class Drafts:
                 estimates,
             )
 
+    def forget(self) -> None:
+        """Forgets what was learnt of requests; measured times stay."""
+        estimates = Estimates(max(map(self._depth, self.choices)))
+        for chooser in self.choosers.values():
+            chooser.estimates = estimates
+
     def choose(
         self, requests: Iterable[Hashable], rows: int, *, speculative: bool
     ) -> tuple[Draft, Chooser[Draft] | None]:

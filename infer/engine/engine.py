@@ -10,26 +10,25 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-import jax
-import numpy as np
+from jaxtyping import Array, PyTree
 
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.infer.engine.admission import Admission
-from dflash_jax.infer.engine.calls import Beside
 from dflash_jax.infer.engine.compiling import Progress
 from dflash_jax.infer.engine.constraints import Constraints, Ready
+from dflash_jax.infer.engine.decoding import Decoding
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.memory import Memory
-from dflash_jax.infer.engine.pacing import NextVisit, Pacing
+from dflash_jax.infer.engine.pacing import Pacing
 from dflash_jax.infer.engine.reading import Reading
 from dflash_jax.infer.engine.requests import Completion, Request, invalid
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.infer.engine.stats import Stats
-from dflash_jax.infer.engine.visits import Visit, expected, is_ready
+from dflash_jax.infer.engine.weights import Weights
 from dflash_jax.mesh import rows_of
 from dflash_jax.target import Target
 
@@ -57,21 +56,39 @@ class Engine:
             drafter.config.check_pair(target.config)
         if config.cache_dtype is not None:
             target = target.replace(cache_dtype=config.cache_dtype)
-        self.target, self.config = target, config
+        self.config = config
         self.max_length, self.slots = config.max_length, config.slots
         self.drafts = Drafts(drafter, config)
-        self.drafter, self.block_size, self.tree = self.drafts.drafter, self.drafts.block_size, self.drafts.tree
+        self.block_size, self.tree = self.drafts.block_size, self.drafts.tree
         self.choosers = self.drafts.choosers
         self.stats = Stats()
         self.constraints = Constraints(target, config.constraint_states) if config.constraints else None
         self.batch = Slots(target, config, self.drafts, self.constraints)
+        self.weights = Weights(self.batch)
         self._tickets = itertools.count()
         self._admission = Admission(config.slots)
         self._pacing = Pacing(config.slots, config.steps_per_visit)
         self._reading = Reading(self.batch, self._admission, self._pacing, self.stats)
         self._memory = Memory(self.batch, self._admission, self.stats, self.width)
-        self._ahead: Visit | None = None  # the one in flight
+        self._decoding = Decoding(
+            self.batch,
+            self.drafts,
+            self._admission,
+            self._pacing,
+            self._memory,
+            self._reading,
+            self.stats,
+            self._preempt,
+        )
         self._no_room = False  # whether a constraint has found no room just now
+
+    @property
+    def target(self) -> Target:
+        return self.batch.calls.target
+
+    @property
+    def drafter(self) -> DraftModel | None:
+        return self.batch.calls.drafter
 
     @property
     def waiting(self) -> int:
@@ -115,7 +132,7 @@ class Engine:
             raise ValueError(f"warm_up runs every program on idle slots, but {self.busy} are busy; call it first")
         begin, batch = time.perf_counter(), self.batch
         batch.warm_up(batch.calls.first if first else batch.calls.names, check_interrupt, progress)
-        if self.drafts.auto or (self.config.prefill_budget == "auto" and batch.reads_beside):
+        if self.drafts.auto or batch.to_measure:
             seconds = batch.step_seconds(check_interrupt)
             if self.drafts.auto:
                 self.drafts.measured(seconds)
@@ -196,18 +213,22 @@ class Engine:
         Returns:
             (ticket, completion so far) of the requests that got tokens; see `stream`.
         """
+        if self.weights.waiting:
+            admit = self._renew() and admit
         if admit:
             self._place()
         filling, decoding = self._admission.filling, self._admission.decoding
         if not decoding:
-            self._ahead = None  # its rows have all finished
-        if self._pacing.reads(filling, decoding, ahead=self._ahead is not None, beside=self.batch.reads_beside):
+            self._decoding.ahead = None  # its rows have all finished
+        ahead, beside = self._decoding.ahead is not None, self.batch.reads_beside
+        if self._pacing.reads(filling, decoding, ahead=ahead, beside=beside):
             events = self._reading.alone(filling)
         elif decoding:
             waiting, free = admit and self.waiting > 0, self.busy < self.slots
             rows = decoding.values()
             how = self._pacing.next_visit(rows, filling=bool(filling), waiting=waiting, free=free)
-            events = self._advance(decoding, how)
+            how = how._replace(overlap=how.overlap and not self.weights.now)
+            events = self._decoding.advance(decoding, how)
         else:
             return []
         now = time.perf_counter()
@@ -224,6 +245,7 @@ class Engine:
         for row, slot in self._admission.place(self._ready, lambda: self._memory.waits is not None):
             row.settings = row.on_device(self.config.seed)
             row.completion.started = row.completion.started or time.perf_counter()
+            row.completion.begin_part(self.weights.version)
             self._reading.copied(row, self.batch.begin(slot, row.prompt))
 
     def _ready(self, row: ActiveRequest, slot: int) -> bool:
@@ -252,19 +274,79 @@ class Engine:
             self.constraints.release(row.constraint)
 
     def _preempt(self, slot: int) -> None:
-        """A request gives its slot back, and waits for one."""
+        """A request gives its slot back for want of memory, and waits for one."""
+        self._leave(slot)
+        self.stats.preempted += 1
+
+    def _leave(self, slot: int) -> None:
+        """A request gives its slot back, and waits for one, to be read again."""
         row = self._admission.put_back(slot)
         self.batch.release(slot)
         self._ended(row, slot)
         row.leave()
         row.keys = self.batch.keys(row.prompt)
-        self.stats.preempted += 1
+
+    def _renew(self) -> bool:
+        """Puts new weights in use once no request is in a slot; until then false. Where these cannot wait, requests
+        leave their slots, and what they have got so far is read again."""
+        if self.weights.now and self._decoding.ahead is None:
+            for slot, _ in self._admission.taken:
+                self._leave(slot)
+        if self.busy:
+            return False
+        self._decoding.ahead = None
+        self.weights.take()
+        return True
+
+    def update(
+        self,
+        target: Target | PyTree | None = None,
+        drafter: DraftModel | PyTree | None = None,
+        *,
+        when: Literal["idle", "now"] = "idle",
+        check: bool = False,
+        donate: bool = False,
+    ) -> int:
+        """Puts other weights of the same shapes, dtypes and configuration in use, without compiling anything.
+
+        What was kept of prompts is dropped, and what was learnt of proposals begins again.
+
+        Args:
+            target, drafter: a loaded model, or its parameters alone; None stays. They may lie elsewhere, and may be
+                plain where those in use were quantised as they were loaded: they are then quantised in the same way.
+            when: "idle" lets requests in progress end first; until then no other begins. "now" reads what these have
+                got so far again, with the new weights, and they go on with those.
+            check: whether numbers that are infinite or NaN are refused.
+            donate: whether the engine may use the given arrays themselves: it copies them otherwise. Do not give
+                them to a program that donates them, too.
+
+        Returns:
+            The number of this version; the weights that the engine was made with are version 0. Completions list
+            the versions that they come from (`Completion.versions`).
+
+        Raises:
+            ValueError: they do not fit: the message lists the first ten differences. The engine keeps what it has.
+        """
+        if when not in ("idle", "now"):
+            raise ValueError(f'when must be "idle" or "now", got {when!r}')
+        version = self.weights.offer(target, drafter, now=when == "now", check=check, donate=donate)
+        if not self.busy:
+            self._renew()
+        return version
+
+    def update_from_tensors(
+        self,
+        target: Mapping[str, Array] | None = None,
+        drafter: Mapping[str, Array] | None = None,
+        *,
+        when: Literal["idle", "now"] = "idle",
+    ) -> int:
+        """`update` with the tensors of checkpoints, by the names that these have for them (`model.layers.0...`)."""
+        return self.update(*self.weights.read(target, drafter), when=when, donate=True)
 
     def wait(self) -> None:
         """Waits for the device: `step` may return while it still works."""
-        self.batch.wait()
-        if self._ahead and self._ahead.end is None:
-            self._ahead = self._ahead._replace(end=time.perf_counter())
+        self._decoding.wait()
 
     def cancel(self, *tickets: int) -> None:
         """Drops requests, waiting or in a slot; nothing happens for one that is finished or unknown."""
@@ -292,76 +374,3 @@ class Engine:
         elif (constraint := request.params.constraint) is not None:
             name = constraint.name or "constraint"
             raise invalid(f"{name} is not served: the engine was made with constraints=False", name)
-
-    def _advance(self, decoding: Mapping[int, ActiveRequest], how: NextVisit) -> list[ActiveRequest]:
-        """One visit to the device; returns the rows that got tokens.
-
-        Where the next visit depends on none of them, it begins before they are collected.
-        """
-        visit, self._ahead = self._ahead, None
-        if visit is None:
-            begin = time.perf_counter()
-            self.wait()
-            self.stats.prefill_seconds += time.perf_counter() - begin
-            visit = self._begin(decoding, how)
-            assert visit is not None
-        if how.overlap and not (visit.chooser and visit.chooser.trying):
-            self._ahead = self._begin(decoding, how, behind=visit)
-        return self._collect(visit)
-
-    def _begin(
-        self, decoding: Mapping[int, ActiveRequest], how: NextVisit, behind: Visit | None = None
-    ) -> Visit | None:
-        """Asks the device for a visit; None if there is no memory for what it may commit after the one in flight
-        (`behind`)."""
-        steps = how.steps + (behind.steps if behind else 0)
-        if not self._memory.holds(decoding, steps, None if behind else self._preempt):
-            return None
-        decoding = self._admission.decoding
-        filling = self._reading.begin() if behind is None and self.batch.reads_beside else {}
-        reads = self.batch.plan(filling, how.steps) if filling else []
-        slots = self.batch.idle(self.batch.widths[-1]) if reads else self.batch.some(list(decoding))
-        rows = decoding.values()
-        speculative = all(row.request.speculative for row in (*rows, *(filling.values() if reads else ())))
-        draft, chooser = self.drafts.choose((row.ticket for row in rows), len(slots), speculative=speculative)
-        steps = min(chooser.try_steps, how.steps) if chooser and chooser.trying else how.steps
-        steps = min(steps, len(reads)) if reads else steps
-        begin = time.perf_counter()
-        leave_below = min(how.leave_below, len(decoding))  # some may have given their slots back
-        beside = Beside(reads, filling) if reads else None
-        trace = self.batch.decode(self.drafts.program(draft), steps, leave_below, slots, beside)
-        end = time.perf_counter() if is_ready(trace) else None  # small programs on CPU may run at once
-        of_slot = dict(enumerate(self._admission.rows))
-        return Visit(draft, trace, [(slot, of_slot.get(slot)) for slot in slots], begin, chooser, steps, end, reads)
-
-    def _collect(self, visit: Visit) -> list[ActiveRequest]:
-        """Waits for a visit and hands its tokens to the rows, which are returned."""
-        timed = visit.end is not None or not is_ready(visit.trace)  # or it has been done for who knows how long
-        trace = jax.device_get(visit.trace)
-        steps, end = int(np.sum(trace.count.any(axis=1))), visit.end or time.perf_counter()
-        seconds = self._pacing.visited(visit.begin, end, steps, timed=timed) if steps else 0.0
-        self.stats.decode_seconds += seconds
-        self.stats.steps += steps
-        self._reading.beside(visit, trace, steps)
-        committed = np.arange(trace.tokens.shape[2]) < trace.count[:, :, None]
-        proposed = self.drafts.proposed(visit.draft) if self.drafter else None
-        advanced, outcomes, page = [], {}, self.batch.pages and self.batch.pages.pages.size
-        for at, (slot, row) in enumerate(visit.rows):
-            if row is None or row is not self._admission.rows[slot] or not row.decoding:
-                continue
-            advanced.append(row)
-            if row.completion.finish_reason:  # with its first token
-                self.batch.release(slot)
-                continue
-            if (taken := row.advance(trace, at, committed[:, at], proposed, page)) is None:
-                continue
-            counts, outcomes[row.ticket] = taken
-            self.stats.decode_tokens += sum(counts)
-            self.stats.row_steps += len(counts)
-            if row.completion.finish_reason and row.request.find_stop:
-                self.batch.release(slot)
-        if visit.chooser:
-            promised = expected(trace, visit.draft)
-            alone = timed and not visit.reads
-            visit.chooser.observe(visit.draft, steps, seconds if alone else None, outcomes, promised)
-        return advanced

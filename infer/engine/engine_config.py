@@ -31,9 +31,9 @@ class EngineConfig:
         seed: noise of requests without a seed of their own.
         prefill_chunk: prompts are read in chunks of at most this many tokens, of one prompt or of several together.
         prefill_budget: tokens of prompts that a step of the rows that decode reads besides, in the same pass: between
-            two steps no more are read. None reads prompts between device calls. "auto" is None on CPU, with one slot
-            and with `deterministic`; elsewhere a chunk, if that was measured to be faster than to do one after the
-            other.
+            two steps no more are read, of at most four prompts, and of each at most a chunk. None reads prompts between
+            device calls. "auto" is None on CPU, with one slot and with `deterministic`; elsewhere a chunk, if `warm_up`
+            measures that this is faster than to do one after the other.
         steps_per_visit: decoding steps of one device call.
         prefix_chunks: how many chunks of prompts to keep for requests that begin alike; each takes the cache memory of
             `prefill_chunk` tokens.
@@ -124,6 +124,8 @@ class EngineConfig:
             raise ValueError(f"logprobs must lie in 0..{vocab_size} or be None, got {self.logprobs}")
         if self.slots % parts:
             raise ValueError(f"slots must be a multiple of {parts}, the mesh's parts of rows; got {self.slots}")
+        if isinstance(self.prefill_budget, int) and self.prefill_budget < parts:
+            raise ValueError(f"prefill_budget must be at least {parts}, one for each part of the mesh's rows")
         if self.cache_tokens is not None and self.cache_tokens < (least := parts * self.max_length):
             raise ValueError(f"cache_tokens must be at least {least}, for the longest request; got {self.cache_tokens}")
 

@@ -19,12 +19,12 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int, PyTree
 
-from dflash_jax.cache import KV, Cache, Carried, size_in_bytes
+from dflash_jax.cache import KV, Cache, Carried, Entry, size_in_bytes
 from dflash_jax.decoding.penalties import remember_prompts
 from dflash_jax.decoding.state import State
 from dflash_jax.infer.engine.pages import PageTable
 from dflash_jax.mesh import constrain, row_parts
-from dflash_jax.sharding import partition, pin
+from dflash_jax.sharding import partition, pin, settled
 
 STATE_EVERY = 2048  # tokens
 
@@ -248,11 +248,14 @@ class PrefixCache:
         table: of pages, where rows have them.
 
     Attributes:
+        at_ends: whether a chunk can be kept only while its row ends with it: of other things than all positions.
         found: kept chunks that rows which are to begin share, and that are to be copied to them as well.
     """
 
     def __init__(self, state: State, entries: int, chunk: int, table: PageTable | None = None):
         states, page = 0, shares(state, chunk)
+        carried = [state.target_cache, *([] if state.draft is None else [state.draft])]
+        self.at_ends = not all(isinstance(one, Cache) and all(map(_all_positions, one.entries)) for one in carried)
         self._table, self._pages = table if page is not None else None, dict[int, list[int]]()  # of kept chunks
         self.found: dict[int, list[KeptChunk]] = {}
         if self._table is not None:
@@ -264,7 +267,7 @@ class PrefixCache:
             entries, states = within(entries, chunk_bytes, state_bytes, chunk)
         self.index = PrefixIndex(entries, states, chunk)
         if entries:
-            self._kept, self._kept_states = init_prefixes(state, (entries, states), chunk)
+            self._kept, self._kept_states = settled(init_prefixes(state, (entries, states), chunk))
 
     @property
     def programs(self) -> int:
@@ -276,14 +279,18 @@ class PrefixCache:
         idle."""
         if not self.index.entries:
             return state
-        self.index = PrefixIndex(self.index.entries, self.index.states, self.index.chunk)
-        while self._pages and self._table is not None:
-            self._table.give_up(self._pages.popitem()[1])
+        self.forget()
         chunk, states = self.index.chunk, (0, None) if self.index.states else (None,)
         self.keep(state, KeptChunk(0, chunk, 0, states[0]))
         for end in states:
             state = self.copy(state, KeptChunk(0, chunk, 0, end), [0] * chunk)
         return state
+
+    def forget(self) -> None:
+        """Keeps nothing any more."""
+        self.index = PrefixIndex(self.index.entries, self.index.states, self.index.chunk)
+        while self._pages and self._table is not None:
+            self._table.give_up(self._pages.popitem()[1])
 
     def copy(self, state: State, kept: KeptChunk, prompt: Sequence[int]) -> State:
         """Commits a kept chunk to a row that was begun; `state` is consumed."""
@@ -319,6 +326,10 @@ class PrefixCache:
         entry = self.index.chunks.give_up(lambda entry: bool(np.any(only_kept(self._pages.get(entry, [])))))
         assert entry is not None
         self._table.give_up(self._pages.pop(entry))
+
+
+def _all_positions(entry: Entry) -> bool:
+    return isinstance(entry, KV) and not entry.ring and entry.recent is None
 
 
 def _page_bytes(state: State) -> int:

@@ -12,7 +12,7 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.decoding.automata import Automata
-from dflash_jax.decoding.prompts import Prompts, Read, first_tokens, commit_prompts, stacked
+from dflash_jax.decoding.prompts import Prompts, Read, commit_prompts, first_tokens, stacked
 from dflash_jax.decoding.state import DraftModel, RowSettings, State, TargetModel, all_rows, begin_row, some_rows
 from dflash_jax.decoding.step import Committed, run, speculative_step, step_functions
 from dflash_jax.infer.engine.chooser import Draft

@@ -38,11 +38,31 @@ class PrefillCost(NamedTuple):
         return self.empty + self.per_position * longest
 
 
-def beside_shape(tokens: int, slots: int, parts: int) -> PrefillShape:
-    """Of a program that reads so many tokens of prompts, of all parts of the mesh, beside rows that decode."""
-    of_part = max(1, tokens // parts)
-    rows = next(n for n in (BESIDE_ROWS, 2, 1) if n <= slots // parts and of_part % n == 0)
-    return PrefillShape(rows, of_part)
+class BesideShape(NamedTuple):
+    """The shape of what a step reads of prompts beside rows that decode.
+
+    Attributes:
+        rows: prompts that it reads of each part of the mesh.
+        tokens: of each of them, at most.
+        total: tokens of all prompts of a part, at most: a multiple of the rows.
+    """
+
+    rows: int
+    tokens: int
+    total: int
+
+    @classmethod
+    def of(cls, budget: int, slots: int, parts: int, chunk: int) -> "BesideShape":
+        """For a budget of all parts of the mesh, and prompts that are read in chunks."""
+        of_part = budget // parts
+        rows = min(BESIDE_ROWS, slots // parts, of_part)
+        total = min(of_part, rows * chunk) // rows * rows
+        return cls(rows, min(total, chunk), total)
+
+    @property
+    def block(self) -> PrefillShape:
+        """That of the block, whose positions are not all used at once."""
+        return PrefillShape(self.rows, self.tokens)
 
 
 def modelled(shape: PrefillShape) -> PrefillCost:

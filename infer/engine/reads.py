@@ -4,11 +4,11 @@ Pure host code: `Slots.read` carries the plan out.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from dflash_jax.infer.engine.prefixes import KeptChunk, PrefixIndex
-from dflash_jax.infer.engine.prompts import PrefillBatch, Prefills, PrefillShape
+from dflash_jax.infer.engine.prompts import BesideShape, PrefillBatch, Prefills
 from dflash_jax.infer.engine.rows import ActiveRequest
 
 
@@ -59,13 +59,10 @@ def plan_reads(prompts: Mapping[int, ActiveRequest], programs: Prefills, prefixe
     copies = {slot: prefixes.find(slot, row.filled, row.prompt, row.keys) for slot, row in prompts.items()}
     start = {slot: row.filled + chunk * len(copies[slot]) for slot, row in prompts.items()}
     end = {slot: min(len(row.prompt), (start[slot] // chunk + 1) * chunk) for slot, row in prompts.items()}
-    key = {slot: _next_key(slot, row, start[slot], chunk) for slot, row in prompts.items()}
-    awaited = Counter(key.values())
-    reader = {key[slot]: slot for slot in reversed(prompts)}  # the first of those with the same chunk
+    readers, awaited = _readers(prompts, start, chunk)
     parts: list[list[int]] = [[] for _ in range(programs.parts)]
-    for slot in prompts:
-        if reader[key[slot]] == slot:
-            parts[programs.part(slot)].append(slot)
+    for slot in readers:
+        parts[programs.part(slot)].append(slot)
     shape, seconds = programs.choose([[(start[slot], end[slot] - start[slot]) for slot in part] for part in parts])
     taken = [[(slot, prompts[slot].prompt[start[slot] : end[slot]]) for slot in part] for part in parts]
     batch = programs.batch(shape, taken)
@@ -74,58 +71,81 @@ def plan_reads(prompts: Mapping[int, ActiveRequest], programs: Prefills, prefixe
     for slot in sorted(prompts, key=lambda slot: place.get(slot, len(batch.rows))):
         row, at = prompts[slot], place.get(slot)
         filled = start[slot] if at is None else start[slot] + int(batch.counts[at])
-        reads.append(PromptRead(slot, filled, start[slot] - row.filled, at, awaited[key[slot]] > 1))
+        reads.append(PromptRead(slot, filled, start[slot] - row.filled, at, slot in awaited))
         if at is not None:
             batch.last[at] = filled == len(row.prompt)
     return ReadPlan([chunk for found in copies.values() for chunk in found], batch, reads, seconds)
 
 
 def plan_steps(
-    prompts: Mapping[int, ActiveRequest], programs: Prefills, shape: PrefillShape, prefixes: PrefixIndex, steps: int
+    prompts: Mapping[int, ActiveRequest], programs: Prefills, shape: BesideShape, steps: int, *, at_ends: bool
 ) -> list[ReadPlan]:
-    """Plans what each of some steps of other rows reads of these prompts: in each part of the mesh at most as many
-    tokens as the shape has, and of as many rows.
+    """Plans what each of some steps of other rows reads of these prompts.
 
-    The last step is the one after which a chunk is complete that is to be kept, since its row must end there then.
+    A chunk that several begin with is read once; the others copy it after the visit.
 
     Args:
         prompts: by slot, of rows that were begun; the first in turn first. What is kept of others was copied to them.
         shape: of the program.
         steps: at most.
+        at_ends: whether a chunk can be kept only while its row ends with it. The last step is then the first one after
+            which a chunk is complete.
     """
     chunk, plans, filled = programs.chunk, list[ReadPlan](), {slot: row.filled for slot, row in prompts.items()}
-    while len(plans) < steps and not any(at.filled % chunk == 0 and prompts[at.slot].keys for at in _last(plans)):
+    complete, kept = set[bytes](), False  # chunks that are read in this visit
+    while len(plans) < steps and not (kept and at_ends):
         left = {slot: row for slot, row in prompts.items() if filled[slot] < len(row.prompt)}
-        key = {slot: _next_key(slot, row, filled[slot], chunk) for slot, row in left.items()}
-        awaited, reader = Counter(key.values()), {key[slot]: slot for slot in reversed(left)}
-        room, taken = (
-            [shape.tokens] * programs.parts,
-            [list[tuple[int, Sequence[int]]]() for _ in range(programs.parts)],
-        )
-        for slot, row in left.items():
-            part, start = programs.part(slot), filled[slot]
-            end = min(len(row.prompt), (start // chunk + 1) * chunk, start + room[part])
-            if end > start and reader[key[slot]] == slot and len(taken[part]) < shape.rows:
-                taken[part].append((slot, row.prompt[start:end]))
+        readers, awaited = _readers(left, filled, chunk, complete)
+        room, taken = [shape.total] * programs.parts, [list[tuple[int, Sequence[int]]]() for _ in range(programs.parts)]
+        for slot in readers:
+            part, start, prompt = programs.part(slot), filled[slot], left[slot].prompt
+            end = min(len(prompt), (start // chunk + 1) * chunk, start + min(room[part], shape.tokens))
+            if end > start and len(taken[part]) < shape.rows:
+                taken[part].append((slot, prompt[start:end]))
                 room[part] -= end - start
                 filled[slot] = end
         if not any(taken):
             break
-        batch, reads = programs.batch(shape, taken), list[PromptRead]()
+        batch, reads = programs.batch(shape.block, taken), list[PromptRead]()
         for place, slot in enumerate(batch.rows.tolist()):
-            if batch.counts[place]:
-                reads.append(PromptRead(slot, filled[slot], 0, place, awaited[key[slot]] > 1))
-                batch.last[place] = filled[slot] == len(prompts[slot].prompt)
+            if not batch.counts[place]:
+                continue
+            end, row = filled[slot], prompts[slot]
+            reads.append(PromptRead(slot, end, 0, place, slot in awaited))
+            batch.last[place] = end == len(row.prompt)
+            if row.keys and end % chunk == 0:
+                complete.add(row.keys[end // chunk - 1])
+                kept = True
         plans.append(ReadPlan([], batch, reads, None))
     return plans
 
 
-def _last(plans: Sequence[ReadPlan]) -> list[PromptRead]:
-    return plans[-1].reads if plans else []
+def _readers(
+    prompts: Mapping[int, ActiveRequest], filled: Mapping[int, int], chunk: int, complete: Collection[bytes] = ()
+) -> tuple[list[int], set[int]]:
+    """Which of these rows read on: where several go on with the same chunk, one does, and the others copy it later.
+
+    Args:
+        filled: tokens of each that are there.
+        complete: chunks that are read already, and can be copied soon.
+
+    Returns:
+        Slots in order, and those of them, and of others, with whose chunk more than one goes on.
+    """
+    key = {slot: _chunk_key(slot, row, filled[slot], chunk) for slot, row in prompts.items()}
+    counts = Counter(key.values())
+    inside = {slot for slot in prompts if filled[slot] % chunk}  # a chunk that is there in part is not copied any more
+    begun, readers = {*complete, *(key[slot] for slot in inside)}, list[int]()
+    for slot in prompts:
+        if slot in inside or key[slot] not in begun:
+            readers.append(slot)
+            begun.add(key[slot])
+    return readers, {slot for slot in prompts if counts[key[slot]] > 1}
 
 
-def _next_key(slot: int, row: ActiveRequest, start: int, chunk: int) -> bytes:
+def _chunk_key(slot: int, row: ActiveRequest, filled: int, chunk: int) -> bytes:
     """The key of the chunk of a prompt that is read next; one that only this row has where it could not be copied."""
-    if row.keys and start % chunk == 0 and start + chunk < len(row.prompt):
-        return row.keys[start // chunk]
+    at = filled // chunk
+    if row.keys and (at + 1) * chunk < len(row.prompt):
+        return row.keys[at]
     return slot.to_bytes(4)

@@ -83,6 +83,8 @@ class Completion:
         proposed_tokens: that the drafter proposed in these steps: nodes of its trees, or of its chains.
         prompt_tokens, sample: of the request.
         cached_tokens: of the prompt, those that were copied from an earlier prompt instead of read.
+        versions: of the weights that it comes from, and the first token of each part, as an index of `token_ids`; see
+            `Engine.update`.
         submitted, started, first_token, finished: when, in seconds of `time.perf_counter`; 0 is not yet.
     """
 
@@ -95,10 +97,16 @@ class Completion:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     sample: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list)
     submitted: float = 0.0
     started: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
+
+    def begin_part(self, version: int) -> None:
+        """What follows comes from weights of this version."""
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, len(self.token_ids)))
 
     @property
     def tau(self) -> float | None:

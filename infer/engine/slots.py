@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.cache import Pages, Windowed, with_pages
-from dflash_jax.decoding.state import RowSettings, State, init_state
+from dflash_jax.decoding.state import DraftModel, RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine import traced
 from dflash_jax.infer.engine.calls import Beside, Calls, Decode, Name
@@ -50,14 +50,14 @@ class Slots:
         pages: of rows that share memory; None where each has its own.
         prefixes: what is kept of prompts for those that begin alike.
         used: the programs that may be used.
-        beside: whether there are programs whose steps read prompts beside rows that decode, and they pay.
+        beside: whether it pays to read prompts beside rows that decode.
         calls: the large programs.
     """
 
     def __init__(self, target: Target, config: EngineConfig, drafts: Drafts, constraints: Constraints | None = None):
-        self._target, self._drafter, self.config, self._drafts = target, drafts.drafter, config, drafts
+        self.config, self._drafts = config, drafts
         self._fixed = config.deterministic
-        self._slots = slots = self._rows_on_device()
+        self._slots = slots = self._rows_on_device(rows_of(target.mesh))
         self.calls = Calls(target, config, drafts, slots, constraints)
         # A cache of a single chunk would be another program than a longer one, and might round differently.
         self.max_length = max(config.max_length, 2 * CHUNK) if self._fixed else config.max_length
@@ -69,7 +69,7 @@ class Slots:
             self.pages = PageTable(room, slots, self.calls.parts)
         if config.draft_window is not None:
             room = Windowed(room, config.draft_window)
-        self.beside = self.calls.beside is not None
+        self.beside = self.calls.beside is not None and config.prefill_budget != "auto"
         self.used, self._warm = self.calls.names, False
         state = partial(init_state, target, drafts.drafter, slots, room, STOP_WIDTH, chunk)
         make = jax.jit(lambda: pin(state(constraints=constraints is not None)))
@@ -80,21 +80,19 @@ class Slots:
             made = make()
             if self._fixed and made.calibration is not None:
                 made = made.replace(calibration=made.calibration.replace(frozen=True))
-            # What programs from disk return is bound to its device, and so is a table of pages.
-            if target.mesh is None and (traced.kept() or self.pages is not None):
+            if target.mesh is None:  # what programs from disk return is bound to its device, and so are weights
                 made = jax.device_put(made, made.anchor.sharding)
+            self._calibration = jax.device_get(made.calibration)
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
             self.prefixes = PrefixCache(self.state, config.prefix_chunks, chunk, self.pages)
 
-    def _rows_on_device(self) -> int:
+    def _rows_on_device(self, parts: int) -> int:
         """The slots, and on CPU with `deterministic` some more that stay idle: there the last few of a block's
         positions may be computed by other instructions than the rest, if they do not fill the processor's vectors."""
         slots = self.config.slots
         if not self._fixed or slots == 1 or jax.default_backend() != "cpu":
             return slots
-        step = math.lcm(
-            LANES // math.gcd(LANES, *map(self._drafts.positions, self._drafts.programs)), rows_of(self._target.mesh)
-        )
+        step = math.lcm(LANES // math.gcd(LANES, *map(self._drafts.positions, self._drafts.programs)), parts)
         return -(-slots // step) * step
 
     @property
@@ -192,7 +190,16 @@ class Slots:
     @property
     def reads_beside(self) -> bool:
         """Whether `decode` may be given prompts."""
-        return self.beside and any(isinstance(name, Decode) and name.reads for name in self.used)
+        return self.beside and self._reads
+
+    @property
+    def _reads(self) -> bool:
+        return any(isinstance(name, Decode) and name.reads for name in self.used)
+
+    @property
+    def to_measure(self) -> bool:
+        """Whether `step_seconds` finds out if it pays to read prompts beside rows that decode."""
+        return self._reads and self.config.prefill_budget == "auto"
 
     def copy(self, prompts: Mapping[int, ActiveRequest]) -> dict[int, int]:
         """Copies what is kept of other prompts to these; returns how many tokens, by slot."""
@@ -204,7 +211,7 @@ class Slots:
     def plan(self, prompts: Mapping[int, ActiveRequest], steps: int) -> list[ReadPlan]:
         """What each of so many steps of `decode` may read of these prompts (see `reads.plan_steps`)."""
         assert self.calls.beside is not None
-        return plan_steps(prompts, self.calls.prefills, self.calls.beside, self.prefixes.index, steps)
+        return plan_steps(prompts, self.calls.prefills, self.calls.beside, steps, at_ends=self.prefixes.at_ends)
 
     @property
     def _decoding(self) -> list[tuple[Draft, int]]:
@@ -246,6 +253,16 @@ class Slots:
             self.pages.drop(slot)
             self.prefixes.found.pop(slot, None)
 
+    def renew(self, target: Target, drafter: DraftModel | None) -> None:
+        """Goes on with other models, like those so far: what was kept of prompts, and learnt of proposals, is
+        forgotten. All rows must be idle."""
+        self.calls.target, self._drafts.drafter = target, drafter
+        self.prefixes.forget()
+        old = self.state.calibration
+        where = jax.tree.map(lambda x: x.sharding, old)
+        self.state = self.state.replace(calibration=jax.device_put(self._calibration, where))
+        self._drafts.forget()
+
     def _current(self) -> State:
         """The state with the table of pages as it is now."""
         if self.pages is not None and self.pages.changed:
@@ -265,7 +282,7 @@ class Slots:
         kept = jax.tree.map(jnp.copy, self.state.calibration)  # the programs consume the state's own arrays
         try:
             seconds = self._timed_steps(check_interrupt)
-            if self.config.prefill_budget == "auto":
+            if self.to_measure:
                 self.beside = self._pays(seconds)
             return {(name.draft, name.rows): time for name, time in seconds.items() if not name.reads}
         finally:  # random tokens are no text to learn from
@@ -285,7 +302,7 @@ class Slots:
                     length = self._half
                     if self.pages is not None:  # as far as there are any
                         self.pages.hold(slot, length + 4 * (self._drafts.proposed(draft) + 1) + 1)
-                    prompt = rng.integers(0, self._target.config.vocab_size, min(short.tokens, length)).tolist()
+                    prompt = rng.integers(0, self.calls.target.config.vocab_size, min(short.tokens, length)).tolist()
                     self._place(slot, length - len(prompt))
                     part = self.calls.prefills.part(slot)
                     taken = [[(slot, prompt)] if p == part else [] for p in range(self.calls.parts)]
@@ -307,7 +324,7 @@ class Slots:
         alone = [cost.empty / (shape.rows * shape.tokens) for shape, cost in self.calls.prefills.costs.items()]
         if not alone or self.calls.beside is None:
             return False
-        apart = min(alone) * self.calls.beside.tokens
+        apart = min(alone) * self.calls.beside.total
         pairs = [(time, seconds[name._replace(reads=False)] + apart) for name, time in seconds.items() if name.reads]
         return sum(beside for beside, _ in pairs) < sum(both for _, both in pairs)
 
@@ -328,7 +345,7 @@ class Slots:
             self.state = program(self._current(), *arguments, **given)
 
     def _on_mesh(self) -> Any:
-        return entered(self._target.mesh)
+        return entered(self.calls.target.mesh)
 
     def _prefill_cost(self, shape: PrefillShape) -> PrefillCost:
         """The cost of a program in seconds, by its times for empty rows and for such as are half full."""

@@ -12,7 +12,7 @@ class Stats:
         row_steps: steps counted once per row they advanced.
         prompt_tokens, prefix_tokens: tokens of prompts that were read, and of them those copied from an earlier one.
             Answers of preempted requests that are read again count, too.
-        beside_tokens: of them, those that steps of other rows have read.
+        beside_tokens: of them, those that steps of other rows have read, in `decode_seconds`.
         prompt_programs: programs that read them; each reads the weights once.
         preempted: requests that gave their pages back before they had ended, and were read again.
         decode_tokens: tokens committed by them; first tokens come from prefill and do not count.

@@ -115,6 +115,7 @@ def summarise(tally: Tally, requests: int, failed: int, stats: Stats, width: int
         "prefill_seconds": stats.prefill_seconds,
         "prompt_tokens": stats.prompt_tokens,
         "prompt_tokens_copied": stats.prefix_tokens,
+        "prompt_tokens_beside": stats.beside_tokens,
         "requests_preempted": stats.preempted,
         "decode_seconds": stats.decode_seconds,
         "decode_tokens_per_second": stats.tokens_per_second,

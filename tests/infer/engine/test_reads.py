@@ -3,8 +3,8 @@
 import numpy as np
 
 from dflash_jax.infer.engine.prefixes import PrefixIndex
-from dflash_jax.infer.engine.prompts import PrefillCost, Prefills
-from dflash_jax.infer.engine.reads import plan_reads
+from dflash_jax.infer.engine.prompts import BesideShape, PrefillCost, Prefills
+from dflash_jax.infer.engine.reads import plan_reads, plan_steps
 from dflash_jax.infer.engine.requests import Completion, Request
 from dflash_jax.infer.engine.rows import ActiveRequest
 
@@ -101,3 +101,44 @@ def test_each_part_of_the_mesh_reads_its_own_rows():
     rows = np.asarray(plan.batch.rows)
     assert {slot: place for slot, _, _, place in ways(plan)} == {5: len(rows) // 2, 6: len(rows) // 2 + 1, 1: 0}
     assert all((rows[: len(rows) // 2] < 4) & (rows[len(rows) // 2 :] >= 4))
+
+
+def steps_of(plans):
+    return [[(read.slot, read.filled) for read in plan.reads] for plan in plans]
+
+
+def test_steps_that_read_prompts_go_on_until_a_row_must_end_with_its_chunk():
+    index, programs = PrefixIndex(8, 0, 8), Prefills(8, 4)
+    shape = BesideShape.of(6, 4, 1, 8)
+    assert shape == (4, 4, 4)
+    shape = BesideShape(2, 6, 6)
+    prompts = {0: unread(HEAD[:18], index), 3: unread([50] * 3, index)}
+    plans = plan_steps(prompts, programs, shape, 9, at_ends=False)
+    assert steps_of(plans) == [[(0, 6)], [(0, 8), (3, 3)], [(0, 14)], [(0, 16)], [(0, 18)]]
+    assert [plan.batch.last.tolist() for plan in plans] == [
+        [False] * 2,
+        [False, True],
+        *[[False] * 2] * 2,
+        [True, False],
+    ]
+    assert max(sum(plan.batch.counts) for plan in plans) == 6
+    assert steps_of(plan_steps(prompts, programs, shape, 9, at_ends=True)) == steps_of(plans)[:2]
+    assert steps_of(plan_steps(prompts, programs, shape, 1, at_ends=False)) == steps_of(plans)[:1]
+    assert plan_steps({}, programs, shape, 9, at_ends=False) == []
+
+
+def test_a_chunk_that_a_row_is_in_is_copied_after_the_visit():
+    index, programs, shape = PrefixIndex(8, 0, 8), Prefills(8, 4), BesideShape(2, 6, 6)
+    prompts = {slot: unread([*HEAD[:16], 30 + slot], index) for slot in (0, 2)}
+    plans = plan_steps(prompts, programs, shape, 3, at_ends=False)
+    assert steps_of(plans) == [[(0, 6)], [(0, 8)], [(0, 14)]]  # row 2 waits for what row 0 has read
+    assert [read.awaited for plan in plans for read in plan.reads] == [True, True, False]
+    plan = plan_reads({2: prompts[2], 0: unread(prompts[0].prompt, index, 6)}, programs, index)
+    assert ways(plan) == [(0, 8, 0, 0), (2, 0, 0, None)]
+
+
+def test_each_part_of_a_mesh_has_a_share_of_what_a_step_reads():
+    index, programs = PrefixIndex(0, 0, 8), Prefills(8, 4, 2)
+    prompts = {slot: unread([slot + 1] * 9, index) for slot in range(4)}
+    plans = plan_steps(prompts, programs, BesideShape.of(8, 4, 2, 8), 2, at_ends=True)
+    assert steps_of(plans) == [[(0, 4), (2, 4)], [(0, 8), (2, 8)]]

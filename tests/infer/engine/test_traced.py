@@ -51,7 +51,7 @@ def test_the_next_process_traces_nothing_and_answers_alike(target, drafter, dire
         raise AssertionError("traced again")
 
     monkeypatch.setattr(programs, "run", unused)
-    monkeypatch.setattr(programs, "commit", unused)
+    monkeypatch.setattr(programs, "commit_prompts", unused)
     assert answers(engine(target, drafter)) == expected
 
 
