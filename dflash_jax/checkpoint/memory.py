@@ -9,13 +9,14 @@ from jaxtyping import Array
 from dflash_jax.checkpoint.reader import Reader, is_finite
 from dflash_jax.checkpoint.sources import DTYPES
 
+Named = Mapping[str, Array | np.ndarray]  # tensors by the names of a checkpoint
 _NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 
 
 class Tensors(Reader):
     """Arrays of jax or numpy by the names that a checkpoint has for them."""
 
-    def __init__(self, tensors: Mapping[str, Array], rename: Callable[[str], str] = lambda name: name):
+    def __init__(self, tensors: Named, rename: Callable[[str], str] = lambda name: name):
         self.directory = Path("the given tensors")
         self._arrays = {rename(name): array for name, array in tensors.items()}
         if len(self._arrays) < len(tensors):

@@ -8,12 +8,13 @@ its neighbours.
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
+from dflash_jax.checkpoint.memory import Named
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.compiling import Progress
@@ -312,8 +313,8 @@ class Engine:
         What was kept of prompts is dropped, and what was learnt of proposals begins again.
 
         Args:
-            target, drafter: a loaded model, or its parameters alone; None stays. They may lie elsewhere, and may be
-                plain where those in use were quantised as they were loaded: they are then quantised in the same way.
+            target, drafter: a loaded model, or its parameters alone; None stays. They may lie on other devices, and may
+                be plain where those in use were quantised as they were loaded: they are then quantised in the same way.
             when: "idle" lets requests in progress end first; until then no other begins. "now" reads what these have
                 got so far again, with the new weights, and they go on with those.
             check: whether numbers that are infinite or NaN are refused.
@@ -336,8 +337,8 @@ class Engine:
 
     def update_from_tensors(
         self,
-        target: Mapping[str, Array] | None = None,
-        drafter: Mapping[str, Array] | None = None,
+        target: Named | None = None,
+        drafter: Named | None = None,
         *,
         when: Literal["idle", "now"] = "idle",
     ) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from dflash_jax import drafters
-from dflash_jax.checkpoint.memory import Tensors
+from dflash_jax.checkpoint.memory import Named, Tensors
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.loading import read_params as read_drafter
@@ -64,7 +64,7 @@ class Weights:
         self.waiting, self.now = (new_target, new_drafter), now or (self.now and self.waiting is not None)
         return self._given
 
-    def read(self, target: Mapping[str, Array] | None, drafter: Mapping[str, Array] | None) -> list[PyTree | None]:
+    def read(self, target: Named | None, drafter: Named | None) -> list[PyTree | None]:
         """Parameters from tensors with the names of a checkpoint, placed and quantised like those in use."""
         found: list[PyTree | None] = [None, None]
         if target is not None:
@@ -101,6 +101,12 @@ def fitted(name: str, old: Model, new: Model | PyTree, *, check: bool, donate: b
         changed = [one.name for one in fields(old.config) if _differs(old.config, new.config, one.name)]
         if changed or type(new.config) is not type(old.config):
             raise ValueError(f"the new {name} has another configuration: {', '.join(changed) or type(new.config)}")
+        if new.layout != old.layout:
+            raise ValueError(
+                f"the new {name} was loaded for {new.layout.shards} parts of its heads and {new.layout.experts} of "
+                f"its experts, and that in use for {old.layout.shards} and {old.layout.experts}: load it with the same "
+                "mesh, or use update_from_tensors"
+            )
         new = new.params
     expected, got = _by_path(old.params), _by_path(new)
     _raise(name, "do not fit those in use", _differences(expected, got))
