@@ -196,7 +196,7 @@ def read_params(
     *,
     dequantise: bool = False,
     quantise: Callable[[str], str | None] = lambda path: None,
-) -> dict[str, Any]:
+) -> checkpoint.Params:
     """The parameters of a target from its tensors; see `checkpoint.load`."""
     family = models.family(config.model_type)
     unread = family.ignored(config)

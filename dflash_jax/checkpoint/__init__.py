@@ -3,6 +3,7 @@
 from .hub import read_config as read_config
 from .hub import read_json as read_json
 from .hub import resolve as resolve
+from .reader import Params as Params
 from .reader import Reader as Reader
 from .reader import flat as flat
 from .reader import load as load

@@ -22,6 +22,8 @@ from dflash_jax.checkpoint.sources import DTYPES
 from dflash_jax.checkpoint.table import Leaf, Part, QuantisedLeaf, Table, leaves
 from dflash_jax.quantised import Quantised, quantised
 
+Params = dict[str, Any]  # parameters, nested by the parts of their paths
+
 
 class Reader:
     """The weight files of one checkpoint directory: names and shapes now, tensors on demand."""
@@ -145,7 +147,7 @@ def load(
     place: Place = lambda path, shape: None,
     dequantise: bool = False,
     quantise: Callable[[str], str | None] = lambda path: None,
-) -> dict[str, Any]:
+) -> Params:
     """Reads every parameter of `table` as a nested dict of device arrays.
 
     Args:
@@ -213,7 +215,7 @@ def _quantised(path: str, weight: jax.Array, how: str, place: Place) -> Quantise
     return jax.block_until_ready(jax.jit(make, **placed)(weight))
 
 
-def nested(params: Mapping[str, Any], table: Table, dtype: DTypeLike) -> dict[str, Any]:
+def nested(params: Mapping[str, Any], table: Table, dtype: DTypeLike) -> Params:
     """Parameters by their paths as a nested dict, with `Quantised` where the table has several arrays for a weight.
 
     Args:

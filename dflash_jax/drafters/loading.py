@@ -71,7 +71,7 @@ def read_params(
     *,
     dequantise: bool = False,
     quantise: Callable[[str], str | None] = lambda path: None,
-) -> dict[str, Any]:
+) -> checkpoint.Params:
     """The parameters of a drafter from its tensors, by the names of its kind; see `checkpoint.load`."""
     unread = lambda name: name.endswith(UNREAD) or any(fnmatch(name, pattern) for pattern in unread_scales(config))
     how = {"dequantise": dequantise, "quantise": quantise, "place": sharding.placement(mesh)}

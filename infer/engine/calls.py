@@ -75,8 +75,9 @@ class Calls:
     def __init__(
         self, target: Target, config: EngineConfig, drafts: Drafts, rows: int, constraints: Constraints | None
     ):
-        drafts.drafter = settled(drafts.drafter)
-        self.target, self._config, self._drafts, self._rows = settled(target), config, drafts, rows
+        if target.mesh is None:
+            target, drafts.drafter = settled((target, drafts.drafter))
+        self.target, self._config, self._drafts, self._rows = target, config, drafts, rows
         self._constraints, free = constraints, constraints and constraints.place(None)
         self.parts, fixed = rows_of(target.mesh), config.deterministic
         self.prefills = Prefills(config.prefill_chunk, rows, self.parts, fixed)

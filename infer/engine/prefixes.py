@@ -23,7 +23,7 @@ from dflash_jax.cache import KV, Cache, Carried, Entry, size_in_bytes
 from dflash_jax.decoding.penalties import remember_prompts
 from dflash_jax.decoding.state import State
 from dflash_jax.infer.engine.pages import PageTable
-from dflash_jax.mesh import constrain, row_parts
+from dflash_jax.mesh import constrain, current_mesh, row_parts
 from dflash_jax.sharding import partition, pin, settled
 
 STATE_EVERY = 2048  # tokens
@@ -267,7 +267,8 @@ class PrefixCache:
             entries, states = within(entries, chunk_bytes, state_bytes, chunk)
         self.index = PrefixIndex(entries, states, chunk)
         if entries:
-            self._kept, self._kept_states = settled(init_prefixes(state, (entries, states), chunk))
+            kept = init_prefixes(state, (entries, states), chunk)
+            self._kept, self._kept_states = settled(kept) if current_mesh() is None else kept
 
     @property
     def programs(self) -> int:

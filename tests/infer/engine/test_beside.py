@@ -66,10 +66,10 @@ def plain(target):
     return answers(Engine(target, None, slots=1, **SETTINGS))
 
 
-def is_plain(got, plain):
+def is_plain(got, plain, error=1e-4):
     assert got[0] == plain[0]
     for one, other in zip(got[1], plain[1], strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
+        assert one == pytest.approx(other, abs=error)
 
 
 @pytest.mark.lossless
@@ -93,8 +93,8 @@ def test_answers_are_those_of_one_row_alone(settings, directory, target, plain):
     engine = Engine(target, drafter, **({"slots": 4} | SETTINGS | settings))
     if settings.get("block_size") == "auto":
         engine.warm_up()
-    is_plain(answers(engine), plain)
-    assert engine.stats.beside_tokens > engine.stats.prompt_tokens / 2
+    is_plain(answers(engine), plain, error=1e-2 if "cache_dtype" in settings else 1e-4)  # codes may be rounded apart
+    assert engine.stats.beside_tokens > 60
     if "prefix_chunks" in settings:
         assert engine.stats.prefix_tokens > 0
 
@@ -109,14 +109,15 @@ def test_long_chunks_of_other_kinds_of_layers(family, tmp_path, monkeypatch):
     raw.pop("quantization_config", None)
     target = load_target(tiny.write_target(tmp_path / "target", raw))
     drafter = load_drafter(tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config()))
-    head = [(5 * i) % 50 + 1 for i in range(80)]
+    heads = [[(5 * j + 7 * i) % 50 + 1 for j in range(80)] for i in range(3)]
     asked = [
-        tiny.ask([*head, *range(1, 4 + 30 * (i % 3))], 6 + 9 * (i % 2), 0.8 * (i % 2), id=str(i)) for i in range(7)
+        tiny.ask([*heads[i % 3], *range(1, 4 + 30 * (i % 3))], 6 + 9 * (i % 2), 0.8 * (i % 2), id=str(i))
+        for i in range(7)
     ]
     expected = answers(Engine(target, None, slots=1, max_length=176, prefill_chunk=80), asked)
     engine = Engine(target, drafter, slots=3, max_length=176, prefill_chunk=80, prefix_chunks=9, prefill_budget=80)
     assert answers(engine, asked)[0] == expected[0]
-    assert engine.stats.beside_tokens > 300
+    assert engine.stats.beside_tokens > 150
     assert engine.stats.prefix_tokens > 0
 
 
