@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from dflash_jax.infer.engine.requests import Completion as Completion
     from dflash_jax.infer.engine.requests import Request as Request
     from dflash_jax.infer.engine.requests import RequestError as RequestError
+    from dflash_jax.infer.engine.rollouts import Rollouts as Rollouts
+    from dflash_jax.infer.engine.rollouts import rollouts as rollouts
     from dflash_jax.infer.text import Text as Text
     from dflash_jax.mesh import make_mesh as make_mesh
     from dflash_jax.mesh import parse_mesh as parse_mesh
@@ -51,6 +53,7 @@ _PUBLIC_OF = {
     "infer.engine.params": "SamplingParams",
     "infer.engine.replay": "Replay replay",
     "infer.engine.requests": "Completion Request RequestError",
+    "infer.engine.rollouts": "Rollouts rollouts",
     "infer.text": "Text",
     "mesh": "make_mesh parse_mesh",
     "target": "Target load_target",

@@ -16,7 +16,15 @@ from dflash_jax.decoding.automata import Automata, Walk
 from dflash_jax.decoding.calibration import Calibration
 from dflash_jax.decoding.penalties import History, Penalties
 from dflash_jax.decoding.proposal import Block, Proposal
-from dflash_jax.decoding.sampling import Sampling, first_argmax, gumbel_noise, if_any, perturbed_scores, select
+from dflash_jax.decoding.sampling import (
+    Sampling,
+    first_argmax,
+    gumbel_noise,
+    if_any,
+    perturbed_scores,
+    scaled_scores,
+    select,
+)
 from dflash_jax.packing import Packing
 
 RANKS = 16  # tokens of a place of a tree
@@ -166,6 +174,19 @@ class Choice(struct.PyTreeNode):
         states of the rows' automata there (see `allowed`)."""
         logits = self.masked(self._penalised(logits, following, states=states), states)
         return perturbed_scores(logits, self.noise, self.sampling)
+
+    def sampled_scores(
+        self,
+        logits: Float[Array, "B T V"],
+        following: Int[Array, "B P"] | None = None,
+        states: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Scores whose softmax is the distribution of the target's tokens after a chain; see `chain_scores`. That of a
+        greedy row is all in its best token."""
+        scores = self.masked(self._penalised(logits, following, states=states), states)
+        is_best = jnp.arange(scores.shape[-1])[None, None] == first_argmax(scores)[..., None]
+        greedy = self.sampling.temperature[:, None, None] <= 0
+        return jnp.where(greedy, jnp.where(is_best, 0.0, -jnp.inf), scaled_scores(scores, self.sampling))
 
     def tokens(
         self,

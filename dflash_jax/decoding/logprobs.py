@@ -1,8 +1,11 @@
 """Log-probabilities of chosen tokens and of the likeliest ones.
 
-They are the target's own: of its logits as they are, before penalties, temperature and filters.
+They are the target's own: of its logits as they are, before penalties, temperature and filters. If asked for, there are
+those in the distribution that tokens are sampled from, too.
 Shapes: B rows, T positions, V vocabulary, N alternatives.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +22,40 @@ class Logprobs(struct.PyTreeNode):
     Attributes:
         chosen: of the chosen token.
         top, ids: of the N likeliest tokens, and which these are; ties in order of id.
+        sampled: of the chosen token, in the distribution that it was sampled from; None if it was not asked for.
     """
 
     chosen: Float[Array, "B T"]
     top: Float[Array, "B T N"]
     ids: Int[Array, "B T N"]
+    sampled: Float[Array, "B T"] | None = None
 
 
 def log_probabilities(
-    logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], asked: Bool[Array, " B"], alternatives: int
+    logits: Float[Array, "B T V"],
+    tokens: Int[Array, "B T"],
+    asked: Bool[Array, " B"],
+    alternatives: int,
+    sampled: Callable[[], Float[Array, "B T V"]] | None = None,
 ) -> Logprobs:
-    """Log-probabilities of `tokens` and of the `alternatives` most likely ones; zeros if no row asked for them."""
+    """Log-probabilities of `tokens` and of the `alternatives` most likely ones; zeros if no row asked for them.
 
-    def measured() -> Logprobs:
+    Args:
+        sampled: returns the scores whose softmax is the distribution that they were sampled from; None leaves it out.
+    """
+
+    def of_chosen(logits: Float[Array, "B T V"]) -> tuple[Float[Array, "B T"], Float[Array, "B T V"]]:
         scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
         # A lookup would gather a split vocabulary.
         is_chosen = jnp.arange(logits.shape[-1])[None, None] == tokens[..., None]
-        return Logprobs(jnp.sum(jnp.where(is_chosen, scores, 0.0), axis=-1), *_largest(scores, alternatives))
+        return jnp.sum(jnp.where(is_chosen, scores, 0.0), axis=-1), scores
 
-    shape = (*tokens.shape, alternatives)
-    nothing = Logprobs(jnp.zeros(tokens.shape), jnp.zeros(shape), jnp.zeros(shape, jnp.int32))
+    def measured() -> Logprobs:
+        chosen, scores = of_chosen(logits)
+        return Logprobs(chosen, *_largest(scores, alternatives), None if sampled is None else of_chosen(sampled())[0])
+
+    shape, zeros = (*tokens.shape, alternatives), jnp.zeros(tokens.shape)
+    nothing = Logprobs(zeros, jnp.zeros(shape), jnp.zeros(shape, jnp.int32), None if sampled is None else zeros)
     return if_any(asked, measured, lambda: nothing)
 
 

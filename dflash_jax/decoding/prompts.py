@@ -4,6 +4,7 @@ Shapes: B rows of the program, C tokens of each at most, b t its block as the pa
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -107,13 +108,14 @@ def first_tokens(
     logits: Float[Array, "B 1 V"],
     automata: Automata | None,
     logprobs: int | None,
+    sampled_logprobs: bool = False,
 ) -> tuple[State, Int[Array, "B 1"], Logprobs | None]:
     """Rows whose prompt has ended choose their first token and decode from then on; others have more committed.
 
     Args:
         logits: after the last token of each.
         automata: of the rows' constraints, where they may have any.
-        logprobs: see `speculative_step`.
+        logprobs, sampled_logprobs: see `speculative_step`.
 
     Returns:
         The state, the first token of each row, which counts where the prompt ends, and its log-probabilities.
@@ -129,7 +131,8 @@ def first_tokens(
     begun = None if given.walk is None else given.walk.state[:, None]
     token, scores = choice.tokens(logits, states=begun), None
     if logprobs is not None:
-        scores = log_probabilities(choice.masked(logits), token, given.scored, logprobs)
+        sampled = partial(choice.sampled_scores, logits, states=begun) if sampled_logprobs else None
+        scores = log_probabilities(choice.masked(logits), token, given.scored, logprobs, sampled)
     goes_on = prompts.last & ~jnp.any(token == given.stop_tokens, axis=1)
     budgets = jnp.where(goes_on, given.remaining - 1, 0)
     of_rows = remember(of_rows, token, end, (read & prompts.last).astype(jnp.int32)).replace(pages=None)

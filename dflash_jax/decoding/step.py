@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -18,6 +17,7 @@ from dflash_jax.decoding.automata import FREE, Automata, Walk
 from dflash_jax.decoding.budget import within_budget
 from dflash_jax.decoding.calibration import Calibration
 from dflash_jax.decoding.choice import Choice, Proposals
+from dflash_jax.decoding.forecast import Forecast, Limited, forecast, limited
 from dflash_jax.decoding.logprobs import Logprobs, log_probabilities
 from dflash_jax.decoding.penalties import remember
 from dflash_jax.decoding.prompts import Prompts, Read, commit_prompts, first_tokens
@@ -41,34 +41,9 @@ class Committed(struct.PyTreeNode):
     tokens: Int[Array, "B J"]
     count: Int[Array, " B"]
     logprobs: Logprobs | None = None
-    forecast: "Forecast | None" = None
-    limited: "Limited | None" = None
+    forecast: Forecast | None = None
+    limited: Limited | None = None
     first: "Committed | None" = None
-
-
-class Limited(struct.PyTreeNode):
-    """What a verification budget left out of a step.
-
-    Attributes:
-        verified: nodes of each row that were verified.
-        following: of a chain: probability of the first one that was not to be right, if those before it are.
-    """
-
-    verified: Int[Array, " B"]
-    following: Float[Array, " B"]
-
-
-class Forecast(struct.PyTreeNode):
-    """What a step with a tree says of other block shapes.
-
-    Attributes:
-        chain: of the tokens of a step, how many of the first ones are the drafter's first choices: what a chain of
-            its would have got right.
-        nodes: of the tree's best nodes, as many as `sizes_within` names, how many are expected to be right.
-    """
-
-    chain: Int[Array, " B"]
-    nodes: Float[Array, "B G"]
 
 
 class Verified(NamedTuple):
@@ -99,7 +74,7 @@ class StepFunctions(NamedTuple):
         choose: how tokens are chosen in this step.
         propose: nodes after each row's anchor; what they are never changes the output.
         narrow: the block with those of its positions that are verified, if they are not all; nor does that.
-        read: commits prompts that were read in the same pass, and begins rows whose prompt has ended, given how many
+        read: commits prompts that were read in the same pass, and begins rows whose prompt has ended, given which
             log-probabilities are served; returns their first tokens. None reads none.
         verify: the target's logits of a block, and what is to be committed of it.
         commit: writes what was accepted to the target's cache and the drafter's state.
@@ -110,10 +85,12 @@ class StepFunctions(NamedTuple):
     verify: Callable[[State, Block], tuple[Float[Array, "b t V"], Verified]]
     commit: Callable[[State, Verified, Accepted], State]
     narrow: Callable[[State, Block], Block] = all_positions
-    read: Callable[[State, Verified, int | None], tuple[State, Committed]] | None = None
+    read: Callable[[State, Verified, tuple[int | None, bool]], tuple[State, Committed]] | None = None
 
 
-def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | None = None) -> tuple[State, Committed]:
+def speculative_step(
+    functions: StepFunctions, state: State, *, logprobs: int | None = None, sampled_logprobs: bool = False
+) -> tuple[State, Committed]:
     """One round: propose a block, verify it, accept its longest correct path plus one token, commit.
 
     The tokens are the target's own whatever is proposed: every position's token is chosen from the
@@ -124,6 +101,7 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
         functions: the models, as functions.
         state: before the step; it stays valid unless your `jax.jit` donates it.
         logprobs: alternatives to return the log-probabilities of; None returns none.
+        sampled_logprobs: whether those in the distribution that tokens are sampled from are returned, too.
 
     Raises:
         ValueError: a proposal is deeper than its drafter said.
@@ -143,7 +121,9 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
     scores = None
     if logprobs is not None:
         along = _along(logits, block, path)
-        scores = log_probabilities(choice.masked(along), tokens, view.scored, logprobs)
+        sampled = partial(choice.sampled_scores, along, tokens[:, :-1], _states_along(states, path, tokens.shape[1]))
+        more = sampled if sampled_logprobs else None
+        scores = log_probabilities(choice.masked(along), tokens, view.scored, logprobs, more)
     after = functions.commit(view, verified, accepted).replace(
         anchor=jnp.where(count > 0, last, view.anchor),
         lengths=state.lengths + count,
@@ -152,8 +132,10 @@ def speculative_step(functions: StepFunctions, state: State, *, logprobs: int | 
         calibration=_calibrated(view, block.proposal, accepted),
         walk=_walked(state, choice, states, accepted, last),
     )
-    after, first = (after, None) if functions.read is None else functions.read(after, verified, logprobs)
-    return after, Committed(tokens, count, scores, _forecast(block.proposal, accepted), _limited(block), first)
+    first, how = None, (logprobs, sampled_logprobs)
+    if functions.read is not None:
+        after, first = functions.read(after, verified, how)
+    return after, Committed(tokens, count, scores, forecast(block.proposal, accepted), limited(block), first)
 
 
 def _along(x: Float[Array, "b t N"], block: Block, path: Int[Array, "B J"] | None) -> Float[Array, "B J N"]:
@@ -162,6 +144,15 @@ def _along(x: Float[Array, "b t N"], block: Block, path: Int[Array, "B J"] | Non
         places = block.packing.places
         return block.packing.along(x, places if path is None else jnp.take_along_axis(places, path, axis=1))
     return x if path is None else jnp.take_along_axis(x, path[:, :, None], axis=1)
+
+
+def _states_along(
+    states: Int[Array, "B T"] | None, path: Int[Array, "B J"] | None, count: int
+) -> Int[Array, "B J"] | None:
+    """The states of the rows' automata along each row's path."""
+    if states is None:
+        return None
+    return states[:, :count] if path is None else jnp.take_along_axis(states, path, axis=1)
 
 
 def _walked(
@@ -189,37 +180,6 @@ def _calibrated(state: State, proposal: Proposal, accepted: Accepted) -> Calibra
         judged &= state.walk.state[:, None] == FREE
     right, sampled = accepted.tokens[:, :depth], state.sampling.temperature > 0
     return state.calibration.learn(proposal.lessons, right, accepted.path, judged, sampled)
-
-
-def _forecast(proposal: Proposal, accepted: Accepted) -> Forecast | None:
-    """What a ranked tree says of other block shapes."""
-    lessons, scores = proposal.lessons, proposal.scores
-    if proposal.parents is None or lessons is None or lessons.tokens is None or scores is None:
-        return None
-    along, placed = lessons.along(accepted.path, proposal.depth)
-    assert along.tokens is not None
-    first = along.tokens[:, :, 0] == accepted.tokens[:, : proposal.depth]
-    first &= jnp.arange(proposal.depth)[None] < accepted.count[:, None]
-    first = first if placed is None else first & placed
-    chain = jnp.sum(jnp.cumprod(first.astype(jnp.int32), axis=1), axis=1)
-    expected, nodes = jnp.cumsum(jnp.exp(scores), axis=1), scores.shape[1]
-    ends = [size - 1 for size in sizes_within(nodes)]
-    return Forecast(chain, jnp.where(accepted.count[:, None] > 0, expected[:, np.asarray(ends)], 0.0))
-
-
-def _limited(block: Block) -> Limited | None:
-    """What a budget left out."""
-    if block.packing is None:
-        return None
-    verified, scores = jnp.maximum(block.packing.counts - 1, 0), block.proposal.scores
-    assert scores is not None
-    following = jnp.take_along_axis(scores, jnp.minimum(verified, scores.shape[1] - 1)[:, None], axis=1)[:, 0]
-    return Limited(verified, jnp.exp(following))
-
-
-def sizes_within(nodes: int) -> tuple[int, ...]:
-    """Numbers of nodes that a tree of so many says something of."""
-    return (*(size for size in (1, 3, 5, 7, 15, 31, 63) if size < nodes), nodes)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -290,13 +250,13 @@ def read_prompts(
     automata: Automata | None,
     state: State,
     verified: Verified,
-    logprobs: int | None,
+    logprobs: tuple[int | None, bool],
 ) -> tuple[State, Committed]:
     """See `StepFunctions.read`."""
     assert verified.read is not None
     read, logits = verified.read
     state = commit_prompts(target, drafter, state, read)
-    state, token, scores = first_tokens(target, state, prompts, logits, automata, logprobs)
+    state, token, scores = first_tokens(target, state, prompts, logits, automata, *logprobs)
     return state, Committed(token, prompts.last.astype(jnp.int32), scores)
 
 

@@ -135,7 +135,7 @@ class Calls:
 
     def prefill(self, state: State, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Call:
         given = self.target, self.drafter, state, *selected, settings, self._automata
-        return Call(prefill, (*given, self._config.logprobs), 1)
+        return Call(prefill, (*given, self._config.logprobs, self._config.sampled_logprobs), 2)
 
     def decode(
         self,
@@ -149,7 +149,7 @@ class Calls:
         rows = None if len(slots) == self._rows else np.asarray(slots, np.int32)
         how = max_steps, leave_below, draft, self._config, rows, self.compiler_options(draft, len(slots))
         given = None if beside is None else self._prompts(beside)
-        return Call(*decode_call(self.target, self.drafter, state, *how, self._automata, given), 4)
+        return Call(*decode_call(self.target, self.drafter, state, *how, self._automata, given), 5)
 
     def _prompts(self, beside: Beside) -> Prompts:
         """What the steps of a visit read, as its program is given it."""

@@ -38,6 +38,8 @@ class EngineConfig:
         prefix_chunks: how many chunks of prompts to keep for requests that begin alike; each takes the cache memory of
             `prefill_chunk` tokens.
         logprobs: most alternatives per token that a request may ask the log-probabilities of; None serves none.
+        sampled_logprobs: whether requests that ask for log-probabilities also get those in the distribution that their
+            tokens are sampled from (`Completion.sampled_logprobs`); needs `logprobs`.
         cache_tokens: tokens that the caches of all rows hold together, in pages that rows share: a row takes what its
             tokens need, so that a large `max_length` costs next to nothing. None gives every row room for
             `max_length`. Where the pages run out, the request that came last gives its own back and waits; what it has
@@ -74,6 +76,7 @@ class EngineConfig:
     steps_per_visit: int = 16
     prefix_chunks: int = 0
     logprobs: int | None = None
+    sampled_logprobs: bool = False
     cache_tokens: int | None = None
     cache_dtype: Literal["int8"] | None = None
     draft_window: int | None = None
@@ -96,6 +99,8 @@ class EngineConfig:
             raise ValueError('tree "auto" goes together with block_size "auto"; give both, or a number of nodes')
         if isinstance(self.tree, int) and not 0 <= self.tree <= MOST_NODES:
             raise ValueError(f"tree must lie in 0..{MOST_NODES} nodes, got {self.tree}; 0 is a chain")
+        if self.sampled_logprobs and self.logprobs is None:
+            raise ValueError("sampled_logprobs come with log-probabilities; set logprobs, to 0 or more")
         if self.cache_dtype not in (None, "int8"):
             raise ValueError(f'cache_dtype must be "int8" or None, got {self.cache_dtype!r}')
         if self.draft_window is not None and not 1 <= self.draft_window < 2**31:

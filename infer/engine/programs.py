@@ -38,7 +38,7 @@ def decode_call(
     `rows` are the only ones that it advances, and that its trace has. `options` are the compiler's, `automata`
     those of constraints. Step i also reads prompts i of `prompts` [M, ...], if there are any. `state` is donated."""
     steps, leave = np.int32(max_steps), np.int32(leave_below)
-    static = draft, config.proposals, config.steps_per_visit, config.logprobs
+    static = draft, config.proposals, config.steps_per_visit, config.logprobs, config.sampled_logprobs
     return _decode_program(tuple((options or {}).items())), (
         target,
         drafter,
@@ -55,19 +55,33 @@ def decode_call(
 @cache
 def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Wrapped:
     def program(
-        target, drafter, state, rows, max_steps, leave_below, automata, prompts, draft, proposals, capacity, logprobs
+        target,
+        drafter,
+        state,
+        rows,
+        max_steps,
+        leave_below,
+        automata,
+        prompts,
+        draft,
+        proposals,
+        capacity,
+        logprobs,
+        sampled,
     ):
         how = draft.block_size, proposals, draft.nodes, automata, draft.budget
 
         def step(state: State, prompts: Prompts | None = None) -> tuple[State, Committed]:
             reads = None if prompts is None else prompts.after(state)
-            return speculative_step(step_functions(target, drafter, *how, reads), state, logprobs=logprobs)
+            return speculative_step(
+                step_functions(target, drafter, *how, reads), state, logprobs=logprobs, sampled_logprobs=sampled
+            )
 
         narrow = state if rows is None else some_rows(state, rows)
         narrow, trace = run(step, narrow, max_steps, leave_below, capacity, prompts)
         return pin(narrow if rows is None else all_rows(state, narrow)), trace
 
-    names = ("draft", "proposals", "capacity", "logprobs")
+    names = ("draft", "proposals", "capacity", "logprobs", "sampled")
     return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=dict(options) or None)
 
 
@@ -77,7 +91,7 @@ def begin(state: State, row: Int[Array, ""]) -> State:
     return pin(begin_row(state, row))
 
 
-@partial(jax.jit, donate_argnames="state", static_argnames="logprobs")
+@partial(jax.jit, donate_argnames="state", static_argnames=("logprobs", "sampled_logprobs"))
 def prefill(
     target: TargetModel,
     drafter: DraftModel | None,
@@ -89,13 +103,14 @@ def prefill(
     settings: tuple[RowSettings, ...],
     automata: Automata | None = None,
     logprobs: int | None = None,
+    sampled_logprobs: bool = False,
 ) -> tuple[State, Committed]:
     """Commits the next tokens of some prompts; the last ones of a prompt also choose the first new token.
 
     Args:
         rows, tokens, counts, last: see `Prompts`.
         automata: of the rows' constraints, where they may have any.
-        logprobs: see `speculative_step`.
+        logprobs, sampled_logprobs: see `speculative_step`.
 
     Returns:
         The state, and the first new token [B, 1] of each row, which counts if `last`. It belongs to no round.
@@ -106,7 +121,7 @@ def prefill(
     read = Read(prompts.inputs, *found)
     state = commit_prompts(target, drafter, state, read)
     logits = target.unembed(read.last())
-    state, token, scores = first_tokens(target, state, prompts, logits, automata, logprobs)
+    state, token, scores = first_tokens(target, state, prompts, logits, automata, logprobs, sampled_logprobs)
     return pin(state), Committed(token, last.astype(jnp.int32), scores)
 
 

@@ -78,6 +78,8 @@ class Completion:
         logprobs, top_logprobs: of each generated token, if asked for: its log-probability, and (token, log-probability)
             of the likeliest ones in order. They are the target's own, before penalties, temperature and filters;
             other rows in the batch may change their last digits.
+        sampled_logprobs: of each generated token in the distribution that it was sampled from, after penalties,
+            temperature and filters, if the engine serves them (`EngineConfig.sampled_logprobs`); of greedy answers 0.
         acceptance_lengths: tokens committed by each speculative step. The first token comes from the
             prefill and belongs to no step.
         proposed_tokens: that the drafter proposed in these steps: nodes of its trees, or of its chains.
@@ -92,6 +94,7 @@ class Completion:
     finish_reason: str = ""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    sampled_logprobs: list[float] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
     proposed_tokens: int = 0
     prompt_tokens: int = 0

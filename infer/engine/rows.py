@@ -113,10 +113,12 @@ class ActiveRequest:
             scores = committed.logprobs
             assert scores is not None
             completion.logprobs.extend(scores.chosen[at].tolist())
+            completion.sampled_logprobs.extend([] if scores.sampled is None else scores.sampled[at].tolist())
             for ids, values in zip(scores.ids[at].tolist(), scores.top[at].tolist(), strict=True):
                 completion.top_logprobs.append(list(zip(ids, values, strict=True))[: request.params.logprobs])
         if request.find_stop and (keep := request.find_stop(completion.token_ids, len(tokens))) is not None:
-            for tokenwise in (completion.token_ids, completion.logprobs, completion.top_logprobs):
+            scores = completion.logprobs, completion.sampled_logprobs, completion.top_logprobs
+            for tokenwise in (completion.token_ids, *scores):
                 del tokenwise[keep:]
             completion.finish_reason = "stop"
         elif completion.token_ids[-1] in request.params.ends:

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dflash_jax.decoding.step import Committed, sizes_within
+from dflash_jax.decoding.forecast import sizes_within
+from dflash_jax.decoding.step import Committed
 from dflash_jax.infer.engine.chooser import Chooser, Draft
 from dflash_jax.infer.engine.reads import ReadPlan
 from dflash_jax.infer.engine.rows import ActiveRequest
