@@ -151,7 +151,7 @@ class Outcome(NamedTuple):
     Attributes:
         committed: tokens of each step.
         chain: of steps with a tree, how many proposals of the drafter's chain would have been right; None for a chain.
-        verified, following: of steps with a budget, see `step.Limited`; None without.
+        verified, following: of steps with a budget, see `forecast.Limited`; None without.
     """
 
     committed: Sequence[int]

@@ -78,8 +78,8 @@ class Decoding:
         reads = self._batch.plan(filling, how.steps) if filling else []
         slots = self._batch.idle(self._batch.widths[-1]) if reads else self._batch.some(list(decoding))
         rows = decoding.values()
-        begin = [filling[read.slot] for plan in reads for read in plan.reads if plan.batch.last[read.place]]
-        speculative = all(row.request.speculative for row in (*rows, *begin))
+        begun = [filling[read.slot] for plan in reads for read in plan.reads if plan.batch.last[read.place]]
+        speculative = all(row.request.speculative for row in (*rows, *begun))
         draft, chooser = self._drafts.choose((row.ticket for row in rows), len(slots), speculative=speculative)
         steps = min(chooser.try_steps, how.steps) if chooser and chooser.trying else how.steps
         steps = min(steps, len(reads)) if reads else steps
