@@ -1,5 +1,8 @@
 """Quantised weights. Shapes: E experts (or none), M outputs, D inputs, G groups of inputs that share a scale."""
 
+from collections.abc import Callable
+from functools import lru_cache, partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -176,6 +179,14 @@ def quantised(weight: Float[Array, "*E M D"], how: str) -> Quantised:
     small = wide / scale[..., None]
     values = jnp.round(small).astype(jnp.int8) if how == "int8" else small.astype(jnp.float8_e4m3fn)
     return EightBit(values, scale, dtype=weight.dtype)
+
+
+@lru_cache
+def quantising(how: str, where: Quantised | None = None) -> Callable[[Array], Quantised]:
+    """`quantised` as a program, compiled once for all weights that are alike; `where` has the sharding of each array of
+    its results, if that is not where they come to lie."""
+    make = partial(quantised, how=how)
+    return jax.jit(make) if where is None else jax.jit(make, out_shardings=where)
 
 
 def _in_groups(weight: Float[Array, "*E M D"], dtype: jnp.dtype) -> FourBit:

@@ -193,4 +193,5 @@ def partition(tree: Any) -> Any:
 def settled(tree: Tree) -> Tree:
     """The same, each array bound to the devices where it lies: a program that is compiled for it then serves others
     that are put there. Nothing is copied."""
-    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
+    arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.numpy.asarray(x), tree)
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), arrays)

@@ -22,8 +22,15 @@ class Tensors(Reader):
         if len(self._arrays) < len(tensors):
             raise ValueError("two of the given tensors are the same one, under names of different variants")
 
+    @property
+    def mismatch(self) -> str:
+        return "the given tensors do not fit the model"
+
     def names(self) -> set[str]:
         return set(self._arrays)
+
+    def drop(self, name: str) -> None:
+        del self._arrays[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._arrays[name].shape)

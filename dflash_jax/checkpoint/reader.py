@@ -20,7 +20,7 @@ from dflash_jax.checkpoint import gguf
 from dflash_jax.checkpoint.hub import read_json
 from dflash_jax.checkpoint.sources import DTYPES
 from dflash_jax.checkpoint.table import Leaf, Part, QuantisedLeaf, Table, leaves
-from dflash_jax.quantised import Quantised, quantised
+from dflash_jax.quantised import Quantised, quantised, quantising
 
 Params = dict[str, Any]  # parameters, nested by the parts of their paths
 
@@ -43,6 +43,11 @@ class Reader:
             weights = gguf.Weights(self.directory)
             return {str(weights.path): weights}
         return {path.name: _open(path) for path in weight_files(self.directory)}
+
+    @property
+    def mismatch(self) -> str:
+        """What is wrong where its tensors are not those of a table."""
+        return f"{self.directory} does not match its config.json"
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -205,14 +210,14 @@ def _quantised(path: str, weight: jax.Array, how: str, place: Place) -> Quantise
     make = partial(quantised, how=how)
     shapes = jax.eval_shape(make, weight)
     where = jax.tree_util.tree_map_with_path(lambda key, x: place(f"{path}/{key[-1].name}", x.shape), shapes)
-    placed = {} if place(path, weight.shape) is None else {"out_shardings": where}
     for shape, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=False):
         try:
             sharding.shard_shape(shape.shape)
         except ValueError as error:
             sizes = list(shape.shape)
             raise ValueError(f"{path} in {how}: an array of {sizes} cannot be split over this mesh") from error
-    return jax.block_until_ready(jax.jit(make, **placed)(weight))
+    made = quantising(how, None if place(path, weight.shape) is None else where)
+    return jax.block_until_ready(made(weight))
 
 
 def nested(params: Mapping[str, Any], table: Table, dtype: DTypeLike) -> Params:
@@ -313,7 +318,7 @@ def _check(reader: Reader, table: Table, ignored: Callable[[str], bool]) -> None
         if found not in how.dtypes:
             problems.append((name, f"{name} must be one of {', '.join(how.dtypes)}, got {found}"))
     if problems:
-        raise ValueError(files.one_line(f"{reader.directory} does not match its config.json: {_listed(problems)}"))
+        raise ValueError(files.one_line(f"{reader.mismatch}: {_listed(problems)}"))
 
 
 def _listed(problems: Iterable[tuple[str, str]]) -> str:

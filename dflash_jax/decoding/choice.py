@@ -178,15 +178,20 @@ class Choice(struct.PyTreeNode):
     def sampled_scores(
         self,
         logits: Float[Array, "B T V"],
+        tokens: Int[Array, "B T"],
         following: Int[Array, "B P"] | None = None,
         states: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Scores whose softmax is the distribution of the target's tokens after a chain; see `chain_scores`. That of a
-        greedy row is all in its best token."""
+        """Scores whose softmax is the distribution that these tokens of the target were sampled from, after a chain
+        (see `chain_scores`). That of a greedy row is all in its token. A filter's cut, found again in another part of
+        a program, may differ in its last bit: the token that was sampled counts as kept."""
         scores = self.masked(self._penalised(logits, following, states=states), states)
-        is_best = jnp.arange(scores.shape[-1])[None, None] == first_argmax(scores)[..., None]
-        greedy = self.sampling.temperature[:, None, None] <= 0
-        return jnp.where(greedy, jnp.where(is_best, 0.0, -jnp.inf), scaled_scores(scores, self.sampling))
+        temperature = self.sampling.temperature[:, None, None]
+        is_chosen = jnp.arange(scores.shape[-1])[None, None] == tokens[..., None]
+        best = jnp.max(scores, axis=-1, keepdims=True)
+        whole = (scores - best) / jnp.where(temperature > 0, temperature, 1.0)
+        sampled = jnp.where(is_chosen, whole, scaled_scores(scores, self.sampling))
+        return jnp.where(temperature > 0, sampled, jnp.where(is_chosen, 0.0, -jnp.inf))
 
     def tokens(
         self,

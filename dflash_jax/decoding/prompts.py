@@ -131,7 +131,7 @@ def first_tokens(
     begun = None if given.walk is None else given.walk.state[:, None]
     token, scores = choice.tokens(logits, states=begun), None
     if logprobs is not None:
-        sampled = partial(choice.sampled_scores, logits, states=begun) if sampled_logprobs else None
+        sampled = partial(choice.sampled_scores, logits, token, states=begun) if sampled_logprobs else None
         scores = log_probabilities(choice.masked(logits), token, given.scored, logprobs, sampled)
     goes_on = prompts.last & ~jnp.any(token == given.stop_tokens, axis=1)
     budgets = jnp.where(goes_on, given.remaining - 1, 0)

@@ -121,7 +121,9 @@ def speculative_step(
     scores = None
     if logprobs is not None:
         along = _along(logits, block, path)
-        sampled = partial(choice.sampled_scores, along, tokens[:, :-1], _states_along(states, path, tokens.shape[1]))
+        sampled = partial(
+            choice.sampled_scores, along, tokens, tokens[:, :-1], _states_along(states, path, tokens.shape[1])
+        )
         more = sampled if sampled_logprobs else None
         scores = log_probabilities(choice.masked(along), tokens, view.scored, logprobs, more)
     after = functions.commit(view, verified, accepted).replace(

@@ -50,7 +50,10 @@ def kind_named(name: str) -> AnyKind:
 
 def kind_with(drafter: Drafter) -> AnyKind:
     """The kind of a loaded drafter."""
-    return next(kind for kind in KINDS.values() if kind.drafter is type(drafter))
+    found = [kind for kind in KINDS.values() if kind.drafter is type(drafter)]
+    if not found:
+        raise ValueError(f"no kind of drafter is registered for {type(drafter).__name__}")
+    return found[0]
 
 
 def kind_of(raw: Raw) -> str:

@@ -63,7 +63,8 @@ class Engine:
         self.block_size, self.tree = self.drafts.block_size, self.drafts.tree
         self.choosers = self.drafts.choosers
         self.stats = Stats()
-        self.constraints = Constraints(target, config.constraint_states) if config.constraints else None
+        bare = target.replace(params={})  # weights may be others later
+        self.constraints = Constraints(bare, config.constraint_states) if config.constraints else None
         self.batch = Slots(target, config, self.drafts, self.constraints)
         self.weights = Weights(self.batch)
         self._tickets = itertools.count()
@@ -209,15 +210,14 @@ class Engine:
 
         Args:
             admit: whether waiting requests may take free slots; without it the busy ones are finished, but for those
-                that have to give back memory that they share.
+                that have to give back memory that they share, or leave their slots for new weights.
 
         Returns:
             (ticket, completion so far) of the requests that got tokens; see `stream`.
         """
-        if self.weights.waiting:
-            admit = self._renew() and admit
+        renewed = not self.weights.waiting or self._renew()
         if admit:
-            self._place()
+            self._place(begun=not renewed)
         filling, decoding = self._admission.filling, self._admission.decoding
         if not decoding:
             self._decoding.ahead = None  # its rows have all finished
@@ -238,12 +238,16 @@ class Engine:
             if row.completion.finish_reason:
                 row.completion.finished = now
                 self._ended(row, self._admission.finish(row))
+        if self.weights.waiting:
+            self._renew()
         return [(row.ticket, row.completion) for row in events]
 
-    def _place(self) -> None:
-        """Begins waiting requests on the device, where there are slots for them."""
+    def _place(self, *, begun: bool = False) -> None:
+        """Begins waiting requests on the device, where there are slots for them; only those that have been in a slot
+        before, if so asked."""
         self._no_room, self._memory.waits = False, None
-        for row, slot in self._admission.place(self._ready, lambda: self._memory.waits is not None):
+        ready = lambda row, slot: (row.left_slots > 0 or not begun) and self._ready(row, slot)
+        for row, slot in self._admission.place(ready, lambda: self._memory.waits is not None):
             row.settings = row.on_device(self.config.seed)
             row.completion.started = row.completion.started or time.perf_counter()
             row.completion.begin_part(self.weights.version)
@@ -293,7 +297,8 @@ class Engine:
         if self.weights.now and self._decoding.ahead is None:
             for slot, _ in self._admission.taken:
                 self._leave(slot)
-        if self.busy:
+        begun = not self.weights.now and any(row.left_slots for row in self._admission.waiting)
+        if self.busy or begun:
             return False
         self._decoding.ahead = None
         self.weights.take()
@@ -313,8 +318,9 @@ class Engine:
         What was kept of prompts is dropped, and what was learnt of proposals begins again.
 
         Args:
-            target, drafter: a loaded model, or its parameters alone; None stays. They may lie on other devices, and may
-                be plain where those in use were quantised as they were loaded: they are then quantised in the same way.
+            target, drafter: a loaded model, or its parameters alone, where no mesh splits heads or experts; None stays.
+                They may lie on other devices, and may be plain where those in use were quantised as they were loaded:
+                they are then quantised in the same way.
             when: "idle" lets requests in progress end first; until then no other begins. "now" reads what these have
                 got so far again, with the new weights, and they go on with those.
             check: whether numbers that are infinite or NaN are refused.
@@ -356,6 +362,8 @@ class Engine:
             self.batch.release(slot)
             if row := of_slot[slot]:
                 self._ended(row, slot)
+        if self.weights.waiting:
+            self._renew()
 
     def check(self, request: Request) -> Ready | None:
         """Raises RequestError if this engine cannot serve the request; returns its constraint, prepared."""

@@ -108,6 +108,8 @@ class Completion:
 
     def begin_part(self, version: int) -> None:
         """What follows comes from weights of this version."""
+        if self.versions and self.versions[-1][1] == len(self.token_ids):  # it has given no token
+            self.versions.pop()
         if not self.versions or self.versions[-1][0] != version:
             self.versions.append((version, len(self.token_ids)))
 

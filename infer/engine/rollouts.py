@@ -39,7 +39,8 @@ class Rollouts:
         mask: where the answers' tokens are.
         logprobs: of each answer's token in the distribution that it was sampled from (penalties, temperature and
             filters applied), 0 elsewhere.
-        policy_logprobs: of the same tokens in the target's own distribution, at temperature 1 without filters.
+        policy_logprobs: of the same tokens in the target's own distribution, at temperature 1 without filters, over all
+            tokens that the tokenizer can decode.
         prompt_lengths, lengths: tokens of the prompt, and with the answer.
         groups: which prompt each answers.
         completions: the answers themselves, with finish reasons and the versions of the weights that they come from.
@@ -86,13 +87,15 @@ def rollouts(
         width: tokens that the arrays are padded to, so that a loss is compiled once; None is the longest answer.
 
     Raises:
-        RequestError, ValueError: a prompt or a setting that the engine does not serve, or one that is longer than
-            `width`.
+        RequestError, ValueError: a prompt or a setting that the engine does not serve, a seed in `params`, or a `width`
+            that the longest prompt and answer may exceed.
     """
     if not engine.config.sampled_logprobs:
         raise ValueError("rollouts need log-probabilities; make the engine with logprobs=0, sampled_logprobs=True")
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
+    if params is not None and params.seed is not None:
+        raise ValueError("params.seed would give all prompts and steps the same noise; give the engine a seed")
     params = params or SamplingParams(temperature=1.0, eos_token_ids=engine.target.config.eos_token_ids)
     params = replace(params, logprobs=0)
     requests = [
@@ -100,15 +103,15 @@ def rollouts(
         for i, prompt in enumerate(prompts)
         for sample in range(samples)
     ]
+    most = max((min(len(prompt) + params.max_new_tokens, engine.max_length) for prompt in prompts), default=0)
+    if width is not None and most > width:
+        raise ValueError(f"width must be at least {most}, for the longest prompt and answer; got {width}")
     before = replace(engine.stats)
     completions = engine.generate(requests)
     stats = _since(before, engine.stats)
     starts = np.asarray([len(request.prompt_token_ids) for request in requests], np.int32)
     lengths = starts + np.asarray([len(one.token_ids) for one in completions], np.int32)
-    longest = int(lengths.max(initial=0))
-    if width is not None and longest > width:
-        raise ValueError(f"width must be at least {longest}, for the longest prompt and answer; got {width}")
-    shape = len(requests), longest if width is None else width
+    shape = len(requests), int(lengths.max(initial=0)) if width is None else width
     tokens, sampled, policy = np.full(shape, pad, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for i, (request, one) in enumerate(zip(requests, completions, strict=True)):
         answer = slice(starts[i], lengths[i])

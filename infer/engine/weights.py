@@ -2,24 +2,26 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from functools import partial
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
 from jaxtyping import Array, PyTree
 
-from dflash_jax import drafters
+from dflash_jax import checkpoint, drafters, models
 from dflash_jax.checkpoint.memory import Named, Tensors
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.loading import read_params as read_drafter
 from dflash_jax.infer.engine.slots import Slots
-from dflash_jax.quantised import INT4_GROUPS, EightBit, FourBit, Quantised, quantised
+from dflash_jax.quantised import INT4_GROUPS, EightBit, FourBit, Quantised, quantising
 from dflash_jax.target import Target
 from dflash_jax.target import read_params as read_target
 
 Model = TypeVar("Model", Target, Drafter)
+Weight = Array | np.ndarray | Quantised
 LISTED = 10  # differences that an error names
 
 
@@ -54,6 +56,8 @@ class Weights:
     ) -> int:
         """Takes new models or their parameters; returns the number of their version. Arguments and errors are those of
         `Engine.update`."""
+        if target is None and drafter is None:
+            raise ValueError("give a target, a drafter or both")
         new_target, new_drafter = self._newest
         how = {"check": check, "donate": donate}
         if target is not None:
@@ -64,19 +68,26 @@ class Weights:
         self.waiting, self.now = (new_target, new_drafter), now or (self.now and self.waiting is not None)
         return self._given
 
-    def read(self, target: Named | None, drafter: Named | None) -> list[PyTree | None]:
-        """Parameters from tensors with the names of a checkpoint, placed and quantised like those in use."""
-        found: list[PyTree | None] = [None, None]
+    def read(self, target: Named | None, drafter: Named | None) -> tuple[Target | None, Drafter | None]:
+        """Models from tensors with the names of a checkpoint, placed and quantised like those in use."""
+        target_of: Target | None = None
+        drafter_of: Drafter | None = None
         if target is not None:
-            old = self._newest[0]
-            where = old.config, old.layout, old.mesh, old.dtype
-            found[0] = read_target(Tensors(target), *where, quantise=_remade(old.params))
+            old, reader = self._newest[0], Tensors(target)
+            config = old.config.with_tensors(reader.names())
+            table = models.family(config.model_type).tensors(config, old.layout)
+            params = read_target(reader, config, old.layout, old.mesh, old.dtype, **_alike(old.params, table))
+            target_of = old.replace(params=params)
         if drafter is not None:
             old = self._drafter()
-            kind, where = drafters.kind_with(old), (old.config, old.layout, old.mesh, old.dtype)
+            kind = drafters.kind_with(old)
             reader = Tensors(drafter, kind.canonical_name)
-            found[1] = read_drafter(reader, kind, *where, quantise=_remade(old.params))
-        return found
+            if not old.config.own_vocabulary and "d2t" in reader.names() and not reader.read("d2t", None).any():
+                reader.drop("d2t")  # all tokens, in the target's order
+            how = _alike(old.params, kind.tensors(old.config, old.layout))
+            params = read_drafter(reader, kind, old.config, old.layout, old.mesh, old.dtype, **how)
+            drafter_of = old.replace(params=params)
+        return target_of, drafter_of
 
     def _drafter(self) -> Drafter:
         drafter = self._newest[1]
@@ -108,6 +119,11 @@ def fitted(name: str, old: Model, new: Model | PyTree, *, check: bool, donate: b
                 "mesh, or use update_from_tensors"
             )
         new = new.params
+    elif (old.layout.shards, old.layout.experts) != (1, 1):
+        raise ValueError(
+            f"the mesh splits heads or experts, and parameters alone do not say for which: give a loaded {name} (with "
+            "`replace(params=...)`), or use update_from_tensors"
+        )
     expected, got = _by_path(old.params), _by_path(new)
     _raise(name, "do not fit those in use", _differences(expected, got))
     if check:
@@ -120,26 +136,36 @@ def fitted(name: str, old: Model, new: Model | PyTree, *, check: bool, donate: b
     return made
 
 
-def _remade(params: PyTree) -> Callable[[str], str | None]:
-    """How plain weights are quantised to become like these parameters, by path."""
-    made = {path: _how(leaf) for path, leaf in _by_path(params).items() if isinstance(leaf, Quantised)}
-    return made.get
+class Alike(TypedDict):
+    """How tensors become parameters like others (see `checkpoint.load`)."""
+
+    dequantise: bool
+    quantise: Callable[[str], str | None]
+
+
+def _alike(params: PyTree, table: checkpoint.Table) -> Alike:
+    of = _by_path(params)
+    made = {path: _how(leaf) for path, leaf in of.items() if isinstance(leaf, Quantised)}
+    stored = [path for path, leaf in table.items() if isinstance(leaf, checkpoint.QuantisedLeaf)]
+    plain = any(not isinstance(of.get(path), Quantised) or made[path] is not None for path in stored)
+    return {"dequantise": plain, "quantise": made.get}
 
 
 def _is_weight(x: object) -> bool:
     return isinstance(x, Quantised)
 
 
-def _by_path(params: PyTree) -> dict[str, Array | Quantised]:
+def _by_path(params: PyTree) -> dict[str, Weight]:
     found = jax.tree.leaves_with_path(params, is_leaf=_is_weight)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
+    array = lambda x: x if isinstance(x, Quantised | jax.Array) else np.asarray(x)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): array(leaf) for path, leaf in found}
 
 
 def _differs(old: object, new: object, name: str) -> bool:
     return getattr(old, name) != getattr(new, name, None)
 
 
-def _differences(expected: Mapping[str, Array | Quantised], got: Mapping[str, Array | Quantised]) -> Iterable[str]:
+def _differences(expected: Mapping[str, Weight], got: Mapping[str, Weight]) -> Iterable[str]:
     yield from (f"missing {path}, {_described(leaf)}" for path, leaf in expected.items() if path not in got)
     yield from (f"unexpected {path}, {_described(leaf)}" for path, leaf in got.items() if path not in expected)
     for path, old in expected.items():
@@ -147,12 +173,12 @@ def _differences(expected: Mapping[str, Array | Quantised], got: Mapping[str, Ar
             yield f"{path}: expected {_described(old)}, got {_described(new)}"
 
 
-def _described(leaf: Array | Quantised) -> str:
+def _described(leaf: Weight) -> str:
     kind = leaf.form if isinstance(leaf, Quantised) else leaf.dtype
     return f"{list(leaf.shape)} {kind}"
 
 
-def _fits(old: Array | Quantised, new: Array | Quantised) -> bool:
+def _fits(old: Weight, new: Weight) -> bool:
     alike = lambda x: [(jnp.shape(leaf), leaf.dtype) for leaf in jax.tree.leaves(x)]
     if isinstance(old, Quantised) and not isinstance(new, Quantised):  # to be quantised
         return _how(old) is not None and old.shape == new.shape and new.dtype == old.dtype
@@ -171,17 +197,27 @@ def _how(weight: Quantised) -> str | None:
     return None
 
 
-def _placed(path: str, old: Array | Quantised, new: Array | Quantised, donate: bool) -> Array | Quantised:
+def _placed(path: str, old: Weight, new: Weight, donate: bool) -> Weight:
     """The new weight where the old one lies, quantised as it is."""
     where = jax.tree.map(lambda x: x.sharding, old)
     if isinstance(old, Quantised) and not isinstance(new, Quantised):
         how = _how(old)
         assert how is not None
-        made = jax.jit(partial(quantised, how=how), out_shardings=where)(new)
+        made = quantising(how, where)(_moved(new, where.values, donate=True))
         if not _fits(old, made):
             raise ValueError(f"{path} in {how} would be {_described(made)}, not {_described(old)}")
         return made
-    return jax.tree.map(lambda x, at: jax.device_put(x, at, may_alias=donate), new, where)
+    return jax.tree.map(lambda x, at: _moved(x, at, donate=donate), new, where)
+
+
+def _moved(x: Array | np.ndarray, at: Sharding, *, donate: bool) -> Array:
+    """An array at these devices; one of its own, if it is not given away."""
+    if not isinstance(x, jax.Array):
+        return jax.device_put(x, at, may_alias=donate)
+    if x.weak_type:  # or programs would be compiled for it
+        x = jax.lax.convert_element_type(x, x.dtype)
+    # Where only the sharding changes, it may share memory in spite of `may_alias`.
+    return jax.device_put(x if donate else jax.device_put(x, x.sharding, may_alias=False), at)
 
 
 @jax.jit

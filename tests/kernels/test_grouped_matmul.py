@@ -219,7 +219,7 @@ def test_positions_that_nobody_reads_go_through_no_expert():
     counts = jnp.asarray([4, 0, 2])
     read = np.arange(4)[None] < counts[:, None]
     hostile = jnp.where(read[..., None], x, 1e30)
-    some = layer.apply(params, hostile, counts)
+    some = layer.apply(params, hostile, jnp.asarray(read))
     np.testing.assert_allclose(some, np.where(read[..., None], whole, 0), rtol=1e-6)
 
 

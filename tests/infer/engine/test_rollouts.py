@@ -120,6 +120,8 @@ def test_what_cannot_be_served(target, drafter):
     engine = Engine(target, drafter, **SETTINGS)
     with pytest.raises(ValueError, match="width must be at least"):
         rollouts(engine, PROMPTS, 1, PARAMS, width=9)
+    with pytest.raises(ValueError, match=r"params\.seed would give"):
+        rollouts(engine, PROMPTS, 1, replace(PARAMS, seed=3))
     with pytest.raises(ValueError, match="the prompt is empty"):
         rollouts(engine, [[]], 1, PARAMS)
     assert rollouts(engine, [], 1, PARAMS).tokens.shape == (0, 0)

@@ -1,5 +1,7 @@
 """Other weights for an engine: every part of an answer is that of the weights it names, and nothing is compiled."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -212,6 +214,12 @@ def test_the_engine_has_its_own_copy_unless_it_may_have_the_given_one(targets, d
     engine.update(target=given)
     jax.tree.map(lambda x: x.delete(), given)  # as a training step does that donates them
     assert tokens(engine.generate(requests())) == plain[1]
+    both = make_mesh(parse_mesh("data=2", jax.devices()[:2]), jax.devices()[:2])
+    everywhere = jax.sharding.NamedSharding(both, jax.sharding.PartitionSpec())
+    given = jax.device_put(jax.tree.map(np.asarray, targets[0].params), everywhere)  # of a trainer on two devices
+    engine.update(target=given)
+    jax.tree.map(lambda x: x.delete(), given)
+    assert tokens(engine.generate(requests())) == plain[0]
     given = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), targets[0].params)
     engine.update(target=given, donate=True)
     where = lambda params: params["norm"]["weight"].unsafe_buffer_pointer()
@@ -235,11 +243,74 @@ def test_tensors_by_their_names_and_quantised_weights(quantize, directory, targe
     same = lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
     jax.tree.map(same, (engine.target.params, engine.drafter.params), tuple(model.params for model in of(1)))
     assert tokens(engine.generate(requests())) == expected
-    engine.update(target=load_target(directory / "target0").params)  # plain, to be quantised
+    given = jax.device_put(load_target(directory / "target0").params, jax.devices()[1])
+    engine.update(target=given)  # plain, to be quantised, and elsewhere
     jax.tree.map(same, engine.target.params, of(0)[0].params)
     compiled.clear()
+    engine.update(target=given)
+    engine.update_from_tensors(*tensors)
     engine.generate(requests())
     assert compiled == []
+
+
+def test_weights_of_another_kind_of_array(targets, drafters, plain, compiled):
+    """Arrays of numpy, and such whose dtype is weak."""
+    engine = warm(targets[0].replace(params=jax.tree.map(np.asarray, targets[0].params)), drafters[0])
+    weak = lambda x: jnp.full(x.shape, 1.0) if x.ndim == 1 else np.asarray(x)
+    given = jax.tree.map(weak, targets[1].params)
+    expected = tokens(Engine(targets[1].replace(params=given), None, **SETTINGS).generate(requests()))
+    compiled.clear()
+    engine.update(target=given)
+    assert tokens(engine.generate(requests())) == expected
+    assert [name for name in compiled if "convert" not in name] == []
+
+
+def test_old_weights_are_given_up(directory):
+    engine = warm(load_target(directory / "target0"), load_drafter(directory / "drafter0"), constraints=True)
+    alive = lambda: sum(x.nbytes for x in jax.live_arrays())
+    gc.collect()
+    before = alive()
+    for i in (1, 0):
+        engine.update(target=load_target(directory / f"target{i}"))
+        gc.collect()
+        assert alive() == before
+
+
+def test_requests_that_gave_back_their_memory_end_first(targets, drafters, monkeypatch):
+    monkeypatch.setattr(pages, "PAGE", 16)
+    engine = warm(targets[0], drafters[0], slots=3, cache_tokens=112)
+    asked = [tiny.ask([i + 3, 9], 80, id=str(i), stop_token_ids=()) for i in range(5)]
+    tickets, done = in_progress(engine, asked, 3)
+    assert engine.busy == 3
+    engine.update(target=targets[1])
+    found = finished(engine, tickets, done)
+    assert engine.stats.preempted > 0
+    assert [one.versions for one in found] == [[(0, 0)]] * 3 + [[(1, 0)]] * 2
+    expected = [tokens(Engine(target, None, **SETTINGS).generate(asked)) for target in targets]
+    assert tokens(found) == expected[0][:3] + expected[1][3:]
+
+
+def test_new_weights_are_in_use_as_soon_as_nothing_is_in_progress(targets, drafters):
+    engine = warm(targets[0], drafters[0])
+    for end in ("ends", "is cancelled"):
+        tickets, done = in_progress(engine, requests(1), 1)
+        version = engine.update(target=targets[1])
+        assert engine.weights.version == version - 1
+        if end == "ends":
+            finished(engine, tickets, done)
+        else:
+            engine.cancel(*tickets)
+        assert engine.weights.version == version
+        assert engine.weights.waiting is None
+    row = in_progress(engine, [tiny.ask(HEAD + HEAD[:20], 5)], 0)[0]
+    engine.update(target=targets[0])
+    engine.step()
+    engine.update(target=targets[1], when="now")
+    (one,) = finished(engine, row, {})
+    assert one.versions[0][1] == 0
+    assert len({first for _, first in one.versions}) == len(one.versions)  # no part without tokens
+    with pytest.raises(ValueError, match="give a target, a drafter or both"):
+        engine.update()
 
 
 def test_tensors_that_are_not_finite(directory, targets):
@@ -259,6 +330,8 @@ def test_weights_from_elsewhere_are_put_on_the_mesh(axes, directory, targets, pl
     if "model" in axes:
         with pytest.raises(ValueError, match="loaded for 1 parts of its heads .* load it with the same mesh"):
             engine.update(target=targets[1])
+        with pytest.raises(ValueError, match="the mesh splits heads or experts"):
+            engine.update(target=targets[1].params)
         engine.update_from_tensors(target=load_file(directory / "target1" / "model.safetensors"))
     else:
         engine.update(target=targets[1])
