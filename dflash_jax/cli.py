@@ -297,7 +297,7 @@ class EngineOptions:
     prefill_budget: Annotated[
         int | None, optional(int, "N", "a chunk on GPUs and TPUs if that was measured to be faster; 0 on CPU")
     ] = None
-    """prompt tokens that a decoding step reads besides, in the same pass, so that long prompts do not hold up the rows
+    """prompt tokens that each decoding step also reads, in the same pass, so that long prompts do not hold up the rows
     that decode; 0 reads prompts between device calls. It changes the speed, and in float32 never the answers"""
     prefix_chunks: Annotated[
         int | None, optional(int, "N", "as many as prompts share, in no more memory than the rows take")

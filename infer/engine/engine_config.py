@@ -30,8 +30,8 @@ class EngineConfig:
             "independent" (docs/sampling.md).
         seed: noise of requests without a seed of their own.
         prefill_chunk: prompts are read in chunks of at most this many tokens, of one prompt or of several together.
-        prefill_budget: tokens of prompts that a step of the rows that decode reads besides, in the same pass: between
-            two steps no more are read, of at most four prompts, and of each at most a chunk. None reads prompts between
+        prefill_budget: tokens of other rows' prompts that a decoding step also reads, in the same pass: between two
+            steps no more are read, of at most four prompts, and of each at most a chunk. None reads prompts between
             device calls. "auto" is None on CPU, with one slot and with `deterministic`; elsewhere a chunk, if `warm_up`
             measures that this is faster than to do one after the other.
         steps_per_visit: decoding steps of one device call.
