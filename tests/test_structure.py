@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import os
+import pkgutil
 import re
 import statistics
 from graphlib import CycleError, TopologicalSorter
@@ -143,3 +144,13 @@ def test_a_kind_of_drafter_is_named_in_its_own_file():
             assert not found, f"dflash_jax.{module} names {found}"
     own = {f"drafters.{name}" for name in names}
     assert len(own & TREES.keys()) == len(registered) == 4
+
+
+def test_names_that_tests_replace_exist():
+    """Tests replace names of the package by their path, some of them in tests that rarely run."""
+    found = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        found.update(re.findall(r'setattr\(\s*"(dflash_jax\.[\w.]+)"', path.read_text()))
+    assert found
+    for name in found:
+        pkgutil.resolve_name(name)  # raises an error if there is no such name

@@ -52,6 +52,6 @@ def test_real_products_are_timed():
 def test_answers_do_not_depend_on_them(target, drafter, monkeypatch):
     answers = []
     for options in (OPTIONS, None):
-        monkeypatch.setattr("dflash_jax.infer.engine.slots.fastest_options", lambda *sizes, clock, given=options: given)
+        monkeypatch.setattr("dflash_jax.infer.engine.calls.fastest_options", lambda *sizes, clock, given=options: given)
         answers.append(Engine(target, drafter, max_length=64).generate([tiny.ask([1, 2, 3], 24)])[0].token_ids)
     assert answers[0] == answers[1]

@@ -102,7 +102,7 @@ def test_stop_strings_of_some_rows_leave_the_others_their_overlap(target, drafte
     seen, collect = [], engine._collect
 
     def watched(visit):
-        seen.append((any(row and row.request.find_stop for row in engine._admission.rows), engine._ahead is not None))
+        seen.append((any(row and row.request.find_stop for row in engine._admission.rows), engine._decoding.ahead is not None))
         return collect(visit)
 
     monkeypatch.setattr(engine, "_collect", watched)
@@ -245,14 +245,14 @@ def test_time_between_steps_is_not_decoding(target, drafter, waits, monkeypatch)
         asked.append(trace)
         return not waits and any(trace is before for before in asked[:-1])
 
-    monkeypatch.setattr("dflash_jax.infer.engine.engine.is_ready", is_ready)
+    monkeypatch.setattr("dflash_jax.infer.engine.decoding.is_ready", is_ready)
     engine.submit(tiny.ask([1, 2, 3], 60, stop_token_ids=()))
     while engine.busy or engine.waiting:
         engine.step()
         if waits:
             engine.wait()
-        elif engine._ahead:
-            jax.block_until_ready(engine._ahead.trace)  # done, though the engine has not looked
+        elif engine._decoding.ahead:
+            jax.block_until_ready(engine._decoding.ahead.trace)  # done, though the engine has not looked
         away += 100.0
     assert len(timed) > 5
     assert waits == all(timed) == any(timed)
