@@ -170,7 +170,8 @@ class ModelOptions:
 
     Attributes:
         target: target checkpoint: a directory, a GGUF file of the llama family, or a hub id
-        drafter: its drafter, of any kind
+        drafter: its drafter, of any kind; ngram proposes what followed the same words before, needs no drafter and
+            suits any target; ngram+DIR has both (a folder of that name is ./ngram)
         target_config: fields of the target's config.json to replace, a JSON object like {"rope_theta": 1000000}
         drafter_config: fields of the drafter's config.json to replace, like {"sample_from_anchor": false}
         mesh: devices, like data=2,model=4 (axes data, fsdp, model, expert; -1 is the rest); auto: heads over the
@@ -185,7 +186,7 @@ class ModelOptions:
     """
 
     target: Annotated[str | None, optional(str, "DIR|FILE.gguf|ID", DEFAULT_TARGET)] = None
-    drafter: Annotated[str | None, optional(str, "DIR|ID")] = None
+    drafter: Annotated[str | None, optional(str, "DIR|ID|ngram")] = None
     target_config: Overrides = field(default_factory=dict)
     drafter_config: Overrides = field(default_factory=dict)
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
@@ -315,14 +316,17 @@ class EngineOptions:
         """What the last bits of an answer follow from besides its request, if they are to be the same in every run.
 
         Args:
-            drafter: its directory; None without speculation. Which tokens are accepted decides which are computed
+            drafter: as it is named; None without speculation. Which tokens are accepted decides which are computed
                 together.
         """
         if not self.deterministic:
             return None
         from dflash_jax.checkpoint import resolve
         from dflash_jax.checkpoint.fingerprint import fingerprint
+        from dflash_jax.drafters.ngram import named
 
-        which = None if drafter is None else fingerprint(str(resolve(drafter, "drafter")))
+        ngrams, network = (False, None) if drafter is None else named(drafter)
+        which = None if network is None else fingerprint(str(resolve(network, "drafter")))
+        which = f"ngram {which or ''}".strip() if ngrams else which
         sizes = {"block_size": generation.block_size, "tree": generation.tree, "batch_size": generation.batch_size}
         return sizes | {"proposals": generation.proposals, "drafter": which}

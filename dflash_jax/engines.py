@@ -11,7 +11,7 @@ from dflash_jax.loading import Loaded, load
 
 if TYPE_CHECKING:
     from dflash_jax.config import TargetConfig
-    from dflash_jax.drafters.base import Drafter
+    from dflash_jax.decoding.state import DraftModel
     from dflash_jax.infer.engine.engine import Engine
     from dflash_jax.infer.engine.engine_config import EngineConfig
     from dflash_jax.infer.engine.requests import Request
@@ -160,7 +160,7 @@ def _check_options(generation: GenerationOptions, options: EngineOptions) -> Non
     )
 
 
-def make_engine(target: "Target", drafter: "Drafter | None", config: "EngineConfig") -> "Engine":
+def make_engine(target: "Target", drafter: "DraftModel | None", config: "EngineConfig") -> "Engine":
     """The engine; says what to do where there is no memory for it."""
     from dflash_jax.infer.engine.engine import Engine
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from dflash_jax.config import DecoderConfig, TargetConfig
-    from dflash_jax.drafters.base import Drafter
+    from dflash_jax.decoding.state import DraftModel
     from dflash_jax.infer.engine.params import SamplingParams
     from dflash_jax.infer.text import Text
     from dflash_jax.target import Target
@@ -32,7 +32,7 @@ class Loaded(NamedTuple):
     """
 
     target: "Target"
-    drafter: "Drafter | None"
+    drafter: "DraftModel | None"
     text: "Text"
     defaults: "SamplingParams"
 
@@ -54,16 +54,21 @@ def load(
     import jax
 
     from dflash_jax import checkpoint
+    from dflash_jax.drafters import ngram
     from dflash_jax.drafters.loading import load_drafter
     from dflash_jax.target import load_target
 
     config = target_config(source, models.target_config)
     if speculative and not draft_source:
-        raise ValueError("--drafter is needed to speculate; without one, say --no-speculation")
-    mesh, drafter = choose_mesh(models.mesh, models_on_mesh(models, config, speculative=speculative)), None
-    if speculative and draft_source:  # the smaller one first: what is wrong with it is said at once
-        drafter = load_drafter(
-            draft_source,
+        raise ValueError(
+            "--drafter is needed to speculate; --drafter ngram needs no checkpoint, and --no-speculation none at all"
+        )
+    ngrams, network = ngram.named(draft_source) if speculative and draft_source else (False, None)
+    mesh = choose_mesh(models.mesh, models_on_mesh(models, config, speculative=speculative))
+    drafter: DraftModel | None = ngram.Ngram() if ngrams else None
+    if network is not None:  # the smaller one first: what is wrong with it is said at once
+        loaded = load_drafter(
+            network,
             dtype=models.dtype,
             mesh=mesh,
             num_target_layers=config.num_hidden_layers,
@@ -71,6 +76,7 @@ def load(
             overrides=models.drafter_config,
             quantize=models.quantize,
         )
+        drafter = ngram.Mixture(loaded) if ngrams else loaded
     dtype = models.dtype
     if dtype == "auto" and config.storage.method == "gguf" and jax.default_backend() == "cpu":
         dtype = "float32"  # a CPU would widen packed weights at every step
@@ -78,17 +84,17 @@ def load(
     target = load_target(source, dtype=dtype, mesh=mesh, **how)
     _say_what_is_quantised(models, target, drafter)
     if drafter:
-        with reading(Path(draft_source or "")):
+        with reading(Path(network or "")):
             drafter.config.check_pair(target.config)
     return Loaded(target, drafter, *_text(target.directory, target.config, generation, max_length))
 
 
-def _say_what_is_quantised(models: ModelOptions, target: "Target", drafter: "Drafter | None") -> None:
+def _say_what_is_quantised(models: ModelOptions, target: "Target", drafter: "DraftModel | None") -> None:
     """The formats of weights, and whether it costs time that they were quantised as they were loaded."""
     from dflash_jax.quantised import forms
     from dflash_jax.quantize_speed import slower_than_plain
 
-    found = {"target": forms(target.params), "drafter": forms(drafter.params) if drafter else []}
+    found = {"target": forms(target.params), "drafter": forms(drafter) if drafter else []}
     if said := [f"{name} {', '.join(formats)}" for name, formats in found.items() if formats]:
         log.info("quantised weights: %s", "; ".join(said))
     if models.quantize and (note := slower_than_plain(target, models.quantize)):
@@ -128,19 +134,20 @@ def _text(
 
 
 def pair_sources(models: ModelOptions) -> tuple[str, str | None]:
-    """Target and drafter that the options name: the bundled pair if they name none.
+    """Target and drafter that the options name: the bundled pair if they name none, and the bundled target for n-grams
+    alone.
 
     Raises:
         ValueError: a drafter is named without its target.
     """
     if models.target:
         return models.target, models.drafter
-    if models.drafter:
+    if models.drafter not in (None, "ngram"):
         raise ValueError("--drafter needs its --target; name both, or neither")
     from dflash_jax.bundled import bundled_pair
 
     target, drafter = bundled_pair()
-    return str(target), str(drafter)
+    return str(target), models.drafter or str(drafter)
 
 
 def use_kernels(name: str | None) -> None:
@@ -180,11 +187,12 @@ def models_on_mesh(
     """What `choose_mesh` looks at: the target, and the drafter if there is to be one. The latter's file is read when it
     is asked for."""
     from dflash_jax.checkpoint import resolve
-    from dflash_jax.drafters import drafter_config
+    from dflash_jax.drafters import drafter_config, ngram
     from dflash_jax.drafters.loading import read_drafter_config
 
     yield target
     place, source = pair_sources(models)
+    source = ngram.named(source)[1] if source else None
     if speculative and source:
         with reading(resolve(source, "drafter") / "config.json"):
             raw = read_drafter_config(source, models.drafter_config)

@@ -11,7 +11,7 @@ from dflash_jax.benchmarks.arguments import Figures, PairOptions
 from dflash_jax.cli import EngineOptions, GenerationOptions
 from dflash_jax.data.datasets import Sample, load_dataset
 from dflash_jax.data.problems import is_correct, problems
-from dflash_jax.drafters.base import Drafter
+from dflash_jax.decoding.state import DraftModel
 from dflash_jax.engines import engine_for, needs_of
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Request
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
     """
 
     loaded: Loaded
-    drafter: Drafter
+    drafter: DraftModel
     source: str
     samples: Sequence[Sample]
     requests: Sequence[Request]
@@ -82,12 +82,12 @@ def encoded(text: Text, samples: Sequence[Sample]) -> list[list[int]]:
     return [text.encode_chat([{"role": "user", "content": turn}]) for turn in first]
 
 
-def untrained(drafter: Drafter) -> Drafter:
+def untrained(drafter: DraftModel) -> DraftModel:
     """The drafter with random weights in the place of its matrices."""
-    leaves, tree = jax.tree.flatten(drafter.params)
+    leaves, tree = jax.tree.flatten(drafter)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     noise = lambda x, key: jax.random.normal(key, x.shape, x.dtype) / x.shape[-1] ** 0.5 if x.ndim > 1 else x
-    return drafter.replace(params=jax.tree.unflatten(tree, map(noise, leaves, keys)))
+    return jax.tree.unflatten(tree, map(noise, leaves, keys))
 
 
 def questions(dataset: str, count: int) -> tuple[list[Sample], Callable[[int, str], bool] | None]:

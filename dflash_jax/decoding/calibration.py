@@ -43,8 +43,8 @@ class Lessons(struct.PyTreeNode):
         trials: what each sharpness would have proposed after each place; None where none is learnt.
         tokens: the likeliest tokens after each place, the best first; of a tree.
         logits: of the drafter's probability of each of them to be right.
-        places: place of each block position, -1 for a node that the drafter did not go on from. None: a place for each
-            depth.
+        places: place of each block position, -1 for a node that the drafter did not go on from, or has nothing to
+            learn from. None: a place for each depth.
     """
 
     trials: Int[Array, "B M C"] | None
@@ -55,9 +55,9 @@ class Lessons(struct.PyTreeNode):
     def along(self, path: Int[Array, "B J"] | None, depth: int) -> "tuple[Lessons, Bool[Array, 'B D'] | None]":
         """Those of the first `depth` positions of a path, by depth, and which of these have a place; None is all."""
         every = self.replace(places=None)
-        if self.places is None or path is None:
+        if self.places is None:
             return jax.tree.map(lambda x: x[:, :depth], every), None
-        places = jnp.take_along_axis(self.places, path[:, :depth], axis=1)
+        places = self.places[:, :depth] if path is None else jnp.take_along_axis(self.places, path[:, :depth], axis=1)
 
         def pick(x: Array) -> Array:
             at = jnp.maximum(places, 0).reshape(*places.shape, *[1] * (x.ndim - 2))

@@ -71,6 +71,13 @@ class History(struct.PyTreeNode):
             of, places = jnp.where(within, of, count), places % size
         return self.replace(tokens=self.tokens.at[of, places].set(tokens, mode="drop"))
 
+    def at(self, positions: Int[Array, "B N"]) -> Int[Array, "B N"]:
+        """The tokens at these positions of each row."""
+        if self.pages is None:
+            return jnp.take_along_axis(self.tokens, positions, axis=1)
+        size = self.tokens.shape[1]
+        return self.tokens[jnp.take_along_axis(self.pages, positions // size, axis=1), positions % size]
+
     def occurrences(
         self, known: Int[Array, " B"], size: int, row: Int[Array, "B 1"]
     ) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:

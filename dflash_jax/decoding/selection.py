@@ -113,7 +113,7 @@ def rank(
     else:
         best, places = top_k(keys, min(choice.nodes, choice.ranks, keys.shape[-1]))
     logits = _logits(jnp.take_along_axis(own, places, axis=-1) - jax.nn.logsumexp(own, axis=-1, keepdims=True))
-    likely = jnp.where(best > -jnp.inf, jax.nn.log_sigmoid(_reliable(choice, logits, depths)), -jnp.inf)
+    likely = jnp.where(best > -jnp.inf, jax.nn.log_sigmoid(reliable(choice, logits, depths)), -jnp.inf)
     # What may not be proposed gives way to another of the first one, and nothing follows a place without options.
     tokens = ids(jnp.where(likely > -jnp.inf, places, places[..., :1]))
     if hints is not None:
@@ -131,8 +131,8 @@ def _logits(likely: Float[Array, "B T R"]) -> Float[Array, "B T R"]:
     return jnp.clip(jnp.where(likely > -jnp.inf, logits, -jnp.inf), -MOST_LOGIT, MOST_LOGIT)
 
 
-def _reliable(choice: Choice, logits: Float[Array, "B T R"], depths: slice) -> Float[Array, "B T R"]:
-    """What they are worth."""
+def reliable(choice: Choice, logits: Float[Array, "B T R"], depths: slice) -> Float[Array, "B T R"]:
+    """What a drafter's log-odds of tokens to be right are worth."""
     if choice.reliability is None:
         return logits
     a, b = jnp.moveaxis(choice.reliability[:, depths], 2, 0)[..., None]

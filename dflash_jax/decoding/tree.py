@@ -117,7 +117,7 @@ def best_nodes(ranked: Ranked, nodes: int) -> Nodes:
         scores.append(sums)
     tokens = ranked.tokens[:, all.depths, all.ranks]
     parents = jnp.broadcast_to(all.parents[None], tokens.shape)
-    return _best(jnp.concatenate(scores, axis=1), tokens, parents, nodes)
+    return likeliest_nodes(jnp.concatenate(scores, axis=1), tokens, parents, nodes)
 
 
 def levels_of(ranked: Ranked, nodes: int) -> list[Level]:
@@ -160,10 +160,12 @@ def pruned(levels: Sequence[Level], nodes: int) -> Nodes:
     parents = [level.parents + begin for level, begin in zip(levels[1:], begins, strict=False)]
     parents = [jnp.full_like(levels[0].parents, -1), *parents]
     every = joined([level._replace(parents=index) for level, index in zip(levels, parents, strict=True)])
-    return _best(*every, nodes)
+    return likeliest_nodes(*every, nodes)
 
 
-def _best(scores: Float[Array, "B C"], tokens: Int[Array, "B C"], parents: Int[Array, "B C"], nodes: int) -> Nodes:
+def likeliest_nodes(
+    scores: Float[Array, "B C"], tokens: Int[Array, "B C"], parents: Int[Array, "B C"], nodes: int
+) -> Nodes:
     """The best of candidates that stand after their parents; of equal ones the first."""
     best, chosen = jax.lax.top_k(scores, min(nodes, scores.shape[1]))
     pick = lambda x: jnp.take_along_axis(x, chosen, axis=1)

@@ -15,6 +15,7 @@ from dflash_jax.checkpoint.memory import Named, Tensors
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.loading import read_params as read_drafter
+from dflash_jax.drafters.ngram import network_of, with_network
 from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.quantised import INT4_GROUPS, EightBit, FourBit, Quantised, quantising
 from dflash_jax.target import Target
@@ -63,7 +64,8 @@ class Weights:
         if target is not None:
             new_target = fitted("target", new_target, target, **how)
         if drafter is not None:
-            new_drafter = fitted("drafter", self._drafter(), drafter, **how)
+            network = fitted("drafter", self._drafter(), network_of(drafter), **how)
+            new_drafter = with_network(new_drafter, network)
         self._given += 1
         self.waiting, self.now = (new_target, new_drafter), now or (self.now and self.waiting is not None)
         return self._given
@@ -90,7 +92,7 @@ class Weights:
         return target_of, drafter_of
 
     def _drafter(self) -> Drafter:
-        drafter = self._newest[1]
+        drafter = network_of(self._newest[1])
         if not isinstance(drafter, Drafter):
             raise ValueError("the engine has no drafter with weights to take the place of")
         return drafter

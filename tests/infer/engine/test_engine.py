@@ -102,7 +102,9 @@ def test_stop_strings_of_some_rows_leave_the_others_their_overlap(target, drafte
     seen, collect = [], engine._collect
 
     def watched(visit):
-        seen.append((any(row and row.request.find_stop for row in engine._admission.rows), engine._decoding.ahead is not None))
+        seen.append(
+            (any(row and row.request.find_stop for row in engine._admission.rows), engine._decoding.ahead is not None)
+        )
         return collect(visit)
 
     monkeypatch.setattr(engine, "_collect", watched)

@@ -12,6 +12,8 @@ import pytest
 from dflash_jax import Engine, load_drafter, load_target
 from dflash_jax.cache import Pages, pages, size_in_bytes
 from dflash_jax.constraints.constraint import regex
+from dflash_jax.decoding import copying
+from dflash_jax.drafters.ngram import Mixture
 from dflash_jax.infer.engine.memory import tokens_worth_sharing
 from dflash_jax.infer.engine.pages import PageTable
 from dflash_jax.mesh import make_mesh, parse_mesh
@@ -197,9 +199,11 @@ def test_memory_follows_the_tokens(target):
         Engine(target, None, max_length=LENGTH, cache_tokens=LENGTH - 1)
 
 
-def test_no_array_is_as_long_as_a_row(target, directory):
-    """In no program: nothing is gathered, nor are there histories of that length."""
-    drafter = load_drafter(directory / "dflash", num_target_layers=4)
+def test_no_array_is_as_long_as_a_row(target, directory, monkeypatch):
+    """In no program: nothing is gathered, nor are there histories of that length, nor is all of one searched at once
+    for what an n-gram is."""
+    monkeypatch.setattr(copying, "PIECE", 8 * PAGE)
+    drafter = Mixture(load_drafter(directory / "dflash", num_target_layers=4))
     for shared in (True, False):
         length = 97 * PAGE
         engine = Engine(target, drafter, **(SETTINGS | {"max_length": length}), cache_tokens=length if shared else None)

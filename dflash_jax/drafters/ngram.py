@@ -1,0 +1,146 @@
+"""n-gram proposals: what followed the last times the text ended as it ends now. They need no network, so they serve any
+target; `Mixture` has them beside a drafter, for texts that repeat what was said before.
+
+Prompt lookup (A. Saxena, 2023) and SuffixDecoding (arXiv 2411.04975) propose so; here the search is part of the step.
+Shapes: B rows.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Int, PyTree
+
+from dflash_jax.cache import Capacity, Carried
+from dflash_jax.config import TargetConfig
+from dflash_jax.decoding import copying
+from dflash_jax.decoding.choice import Choice
+from dflash_jax.decoding.proposal import Proposal
+from dflash_jax.decoding.sampling import if_any
+from dflash_jax.decoding.state import DraftConfig, DraftModel, Query, Seen, TargetModel
+from dflash_jax.drafters.base import Drafter
+
+NAME = "ngram"  # in the place of a checkpoint; a folder of this name is `./ngram`
+BRANCHES = 4  # least copies that a tree begins with
+LONG = 8  # tokens that match, from which on a copy is right more often than a drafter
+
+
+class Stateless(struct.PyTreeNode):
+    """What a drafter carries that needs nothing but the text so far, which `Choice.history` has."""
+
+    def begin(self, row: Int[Array, ""]) -> Self:
+        return self
+
+    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> Self:
+        return self
+
+    def restore(self, snapshot: PyTree, row: Int[Array, ""], end: Int[Array, ""]) -> Self:
+        return self
+
+    def partition(self) -> Self:
+        return self
+
+
+@dataclass(frozen=True)
+class NgramConfig:
+    """Of n-gram proposals alone.
+
+    Attributes:
+        block_size: the largest one.
+    """
+
+    block_size: int = 16
+
+    def check_pair(self, target: TargetConfig) -> None:
+        """Any target will do."""
+
+
+class Ngram(struct.PyTreeNode):
+    """Proposes n-grams, for any target: a chain of the best copy, or a tree of several that part at the anchor."""
+
+    config: NgramConfig = struct.field(pytree_node=False, default=NgramConfig())
+    scored: ClassVar[bool] = True
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    def depth(self, block_size: int) -> int:
+        return block_size - 1
+
+    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Carried:
+        return Stateless()
+
+    def propose(self, target: TargetModel, state: PyTree, query: Query, choice: Choice) -> Proposal:
+        depth, nodes = self.depth(query.block_size), choice.nodes
+        count = max(BRANCHES, -(-nodes // depth)) if nodes else 1
+        copied = copying.copies(choice.history, choice.known, depth, count)
+        return copying.tree(copied, nodes) if nodes else copying.chain(choice, copied)
+
+    def commit(self, target: TargetModel, state: PyTree, seen: Seen) -> PyTree:
+        return state
+
+
+class Mixture(struct.PyTreeNode):
+    """A drafter with n-grams beside it. In a chain, rows whose last `LONG` tokens or more stand in their text before go
+    on as it does there, and the drafter is not run if all rows do. In a tree, the best copy competes with the drafter's
+    nodes."""
+
+    drafter: Drafter
+
+    @property
+    def config(self) -> DraftConfig:
+        return self.drafter.config
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.taps
+
+    @property
+    def scored(self) -> bool:
+        return self.drafter.scored
+
+    def depth(self, block_size: int) -> int:
+        return self.drafter.depth(block_size)
+
+    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Carried:
+        return self.drafter.init_state(rows, slots, widest)
+
+    def propose(self, target: TargetModel, state: PyTree, query: Query, choice: Choice) -> Proposal:
+        copied = copying.copies(choice.history, choice.known, self.depth(query.block_size))
+        drafted = lambda: self.drafter.propose(target, state, query, choice)
+        if choice.nodes:
+            return copying.joined(drafted(), copied)
+        copy = copied.matched[:, 0] >= LONG
+        nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(drafted))
+        return copying.either(if_any(~copy & (query.lengths > 0), drafted, nothing), copied, copy)
+
+    def commit(self, target: TargetModel, state: PyTree, seen: Seen) -> PyTree:
+        return self.drafter.commit(target, state, seen)
+
+
+def named(source: str) -> tuple[bool, str | None]:
+    """Whether n-grams are asked for where a drafter is named, and the checkpoint that is named, if one is: "ngram",
+    "ngram+CHECKPOINT" or "CHECKPOINT".
+
+    Raises:
+        ValueError: nothing stands after the plus.
+    """
+    first, plus, rest = source.partition("+")
+    if first != NAME:
+        return False, source
+    if plus and not rest:
+        raise ValueError(f"{source!r} must name a drafter after the plus, or be {NAME!r} alone")
+    return True, rest or None
+
+
+def network_of(drafter: DraftModel | None) -> DraftModel | None:
+    """The drafter without what is beside it."""
+    return drafter.drafter if isinstance(drafter, Mixture) else drafter
+
+
+def with_network(drafter: DraftModel | None, network: Drafter) -> DraftModel:
+    """The drafter with another network."""
+    return drafter.replace(drafter=network) if isinstance(drafter, Mixture) else network
