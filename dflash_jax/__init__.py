@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dflash_jax.decoding.step import step_functions as step_functions
     from dflash_jax.drafters.base import Drafter as Drafter
     from dflash_jax.drafters.loading import load_drafter as load_drafter
+    from dflash_jax.drafters.ngram import Mixture as Mixture
+    from dflash_jax.drafters.ngram import Ngram as Ngram
     from dflash_jax.infer.engine.engine import Engine as Engine
     from dflash_jax.infer.engine.engine_config import EngineConfig as EngineConfig
     from dflash_jax.infer.engine.generate import Generation as Generation
@@ -47,6 +49,7 @@ _PUBLIC_OF = {
     "decoding.step": "Committed StepFunctions make_choose run speculative_step step_functions",
     "drafters.base": "Drafter",
     "drafters.loading": "load_drafter",
+    "drafters.ngram": "Mixture Ngram",
     "infer.engine.engine": "Engine",
     "infer.engine.engine_config": "EngineConfig",
     "infer.engine.generate": "Generation begin_decoding generate spec_generate",

@@ -54,8 +54,7 @@ def load(
     import jax
 
     from dflash_jax import checkpoint
-    from dflash_jax.drafters import ngram
-    from dflash_jax.drafters.loading import load_drafter
+    from dflash_jax.drafters.loading import drafter_named
     from dflash_jax.target import load_target
 
     config = target_config(source, models.target_config)
@@ -63,12 +62,11 @@ def load(
         raise ValueError(
             "--drafter is needed to speculate; --drafter ngram needs no checkpoint, and --no-speculation none at all"
         )
-    ngrams, network = ngram.named(draft_source) if speculative and draft_source else (False, None)
     mesh = choose_mesh(models.mesh, models_on_mesh(models, config, speculative=speculative))
-    drafter: DraftModel | None = ngram.Ngram() if ngrams else None
-    if network is not None:  # the smaller one first: what is wrong with it is said at once
-        loaded = load_drafter(
-            network,
+    drafter = None
+    if speculative and draft_source:  # the smaller one first: what is wrong with it is said at once
+        drafter = drafter_named(
+            draft_source,
             dtype=models.dtype,
             mesh=mesh,
             num_target_layers=config.num_hidden_layers,
@@ -76,7 +74,6 @@ def load(
             overrides=models.drafter_config,
             quantize=models.quantize,
         )
-        drafter = ngram.Mixture(loaded) if ngrams else loaded
     dtype = models.dtype
     if dtype == "auto" and config.storage.method == "gguf" and jax.default_backend() == "cpu":
         dtype = "float32"  # a CPU would widen packed weights at every step
@@ -84,7 +81,7 @@ def load(
     target = load_target(source, dtype=dtype, mesh=mesh, **how)
     _say_what_is_quantised(models, target, drafter)
     if drafter:
-        with reading(Path(network or "")):
+        with reading(Path(draft_source or "")):
             drafter.config.check_pair(target.config)
     return Loaded(target, drafter, *_text(target.directory, target.config, generation, max_length))
 

@@ -22,8 +22,9 @@ from dflash_jax.benchmarks.turns import PLAIN
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.cli import EngineOptions
 from dflash_jax.config import Raw
-from dflash_jax.drafters.base import Drafter
-from dflash_jax.drafters.loading import load_drafter
+from dflash_jax.decoding.state import DraftModel
+from dflash_jax.drafters import ngram
+from dflash_jax.drafters.loading import drafter_named
 from dflash_jax.engines import engine_config, make_engine, needs_of
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Request
@@ -40,12 +41,13 @@ def measure(options: DraftersOptions) -> Figures:
     models = options.models
     source, _ = pair_sources(models)
     loaded = load(replace(models, target=source), options.generation.at(0.0), speculative=False)
-    target, sources = loaded.target, {name: resolve(source, "drafter") for name, source in options.drafters}
+    target, networks = loaded.target, {name: ngram.named(source)[1] for name, source in options.drafters}
+    sources = {name: resolve(source, "drafter") for name, source in networks.items() if source}
     assert not isinstance(target.mesh, AbstractMesh)  # there are devices to decode on
     where = {"num_target_layers": target.config.num_hidden_layers, "target": target.directory, "mesh": target.mesh}
-    drafters: dict[str, Drafter | None] = {PLAIN: None}
-    for name, source in sources.items():
-        drafter = load_drafter(
+    drafters: dict[str, DraftModel | None] = {PLAIN: None}
+    for name, source in options.drafters:
+        drafter = drafter_named(
             source, dtype=models.dtype, overrides=models.drafter_config, quantize=models.quantize, **where
         )
         drafter.config.check_pair(target.config)
@@ -65,7 +67,9 @@ def measure(options: DraftersOptions) -> Figures:
         cells += found[0]
         steps += found[1]
     gigabytes = {}
-    for cell in cells[: len(sources)]:
+    for cell in cells[: len(networks)]:
+        if cell["drafter"] not in sources:
+            continue
         raw = read_json(sources[cell["drafter"]] / "config.json")
         gigabytes[cell["drafter"]] = bytes_per_step(raw, cell["block_size"], cell["nodes"])
     return {
@@ -88,7 +92,7 @@ def _engine(
     temperature: float,
     requests: Sequence[Request],
     name: str,
-    drafter: Drafter | None,
+    drafter: DraftModel | None,
 ) -> Engine:
     """An engine for the requests, which proposes as many tokens as `--block-size` says, whatever the kind of drafter;
     raises ValueError if that cannot. Without a drafter it decodes plainly."""

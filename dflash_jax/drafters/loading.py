@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 
 from dflash_jax import checkpoint, drafters, files, sharding
 from dflash_jax.config import Raw, parse_dtype
-from dflash_jax.drafters import AnyKind, published
+from dflash_jax.decoding.state import DraftModel
+from dflash_jax.drafters import AnyKind, ngram, published
 from dflash_jax.drafters.base import UNREAD, Drafter
 from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.mesh import AnyMesh, Layout
@@ -59,6 +60,16 @@ def load_drafter(
             del params["d2t"]  # all tokens, in the target's order
             config = replace(config, own_vocabulary=False)
         return kind.drafter(params, config, layout=layout, mesh=mesh)
+
+
+def drafter_named(name: str, **how: Any) -> DraftModel:
+    """The drafter that a command line names: a checkpoint, for which `how` has the arguments of `load_drafter`, n-grams
+    ("ngram"), or both ("ngram+CHECKPOINT")."""
+    ngrams, source = ngram.named(name)
+    if source is None:
+        return ngram.Ngram()
+    drafter = load_drafter(source, **how)
+    return ngram.Mixture(drafter) if ngrams else drafter
 
 
 def read_params(

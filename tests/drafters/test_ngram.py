@@ -11,7 +11,7 @@ from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions
 from dflash_jax.constraints.constraint import regex
 from dflash_jax.decoding import copying
 from dflash_jax.drafters import ngram
-from dflash_jax.drafters.ngram import Mixture, Ngram
+from dflash_jax import Mixture, Ngram
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 from tests.fakes import vocabulary
