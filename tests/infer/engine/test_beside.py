@@ -109,9 +109,9 @@ def test_long_chunks_of_other_kinds_of_layers(family, tmp_path, monkeypatch):
     raw.pop("quantization_config", None)
     target = load_target(tiny.write_target(tmp_path / "target", raw))
     drafter = load_drafter(tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config()))
-    heads = [[(5 * j + 7 * i) % 50 + 1 for j in range(80)] for i in range(3)]
+    heads = [[(5 * j + 7 * i) % 50 + 1 for j in range(80)] for i in range(5)]  # of which two come again
     asked = [
-        tiny.ask([*heads[i % 3], *range(1, 4 + 30 * (i % 3))], 6 + 9 * (i % 2), 0.8 * (i % 2), id=str(i))
+        tiny.ask([*heads[i % 5], *range(1, 4 + 30 * (i % 3))], 6 + 9 * (i % 2), 0.8 * (i % 2), id=str(i))
         for i in range(7)
     ]
     expected = answers(Engine(target, None, slots=1, max_length=176, prefill_chunk=80), asked)
