@@ -76,8 +76,7 @@ def main() -> None:
 
 def report(options: argparse.Namespace, asked: list[tuple[str, str]]) -> None:
     """Prints tokens per step, greedily, by kind of prompt and of drafter, with the standard error over prompts."""
-    from dflash_jax import DraftModel, Engine, Request, SamplingParams, Text, load_drafter, load_target
-    from dflash_jax import Mixture, Ngram
+    from dflash_jax import DraftModel, Engine, Mixture, Ngram, Request, SamplingParams, Text, load_drafter, load_target
 
     target, text = load_target(options.target), Text(options.target)
     params = SamplingParams(max_new_tokens=options.tokens, stop_token_ids=tuple(target.config.eos_token_ids))

@@ -64,6 +64,22 @@ def test_committed_clean(path):
     assert not [word for word in ("/home/", "/root/", "/tmp/", "/work/", "/Users/", "/content/") if word in text]
 
 
+def test_a_script_is_its_notebook():
+    """All cells but the one that installs the package."""
+    script = (ROOT / "colab" / "rl_rollouts.py").read_text()
+    cells = [part.partition("\n") for part in re.split(r"^# %%", script, flags=re.M)[1:]]
+    text = lambda head, body: re.sub(r"^# ?", "", body, flags=re.M) if "[markdown]" in head else body
+    notebook = nbformat.read(ROOT / "colab" / "rl_rollouts.ipynb", as_version=4)
+    assert [text(head, body).strip() for head, _, body in cells] == [
+        cell.source.strip() for i, cell in enumerate(notebook.cells) if i != 1
+    ]
+
+
+@pytest.mark.slow
+def test_rl_rollouts(execute):
+    assert "samples and weights are the same after 2 steps" in execute("rl_rollouts").text
+
+
 @pytest.mark.slow
 def test_quickstart(execute):
     shown = execute("quickstart")

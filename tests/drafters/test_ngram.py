@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, Proposal, load_drafter, load_target, loading
+from dflash_jax import Engine, Mixture, Ngram, Proposal, load_drafter, load_target, loading
 from dflash_jax.cache import pages
 from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions
 from dflash_jax.constraints.constraint import regex
 from dflash_jax.decoding import copying
 from dflash_jax.drafters import ngram
-from dflash_jax import Mixture, Ngram
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 from tests.fakes import vocabulary
