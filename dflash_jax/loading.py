@@ -59,9 +59,7 @@ def load(
 
     config = target_config(source, models.target_config)
     if speculative and not draft_source:
-        raise ValueError(
-            "--drafter is needed to speculate; --drafter ngram needs no checkpoint, and --no-speculation none at all"
-        )
+        raise ValueError("--drafter is needed to speculate; without one, say --drafter ngram or --no-speculation")
     mesh = choose_mesh(models.mesh, models_on_mesh(models, config, speculative=speculative))
     drafter = None
     if speculative and draft_source:  # the smaller one first: what is wrong with it is said at once

@@ -129,27 +129,30 @@ def _distinct(
 # As proposals
 
 
+def allowed(choice: Choice, copied: Copies) -> Copies:
+    """The best copy alone. Where a row's constraint does not allow a token of it, the token that it asks for stands
+    there, if it asks for one."""
+    tokens, automata, walk = copied.tokens[:, 0], choice.automata, choice.walk
+    if automata is None or walk is None:
+        return Copies(copied.tokens[:, :1], copied.matched[:, :1])
+
+    def corrected() -> Int[Array, "B D"]:
+        states, found = walk.state[:, None], list[Array]()
+        for depth in range(tokens.shape[1]):
+            token, hint = tokens[:, depth, None], automata.hint[states]
+            fits = automata.permits(states, token[..., None])[..., 0]
+            found.append(jnp.where(fits | (hint < 0), token, hint))
+            states = automata.following(states, walk.automaton, found[-1])
+        return jnp.concatenate(found, axis=1)
+
+    return Copies(if_any(choice.constrained, corrected, lambda: tokens)[:, None], copied.matched[:, :1])
+
+
 def chain(choice: Choice, copied: Copies) -> Proposal:
-    """The best copy. Where a row's constraint does not allow a token of it, the token that it asks for stands there, if
-    it asks for one."""
+    """The best copy."""
     tokens, logits = copied.tokens[:, 0], copied.logits()[:, 0]
-    if choice.automata is not None:
-        tokens = if_any(choice.constrained, lambda: _within_constraint(choice, tokens), lambda: tokens)
     scores = jax.nn.log_sigmoid(reliable(choice, logits[..., None], slice(logits.shape[1])))[..., 0]
     return Proposal(tokens, scores=scores, lessons=Lessons(None, tokens[..., None], logits[..., None]))
-
-
-def _within_constraint(choice: Choice, tokens: Int[Array, "B D"]) -> Int[Array, "B D"]:
-    automata, walk = choice.automata, choice.walk
-    assert automata is not None
-    assert walk is not None
-    states, found = walk.state[:, None], []
-    for depth in range(tokens.shape[1]):
-        token, hint = tokens[:, depth, None], automata.hint[states]
-        allowed = automata.permits(states, token[..., None])[..., 0]
-        found.append(jnp.where(allowed | (hint < 0), token, hint))
-        states = automata.following(states, walk.automaton, found[-1])
-    return jnp.concatenate(found, axis=1)
 
 
 def tree(copied: Copies, nodes: int) -> Proposal:
@@ -167,15 +170,19 @@ def tree(copied: Copies, nodes: int) -> Proposal:
 
 
 def either(proposal: Proposal, copied: Copies, take: Bool[Array, " B"]) -> Proposal:
-    """The chain of a drafter, or of the rows that take it the best copy; nothing is learnt of the drafter there."""
+    """The chain of a drafter or the best copy: of each row what promises more tokens, or the copy if it is to be taken;
+    nothing is learnt of the drafter there."""
+    copy, lessons, scores = jax.nn.log_sigmoid(copied.logits()[:, 0]), proposal.lessons, proposal.scores
+    promised = lambda scores: jnp.sum(jnp.exp(jnp.cumsum(scores, axis=1)), axis=1)
+    if scores is not None:
+        take |= promised(copy) > promised(scores)
     pick = lambda x, y: jnp.where(take[:, None], x, y)
-    lessons, scores = proposal.lessons, proposal.scores
     if lessons is not None:
         assert lessons.places is None  # as those of a chain
         places = jnp.broadcast_to(jnp.arange(proposal.depth, dtype=jnp.int32)[None], proposal.tokens.shape)
         lessons = lessons.replace(places=pick(-1, places))
     if scores is not None:
-        scores = pick(jax.nn.log_sigmoid(copied.logits()[:, 0]), scores)
+        scores = pick(copy, scores)
     return proposal.replace(tokens=pick(copied.tokens[:, 0], proposal.tokens), scores=scores, lessons=lessons)
 
 

@@ -19,12 +19,12 @@ from dflash_jax.decoding import copying
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.sampling import if_any
-from dflash_jax.decoding.state import DraftConfig, DraftModel, Query, Seen, TargetModel
-from dflash_jax.drafters.base import Drafter
+from dflash_jax.decoding.state import Query, Seen, TargetModel
+from dflash_jax.drafters.around import Around
 
 NAME = "ngram"  # in the place of a checkpoint; a folder of this name is `./ngram`
 BRANCHES = 4  # least copies that a tree begins with
-LONG = 8  # tokens that match, from which on a copy is right more often than a drafter
+LONG = copying.LONGEST  # tokens that match, with which no drafter is asked
 
 
 class Stateless(struct.PyTreeNode):
@@ -77,48 +77,28 @@ class Ngram(struct.PyTreeNode):
         depth, nodes = self.depth(query.block_size), choice.nodes
         count = max(BRANCHES, -(-nodes // depth)) if nodes else 1
         copied = copying.copies(choice.history, choice.known, depth, count)
-        return copying.tree(copied, nodes) if nodes else copying.chain(choice, copied)
+        return copying.tree(copied, nodes) if nodes else copying.chain(choice, copying.allowed(choice, copied))
 
     def commit(self, target: TargetModel, state: PyTree, seen: Seen) -> PyTree:
         return state
 
 
-class Mixture(struct.PyTreeNode):
-    """A drafter with n-grams beside it. In a chain, rows whose last `LONG` tokens or more stand in their text before go
-    on as it does there, and the drafter is not run if all rows do. In a tree, the best copy competes with the drafter's
-    nodes."""
-
-    drafter: Drafter
-
-    @property
-    def config(self) -> DraftConfig:
-        return self.drafter.config
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.drafter.taps
-
-    @property
-    def scored(self) -> bool:
-        return self.drafter.scored
-
-    def depth(self, block_size: int) -> int:
-        return self.drafter.depth(block_size)
-
-    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Carried:
-        return self.drafter.init_state(rows, slots, widest)
+class Mixture(Around):
+    """A drafter with n-grams beside it. In a chain, a row goes on as its text did before where that promises more
+    tokens than its drafter does; while the last `LONG` tokens of all rows stand in their text before, the drafter is
+    not run. In a tree, the best copy competes with the drafter's nodes."""
 
     def propose(self, target: TargetModel, state: PyTree, query: Query, choice: Choice) -> Proposal:
         copied = copying.copies(choice.history, choice.known, self.depth(query.block_size))
-        drafted = lambda: self.drafter.propose(target, state, query, choice)
+        how = choice if choice.nodes else choice.replace(scored=self.scored)
+        drafted = lambda: self.drafter.propose(target, state, query, how)
         if choice.nodes:
             return copying.joined(drafted(), copied)
-        copy = copied.matched[:, 0] >= LONG
+        long = copied.matched[:, 0] >= LONG
         nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(drafted))
-        return copying.either(if_any(~copy & (query.lengths > 0), drafted, nothing), copied, copy)
-
-    def commit(self, target: TargetModel, state: PyTree, seen: Seen) -> PyTree:
-        return self.drafter.commit(target, state, seen)
+        proposal = if_any(~long & (query.lengths > 0), drafted, nothing)
+        found = copying.either(proposal, copying.allowed(choice, copied), long)
+        return found if choice.scored else found.replace(scores=None)
 
 
 def named(source: str) -> tuple[bool, str | None]:
@@ -134,13 +114,3 @@ def named(source: str) -> tuple[bool, str | None]:
     if plus and not rest:
         raise ValueError(f"{source!r} must name a drafter after the plus, or be {NAME!r} alone")
     return True, rest or None
-
-
-def network_of(drafter: DraftModel | None) -> DraftModel | None:
-    """The drafter without what is beside it."""
-    return drafter.drafter if isinstance(drafter, Mixture) else drafter
-
-
-def with_network(drafter: DraftModel | None, network: Drafter) -> DraftModel:
-    """The drafter with another network."""
-    return drafter.replace(drafter=network) if isinstance(drafter, Mixture) else network

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from dflash_jax.checkpoint.memory import Named
 from dflash_jax.decoding.state import DraftModel
+from dflash_jax.drafters.around import Keeping
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.compiling import Progress
 from dflash_jax.infer.engine.constraints import Constraints, Ready
@@ -55,6 +56,11 @@ class Engine:
         config.check(target.config.vocab_size, rows_of(target.mesh))
         if drafter is not None:
             drafter.config.check_pair(target.config)
+        if config.keep_features:
+            if drafter is None or not drafter.taps:
+                raise ValueError("keep_features needs a drafter that reads features of its target")
+            width = len(drafter.taps) * target.config.hidden_size
+            drafter = Keeping(drafter, width=width, dtype=target.dtype)
         if config.cache_dtype is not None:
             target = target.replace(cache_dtype=config.cache_dtype)
         self.config = config
@@ -90,7 +96,8 @@ class Engine:
 
     @property
     def drafter(self) -> DraftModel | None:
-        return self.batch.calls.drafter
+        drafter = self.batch.calls.drafter
+        return drafter.drafter if isinstance(drafter, Keeping) else drafter
 
     @property
     def waiting(self) -> int:
@@ -236,8 +243,11 @@ class Engine:
         for row in events:
             row.completion.first_token = row.completion.first_token or now
             if row.completion.finish_reason:
-                row.completion.finished = now
-                self._ended(row, self._admission.finish(row))
+                row.completion.finished, slot = now, self._admission.finish(row)
+                if self.config.keep_features:
+                    committed = len(row.request.prompt_token_ids) + len(row.completion.token_ids) - 1
+                    row.completion.features = self.batch.features(slot, committed)
+                self._ended(row, slot)
         if self.weights.waiting:
             self._renew()
         return [(row.ticket, row.completion) for row in events]

@@ -40,6 +40,9 @@ class EngineConfig:
         logprobs: most alternatives per token that a request may ask the log-probabilities of; None serves none.
         sampled_logprobs: whether requests that ask for log-probabilities also get those in the distribution that their
             tokens are sampled from (`Completion.sampled_logprobs`); needs `logprobs`.
+        keep_features: whether completions have the target's features that the drafter was given
+            (`Completion.features`), for a drafter that learns from answers. They take the memory of `slots` rows of
+            `max_length` positions, and exclude `cache_tokens` and `draft_window`.
         cache_tokens: tokens that the caches of all rows hold together, in pages that rows share: a row takes what its
             tokens need, so that a large `max_length` costs next to nothing. None gives every row room for
             `max_length`. Where the pages run out, the request that came last gives its own back and waits; what it has
@@ -77,6 +80,7 @@ class EngineConfig:
     prefix_chunks: int = 0
     logprobs: int | None = None
     sampled_logprobs: bool = False
+    keep_features: bool = False
     cache_tokens: int | None = None
     cache_dtype: Literal["int8"] | None = None
     draft_window: int | None = None
@@ -101,6 +105,8 @@ class EngineConfig:
             raise ValueError(f"tree must lie in 0..{MOST_NODES} nodes, got {self.tree}; 0 is a chain")
         if self.sampled_logprobs and self.logprobs is None:
             raise ValueError("sampled_logprobs come with log-probabilities; set logprobs, to 0 or more")
+        if self.keep_features and (self.cache_tokens is not None or self.draft_window is not None):
+            raise ValueError("keep_features excludes cache_tokens and draft_window: features lie in rows of their own")
         if self.cache_dtype not in (None, "int8"):
             raise ValueError(f'cache_dtype must be "int8" or None, got {self.cache_dtype!r}')
         if self.draft_window is not None and not 1 <= self.draft_window < 2**31:

@@ -1,7 +1,9 @@
-"""What is asked of the engine and what comes back. Plain host data; no arrays."""
+"""What is asked of the engine and what comes back: plain data of the host."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from dflash_jax.infer.engine.params import SamplingParams
 
@@ -83,6 +85,8 @@ class Completion:
         acceptance_lengths: tokens committed by each speculative step. The first token comes from the
             prefill and belongs to no step.
         proposed_tokens: that the drafter proposed in these steps: nodes of its trees, or of its chains.
+        features: of prompt and answer but for its last token, [positions, FD], if they are kept
+            (`EngineConfig.keep_features`): outputs of the layers that the drafter taps, side by side.
         prompt_tokens, sample: of the request.
         cached_tokens: of the prompt, those that were copied from an earlier prompt instead of read.
         versions: of the weights that it comes from, and the first token of each part, as an index of `token_ids`; see
@@ -97,6 +101,7 @@ class Completion:
     sampled_logprobs: list[float] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
     proposed_tokens: int = 0
+    features: np.ndarray | None = field(default=None, compare=False)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     sample: int = 0

@@ -42,6 +42,8 @@ class Rollouts:
         policy_logprobs: of the same tokens in the target's own distribution, at temperature 1 without filters, over all
             tokens that the tokenizer can decode.
         prompt_lengths, lengths: tokens of the prompt, and with the answer.
+        features: of prompt and answer but for its last token, 0 elsewhere, if the engine keeps them
+            (`EngineConfig.keep_features`): what an `OnlineDrafter` learns from.
         groups: which prompt each answers.
         completions: the answers themselves, with finish reasons and the versions of the weights that they come from.
         stats: what it took.
@@ -54,6 +56,7 @@ class Rollouts:
     prompt_lengths: Int[np.ndarray, " N"]
     lengths: Int[np.ndarray, " N"]
     groups: Int[np.ndarray, " N"]
+    features: Float[np.ndarray, "N L FD"] | None
     completions: Sequence[Completion]
     stats: RolloutStats
 
@@ -117,10 +120,18 @@ def rollouts(
         answer = slice(starts[i], lengths[i])
         tokens[i, : lengths[i]] = [*request.prompt_token_ids, *one.token_ids]
         sampled[i, answer], policy[i, answer] = one.sampled_logprobs, one.logprobs
+    features = None
+    if engine.config.keep_features:
+        features = np.stack([_padded(one.features, shape[1]) for one in completions])
     at = np.arange(shape[1])[None]
     mask = (at >= starts[:, None]) & (at < lengths[:, None])
     groups = np.repeat(np.arange(len(prompts), dtype=np.int32), samples)
-    return Rollouts(tokens, mask, sampled, policy, starts, lengths, groups, completions, stats)
+    return Rollouts(tokens, mask, sampled, policy, starts, lengths, groups, features, completions, stats)
+
+
+def _padded(x: np.ndarray | None, length: int) -> np.ndarray:
+    assert x is not None
+    return np.pad(x, ((0, length - len(x)), (0, 0)))
 
 
 def _since(before: Stats, now: Stats) -> RolloutStats:

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import Pages, Windowed, with_pages
 from dflash_jax.decoding.state import DraftModel, RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
+from dflash_jax.drafters.around import Kept
 from dflash_jax.infer.engine import traced
 from dflash_jax.infer.engine.calls import Beside, Calls, Decode, Name
 from dflash_jax.infer.engine.chooser import Draft
@@ -141,6 +143,8 @@ class Slots:
         self.begin(0)
         if not self._warm:
             self._change(self.prefixes.warm_up)
+            if self.config.keep_features:
+                self.features(0, 0)
             self._warm = True
         for name in names:
             check_interrupt()
@@ -246,6 +250,11 @@ class Slots:
 
     def release(self, slot: int) -> None:
         self._change(release, np.int32(slot))
+
+    def features(self, slot: int, count: int) -> np.ndarray:
+        """Those that were kept of the first positions of a row."""
+        assert isinstance(self.state.draft, Kept)
+        return np.asarray(_row(self.state.draft.features, np.int32(slot)))[:count]
 
     def drop(self, slot: int) -> None:
         """Gives back the memory of a row."""
@@ -369,3 +378,8 @@ class Slots:
         with self._on_mesh():
             self.state, first = program(*arguments)
         return first
+
+
+@jax.jit
+def _row(x: Float[Array, "R S FD"], row: Int[Array, ""]) -> Float[Array, "S FD"]:
+    return jax.lax.dynamic_index_in_dim(x, row, keepdims=False)

@@ -13,9 +13,9 @@ from jaxtyping import Array, PyTree
 from dflash_jax import checkpoint, drafters, models
 from dflash_jax.checkpoint.memory import Named, Tensors
 from dflash_jax.decoding.state import DraftModel
+from dflash_jax.drafters.around import inmost, with_inmost
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.loading import read_params as read_drafter
-from dflash_jax.drafters.ngram import network_of, with_network
 from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.quantised import INT4_GROUPS, EightBit, FourBit, Quantised, quantising
 from dflash_jax.target import Target
@@ -64,8 +64,7 @@ class Weights:
         if target is not None:
             new_target = fitted("target", new_target, target, **how)
         if drafter is not None:
-            network = fitted("drafter", self._drafter(), network_of(drafter), **how)
-            new_drafter = with_network(new_drafter, network)
+            new_drafter = with_inmost(new_drafter, fitted("drafter", self._drafter(), inmost(drafter), **how))
         self._given += 1
         self.waiting, self.now = (new_target, new_drafter), now or (self.now and self.waiting is not None)
         return self._given
@@ -92,7 +91,7 @@ class Weights:
         return target_of, drafter_of
 
     def _drafter(self) -> Drafter:
-        drafter = network_of(self._newest[1])
+        drafter = inmost(self._newest[1])
         if not isinstance(drafter, Drafter):
             raise ValueError("the engine has no drafter with weights to take the place of")
         return drafter

@@ -158,9 +158,12 @@ def test_chains_of_either():
     copied = copying.Copies(jnp.asarray([[[7, 8]]] * 3), jnp.asarray([[9], [2], [0]]))
     take = jnp.asarray([True, False, False])
     found = copying.either(Proposal(tokens, scores=jnp.full((3, 2), -0.5), lessons=lessons), copied, take)
-    assert found.tokens.tolist() == [[7, 8], [3, 4], [5, 6]]
+    assert found.tokens.tolist() == [[7, 8], [3, 4], [5, 6]]  # exp(-0.5) + exp(-1) are more than 1 / 2 + 1 / 2 * 3 / 5
     np.testing.assert_allclose(found.scores[0], np.log([9 / 11, 10 / 12]), rtol=1e-6)
     assert (found.scores[1:] == -0.5).all()
+    surer = copying.either(Proposal(tokens, scores=jnp.full((3, 2), -0.7)), copied, take)  # 0.743 tokens against 0.8
+    assert surer.tokens.tolist() == [[7, 8], [7, 8], [5, 6]]
+    assert copying.either(Proposal(tokens), copied, take).tokens.tolist() == [[7, 8], [3, 4], [5, 6]]
     placed = found.lessons.along(None, 2)[1]
     assert placed.tolist() == [[False, False], [True, True], [True, True]]
 

@@ -176,7 +176,7 @@ def test_names(directory, monkeypatch):
     assert mixture.config.block_size == 5
     with pytest.raises(ValueError, match="got nowhere"):
         load("ngram+nowhere")
-    with pytest.raises(ValueError, match="--drafter ngram needs no checkpoint"):
+    with pytest.raises(ValueError, match="say --drafter ngram or --no-speculation"):
         load(None)
     monkeypatch.chdir(directory)
     (directory / "ngram").symlink_to(directory / "dflash")

@@ -1,0 +1,99 @@
+"""A drafter that learns while its engine is used: from answers, and the target's features that verification computed.
+
+No further pass of the target is needed. In reinforcement learning the target changes, and a drafter that does not
+follow it gets slower.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.drafters.around import inmost
+from dflash_jax.drafters.base import Drafter
+from dflash_jax.infer.engine.engine import Engine
+from dflash_jax.infer.engine.rollouts import Rollouts
+from dflash_jax.train.config import TrainConfig
+from dflash_jax.train.drafters import cast
+from dflash_jax.train.step import Batch, TrainState, init_state, split_params, train_step
+
+DEFAULTS = {"learning_rate": 1e-4, "schedule": "constant", "warmup": 0.0, "row_anchors": 64, "batch_size": 8}
+
+
+class OnlineDrafter:
+    """Trains the drafter of an engine on its rollouts, and gives the engine the new weights.
+
+    Args:
+        engine: made with `keep_features=True`, on one device; its drafter has plain weights.
+        config: of the training; rows are as long as those of the rollouts, and settings of data, saving and evaluation
+            are not used. By default the trainer's settings, with a constant learning rate of 1e-4, steps of 8 answers,
+            and 64 blocks of each.
+        every: calls of `learn` from one training to the next; all rollouts since then are used.
+
+    Attributes:
+        state: parameters in float32, and what the optimizer keeps.
+
+    Raises:
+        ValueError: an engine that keeps no features, is split over devices, or has a drafter of quantised weights; a
+            training that needs what rollouts do not have.
+    """
+
+    def __init__(self, engine: Engine, config: TrainConfig | None = None, *, every: int = 1):
+        drafter = inmost(engine.drafter)
+        if not engine.config.keep_features or not isinstance(drafter, Drafter):
+            raise ValueError("an online drafter learns from features; make the engine with keep_features=True")
+        if engine.target.mesh is not None:
+            raise ValueError("an online drafter learns on one device; its engine is split over several")
+        if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(split_params(drafter)[0])):
+            raise ValueError("an online drafter needs plain weights; load it without quantisation")
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        size = drafter.config.block_size
+        config = config or TrainConfig(block_size=size, **DEFAULTS)
+        if config.losses.distill or config.anchor_placement == "decoded":
+            raise ValueError("rollouts have neither the target's distribution nor the places of steps to learn from")
+        self.config = replace(config, remat=False) if config.remat == "auto" else config
+        self.state: TrainState = init_state(drafter, self.config, 1)
+        self._engine, self._every, self._made = engine, every, list[Rollouts]()
+        self._step = jax.jit(partial(train_step, self.config, 1), donate_argnames="state")
+
+    def learn(self, made: Rollouts) -> list[dict[str, float]]:
+        """Takes rollouts. When there are enough, takes a step with every `batch_size` answers of them, in an order that
+        follows from the seed, and gives the engine the new weights.
+
+        Returns:
+            The figures of each step, `train_step`'s: loss, accuracy and more; nothing where none was taken.
+
+        Raises:
+            ValueError: rollouts without features, or of another width than those before.
+        """
+        if made.features is None:
+            raise ValueError("these rollouts have no features; they come from an engine without keep_features")
+        if self._made and made.tokens.shape[1] != self._made[-1].tokens.shape[1]:
+            raise ValueError("all rollouts must have the same width; give `rollouts` a `width`")
+        self._made.append(made)
+        if len(self._made) < self._every:
+            return []
+        drafter, figures = inmost(self._engine.drafter), []
+        assert isinstance(drafter, Drafter)
+        for batch in self._batches():
+            self.state, found = self._step(self._engine.target, drafter, self.state, batch)
+            figures.append(found)
+        self._made = []
+        params = cast(self.state.params, drafter.dtype) | split_params(drafter)[1]
+        self._engine.update(drafter=drafter.replace(params=params))
+        return [{name: float(x) for name, x in found.items()} for found in jax.device_get(figures)]
+
+    def _batches(self) -> Iterator[Batch]:
+        """Rows of the rollouts in random order; the last step takes some of the first ones again."""
+        joined = lambda name: np.concatenate([getattr(made, name) for made in self._made])
+        tokens, mask, features = joined("tokens"), joined("mask"), joined("features")
+        rng, size = np.random.default_rng((self.config.seed, int(self.state.step))), self.config.batch_size
+        order = rng.permutation(len(tokens))
+        for begin in range(0, len(tokens), size):
+            rows = np.resize(order[begin:], size) if begin + size > len(tokens) else order[begin : begin + size]
+            taken = (jnp.asarray(x[rows]) for x in (tokens, np.zeros_like(tokens), mask))
+            yield Batch(*taken, features=jnp.asarray(features[rows]))
