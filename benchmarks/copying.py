@@ -50,7 +50,7 @@ def passages(path: Path) -> Iterator[str]:
     """Prompts that ask for one of several solutions, word for word."""
     problems = [json.loads(line) for line in path.read_text().splitlines()]
     plain = lambda text: re.sub(r"<<.*?>>", "", text).split("\n####")[0]
-    for i in itertools.count():
+    for i in range(len(problems) // 4):
         few = problems[4 * i : 4 * i + 4]
         text = "\n\n".join(f"Solution {n}: {plain(one['answer'])}" for n, one in enumerate(few, 1))
         yield f"{text}\n\nRepeat solution {i % 4 + 1} of these word for word, and nothing else."
@@ -80,8 +80,9 @@ def report(options: argparse.Namespace, asked: list[tuple[str, str]]) -> None:
 
     target, text = load_target(options.target), Text(options.target)
     params = SamplingParams(max_new_tokens=options.tokens, stop_token_ids=tuple(target.config.eos_token_ids))
-    encode = lambda prompt: text.encode_chat([{"role": "user", "content": prompt}]) if text.has_chat_template else []
-    requests = [Request(encode(prompt) or text.encode(prompt), params, id=kind) for kind, prompt in asked]
+    chat = lambda prompt: text.encode_chat([{"role": "user", "content": prompt}])
+    encode = chat if text.has_chat_template else text.encode
+    requests = [Request(encode(prompt), params, id=kind) for kind, prompt in asked]
     longest = max(len(request.prompt_token_ids) for request in requests) + options.tokens
     drafters: dict[str, DraftModel] = {"n-gram": Ngram()}
     if options.drafter:

@@ -71,7 +71,10 @@ def from_maxtext(params, vocab_size, scan_axis=1):
         elif path == "decoder/logits_dense/kernel":
             tensors["lm_head.weight"] = turned(x, 1)[:vocab_size]
         else:  # decoder/layers_0/mlp/wo/kernel, or decoder/layers/mlp/wo/kernel of all layers
-            layer, kind = re.fullmatch(r"decoder/layers(?:_(\d+))?/(.+)", path).groups()
+            found = re.fullmatch(r"decoder/layers(?:_(\d+))?/(.+)", path)
+            if not found or found[2] not in MAXTEXT:
+                raise ValueError(f"no parameter of a dense Qwen3: {path}")
+            layer, kind = found.groups()
             inputs = 2 if kind == "self_attention/out/kernel" else 1
             matrix = lambda x, inputs=inputs, kind=kind: turned(x, inputs) if kind.endswith("kernel") else x
             layers = {layer: x} if layer else {i: x.take(i, axis=scan_axis) for i in range(x.shape[scan_axis])}

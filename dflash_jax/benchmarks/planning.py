@@ -33,6 +33,7 @@ from dflash_jax.decoding.step import Committed, speculative_step, step_functions
 from dflash_jax.drafters import drafter_config
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import DrafterConfig
+from dflash_jax.drafters.ngram import named
 from dflash_jax.files import reading
 from dflash_jax.infer.engine.compiler_options import BLOCK_OPTIONS
 from dflash_jax.infer.engine.graphs import GRAPH_OPTIONS
@@ -118,6 +119,10 @@ def _configs(target: str, drafter: str | None) -> tuple[Raw, Raw]:
         if target not in PAIRS:
             raise ValueError(f"--drafter is needed, unless --target is one of {', '.join(PAIRS)}")
         return PAIRS[target]
+    if named(drafter)[0]:
+        raise ValueError(
+            "n-grams have no weights, and a step verifies what other steps do; plan with a drafter's config"
+        )
     first = PAIRS[target][0] if target in PAIRS else read(target, "target", models.target_config)
     depth = models.target_config(first).num_hidden_layers
     return first, read(drafter, "drafter", lambda raw: drafter_config(raw, depth))

@@ -26,16 +26,20 @@ SHIFT = 26  # bits of a position beside the length of its match
 
 
 class Copies(NamedTuple):
-    """Texts that may follow each row, the best first; each begins with another token.
+    """Texts that may follow each row, the best first. Those with a match begin with different tokens.
 
     Attributes:
         tokens: of each copy. One that comes to the end of the text goes on as the text does from the match on.
         matched: tokens before it that are the same as the last ones of the row, up to `LONGEST`; 0 for no copy, whose
             tokens may be any.
+        fits: whether a token and those before it are what the row's constraint allows; None is all.
+        asked: whether it is what the constraint asks for in the place of another; None is none.
     """
 
     tokens: Int[Array, "B K D"]
     matched: Int[Array, "B K"]
+    fits: Bool[Array, "B K D"] | None = None
+    asked: Bool[Array, "B K D"] | None = None
 
     def logits(self) -> Float[Array, "B K D"]:
         """Log-odds of each token to be right if those before it are: half the length of the match to one, which has
@@ -43,7 +47,9 @@ class Copies(NamedTuple):
         by the same token in 0.26, 0.45, 0.62, 0.77 and 0.93 of the cases.)"""
         grown = self.matched[..., None] + jnp.arange(self.tokens.shape[2])[None, None]
         odds = jnp.minimum(grown, LONGEST).astype(jnp.float32) / 2
-        return jnp.where(self.matched[..., None] > 0, jnp.log(jnp.maximum(odds, 0.5)), -MOST_LOGIT)
+        likely = (self.matched[..., None] > 0) & (True if self.fits is None else self.fits)
+        logits = jnp.where(likely, jnp.log(jnp.maximum(odds, 0.5)), -MOST_LOGIT)
+        return logits if self.asked is None else jnp.where(self.asked, MOST_LOGIT, logits)
 
 
 def copies(history: History, known: Int[Array, " B"], depth: int, count: int = 1) -> Copies:
@@ -130,43 +136,68 @@ def _distinct(
 
 
 def allowed(choice: Choice, copied: Copies) -> Copies:
-    """The best copy alone. Where a row's constraint does not allow a token of it, the token that it asks for stands
+    """The copies under the constraints of the rows. Where one does not allow a token, the token that it asks for stands
     there, if it asks for one."""
-    tokens, automata, walk = copied.tokens[:, 0], choice.automata, choice.walk
+    automata, walk = choice.automata, choice.walk
     if automata is None or walk is None:
-        return Copies(copied.tokens[:, :1], copied.matched[:, :1])
+        return copied
 
-    def corrected() -> Int[Array, "B D"]:
-        states, found = walk.state[:, None], list[Array]()
-        for depth in range(tokens.shape[1]):
-            token, hint = tokens[:, depth, None], automata.hint[states]
-            fits = automata.permits(states, token[..., None])[..., 0]
-            found.append(jnp.where(fits | (hint < 0), token, hint))
-            states = automata.following(states, walk.automaton, found[-1])
-        return jnp.concatenate(found, axis=1)
+    def corrected() -> tuple[Array, Array, Array]:
+        states = jnp.broadcast_to(walk.state[:, None], copied.matched.shape)
+        tokens, fits, asked = list[Array](), list[Array](), list[Array]()
+        for depth in range(copied.tokens.shape[2]):
+            token, hint = copied.tokens[:, :, depth], automata.hint[states]
+            fit = automata.permits(states, token[..., None])[..., 0]
+            asked.append(~fit & (hint >= 0))
+            tokens.append(jnp.where(asked[-1], hint, token))
+            fits.append((fit | asked[-1]) & (fits[-1] if fits else True))
+            states = automata.following(states, walk.automaton, tokens[-1])
+        return jnp.stack(tokens, axis=2), jnp.stack(fits, axis=2), jnp.stack(asked, axis=2)
 
-    return Copies(if_any(choice.constrained, corrected, lambda: tokens)[:, None], copied.matched[:, :1])
+    every = jnp.ones(copied.tokens.shape, bool)
+    tokens, fits, asked = if_any(choice.constrained, corrected, lambda: (copied.tokens, every, ~every))
+    return Copies(tokens, copied.matched, fits, asked)
 
 
 def chain(choice: Choice, copied: Copies) -> Proposal:
     """The best copy."""
-    tokens, logits = copied.tokens[:, 0], copied.logits()[:, 0]
-    scores = jax.nn.log_sigmoid(reliable(choice, logits[..., None], slice(logits.shape[1])))[..., 0]
-    return Proposal(tokens, scores=scores, lessons=Lessons(None, tokens[..., None], logits[..., None]))
+    lessons = _lessons(copied)
+    return Proposal(copied.tokens[:, 0], scores=_scores(choice, copied)[:, 0], lessons=lessons)
 
 
-def tree(copied: Copies, nodes: int) -> Proposal:
+def _scores(choice: Choice, copied: Copies) -> Float[Array, "B K D"]:
+    """Log-probability of each token to be right if those before it are, by what was learnt of copies."""
+    logits = copied.logits()
+    learnt = reliable(choice, logits.swapaxes(1, 2), slice(logits.shape[2])).swapaxes(1, 2)
+    return jax.nn.log_sigmoid(jnp.where(jnp.abs(logits) < MOST_LOGIT, learnt, logits))
+
+
+def _lessons(copied: Copies) -> Lessons:
+    """What the best copy teaches, depth after depth; where there is none, nothing."""
+    logits = copied.logits()[:, 0]
+    places = jnp.where(logits > -MOST_LOGIT, jnp.arange(logits.shape[1], dtype=jnp.int32)[None], -1)
+    return Lessons(None, copied.tokens[:, 0, :, None], logits[..., None], places)
+
+
+def tree(choice: Choice, copied: Copies) -> Proposal:
     """The likeliest nodes of all copies, which part at the anchor: what follows the second one is likely where the
     first one is not."""
-    logits, (_, K, D) = copied.logits(), copied.tokens.shape
-    steps = jax.nn.log_sigmoid(logits)
-    others = jnp.cumsum(jax.nn.log_sigmoid(-logits[:, :, 0]), axis=1)  # that none of the first ones is right
+    steps, nodes, (B, K, D) = _scores(choice, copied), choice.nodes, copied.tokens.shape
+    others = jnp.cumsum(jnp.log1p(-jnp.exp(steps[:, :, 0])), axis=1)  # that none of the first ones is right
     unlike = jnp.pad(others, ((0, 0), (1, 0)))[:, :K]
     scores = unlike[..., None] + jnp.cumsum(steps, axis=2)
+    more = max(nodes - K * D, 0)  # nodes that there is no copy for
+    flat = lambda x, value: jnp.pad(x.reshape(B, K * D), ((0, 0), (0, more)), constant_values=value)
     index = jnp.arange(K * D, dtype=jnp.int32)[None]
-    parents = jnp.broadcast_to(jnp.where(index % D == 0, -1, index - 1), (scores.shape[0], K * D))
-    found = likeliest_nodes(scores.reshape(parents.shape), copied.tokens.reshape(parents.shape), parents, nodes)
-    return Proposal(found.tokens, found.parents, min(D, nodes), found.scores)
+    parents = jnp.broadcast_to(jnp.where(index % D == 0, -1, index - 1), (B, K * D))
+    found = likeliest_nodes(flat(scores, -jnp.inf), flat(copied.tokens, 0), flat(parents, -1), nodes)
+    lessons = _lessons(copied)
+    assert lessons.places is not None
+    following = jnp.pad(lessons.places[:, 1:], ((0, 0), (0, 1)), constant_values=-1)  # place after each of its nodes
+    of_nodes = jnp.take_along_axis(following, jnp.minimum(found.chosen, D - 1), axis=1)
+    of_nodes = jnp.where(found.chosen < D, of_nodes, -1)
+    lessons = lessons.replace(places=jnp.concatenate([lessons.places[:, :1], of_nodes], axis=1))
+    return Proposal(found.tokens, found.parents, min(D, nodes), found.scores, lessons)
 
 
 def either(proposal: Proposal, copied: Copies, take: Bool[Array, " B"]) -> Proposal:

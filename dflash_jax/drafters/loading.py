@@ -45,6 +45,8 @@ def load_drafter(
         ValueError: as `load_target`; or the layers that it taps are not known, or its mask token, or which of its slots
             predict.
     """
+    if isinstance(source, str) and ngram.named(source)[0]:
+        raise ValueError(f"{source} has no weights to load here; a folder of this name is ./{source}")
     array_type, quantised = parse_dtype(dtype), rule(parse_quantize(quantize), "drafter")
     directory = checkpoint.resolve(source, "drafter")
     with files.reading(directory / "config.json"):
@@ -64,10 +66,20 @@ def load_drafter(
 
 def drafter_named(name: str, **how: Any) -> DraftModel:
     """The drafter that a command line names: a checkpoint, for which `how` has the arguments of `load_drafter`, n-grams
-    ("ngram"), or both ("ngram+CHECKPOINT")."""
+    ("ngram"), or both ("ngram+CHECKPOINT").
+
+    Raises:
+        ValueError: as `load_drafter`; for n-grams alone a field to replace that is not `block_size`, or quantisation.
+    """
     ngrams, source = ngram.named(name)
     if source is None:
-        return ngram.Ngram()
+        if "drafter" in parse_quantize(how.get("quantize")):
+            raise ValueError("n-grams have no weights to quantise; leave drafter=... out")
+        given = dict(how.get("overrides") or {})
+        size = given.pop("block_size", ngram.NgramConfig().block_size)
+        if given or not isinstance(size, int) or size < 1:
+            raise ValueError(f"n-grams have one field, block_size, at least 1; got {how['overrides']}")
+        return ngram.Ngram(ngram.NgramConfig(size))
     drafter = load_drafter(source, **how)
     return ngram.Mixture(drafter) if ngrams else drafter
 

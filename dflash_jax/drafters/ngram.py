@@ -75,9 +75,9 @@ class Ngram(struct.PyTreeNode):
 
     def propose(self, target: TargetModel, state: PyTree, query: Query, choice: Choice) -> Proposal:
         depth, nodes = self.depth(query.block_size), choice.nodes
-        count = max(BRANCHES, -(-nodes // depth)) if nodes else 1
-        copied = copying.copies(choice.history, choice.known, depth, count)
-        return copying.tree(copied, nodes) if nodes else copying.chain(choice, copying.allowed(choice, copied))
+        count = min(max(BRANCHES, -(-nodes // depth)), choice.ranks) if nodes else 1
+        copied = copying.allowed(choice, copying.copies(choice.history, choice.known, depth, count))
+        return copying.tree(choice, copied) if nodes else copying.chain(choice, copied)
 
     def commit(self, target: TargetModel, state: PyTree, seen: Seen) -> PyTree:
         return state
@@ -90,6 +90,7 @@ class Mixture(Around):
 
     def propose(self, target: TargetModel, state: PyTree, query: Query, choice: Choice) -> Proposal:
         copied = copying.copies(choice.history, choice.known, self.depth(query.block_size))
+        copied = copying.allowed(choice, copied)
         how = choice if choice.nodes else choice.replace(scored=self.scored)
         drafted = lambda: self.drafter.propose(target, state, query, how)
         if choice.nodes:
@@ -97,7 +98,7 @@ class Mixture(Around):
         long = copied.matched[:, 0] >= LONG
         nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(drafted))
         proposal = if_any(~long & (query.lengths > 0), drafted, nothing)
-        found = copying.either(proposal, copying.allowed(choice, copied), long)
+        found = copying.either(proposal, copied, long)
         return found if choice.scored else found.replace(scores=None)
 
 

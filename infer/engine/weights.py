@@ -64,7 +64,10 @@ class Weights:
         if target is not None:
             new_target = fitted("target", new_target, target, **how)
         if drafter is not None:
-            new_drafter = with_inmost(new_drafter, fitted("drafter", self._drafter(), inmost(drafter), **how))
+            old, new = self._drafter(), inmost(drafter)
+            if hasattr(new, "propose") and not isinstance(new, Drafter):
+                raise ValueError(f"the new drafter has no weights: {type(new).__name__}; give one like that in use")
+            new_drafter = with_inmost(new_drafter, fitted("drafter", old, new, **how))
         self._given += 1
         self.waiting, self.now = (new_target, new_drafter), now or (self.now and self.waiting is not None)
         return self._given

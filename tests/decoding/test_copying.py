@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.decoding import copying
-from dflash_jax.decoding.calibration import MOST_LOGIT, Lessons
+from dflash_jax.decoding.calibration import MOST_LOGIT, Lessons, init_calibration
 from dflash_jax.decoding.penalties import History
 from dflash_jax.decoding.proposal import Proposal, make_tree
 from tests import tiny
@@ -82,7 +82,7 @@ def paths_of(proposal, row):
 def test_a_tree_has_the_likeliest_beginnings_of_copies(texts):
     _, known, history = texts
     copied = copying.copies(history, jnp.asarray(known), D, 4)
-    proposal = copying.tree(copied, 9)
+    proposal = copying.tree(tiny.choice_of(B, D, 9).replace(nodes=9), copied)
     logits = np.asarray(copied.logits(), np.float64)
     likely = 1 / (1 + np.exp(-logits))
     for row in range(B):
@@ -175,3 +175,34 @@ def test_a_chain_has_what_there_is_to_learn(texts):
     assert (found.tokens == copied.tokens[:, 0]).all()
     np.testing.assert_allclose(found.scores, jax.nn.log_sigmoid(copied.logits()[:, 0]), rtol=1e-6)
     assert (found.lessons.tokens[..., 0] == found.tokens).all()
+
+
+def test_what_a_tree_teaches_is_the_best_copy(texts):
+    """Its lessons say of a chain what it would have got right, and nothing where there was nothing to copy."""
+    _, known, history = texts
+    copied = copying.copies(history, jnp.asarray(known), D, 3)
+    proposal = copying.tree(tiny.choice_of(B, D, 9).replace(nodes=12), copied)
+    looked_at = 0
+    for row in range(B):
+        paths = [(), *paths_of(proposal, row)]
+        best, places = copied.tokens[row, 0].tolist(), proposal.lessons.places[row].tolist()
+        if copied.matched[row, 0] == 0:
+            assert set(places) == {-1}
+        if copied.matched[row, 2] == 0:  # equal paths would stand there more than once
+            continue
+        looked_at += 1
+        assert (proposal.lessons.tokens[row, :, 0] == copied.tokens[row, 0]).all()
+        for path, place in zip(paths, places, strict=True):
+            assert place == (len(path) if list(path) == best[: len(path)] and len(path) < D else -1)
+    assert looked_at > 3
+
+
+def test_a_guess_without_a_match_teaches_nothing():
+    copied = copying.Copies(jnp.ones((2, 1, D), jnp.int32), jnp.asarray([[0], [3]]))
+    proposal = copying.chain(tiny.choice_of(2, D, 9), copied)
+    before, judged = init_calibration(D), jnp.asarray([[True] * D, [False] * D])
+    right, greedy = jnp.ones((2, D), jnp.int32), jnp.zeros(2, bool)
+    after = before.learn(proposal.lessons, right, None, judged, greedy)
+    np.testing.assert_array_equal(after.weights, before.weights)
+    after = before.learn(proposal.lessons, right, None, ~judged, greedy)
+    assert (after.weights != before.weights).any()
