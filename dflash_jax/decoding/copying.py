@@ -26,7 +26,8 @@ SHIFT = 26  # bits of a position beside the length of its match
 
 
 class Copies(NamedTuple):
-    """Texts that may follow each row, the best first. Those with a match begin with different tokens.
+    """Texts that may follow each row, the best first. As they stand in the row, those with a match begin with different
+    tokens.
 
     Attributes:
         tokens: of each copy. One that comes to the end of the text goes on as the text does from the match on.

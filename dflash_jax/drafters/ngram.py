@@ -96,6 +96,7 @@ class Mixture(Around):
         if choice.nodes:
             return copying.joined(drafted(), copied)
         long = copied.matched[:, 0] >= LONG
+        long &= True if copied.fits is None else copied.fits[:, 0, 0]
         nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(drafted))
         proposal = if_any(~long & (query.lengths > 0), drafted, nothing)
         found = copying.either(proposal, copied, long)

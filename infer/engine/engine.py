@@ -59,6 +59,8 @@ class Engine:
         if config.keep_features:
             if drafter is None or not drafter.taps:
                 raise ValueError("keep_features needs a drafter that reads features of its target")
+            if config.block_size == 1 and drafter.depth(1) == 0:
+                raise ValueError("keep_features needs a drafter that proposes something; block_size is 1")
             width = len(drafter.taps) * target.config.hidden_size
             drafter = Keeping(drafter, width=width, dtype=target.dtype)
         if config.cache_dtype is not None:
@@ -245,6 +247,7 @@ class Engine:
             if row.completion.finish_reason:
                 row.completion.finished, slot = now, self._admission.finish(row)
                 if self.config.keep_features:
+                    self._decoding.wait()  # for the visit in flight, whose state has the features, too
                     committed = len(row.request.prompt_token_ids) + len(row.completion.token_ids) - 1
                     row.completion.features = self.batch.features(slot, committed)
                 self._ended(row, slot)

@@ -44,10 +44,14 @@ def shares(state: State, chunk: int) -> int | None:
     """Positions of a page, if rows can have the pages of a chunk in common: whole ones, to which nothing is written
     once the chunk is read. A drafter that carries more than a cache may go on with what lies before; and parts of a
     mesh have pages of their own."""
-    caches = [state.target_cache, *([] if state.draft is None else [state.draft])]
-    pages = [cache.page if isinstance(cache, Cache) else 0 for cache in caches]
+    pages = [cache.page if isinstance(cache, Cache) else 0 for cache in _carried(state)]
     page = next(filter(None, pages), None)
     return page if page and 0 not in pages and chunk % page == 0 and row_parts() == 1 else None
+
+
+def _carried(state: State) -> list[Carried]:
+    """What both models carry; a drafter may carry nothing."""
+    return [one for one in (state.target_cache, state.draft) if one is not None and jax.tree.leaves(one)]
 
 
 def _snapshots(state: State, row: Int[Array, ""], start: Int[Array, ""], chunk: int) -> Prefixes:
@@ -254,8 +258,8 @@ class PrefixCache:
 
     def __init__(self, state: State, entries: int, chunk: int, table: PageTable | None = None):
         states, page = 0, shares(state, chunk)
-        carried = [state.target_cache, *([] if state.draft is None else [state.draft])]
-        self.at_ends = not all(isinstance(one, Cache) and all(map(_all_positions, one.entries)) for one in carried)
+        every = (isinstance(one, Cache) and all(map(_all_positions, one.entries)) for one in _carried(state))
+        self.at_ends = not all(every)
         self._table, self._pages = table if page is not None else None, dict[int, list[int]]()  # of kept chunks
         self.found: dict[int, list[KeptChunk]] = {}
         if self._table is not None:

@@ -122,16 +122,21 @@ def rollouts(
         sampled[i, answer], policy[i, answer] = one.sampled_logprobs, one.logprobs
     features = None
     if engine.config.keep_features:
-        features = np.stack([_padded(one.features, shape[1]) for one in completions])
+        features = _stacked([one.features for one in completions], shape[1])
+        completions = [replace(one, features=None) for one in completions]  # or they would be held twice
     at = np.arange(shape[1])[None]
     mask = (at >= starts[:, None]) & (at < lengths[:, None])
     groups = np.repeat(np.arange(len(prompts), dtype=np.int32), samples)
     return Rollouts(tokens, mask, sampled, policy, starts, lengths, groups, features, completions, stats)
 
 
-def _padded(x: np.ndarray | None, length: int) -> np.ndarray:
-    assert x is not None
-    return np.pad(x, ((0, length - len(x)), (0, 0)))
+def _stacked(features: Sequence[np.ndarray | None], length: int) -> Float[np.ndarray, "N L FD"] | None:
+    found = None
+    for i, x in enumerate(features):
+        assert x is not None
+        found = np.zeros((len(features), length, x.shape[1]), x.dtype) if found is None else found
+        found[i, : len(x)] = x
+    return found
 
 
 def _since(before: Stats, now: Stats) -> RolloutStats:

@@ -254,7 +254,7 @@ class Slots:
     def features(self, slot: int, count: int) -> np.ndarray:
         """Those that were kept of the first positions of a row."""
         assert isinstance(self.state.draft, Kept)
-        return np.asarray(_row(self.state.draft.features, np.int32(slot)))[:count]
+        return np.asarray(_row(self.state.draft.features, np.int32(slot)))[:count].copy()
 
     def drop(self, slot: int) -> None:
         """Gives back the memory of a row."""

@@ -208,3 +208,16 @@ def test_a_deterministic_job_knows_its_drafter(directory):
 def test_without_a_target_the_bundled_one_is_used():
     loaded = loading.load(ModelOptions(drafter="ngram"), GenerationOptions())
     assert isinstance(loaded.drafter, Ngram)
+
+
+def test_rows_share_the_pages_of_a_common_beginning(target):
+    """Proposals that carry nothing do not stand in the way."""
+    plain, ngrams = (
+        Engine(target, drafter, max_length=96, slots=2, prefill_chunk=32, cache_tokens=288, prefix_chunks=4)
+        for drafter in (None, Ngram())
+    )
+    assert ngrams.batch.prefixes._table is not None
+    assert ngrams.batch.prefixes.at_ends == plain.batch.prefixes.at_ends
+    asked = [tiny.ask([*range(1, 41), i], 12, stop_token_ids=()) for i in range(3)]
+    assert [one.token_ids for one in ngrams.generate(asked)] == [one.token_ids for one in plain.generate(asked)]
+    assert ngrams.stats.prefix_tokens == plain.stats.prefix_tokens > 0

@@ -1,11 +1,14 @@
 """A drafter that learns from rollouts: from the features of a teacher-forced pass, with the trainer's own steps."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import Engine, Mixture, Ngram, SamplingParams, load_drafter, load_target, rollouts
+from dflash_jax import Engine, Mixture, Ngram, Rollouts, SamplingParams, load_drafter, load_target, rollouts
+from dflash_jax.infer.engine.rollouts import RolloutStats
 from dflash_jax.train.blocks import target_features
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.online import DEFAULTS, OnlineDrafter
@@ -106,6 +109,47 @@ def test_it_learns_and_answers_stay(directory, target):
         losses += [figures["loss"] for figures in found]
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
     assert isinstance(engine.drafter, Mixture)
+    trained = {name: engine.drafter.drafter.params[name] for name in online.state.params}
+    jax.tree.map(np.testing.assert_array_equal, trained, online.state.params)
+
+
+def test_every_answer_is_learnt_from(directory, target):
+    """The last step begins again with the first answers, of both rollouts."""
+    online = OnlineDrafter(engine_of(directory, target), TrainConfig(block_size=5, **(DEFAULTS | {"batch_size": 4})))
+    rows = [np.arange(9) + 9 * i for i in range(2)]
+    rows = [x[:, None].astype(np.int32) for x in rows]
+    nothing = np.zeros((9, 1), np.float32)
+    made = [
+        Rollouts(
+            x, x > 0, nothing, nothing, x[:, 0], x[:, 0], x[:, 0], nothing[..., None], [], RolloutStats(0, None, 0)
+        )
+        for x in rows
+    ]
+    batches = [batch.tokens[:, 0].tolist() for batch in online._batches(made)]
+    assert [len(batch) for batch in batches] == [4] * 5
+    seen = [row for batch in batches for row in batch]
+    assert sorted(seen[:18]) == list(range(18))
+    assert seen[18:] == seen[:2]
+
+
+def test_features_of_requests_that_end_on_the_host_or_are_read_again(directory, target):
+    """At a stop string, while a visit is in flight; with new weights; and of requests that do not speculate."""
+    engine = engine_of(directory, target, plain=True, steps_per_visit=2, slots=2)
+    stop = lambda tokens, new: 9 if len(tokens) >= 9 else None
+    asked = [tiny.ask(PROMPTS[i % 3], 40, 0.8, id=str(i), find_stop=stop if i % 2 else None) for i in range(6)]
+    asked = [replace(request, speculative=i != 2) for i, request in enumerate(asked)]
+    done, other = {}, load_target(directory / "target").params
+    for index, completion in engine.stream(asked):
+        if len(completion.token_ids) > 5 and not engine.weights.version:
+            engine.update(target=other, when="now")
+        if completion.finish_reason:
+            done[index] = completion
+    assert engine.weights.version
+    for index, completion in done.items():
+        tokens = jnp.asarray([[*asked[index].prompt_token_ids, *completion.token_ids]])
+        expected, _ = target_features(target, engine.drafter.taps, tokens, jnp.zeros_like(tokens))
+        assert completion.features.shape[0] == tokens.shape[1] - 1
+        np.testing.assert_allclose(completion.features, expected[0, :-1], atol=1e-4)
 
 
 def test_an_engine_on_a_drafter_that_keeps_nothing_is_refused(directory, target):
@@ -122,5 +166,16 @@ def test_an_engine_on_a_drafter_that_keeps_nothing_is_refused(directory, target)
         online.learn(made_by(engine))
     with pytest.raises(ValueError, match="every must be at least 1"):
         OnlineDrafter(engine_of(directory, target), every=0)
-    with pytest.raises(ValueError, match="neither the target's distribution"):
-        OnlineDrafter(engine_of(directory, target), TrainConfig(block_size=5, kl=1.0))
+    for given, message in (
+        ({"kl": 1.0}, "neither the target's distribution"),
+        ({"schedule": "cosine"}, "must be constant"),
+        ({"block_size": 4}, "block_size must be the drafter's, 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            OnlineDrafter(engine_of(directory, target), TrainConfig(**({"block_size": 5} | DEFAULTS | given)))
+    drafter = load_drafter(directory / "dflash", num_target_layers=4, quantize={"drafter": "fp8"})
+    with pytest.raises(ValueError, match="needs plain weights"):
+        OnlineDrafter(Engine(target, drafter, keep_features=True, **SETTINGS))
+    with pytest.raises(ValueError, match="proposes something"):
+        engine_of(directory, target, block_size=1)
+    assert rollouts(engine_of(directory, target), [], 3, PARAMS).features is None
