@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rate", type=float, default=3e-4, help="of the target")
+    parser.add_argument("--rate", type=float, default=5e-5, help="of the target")
     parser.add_argument("--drafter-rate", type=float, default=3e-4)
     options = parser.parse_args()
     last, pair = -(-options.steps // 3), Pair(options)

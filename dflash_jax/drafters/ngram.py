@@ -94,11 +94,15 @@ class Mixture(Around):
         how = choice if choice.nodes else choice.replace(scored=self.scored)
         drafted = lambda: self.drafter.propose(target, state, query, how)
         if choice.nodes:
-            return copying.joined(drafted(), copied)
+            proposal = drafted()
+            ranked = proposal.parents is not None and proposal.scores is not None
+            return copying.joined(proposal, copied) if ranked else proposal
         long = copied.matched[:, 0] >= LONG
         long &= True if copied.fits is None else copied.fits[:, 0, 0]
         nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(drafted))
         proposal = if_any(~long & (query.lengths > 0), drafted, nothing)
+        if proposal.parents is not None:  # a tree that nobody asked for
+            return proposal
         found = copying.either(proposal, copied, long)
         return found if choice.scored else found.replace(scores=None)
 

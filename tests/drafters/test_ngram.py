@@ -16,6 +16,7 @@ from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 from tests.fakes import vocabulary
+from tests.fakes.drafters import BigramDrafter
 
 SETTINGS = {"max_length": 96, "constraints": True, "steps_per_visit": 4, "prefill_chunk": 32, "slots": 4}
 KINDS = [pytest.param(kind, marks=() if kind == "dflash" else pytest.mark.slow) for kind in tiny.kinds()]
@@ -134,6 +135,14 @@ def test_budgets_of_an_accelerators_choice(target, monkeypatch):
     monkeypatch.undo()
     engine = Engine(target, Ngram(), **SETTINGS | {"verify_budget": budget.budget, "block_size": budget.block_size})
     assert [one.token_ids for one in engine.generate(requests()[:2])]
+
+
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("tree", [0, 9])
+def test_beside_a_drafter_that_says_no_probabilities(tree, forked, target, plain):
+    """One that makes the same chain, or tree, whatever is asked for."""
+    engine = Engine(target, Mixture(BigramDrafter(vocabulary.SIZE, forked)), **SETTINGS, tree=tree)
+    assert answers(engine) == plain
 
 
 class Counted(Ngram):
