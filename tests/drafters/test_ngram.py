@@ -89,7 +89,9 @@ def test_no_answer_changes(kind, settings, directory, target, plain):
     drafter = Ngram() if kind == "ngram" else Mixture(load_drafter(directory / kind, num_target_layers=4))
     engine = Engine(target, drafter, **(SETTINGS | settings))
     assert answers(engine) == plain
-    assert engine.stats.decode_tokens > 1.2 * engine.stats.row_steps
+    # A block of 2 proposes one token; drafters of random weights are only known to add something.
+    least = 1.0 if kind not in ("ngram", "dflash") else 1.1 if settings.get("block_size") == 2 else 1.2
+    assert engine.stats.decode_tokens > least * engine.stats.row_steps
 
 
 @pytest.mark.lossless
