@@ -155,7 +155,7 @@ class KV(struct.PyTreeNode):
         size = count if self.paged else min(count, self.k.shape[2])
         start = start + (count - size)
 
-        def local(entry: PyTree, row: jax.Array, pages: jax.Array | None, start: jax.Array) -> Fresh:
+        def local(entry: PyTree, row: jax.Array, pages: jax.Array | None, start: jax.Array) -> PyTree:
             slots = (start + jnp.arange(size)) % self.k.shape[2]
             if pages is None:
                 rows, owned = local_rows(row[None], entry.k.shape[0], held)
