@@ -116,6 +116,36 @@ def two():
     return shapes | codebooks | {"candidate_selector.hidden_projection.weight": (R, H)}
 
 
+LILICORR = {"candidate_topk": 4, "num_layers": 1, "num_heads": 2, "mlp_ratio": 2.0, "factor_dim": 6}
+LILICORR = {f"lilicorr_{name}": value for name, value in LILICORR.items()}
+LILICORR |= {"lilicorr_vector_eps": 1e-4, "lilicorr_logit_scale": 8.0, "lilicorr_hidden_size": 12}
+
+
+def lilicorr(*, older=False, width=12, slots=7, convolved=False):
+    """With the names of ModelOpt's first exports, or of those after them, which SGLang 0.5.23 reads."""
+    own = {"slot_embedding": (1, 1, slots, 1, width), "rank_embedding": (1, 1, 1, 4, width)}
+    own |= {"relative_slot_bias": (2, 2 * slots + 1), "same_slot_bias": (2,)}
+    norms = "feature_mlp.0" if older else "feature_norm"
+    own |= {f"{norms}.{kind}": (5,) for kind in ("weight", "bias")}
+    up, down = ("0", "2") if older else ("up_proj", "down_proj")
+    linear = {"pass_hidden_proj": (width, H), "context_proj": (width, H), "factor_input_proj": (width, 3 * width)}
+    linear |= {f"{name}_head": (6, width) for name in ("out", "in", "anchor_out")}
+    linear |= {"token_proj": (width, H)} if width != H else {}
+    linear |= {
+        f"feature_mlp.{'1' if older else up}": (width, 5),
+        f"feature_mlp.{'3' if older else down}": (width, width),
+    }
+    linear |= {f"layers.0.mlp.{up}": (2 * width, width), f"layers.0.mlp.{down}": (width, 2 * width)}
+    linear["layers.0.attn.out_proj"] = (width, width)
+    own |= {"layers.0.attn.in_proj_weight": (3 * width, width), "layers.0.attn.in_proj_bias": (3 * width,)}
+    for name in ("layers.0.attn_norm", "layers.0.mlp_norm", "output_norm", "anchor_norm"):
+        own[f"{name}.weight"] = (width,)
+    for name, shape in linear.items():
+        own |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    layers = {name: shape for name, shape in (two() if convolved else backbone()).items() if "selector" not in name}
+    return layers | {f"lilicorr.{name}": shape for name, shape in own.items()}
+
+
 def markov(head="markov_head.", confidence="confidence_head.proj", *, seen=H + R, draft=V, gate=False, **given):
     shapes = backbone(**given) | {f"{head}markov_w1.weight": (V, R), f"{head}markov_w2.weight": (draft, R)}
     if gate:

@@ -423,6 +423,7 @@ def test_a_wrong_number_of_passes_is_refused(length, named):
         (["Qwen3DSparkModel"], "dspark"),
         (["DSparkDraftModel"], "dspark"),
         (["TreeFlashDraftModel"], "treeflash"),
+        (["LiLiCorrDraftModel"], "lilicorr"),
         (["LlamaForCausalLMEagle3"], "eagle3"),
         (["Eagle3LlamaForCausalLM"], "eagle3"),
         (["Qwen3Eagle3Model"], "eagle3"),
@@ -433,7 +434,7 @@ def test_published_classes(classes, kind):
 
 
 def test_fields_of_a_kind_tell_it_where_no_class_is_named():
-    for field, kind in (("markov_rank", "dspark"), ("selector_rank", "dflash2"), ("treeflash_config", "treeflash")):
+    for field, kind in (("markov_rank", "dspark"), ("selector_rank", "dflash2"), ("lilicorr_num_heads", "lilicorr")):
         assert kind_of(tiny.drafter_config(architectures=None, **{field: 6})) == kind
 
 

@@ -152,14 +152,21 @@ def drafter_config(**changes) -> dict:
     )
 
 
+LATTICE = {"candidate_topk": 4, "hidden_size": 24, "num_layers": 2, "num_heads": 2, "mlp_ratio": 1.5, "factor_dim": 12}
+LATTICE |= {"vector_eps": 1e-4, "logit_scale": 8.0}
+
+
 def kinds() -> dict[str, dict]:
     """`config.json` of a drafter of each kind for `target_config()`, block 4 or 5, with every kind of parameter."""
     selector = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
+    lattice = {f"lilicorr_{name}": value for name, value in LATTICE.items()}
+    lattice |= {"conv_kernel_size": 2, "conv_group_size": 8}
     rnn = {"markov_rank": 6, "markov_head_type": "rnn", "enable_confidence_head": True}
     eagle = {"architectures": ["Qwen3Eagle3Model"], "num_hidden_layers": 1, "num_target_layers": 4, "ttt_length": 4}
     return {
         "dflash": drafter_config(block_size=5, attention_bias=True, draft_vocab_size=40),
         "dflash2": drafter_config(block_size=5, architectures=["DFlash2DraftModel"], dflash_config=selector),
+        "lilicorr": drafter_config(block_size=5, architectures=["LiLiCorrDraftModel"], dflash_config=lattice),
         "dspark": drafter_config(block_size=4, architectures=["DSparkDraftModel"], **rnn),
         "gated dspark": drafter_config(
             block_size=4, architectures=["DSparkDraftModel"], **rnn | {"markov_head_type": "gated"}

@@ -58,7 +58,7 @@ def combined(
 
 
 Score = Callable[[Any, Any], Float[Array, "M V"]]
-Refine = Callable[[Any, Any, Array, Array], tuple[Array | float, Array]]
+Refine = Callable[..., tuple[Array | float, Array]]
 
 
 def token_losses(
@@ -72,26 +72,29 @@ def token_losses(
     *,
     coefficients: Coefficients,
     chunk: int,
+    per_block: int = 1,
     rounded: bool = True,
 ) -> Tokens:
-    """Losses of M predictions, `chunk` at a time.
+    """Losses of M predictions, those of whole blocks at a time.
 
-    A prediction's loss depends on its own states alone. Where no head is trained, the forward pass already finds each
-    loss's gradient by them, and the logits are computed once; else the backward pass computes them again.
+    Where no head is trained, a prediction's loss depends on its own states alone. Then the forward pass already finds
+    each loss's gradient by them, and the logits are computed once; else the backward pass computes them again.
 
     Args:
-        score, refine: `drafters.base.Drafter.score` and `refine`.
+        score, refine: `drafters.base.Drafter.score` and `refine`, of this target.
         target: the target's head.
         heads: trained parameters that these two need.
         seen: of the predictions, a pytree of arrays [M, ...].
         labels: data tokens, as the drafter numbers them; negative for one that it does not have.
         target_hidden: final-normed target states whose logits predict the labels (the position before); needed where
             the target's distribution is.
+        chunk: most predictions at a time, but at least those of a block.
+        per_block: predictions of a block, which stand together.
         rounded: whether the gradient by the logits is rounded to the dtype of the head before its products.
     """
     M, parts = labels.shape[0], row_parts()
     per_part = M // parts  # predictions of one device: a chunk takes some of every one's
-    chunk = min(-(-chunk // parts), per_part)
+    chunk = max(per_block, min(-(-chunk // parts), per_part) // per_block * per_block)
 
     def fold(x: Array) -> Array:
         pads = [(0, 0), (0, -per_part % chunk)] + [(0, 0)] * (x.ndim - 1)
@@ -104,12 +107,14 @@ def token_losses(
 
     def chunk_losses(heads, seen, labels, target_hidden) -> tuple[Array, tuple[Array, Array]]:
         known, places = labels >= 0, jnp.maximum(labels, 0)
+        theirs = partial(target, target_hidden)
+        taught = None if target_hidden is None else theirs
         with contextlib.nullcontext() if rounded else unrounded_gradients():
             logits = score(heads, seen)
-            more, correct = refine(heads, seen, logits, places)
+            more, correct = refine(heads, seen, logits, labels, per_block=per_block, taught=taught)
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         negative = (total - jnp.take_along_axis(logits, places[:, None], axis=1))[:, 0]
-        loss = combined(coefficients, lambda: logits - total, negative, lambda: target(target_hidden)) + more
+        loss = combined(coefficients, lambda: logits - total, negative, theirs) + more
         return jnp.where(known, loss, 0.0), (jnp.where(known, negative, jnp.inf), correct & known)
 
     def one(heads, xs) -> Tokens:

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     Attributes:
         begins: see `data.Rows`; only for anchors where steps began.
         features: tapped features, [B, S, FD].
-        hidden: final-normed target states, [B, S, D]; only for distillation losses.
+        hidden: final-normed target states, [B, S, D]; only for losses against the target's distribution.
     """
 
     tokens: Int[Array, "B S"]
@@ -166,7 +166,7 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
     seen = drafter.teacher_forced(target, features, blocks, remat=config.remat is not False)
     B, A, P = blocks.labels.shape
     flat, target_hidden = (lambda x: x.reshape(B * A * P, *x.shape[3:])), None
-    if config.losses.distill:
+    if config.losses.distill or (drafter.taught and hidden is not None):
         assert hidden is not None
         before = (blocks.label_positions - 1).reshape(B, A * P, 1)
         target_hidden = jnp.take_along_axis(hidden, before, axis=1).reshape(B * A * P, -1)
@@ -181,7 +181,7 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
 
     tokens = token_losses(
         partial(drafter.score, target),
-        drafter.refine,
+        partial(drafter.refine, target),
         target_logits,
         drafter.heads(),
         jax.tree.map(flat, seen),
@@ -189,6 +189,7 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
         target_hidden,
         coefficients=config.losses,
         chunk=config.loss_chunk,
+        per_block=P,
         rounded=config.round_logit_gradients,
     )
     losses, cross_entropy, correct = (x.reshape(B, A, P) for x in tokens)

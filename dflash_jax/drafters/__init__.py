@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.config import Raw
-from dflash_jax.drafters import dflash, dflash2, dspark, eagle3, known, treeflash
+from dflash_jax.drafters import dflash, dflash2, dspark, eagle3, known, lilicorr, treeflash
 from dflash_jax.drafters.base import RULES as BASE_RULES
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import DrafterConfig, with_mask_token
@@ -37,8 +37,8 @@ def register(kind: AnyKind) -> None:
 
 
 add_rules(BASE_RULES)
-for _kind in (dflash.DFlash(), dspark.DSpark(), dflash2.DFlash2(), treeflash.TreeFlash(), eagle3.Eagle3()):
-    register(_kind)
+for _made in (dflash.DFlash, dspark.DSpark, dflash2.DFlash2, lilicorr.LiLiCorr, treeflash.TreeFlash, eagle3.Eagle3):
+    register(_made())
 
 
 def kind_named(name: str) -> AnyKind:

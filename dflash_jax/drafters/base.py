@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, J committed positions, P predictions, D width, V vocab
 side by side.
 """
 
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -74,6 +75,7 @@ class Drafter(Drafting, struct.PyTreeNode):
     model: ClassVar[type[nn.Module]]  # of the parameters that are not `outside_model`
     frozen: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head", "d2t")  # parameters that are not trained
     by_token: ClassVar[tuple[str, ...]] = ()  # names of trained tables with a row for each token
+    taught: ClassVar[bool] = False  # whether `refine` compares with the target's own logits
     scored: ClassVar[bool] = True  # whether proposals have scores, for verification budgets
     outside_model: ClassVar[tuple[str, ...]] = frozen  # parameters that methods of the drafter use, and `model` has not
 
@@ -133,10 +135,26 @@ class Drafter(Drafting, struct.PyTreeNode):
         return self.unembed(target, states[None])[0]
 
     def refine(
-        self, heads: dict[str, PyTree], states: PyTree, logits: Float[Array, "M V"], labels: Int[Array, " M"]
+        self,
+        target: TargetModel,
+        heads: dict[str, PyTree],
+        states: PyTree,
+        logits: Float[Array, "M V"],
+        labels: Int[Array, " M"],
+        *,
+        per_block: int = 1,
+        taught: Callable[[], Float[Array, "M V"]] | None = None,
     ) -> tuple[Float[Array, " M"] | float, Bool[Array, " M"]]:
-        """A further loss of each prediction, and whether the label is what it would propose."""
-        best = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+        """A further loss of each prediction, and whether the label is what it would propose.
+
+        Args:
+            heads, states: as of `score`, of the predictions of whole blocks, one after the other.
+            logits: of `score`.
+            labels: negative for one that the drafter does not have; what is returned of it does not count.
+            per_block: predictions of a block. A loss may depend on the states of others only if there are `heads`.
+            taught: the target's own logits, if they are known.
+        """
+        best = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
         return 0.0, jnp.max(logits, axis=-1) == best
 
     def _apply(self, method: str, *args: PyTree) -> PyTree:

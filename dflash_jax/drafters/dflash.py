@@ -114,7 +114,11 @@ class Model(nn.Module):
 
     config: DFlashConfig
     layout: Layout
-    layer: ClassVar[type[Layer]] = Layer
+
+    @property
+    def layer(self) -> type[Layer]:
+        """The class of its layers."""
+        return Layer
 
     def setup(self):
         c, mixer = self.config, self.config.layers[0].attention
@@ -158,7 +162,11 @@ class Model(nn.Module):
 
     def context(self, features: Float[Array, "B T FD"], at: Pass) -> tuple[Fresh, ...]:
         """KV injection: keys and values of every layer for committed positions (method 2.5)."""
-        fused, kv_proj = self.fuse(features), sharding.gathered(self.kv_proj, "kv_proj")
+        return self.injected(self.fuse(features), at)
+
+    def injected(self, fused: Float[Array, "B T D"], at: Pass) -> tuple[Fresh, ...]:
+        """The same from fused features."""
+        kv_proj = sharding.gathered(self.kv_proj, "kv_proj")
         rope = at.tables(self.config.layers[0].attention, fused.dtype)
         squares: list[Array | None] = [None] * len(self.layers)
         if self.layout.shards == 1:

@@ -1,10 +1,10 @@
 """DFlash 2: convolutions over the block around every sublayer, and a selector that chooses among a slot's best tokens
 given the one before (reference `dflash/model.py`, `DFlash2DraftModel`).
 
-Shapes: B rows, T block slots, P proposals, C candidates of a slot, K taps, g group size, R rank, V vocabulary.
+Shapes: B rows, P proposals, C candidates of a slot, R rank, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -25,80 +25,35 @@ from dflash_jax.decoding.proposing import Frontier, Options, grow
 from dflash_jax.decoding.sampling import top_k
 from dflash_jax.decoding.selection import likeliest
 from dflash_jax.decoding.state import Query, TargetModel
-from dflash_jax.drafters import base, dflash
-from dflash_jax.drafters.config import DFlashConfig, dflash_fields
+from dflash_jax.drafters import base, convolution, dflash
+from dflash_jax.drafters.config import dflash_fields
+from dflash_jax.drafters.convolution import ConvolvedConfig
 from dflash_jax.drafters.fields import Lookup, size
 from dflash_jax.drafters.kind import Settings
 from dflash_jax.mesh import WHOLE, Layout, entered
-from dflash_jax.models.layers import Linear, matmul
+from dflash_jax.models.layers import matmul
 from dflash_jax.sharding import Rule
 
 
 @dataclass(frozen=True)
-class DFlash2Config(DFlashConfig):
+class DFlash2Config(ConvolvedConfig):
     """A DFlash 2 drafter.
 
     Attributes:
-        conv_kernel_size: slots that a convolution reads: a slot's own and those before it.
-        conv_group_size: channels that share a dynamic coefficient.
         selector_rank: width of the selector's embeddings of tokens.
         selector_top_k: tokens of a slot that it chooses among.
     """
 
-    conv_kernel_size: int = 2
-    conv_group_size: int = 16
     selector_rank: int = 256
     selector_top_k: int = 16
 
 
-class Convolution(nn.Module):
-    """A causal convolution over a block's slots, whose coefficients depend on the sublayer's input.
-
-    One before the sublayer and one after it. A channel's coefficients are its own plus those that its group has at
-    this slot. Slots before the anchor are zeros; the committed context is not read.
-    """
-
-    width: int
-    taps: int
-    group: int
-
-    def setup(self):
-        identity = lambda _, shape: jnp.zeros(shape).at[:, 0].set(1.0)
-        self.base_kernel = self.param("base_kernel", identity, (2, self.taps, self.width))
-        self.kernel_projection = Linear((self.width, 2 * self.taps * self.width // self.group))
-
-    def coefficients(self, h: Float[Array, "B T D"]) -> Float[Array, "B T 2 K G"]:
-        """Of both convolutions, for each group."""
-        return self.kernel_projection(h).reshape(*h.shape[:2], 2, self.taps, -1)
-
-    def __call__(self, x: Float[Array, "B T D"], dynamic: Float[Array, "B T 2 K G"], which: int) -> Array:
-        B, T, D = x.shape
-        groups = x.reshape(B, T, -1, self.group)
-        base = self.base_kernel[which].reshape(1, 1, self.taps, -1, self.group)
-        out = jnp.zeros_like(groups)
-        for tap in range(self.taps):
-            before = jnp.pad(groups, ((0, 0), (tap, 0), (0, 0), (0, 0)))[:, :T]
-            out = out + (base[:, :, tap] + dynamic[:, :, which, tap, :, None]) * before
-        return out.reshape(B, T, D)
-
-
-class Layer(dflash.Layer):
-    """A layer of DFlash with convolutions around attention and MLP."""
-
-    def before(self, name: str, h: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], PyTree]:
-        c = self.config
-        assert isinstance(c, DFlash2Config)
-        convolve = Convolution(c.hidden_size, c.conv_kernel_size, c.conv_group_size, name=f"{name}_conv")
-        dynamic = convolve.coefficients(h)
-        return convolve(h, dynamic, 0), (convolve, dynamic)
-
-    def after(self, out: Float[Array, "B T D"], context: PyTree) -> Float[Array, "B T D"]:
-        convolve, dynamic = context
-        return convolve(out, dynamic, 1)
-
-
 class Model(dflash.Model):
-    layer = Layer
+    """A DFlash model with convolutions."""
+
+    @property
+    def layer(self) -> type[dflash.Layer]:
+        return convolution.Layer
 
 
 class Drafter(dflash.Drafter):
@@ -138,12 +93,20 @@ class Drafter(dflash.Drafter):
         return self.unembed(target, states[0][None])[0]
 
     def refine(
-        self, heads: dict[str, PyTree], states: PyTree, logits: Float[Array, "M V"], labels: Int[Array, " M"]
+        self,
+        target: TargetModel,
+        heads: dict[str, PyTree],
+        states: PyTree,
+        logits: Float[Array, "M V"],
+        labels: Int[Array, " M"],
+        *,
+        per_block: int = 1,
+        taught: Callable[[], Float[Array, "M V"]] | None = None,
     ) -> tuple[Float[Array, " M"] | float, Bool[Array, " M"]]:
         """The selector's cross-entropy over its candidates, of which the label takes the last one's place if it is not
         among them."""
         _, candidates = top_k(jax.lax.stop_gradient(logits)[None], self.config.selector_top_k)
-        candidates = candidates[0]
+        candidates, labels = candidates[0], jnp.maximum(labels, 0)
         found = jnp.any(candidates == labels[:, None], axis=1)
         candidates = candidates.at[:, -1].set(jnp.where(found, candidates[:, -1], labels))
         ids = candidates if self.vocabulary is None else self.vocabulary[candidates]
@@ -193,23 +156,22 @@ class DFlash2(dflash.DFlashKind[DFlash2Config, DFlash2Settings]):
     name, architecture = "dflash2", "DFlash2DraftModel"
     # The classes with Beam and MiniMax in their names are aliases in SGLang 0.5.23 (models/dflash.py).
     classes = r"(Qwen3|MiniMax)?DFlash2(Beam)?(DraftModel|Model|ForCausalLM|Speculator)"
-    fields = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    fields = (*convolution.FIELDS, "selector_rank", "selector_top_k")
     drafter, settings = Drafter, DFlash2Settings
     speculators = "dflash2", "DFlash2DraftModel"
-    zeros = ("base_kernel", "kernel_projection/weight", "successor_codebook")
+    zeros = (*convolution.ZEROS, "successor_codebook")
     rules = (
-        Rule(r"\w+_conv/base_kernel", 3, P()),
-        Rule(r"(kernel_projection|hidden_projection)/weight", 2, P()),
+        *convolution.RULES,
+        Rule(r"hidden_projection/weight", 2, P()),
         Rule(r"\w+_codebook", 2, P()),  # rows of them are looked up
     )
 
     def config(self, raw: Raw) -> DFlash2Config:
         """Raises ValueError, too, if one of the four fields is missing, or groups do not divide the width."""
         fields, get = dflash_fields(raw, self.fields, projectors=("dflash", "dflash2")), Lookup(raw)
-        fields |= {name: size(get, name, most=2**16) for name in self.fields}
+        fields |= convolution.read(get, fields["hidden_size"])
+        fields |= {name: size(get, name, most=2**16) for name in ("selector_rank", "selector_top_k")}
         c = DFlash2Config(**fields)
-        if c.hidden_size % c.conv_group_size:
-            raise ValueError(f"conv_group_size must divide hidden_size {c.hidden_size}, got {c.conv_group_size}")
         if (most := c.draft_vocab_size) < c.selector_top_k:
             raise ValueError(f"selector_top_k must be at most the vocabulary's {most}, got {c.selector_top_k}")
         return c
@@ -222,11 +184,7 @@ class DFlash2(dflash.DFlashKind[DFlash2Config, DFlash2Settings]):
         return {**raw, "dflash_config": {**raw["dflash_config"], "conv_kernel_size": 2, **asdict(settings)}}
 
     def initial(self, path: str, shape: tuple[int, ...], config: DFlash2Config) -> np.ndarray | None:
-        """Convolutions hand on what they get."""
-        value = super().initial(path, shape, config)
-        if value is not None and path.endswith("base_kernel"):
-            value[:, 0] = 1
-        return value
+        return convolution.initial(path, super().initial(path, shape, config))
 
     def canonical_name(self, name: str) -> str:
         name = super().canonical_name(name)
@@ -235,15 +193,8 @@ class DFlash2(dflash.DFlashKind[DFlash2Config, DFlash2Settings]):
 
     def tensors(self, config: DFlash2Config, layout: Layout = WHOLE) -> checkpoint.Table:
         """Method, section 6."""
-        D, K, V, R = config.hidden_size, config.conv_kernel_size, config.vocab_size, config.selector_rank
-        table, dynamic = super().tensors(config, layout), 2 * K * D // config.conv_group_size
-        for i in range(config.num_hidden_layers):
-            for name in ("attention_conv", "mlp_conv"):
-                path, prefix = f"layers_{i}/{name}", f"layers.{i}.{name}"
-                table[f"{path}/base_kernel"] = checkpoint.copied(f"{prefix}.base_kernel", 2, K, D)
-                table[f"{path}/kernel_projection/weight"] = checkpoint.copied(
-                    f"{prefix}.kernel_projection.weight", dynamic, D
-                )
+        D, V, R = config.hidden_size, config.vocab_size, config.selector_rank
+        table = super().tensors(config, layout) | convolution.tensors(config)
         selector = "candidate_selector"
         table[f"{selector}/hidden_projection/weight"] = checkpoint.copied(f"{selector}.hidden_projection.weight", R, D)
         for name in ("predecessor_codebook", "successor_codebook"):

@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dflash_jax import checkpoint
-from dflash_jax.cache import KV, Cache, Capacity, Fresh, commit, init_cache
+from dflash_jax.cache import KV, Capacity, Fresh, commit, init_cache
 from dflash_jax.config import Raw
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
@@ -29,7 +28,8 @@ from dflash_jax.decoding.state import Query, Seen, TargetModel
 from dflash_jax.drafters import base, eagle3_config
 from dflash_jax.drafters.eagle3_config import Eagle3Config, official_taps
 from dflash_jax.drafters.kind import Kind, Settings
-from dflash_jax.mesh import ROWS, WHOLE, Layout, on_every_device
+from dflash_jax.drafters.latest import Latest
+from dflash_jax.mesh import WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, keys_and_values
 from dflash_jax.models.layers import MLP, Linear, unfuse
 from dflash_jax.models.norms import RMSNorm
@@ -37,42 +37,6 @@ from dflash_jax.models.tables import swiglu
 from dflash_jax.models.weights import Outputs, biases, linear
 
 TREE_WIDTH = 10  # nodes of a depth that a tree goes on from (reference `eagle/model/cnets.py`, `top_k`)
-
-
-class EagleState(struct.PyTreeNode):
-    """What the drafter carries from step to step.
-
-    Attributes:
-        cache: the pairs of all committed positions but the last.
-        feature: fused features of the last.
-    """
-
-    cache: Cache
-    feature: Float[Array, "R D"]
-
-    def begin(self, row: Int[Array, ""]) -> "EagleState":
-        return self.replace(cache=self.cache.begin(row))
-
-    def snapshot(self, row: Int[Array, ""], start: Int[Array, ""], count: int) -> "Snapshot":
-        feature = jax.lax.dynamic_slice_in_dim(self.feature, row, 1)
-        return Snapshot(self.cache.snapshot(row, start - 1, count), feature)
-
-    def restore(self, snapshot: "Snapshot", row: Int[Array, ""], end: Int[Array, ""]) -> "EagleState":
-        feature = jax.lax.dynamic_update_slice_in_dim(self.feature, snapshot.feature, row, 0)
-        return EagleState(self.cache.restore(snapshot.pairs, row, end - 1), feature)
-
-    def partition(self) -> "EagleState":
-        return EagleState(self.cache.partition(), P(ROWS))  # type: ignore[arg-type]
-
-
-class Snapshot(struct.PyTreeNode):
-    """Pairs of some positions and the features after them; see `cache.Entry.snapshot`."""
-
-    pairs: tuple[PyTree, ...]
-    feature: Float[Array, "1 D"]
-
-    def partition(self) -> "Snapshot":
-        return Snapshot(tuple(pairs.partition() for pairs in self.pairs), P())  # type: ignore[arg-type]
 
 
 class Model(nn.Module):
@@ -173,19 +137,19 @@ class Passes(NamedTuple):
 
 
 class Drafter(base.Drafter):
-    """A loaded EAGLE-3 drafter. A pytree of its parameters; its state from step to step is an `EagleState`."""
+    """A loaded EAGLE-3 drafter. A pytree of its parameters; its state from step to step is an `Latest`."""
 
     config: Eagle3Config = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model
 
-    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> EagleState:
+    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Latest:
+        """An empty cache of pairs. A row's last pair is never in it."""
         cache = init_cache(self.config.mixers, rows, slots, self.dtype, self.layout, widest)
-        return EagleState(cache, jnp.zeros((rows, self.config.hidden_size), self.dtype))
+        return Latest(cache, jnp.zeros((rows, self.config.hidden_size), self.dtype), behind=1)
 
-    def propose(self, target: TargetModel, state: EagleState, query: Query, choice: Choice) -> Proposal:
+    def propose(self, target: TargetModel, state: Latest, query: Query, choice: Choice) -> Proposal:
         """Token after token, one pass each; of a tree, one pass for the best nodes of each depth."""
-        feature = state.feature if query.rows is None else state.feature[query.rows]
-        at = jnp.maximum(query.lengths - 1, 0)
+        feature, at = state.rows(query.rows), jnp.maximum(query.lengths - 1, 0)
 
         def expand(depth: int, frontier: Frontier, carried: Passes) -> tuple[Options, Passes]:
             known = jnp.take_along_axis(carried.known, frontier.parents[:, :, None], axis=1)
@@ -203,7 +167,7 @@ class Drafter(base.Drafter):
         target: TargetModel,
         known: Float[Array, "B W D"],
         tokens: Int[Array, "B W"],
-        state: EagleState,
+        state: Latest,
         lengths: Int[Array, " B"],
         before: Fresh | None,
         *,
@@ -250,11 +214,10 @@ class Drafter(base.Drafter):
             hidden.append(out)
         return jnp.concatenate(hidden, axis=1).reshape(B, A, P, -1)
 
-    def commit(self, target: TargetModel, state: EagleState, seen: Seen) -> EagleState:
+    def commit(self, target: TargetModel, state: Latest, seen: Seen) -> Latest:
         """Commits the pairs that these tokens complete: each with what is known at the position before."""
         fused = self._apply("fuse", seen.features.astype(self.dtype))
-        last = state.feature if seen.rows is None else state.feature[seen.rows]
-        known = jnp.concatenate([last[:, None], fused[:, :-1]], axis=1)
+        known = jnp.concatenate([state.rows(seen.rows)[:, None], fused[:, :-1]], axis=1)
         at = Pass(seen.positions - 1, None, jnp.zeros_like(seen.lengths), None)
         fresh = self._apply("pairs", known, self.embed(target, seen.tokens), at)
         first = (seen.lengths == 0).astype(jnp.int32)  # nothing stands before a row's first token
@@ -262,9 +225,7 @@ class Drafter(base.Drafter):
         path = jnp.minimum(jnp.arange(most + 1)[None] + first[:, None], most)
         behind, count = jnp.maximum(seen.lengths - 1, 0), jnp.maximum(seen.kept - first, 0)
         cache = commit(state.cache, (fresh,), behind, count, path=path, rows=seen.rows)
-        end = jnp.take_along_axis(fused, jnp.maximum(seen.kept - 1, 0)[:, None, None], axis=1)[:, 0]
-        end = jnp.where((seen.kept > 0)[:, None], end, last)
-        return EagleState(cache, end if seen.rows is None else state.feature.at[seen.rows].set(end))
+        return state.after(cache, fused, seen)
 
 
 class Eagle3(Kind[Eagle3Config, Settings]):

@@ -19,16 +19,15 @@ REFUSED_FIELDS = {
     "use_gemma_norm": "norms that scale by one plus their weight, as MiniMax-M3's drafters have",
 }
 # Beginnings of the names of such fields.
-_REFUSED_PREFIXES = {"lilicorr_": "LiLiCorr's lattice of candidates", "dflare_": "DFlare's mixtures of tapped layers"}
+_REFUSED_PREFIXES = {"dflare_": "DFlare's mixtures of tapped layers"}
 # Heads behind the backbone by their names in `projector_type`, which no kind here has.
-_PROJECTORS = {"domino": "a Domino head", "lilicorr": "LiLiCorr's lattice of candidates"}
+_PROJECTORS = {"domino": "a Domino head"}
 # Parts of the names of classes, and of kinds of `speculators`, that are none here, and what these need; the first that
 # fits counts, in small letters or large ones.
 OTHER_CLASSES = {
     "Domino": "a Domino head",
     "DCOCO": "a corrector of all pairs of candidates",
     "XPress": "a refiner of the whole block",
-    "LiLiCorr": "LiLiCorr's lattice of candidates",
     "DFlare": "DFlare's mixtures of tapped layers",
     "DFly": "a mixture of heads of AngelSpec",
     "PEagle": "parallel passes of EAGLE",

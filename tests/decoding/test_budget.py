@@ -16,7 +16,7 @@ from tests.fakes import vocabulary
 
 KINDS = [
     pytest.param(kind, marks=() if kind in ("dflash", "dspark") else pytest.mark.slow)
-    for kind in ("dflash", "dflash2", "dspark", "eagle3", "treeflash")
+    for kind in ("dflash", "dflash2", "dspark", "eagle3", "lilicorr", "treeflash")
 ]
 
 

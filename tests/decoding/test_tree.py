@@ -293,7 +293,7 @@ def plain(target):
         *(("dflash", asked) for asked in ("greedy", "sampled")),
         *(
             pytest.param(kind, "filtered", marks=pytest.mark.slow)
-            for kind in ("dflash2", "dspark", "eagle3", "treeflash")
+            for kind in ("dflash2", "dspark", "eagle3", "lilicorr", "treeflash")
         ),
         *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in itertools.product(KINDS, ASKED)),
     ],
@@ -323,7 +323,10 @@ def test_nor_on_its_size(nodes, asked, directory, target, plain):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [k if k in ("dflash2", "dspark", "eagle3") else pytest.param(k, marks=pytest.mark.exhaustive) for k in KINDS],
+    [
+        k if k in ("dflash2", "dspark", "eagle3", "lilicorr") else pytest.param(k, marks=pytest.mark.exhaustive)
+        for k in KINDS
+    ],
 )
 def test_no_vocabulary_is_sorted(kind, tmp_path):
     """On CPU the few largest are found without."""

@@ -12,6 +12,7 @@ import pytest
 
 from dflash_jax import load_drafter
 from dflash_jax.decoding.state import Query, Seen
+from dflash_jax.drafters.lattice import Lattice
 from tests import tiny
 from tests.oracle import seeded
 
@@ -55,7 +56,7 @@ def of_eagle(drafter, target, golden):
 def of_block(drafter, target, golden):
     """What a block computes; with a Markov head, after the golden's tokens."""
     (state, lengths, anchor), block = committed(drafter, target, golden, 2), golden["block"]
-    hidden = drafter.denoise(target, state, Query(anchor, lengths, block))
+    hidden = drafter.denoise(target, getattr(state, "cache", state), Query(anchor, lengths, block))
     logits = drafter.unembed(target, hidden)[0]
     choice = tiny.choice_of(1, drafter.depth(block), seeded.VOCAB)
     proposal = drafter.propose(target, state, Query(anchor, lengths, block), choice)
@@ -68,7 +69,19 @@ def of_block(drafter, target, golden):
             carried, latent = drafter.latent(carried, jnp.asarray([before]), hidden[:, slot])
             biases.append(drafter.bias(latent[None])[0, 0])
         found["corrected"] = (logits + jnp.stack(biases)).at[:, seeded.MASK].set(0)  # never proposed
+    if "pairs" in golden:
+        best = lattice(drafter, logits)
+        anchor = drafter.anchor(state.feature[:, None], lengths[:, None] > 0)
+        scores = drafter.potentials(target, drafter.params["lilicorr"], best, hidden, anchor)
+        found |= {"first": scores.first[0], "pairs": scores.pairs[0]}
     return found
+
+
+def lattice(drafter, logits):
+    """The best tokens of each slot, as a chain without penalties has them."""
+    allowed = logits.at[:, seeded.MASK].set(-jnp.inf)
+    _, ids = jax.lax.top_k(allowed, drafter.config.lilicorr_candidate_topk)
+    return Lattice(ids[None], jnp.take_along_axis(jax.nn.log_softmax(logits), ids, axis=1)[None])
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -81,11 +94,11 @@ def test_what_others_compute(path, tmp_path):
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     whole = lambda drafter: compute(drafter, stub_target(golden["seed"]), golden)
     found = jax.jit(whole, compiler_options=quick)(drafter)
-    compared = [name for name in ("hidden", "logits", "corrected", "tokens") if name in golden]
+    compared = [name for name in ("hidden", "logits", "corrected", "first", "pairs", "tokens") if name in golden]
     for name in compared:
         np.testing.assert_allclose(found[name], golden[name], atol=1e-4, err_msg=name)
     assert len(compared) > 1
 
 
 def test_every_package_is_there():
-    assert {path.stem.split("_")[0] for path in FILES} == {"dflash", "specforge", "angelslim", "speculators"}
+    assert {path.stem.split("_")[0] for path in FILES} == {"dflash", "specforge", "angelslim", "speculators", "sglang"}

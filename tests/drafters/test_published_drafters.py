@@ -14,6 +14,7 @@ from tests import tiny
 from tests.layouts import (
     BLOCK,
     CONFIDENT,
+    LILICORR,
     LLAMA,
     MARKOV,
     MIXED,
@@ -30,6 +31,7 @@ from tests.layouts import (
     dflash,
     eagle,
     inside,
+    lilicorr,
     markov,
     modelopt,
     specforge,
@@ -213,6 +215,22 @@ LOADS: dict[str, tuple[dict, dict, tuple]] = {
         treeflash(),
         ("treeflash", 7, TAPS),
     ),
+    "ModelOpt LiLiCorr": (
+        dflash(
+            architectures=["LiLiCorrDraftModel"], **inside(projector_type="lilicorr", lilicorr_enabled=True, **LILICORR)
+        ),
+        lilicorr(older=True),
+        ("lilicorr", 7, TAPS),
+    ),
+    "LiLiCorr with convolutions, as wide as its layers": (
+        dflash(
+            architectures=["LiLiCorrDraftModel"],
+            **inside(**LILICORR | {"lilicorr_hidden_size": 0}, conv_kernel_size=2, conv_group_size=8),
+        ),
+        lilicorr(width=H, convolved=True),
+        ("lilicorr", 7, TAPS),
+    ),
+    "LiLiCorr of larger blocks": (dflash(**inside(**LILICORR)), lilicorr(slots=15), ("lilicorr", 7, TAPS)),
     "in text_config": (
         {"architectures": ["DFlashDraftModel"], "model_type": "qwen3_5", "text_config": BLOCK} | inside(),
         backbone(),
@@ -231,11 +249,25 @@ REFUSED: dict[str, tuple[dict, str]] = {
         "a Domino head",
     ),
     "Domino class": (dflash(architectures=["DominoDraftModel"]), "class DominoDraftModel (a Domino head)"),
-    "LiLiCorr": (
-        dflash(architectures=["LiLiCorrDraftModel"], **inside(projector_type="lilicorr", lilicorr_candidate_topk=8)),
-        "LiLiCorr's lattice of candidates",
+    "LiLiCorr without a field": (
+        dflash(**inside(**LILICORR | {"lilicorr_logit_scale": None})),
+        "must have a positive lilicorr_logit_scale, got None",
     ),
-    "LiLiCorr fields": (dflash(**inside(lilicorr_enabled=True)), "LiLiCorr's lattice of candidates (lilicorr_enabled)"),
+    "LiLiCorr without its fields": (
+        dflash(architectures=["LiLiCorrDraftModel"], **inside(projector_type="lilicorr")),
+        "must have a positive int 'lilicorr_candidate_topk'",
+    ),
+    "LiLiCorr that is off": (dflash(**inside(**LILICORR, lilicorr_enabled=False)), "lilicorr_enabled is false"),
+    "LiLiCorr with half of the convolutions": (dflash(**inside(**LILICORR, conv_kernel_size=2)), "conv_group_size"),
+    "LiLiCorr whose anchor predicts": (dflash(**inside(**LILICORR), sample_from_anchor=True), "must be false"),
+    "LiLiCorr with more candidates than tokens": (
+        dflash(**inside(**LILICORR), draft_vocab_size=3),
+        "lilicorr_candidate_topk must be at most the vocabulary's 3, got 4",
+    ),
+    "LiLiCorr with odd heads": (
+        dflash(**inside(**LILICORR | {"lilicorr_num_heads": 5})),
+        "lilicorr_num_heads must divide lilicorr_hidden_size, got 5 and 12",
+    ),
     "AngelSlim DFlare": (dflash(architectures=["QwenDFlareDraftModel"]), "DFlare's mixtures of tapped layers"),
     "xPress": (dflash(architectures=["XPressDraftModel"]), "a refiner of the whole block"),
     "speculators 0.9.0 xpress": (speculators("xpress", "0.9.0"), "got 'xpress' (a refiner of the whole block)"),
@@ -311,6 +343,15 @@ def test_published_drafters_load(name, tmp_path):
     if kind == "dspark":
         informed = drafter.config.confidence_head_with_markov * drafter.config.markov_rank
         assert drafter.config.enable_confidence_head * (H + informed) == confident
+
+
+def test_a_head_scores_no_more_slots_than_it_was_trained_with(tmp_path):
+    """The tensors tell how many these are."""
+    raw = dflash(**inside(**LILICORR))
+    tiny.write(tmp_path / "drafter", raw, seeded.tensors(lilicorr(slots=3), 1))
+    with pytest.raises(ValueError, match="block_size of this drafter must be at most 4, with which its head"):
+        load_drafter(tmp_path / "drafter")
+    assert load_drafter(tmp_path / "drafter", overrides={"block_size": 4}).depth(4) == 3
 
 
 @pytest.mark.parametrize("name", REFUSED)

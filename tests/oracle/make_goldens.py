@@ -7,6 +7,7 @@ It runs once, by hand, in an environment for each package, from the root of the 
     pip install --no-deps dflash==0.1.0 && python -m tests.oracle.make_goldens dflash
     pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru pydantic-settings python-dotenv \
         && python -m tests.oracle.make_goldens speculators
+    pip install --no-deps dflash==0.1.0 sglang==0.5.23 && python -m tests.oracle.make_goldens sglang
 
 Nothing of a package is written down but numbers it computes and the config.json it saves. Weights follow from a seed
 (tests/oracle/seeded.py).
@@ -264,6 +265,91 @@ def speculators() -> Iterator[Case]:
         yield name, model, {"hidden": rounded(hidden[0, predicts]), "logits": rounded(logits[0, predicts])}
 
 
+class _Linear(torch.nn.Linear):
+    """SGLang's linear layers, on one device: they return a bias beside the product."""
+
+    def __init__(self, inputs: int, outputs: int, **_: Any):
+        super().__init__(inputs, outputs)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+def _sglang_heads() -> Any:
+    """SGLang's `models/lilicorr.py`, whose layers of the server are plain ones here."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    nothing = dict.fromkeys(
+        ("get_fp4_gemm_runner_backend", "ModelOptFp4LinearMethod", "ModelOptNvFp4A16LinearMethod", "get_parallel")
+    )
+    given: dict[str, Any] = {"RMSNorm": torch.nn.RMSNorm, "ReplicatedLinear": _Linear, "LinearBase": _Linear, **nothing}
+    given |= {"DFlashDraftModel": torch.nn.Module, "LiLiCorrConfig": object, "parse_lilicorr_draft_config": None}
+    given |= {"lilicorr_sample_path": None, "add_prefix": lambda name, prefix: f"{prefix}.{name}"}
+    stubs = """
+        kernels.ops.speculative.lilicorr srt.layers.layernorm srt.layers.linear srt.layers.quantization.fp4_utils
+        srt.layers.quantization.modelopt_quant srt.models.dflash srt.runtime_context srt.speculative.lilicorr_utils
+        srt.utils
+    """
+    for name in stubs.split():
+        stub = types.ModuleType(f"sglang.{name}")
+        stub.__dict__.update(given)
+        sys.modules[stub.__name__] = stub
+    path = Path(spec.submodule_search_locations[0]) / "srt" / "models" / "lilicorr.py"
+    found = importlib.util.spec_from_file_location("lilicorr", path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def sglang() -> Iterator[Case]:
+    """LiLiCorr: layers of the official package, and SGLang's head."""
+    from dflash.model import DFlash2DraftModel, DFlashDraftModel
+
+    own = {"candidate_topk": 4, "num_layers": 2, "num_heads": 2, "mlp_ratio": 1.5, "factor_dim": 12}
+    own |= {"vector_eps": 1e-4, "logit_scale": 8.0}
+    convolved = {"conv_kernel_size": 2, "conv_group_size": 8}
+    cases = {"lilicorr": (0, {}), "lilicorr with convolutions": (24, convolved)}
+    for name, (width, conv) in cases.items():
+        selector = {"selector_rank": 6, "selector_top_k": 4} if conv else {}
+        kind = DFlash2DraftModel if conv else DFlashDraftModel
+        model: Any = kind(qwen3(dflash_config=TAPPED | conv | selector))
+        if conv:
+            del model.candidate_selector
+        fields = own | {"hidden_size": width}
+        shape = types.SimpleNamespace(
+            **fields, resolve_hidden_size=lambda model_hidden_size, w=width: w or model_hidden_size
+        )
+        given = {"model_hidden_size": seeded.HIDDEN, "block_size": BLOCK, "rms_norm_eps": SHAPE["rms_norm_eps"]}
+        model.lilicorr = _sglang_heads().LiLiCorrHead(**given, config=shape)
+        model.config.dflash_config = TAPPED | conv | {"projector_type": "lilicorr", "lilicorr_enabled": True}
+        model.config.dflash_config |= {f"lilicorr_{field}": value for field, value in fields.items()}
+        hidden, head = block(weighted(model))
+        logits = hidden[1:] @ head.T
+        likely = torch.log_softmax(logits, dim=-1)
+        likely[:, seeded.MASK] = -torch.inf  # ours never proposes it
+        likely, ids = torch.topk(likely, own["candidate_topk"], dim=-1)
+        features = torch.from_numpy(seeded.inputs(POSITIONS, 2, SEED)[1])
+        model.lilicorr.materialize_inference_buffers(torch.device("cpu"), torch.float32)
+        scores = model.lilicorr.score(
+            token_embeddings=torch.from_numpy(seeded.target(SEED)[0])[ids][None, None],
+            candidate_log_probs=likely[None, None],
+            pass_hidden=hidden[None, None, 1:],
+            anchor_hidden=model.hidden_norm(model.fc(features))[:, -1:],
+            anchor_valid=torch.ones(1, 1, dtype=torch.bool),
+        )
+        first, pairs = (x[0, 0] for x in model.lilicorr.log_factors(*scores))
+        path = [int(first.argmax())]
+        for after in pairs:
+            path.append(int(after[path[-1]].argmax()))
+        found = {"hidden": rounded(hidden[1:]), "logits": rounded(logits), "first": rounded(first)}
+        tokens = [int(ids[slot, place]) for slot, place in enumerate(path)]
+        found |= {"pairs": rounded(pairs), "tokens": tokens, "config": {"architectures": ["LiLiCorrDraftModel"]}}
+        yield name, model, found
+
+
 def write(package: str, name: str, model: Any, found: dict[str, Any]) -> None:
     """One golden: what was saved of the model without its numbers, and what it computes."""
     from safetensors import safe_open
@@ -284,7 +370,8 @@ def write(package: str, name: str, model: Any, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    made = {"dflash": dflash, "specforge": specforge, "angelslim": angelslim, "speculators": speculators}
+    made = {"dflash": dflash, "specforge": specforge, "angelslim": angelslim}
+    made |= {"speculators": speculators, "sglang": sglang}
     with torch.inference_mode():
         for case in made[sys.argv[1]]():
             write(sys.argv[1], *case)

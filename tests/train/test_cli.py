@@ -226,6 +226,8 @@ SETTINGS_FLAGS = """
     final-learning-rate gamma keep kl learning-rate length log-every loss-chunk mask-token-id max-steps
     num-layers optimizer remat row-anchors save-every schedule seed target-layer-ids total-variation warmup
     weight-decay weighting drafter draft-vocab-size conv-group-size selector-rank selector-top-k markov-rank
+    lilicorr-candidate-topk lilicorr-hidden-size lilicorr-num-layers lilicorr-num-heads lilicorr-mlp-ratio
+    lilicorr-factor-dim lilicorr-logit-scale conv-kernel-size
     markov-head-type negative-log-acceptance lk-hybrid moments round-logit-gradients
 """
 DATA = (

@@ -19,9 +19,10 @@ from dflash_jax.train.drafters import converted, frequent_tokens, new_drafter, s
 from dflash_jax.train.step import Batch, init_state, train_step
 from tests import tiny
 
-KINDS = ["dflash", "dflash2", "dspark", "eagle3", "treeflash"]
+KINDS = ["dflash", "dflash2", "dspark", "eagle3", "lilicorr", "treeflash"]
 LENGTH = 24
 SMALL = {"block_size": 5, "num_layers": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
+SMALL |= {"lilicorr_candidate_topk": 4, "lilicorr_num_heads": 2}
 SMALL |= {"markov_rank": 6, "length": LENGTH, "anchors": 12, "row_anchors": 12, "batch_size": 2, "remat": False}
 
 
@@ -70,7 +71,7 @@ def alone(target, drafter, kind, text, features, anchor, start, labels):
             out.append(drafter.unembed(target, hidden)[0, 0])
         return jnp.stack(out)
     size = len(labels) + (0 if drafter.config.anchor_predicts else 1)
-    hidden = drafter.denoise(target, state, Query(text[anchor][None], lengths, size))
+    hidden = drafter.denoise(target, getattr(state, "cache", state), Query(text[anchor][None], lengths, size))
     if kind == "treeflash":
         return drafter.behind(target, hidden, previous[None, :, None])[0, :, 0]
     if kind == "dspark":
@@ -125,7 +126,7 @@ def test_the_selector_learns_from_the_scores_it_decodes_with(vocabulary, target)
     gates = drafter.gates(hidden[None])[0]
     seen = hidden, drafter.params["candidate_selector"]["predecessor_codebook"][previous] * gates
     logits = drafter.score(target, drafter.heads(), seen)
-    loss, correct = drafter.refine(drafter.heads(), seen, logits, labels)
+    loss, correct = drafter.refine(target, drafter.heads(), seen, logits, labels)
     for i in range(9):
         candidates = np.argsort(-logits[i])[: drafter.config.selector_top_k]
         if labels[i] not in candidates:

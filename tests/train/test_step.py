@@ -153,7 +153,7 @@ def products(target, batch, **changes):
     return DOT.findall(text)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "treeflash", "eagle3"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "lilicorr", "treeflash", "eagle3"])
 def test_no_product_of_a_bfloat16_step_has_a_float32_operand(target, batch, kind):
     """Forward and backward, attention, head and loss; Adam has none."""
     found = products(target, batch, drafter=kind, remat=True)

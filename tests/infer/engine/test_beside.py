@@ -21,7 +21,7 @@ from tests.fakes import vocabulary
 
 KINDS = [
     pytest.param(kind, marks=() if kind == "dflash" else pytest.mark.slow)
-    for kind in ("dflash", "dflash2", "dspark", "eagle3", "treeflash")
+    for kind in ("dflash", "dflash2", "dspark", "eagle3", "lilicorr", "treeflash")
 ]
 SETTINGS = {"max_length": 96, "constraints": True, "logprobs": 2, "steps_per_visit": 4, "prefill_chunk": 32}
 HEAD = [(5 * i) % 60 + 1 for i in range(40)]
