@@ -201,6 +201,25 @@ def tree(choice: Choice, copied: Copies) -> Proposal:
     return Proposal(found.tokens, found.parents, min(D, nodes), found.scores, lessons)
 
 
+def extended(proposal: Proposal, copied: Copies) -> Proposal:
+    """A drafter's chain that is as long as copies are, with the tokens of the best copy behind its own, which nothing
+    speaks for; a tree as it is."""
+    more = copied.tokens.shape[2] - proposal.tokens.shape[1]
+    if more <= 0 or proposal.parents is not None:
+        return proposal
+    longer = lambda x, value: jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
+    tokens = jnp.concatenate([proposal.tokens, copied.tokens[:, 0, -more:]], axis=1)
+    scores, lessons = proposal.scores, proposal.lessons
+    if scores is not None:
+        scores = longer(scores, jax.nn.log_sigmoid(-MOST_LOGIT))
+    if lessons is not None:
+        assert lessons.places is None  # as those of a chain
+        index = jnp.arange(proposal.depth, dtype=jnp.int32)[None]
+        places = longer(jnp.broadcast_to(index, proposal.tokens.shape), -1)
+        lessons = jax.tree.map(lambda x: longer(x, 0), lessons).replace(places=places)
+    return proposal.replace(tokens=tokens, scores=scores, lessons=lessons)
+
+
 def either(proposal: Proposal, copied: Copies, take: Bool[Array, " B"]) -> Proposal:
     """The chain of a drafter or the best copy: of each row what promises more tokens, or the copy if it is to be taken;
     nothing is learnt of the drafter there."""
@@ -210,8 +229,9 @@ def either(proposal: Proposal, copied: Copies, take: Bool[Array, " B"]) -> Propo
         take |= promised(copy) > promised(scores)
     pick = lambda x, y: jnp.where(take[:, None], x, y)
     if lessons is not None:
-        assert lessons.places is None  # as those of a chain
-        places = jnp.broadcast_to(jnp.arange(proposal.depth, dtype=jnp.int32)[None], proposal.tokens.shape)
+        places = lessons.places
+        if places is None:
+            places = jnp.broadcast_to(jnp.arange(proposal.depth, dtype=jnp.int32)[None], proposal.tokens.shape)
         lessons = lessons.replace(places=pick(-1, places))
     if scores is not None:
         scores = pick(copy, scores)
@@ -239,10 +259,14 @@ def joined(proposal: Proposal, copied: Copies) -> Proposal:
     found = likeliest_nodes(
         both(own, jnp.where(there, -jnp.inf, scores)), both(tokens, copy), both(parents - 1, above), P
     )
-    lessons = proposal.lessons
+    lessons, depth = proposal.lessons, max(proposal.max_depth, min(D, P))
     if lessons is not None and lessons.places is not None:
         before = jnp.take_along_axis(lessons.places[:, 1:], jnp.minimum(found.chosen, P - 1), axis=1)
         places = jnp.where(found.chosen < P, before, -1)
         lessons = lessons.replace(places=both(lessons.places[:, :1], places))
-    depth = max(proposal.max_depth, min(D, P))
+    elif lessons is not None and depth > (count := jax.tree.leaves(lessons)[0].shape[1]):
+        index = jnp.broadcast_to(jnp.arange(D, dtype=jnp.int32)[None], copy.shape)
+        after = jnp.take_along_axis(both(deep, index), found.chosen, axis=1) + 1  # the depth of what follows each node
+        places = jnp.where(after < count, after, -1)
+        lessons = lessons.replace(places=jnp.pad(places, ((0, 0), (1, 0))))
     return Proposal(found.tokens, found.parents, depth, found.scores, lessons)

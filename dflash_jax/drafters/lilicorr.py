@@ -98,7 +98,7 @@ class Drafter(dflash.Drafter):
         hidden, choice = self.denoise(target, state.cache, query), self.restricted(choice)
         logits = self.unembed(target, hidden)
         allowed, candidates = likeliest(choice, choice.allowed(logits), self.config.lilicorr_candidate_topk)
-        # Candidates that shared noise favors are not in the order of their probability, in which the head knows them.
+        # The head knows them in the order of their probability, which noise and penalties may have changed.
         plain = jnp.take_along_axis(logits, candidates, axis=2)
         order = jnp.argsort(plain, axis=2, descending=True, stable=True)
         plain, allowed, candidates = (jnp.take_along_axis(x, order, axis=2) for x in (plain, allowed, candidates))

@@ -5,7 +5,7 @@ Prompt lookup (A. Saxena, 2023) and SuffixDecoding (arXiv 2411.04975) propose so
 Shapes: B rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import ClassVar, Self
 
 import jax
@@ -19,7 +19,7 @@ from dflash_jax.decoding import copying
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.sampling import if_any
-from dflash_jax.decoding.state import Query, Seen, TargetModel
+from dflash_jax.decoding.state import DraftConfig, Query, Seen, TargetModel
 from dflash_jax.drafters.around import Around
 
 NAME = "ngram"  # in the place of a checkpoint; a folder of this name is `./ngram`
@@ -86,13 +86,32 @@ class Ngram(struct.PyTreeNode):
 class Mixture(Around):
     """A drafter with n-grams beside it. In a chain, a row goes on as its text did before where that promises more
     tokens than its drafter does; while the last `LONG` tokens of all rows stand in their text before, the drafter is
-    not run. In a tree, the best copy competes with the drafter's nodes."""
+    not run. In a tree, the best copy competes with the drafter's nodes.
+
+    Attributes:
+        block_size: the largest one, unless the drafter's is larger. What a drafter of smaller blocks does not reach is
+            for copies alone.
+    """
+
+    block_size: int = struct.field(pytree_node=False, default=NgramConfig.block_size, kw_only=True)
+
+    @property
+    def config(self) -> DraftConfig:
+        own = self.drafter.config
+        if own.block_size >= self.block_size or not (is_dataclass(own) and not isinstance(own, type)):
+            return own
+        return replace(own, block_size=self.block_size)
+
+    def depth(self, block_size: int) -> int:
+        own = min(block_size, self.drafter.config.block_size)
+        return self.drafter.depth(own) + block_size - own
 
     def propose(self, target: TargetModel, state: PyTree, query: Query, choice: Choice) -> Proposal:
         copied = copying.copies(choice.history, choice.known, self.depth(query.block_size))
         copied = copying.allowed(choice, copied)
         how = choice if choice.nodes else choice.replace(scored=self.scored)
-        drafted = lambda: self.drafter.propose(target, state, query, how)
+        own = query.replace(block_size=min(query.block_size, self.drafter.config.block_size))
+        drafted = lambda: copying.extended(self.drafter.propose(target, state, own, how), copied)
         if choice.nodes:
             proposal = drafted()
             ranked = proposal.parents is not None and proposal.scores is not None

@@ -67,6 +67,22 @@ def plain(target):
 slow = lambda settings: pytest.param(settings, marks=pytest.mark.slow)
 
 
+@pytest.mark.parametrize("tree", [0, 20])
+def test_copies_reach_further_than_the_drafter(tree, directory, target):
+    """Beside a drafter of small blocks, too; what lies beyond them teaches nothing of it."""
+    drafter = load_drafter(directory / "dflash")
+    request = tiny.ask([1, 2, 3, 4], 60, eos_token_ids=(vocabulary.END,))
+    engine = Engine(target, Mixture(drafter), **SETTINGS, tree=tree)
+    (done,) = engine.generate([request])
+    assert max(done.acceptance_lengths) > drafter.config.block_size
+    (plain,) = Engine(target, None, **SETTINGS).generate([request])
+    assert done.token_ids == plain.token_ids
+    known = engine.batch.state.calibration.information[:, :, 0]
+    assert known.shape[1] == 15
+    assert (known[:, 4:] == known[0, -1]).all()
+    assert (known[0, :4] > known[0, -1]).any()
+
+
 @pytest.mark.lossless
 @pytest.mark.parametrize(
     "settings",
@@ -199,7 +215,7 @@ def test_names(directory, monkeypatch):
     assert isinstance(load("ngram").drafter, Ngram)
     mixture = load(f"ngram+{directory / 'dflash'}").drafter
     assert isinstance(mixture, Mixture)
-    assert mixture.config.block_size == 5
+    assert (mixture.config.block_size, mixture.drafter.config.block_size) == (16, 5)
     with pytest.raises(ValueError, match="got nowhere"):
         load("ngram+nowhere")
     with pytest.raises(ValueError, match="say --drafter ngram or --no-speculation"):
