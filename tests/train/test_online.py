@@ -75,7 +75,7 @@ def test_features_are_those_of_one_pass(kind, settings, directory, target):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_the_trainers(kind, directory, target):
-    """With the features of a pass of its own it comes to the same."""
+    """With the features of a pass of its own, and as little of the target's logits, it comes to the same."""
     engine = engine_of(directory, target, kind)
     first, made = engine.drafter, made_by(engine)
     size = first.config.block_size
@@ -84,7 +84,8 @@ def test_a_step_is_the_trainers(kind, directory, target):
     (figures,) = online.learn(made)
     order = np.random.default_rng((config.seed, 0)).permutation(9)
     rows = [jnp.asarray(x[order]) for x in (made.tokens, np.zeros_like(made.tokens), made.mask)]
-    state, expected = train_step(config, 1, target, first, init_state(first, config, 1), Batch(*rows))
+    batch = Batch(*rows, features=target_features(target, first.taps, *rows[:2])[0])
+    state, expected = train_step(config, 1, target, first, init_state(first, config, 1), batch)
     np.testing.assert_allclose(figures["loss"], expected["loss"], rtol=1e-4)
     assert figures["labels"] > 0
     new = jax.tree.leaves(online.state.params)
