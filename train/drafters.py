@@ -14,7 +14,7 @@ from dflash_jax import checkpoint, files
 from dflash_jax.checkpoint import flat, leaves, nested
 from dflash_jax.config import AttentionConfig, RopeConfig
 from dflash_jax.config_json import token_ids
-from dflash_jax.drafters import KINDS, drafter_config, kind_named, kind_of
+from dflash_jax.drafters import KINDS, drafter_config, kind_named, kind_of, kind_with
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.infer.text import Text
 from dflash_jax.mesh import entered, gather
@@ -106,7 +106,7 @@ def _made(
 def converted(
     target: Target, started: Drafter, raw: dict[str, Any], config: TrainConfig
 ) -> tuple[Drafter, dict[str, Any]]:
-    """A drafter as one of the kind `config.drafter`, whose further parameters are new: at first it proposes the same.
+    """A drafter as one of the kind `config.drafter`, whose further parameters are new.
 
     Raises:
         ValueError: a drafter of that kind cannot begin as this one.
@@ -196,7 +196,7 @@ def with_block_size(drafter: Drafter, raw: dict[str, Any], block_size: int) -> t
     inside.pop("block_size", None)
     raw = raw | ({"ttt_length": block_size - 1} if "ttt_length" in raw else {"block_size": block_size})
     raw |= {"dflash_config": inside} if inside else {}
-    return drafter.replace(config=dataclasses.replace(drafter.config, block_size=block_size)), raw
+    return kind_with(drafter).for_blocks(drafter, block_size), raw
 
 
 def store_sharpness(directory: Path, sharpness: Sequence[float]) -> None:

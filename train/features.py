@@ -1,6 +1,7 @@
 """Target features written once and read back at every epoch: `cache-features`.
 
-A directory with `features.json`, `features.bin` [tokens, FD] and, for distillation, `hidden.bin` [tokens, D];
+A directory with `features.json`, `features.bin` [tokens, FD] and, for losses against the target's distribution,
+`hidden.bin` [tokens, D];
 example by example in the order of the data file. Full recipes fill terabytes: compute features online there.
 """
 
@@ -72,8 +73,9 @@ class FeatureCache:
             )
         if hidden and not found["hidden"]:
             raise ValueError(
-                f"{directory} holds no hidden states, which kl, total_variation, negative_log_acceptance and lk_hybrid "
-                "need; write it with --hidden"
+                f"{directory} has no final hidden states of the target, which losses against its distribution need "
+                "(kl, total_variation, negative_log_acceptance, lk_hybrid, and that of a LiLiCorr drafter); write it "
+                "again with cache-features --hidden"
             )
         if found["done"] != len(examples):
             raise ValueError(

@@ -31,7 +31,7 @@ def main(options: FitOptions) -> int:
     config, target, data, drafter, raw = prepare(options.source, settings_given(options.settings))
     features = None
     if options.features:
-        hidden = config.losses.distill or drafter.taught
+        hidden = config.losses.distill or drafter.needs_target_logits
         features = FeatureCache(options.features, target, drafter.taps, data.examples, hidden)
     judge = _judge(options, target, config)
     run = open_run(options.output, target, drafter, raw, data.examples, config, features=features, evaluate=judge)

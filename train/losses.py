@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.drafters.base import Scored
 from dflash_jax.kernels.products import unrounded_gradients
 from dflash_jax.mesh import row_parts
 from dflash_jax.train.config import Coefficients
@@ -58,7 +59,7 @@ def combined(
 
 
 Score = Callable[[Any, Any], Float[Array, "M V"]]
-Refine = Callable[..., tuple[Array | float, Array]]
+Refine = Callable[[Any, Scored], tuple[Array | float, Array]]
 
 
 def token_losses(
@@ -75,7 +76,7 @@ def token_losses(
     per_block: int = 1,
     rounded: bool = True,
 ) -> Tokens:
-    """Losses of M predictions, those of whole blocks at a time.
+    """Losses of M predictions, `chunk` at a time.
 
     Where no head is trained, a prediction's loss depends on its own states alone. Then the forward pass already finds
     each loss's gradient by them, and the logits are computed once; else the backward pass computes them again.
@@ -88,8 +89,7 @@ def token_losses(
         labels: data tokens, as the drafter numbers them; negative for one that it does not have.
         target_hidden: final-normed target states whose logits predict the labels (the position before); needed where
             the target's distribution is.
-        chunk: most predictions at a time, but at least those of a block.
-        per_block: predictions of a block, which stand together.
+        per_block: how many predictions must stay together: 1, or those of a block, of which a chunk has at least one.
         rounded: whether the gradient by the logits is rounded to the dtype of the head before its products.
     """
     M, parts = labels.shape[0], row_parts()
@@ -108,10 +108,10 @@ def token_losses(
     def chunk_losses(heads, seen, labels, target_hidden) -> tuple[Array, tuple[Array, Array]]:
         known, places = labels >= 0, jnp.maximum(labels, 0)
         theirs = partial(target, target_hidden)
-        taught = None if target_hidden is None else theirs
+        known_target = None if target_hidden is None else theirs
         with contextlib.nullcontext() if rounded else unrounded_gradients():
             logits = score(heads, seen)
-            more, correct = refine(heads, seen, logits, labels, per_block=per_block, taught=taught)
+            more, correct = refine(heads, Scored(seen, logits, labels, per_block, known_target))
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         negative = (total - jnp.take_along_axis(logits, places[:, None], axis=1))[:, 0]
         loss = combined(coefficients, lambda: logits - total, negative, theirs) + more

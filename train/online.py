@@ -34,6 +34,9 @@ class OnlineDrafter:
             answers, and 64 blocks of each.
         every: calls of `learn` from one training to the next; all rollouts since then are used.
 
+    Rollouts do not have the target's logits. A drafter that is also compared with these, as LiLiCorr is, learns without
+    that part of its loss.
+
     What is given to `Engine.update` as its drafter in between is replaced by what this one has learnt.
 
     Attributes:

@@ -33,8 +33,9 @@ def operations(config: TrainConfig, target: Target, drafter: Drafter, params: An
 
 def trained_operations(config: TrainConfig, drafter: Drafter, params: Any) -> float:
     """Operations of one forward pass of the drafter in a step, but those of attention and the head."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    trained = sum(math.prod(x.shape) for path, x in leaves if path[-1].key not in drafter.by_token)  # not looked up
+    leaves = [(tuple(key.key for key in path), x) for path, x in jax.tree_util.tree_leaves_with_path(params)]
+    of_weight = lambda path, x: math.prod(x.shape) * drafter.uses(path)
+    trained = sum(of_weight(*leaf) for leaf in leaves if leaf[0][-1] not in drafter.by_token)  # not looked up
     return 2 * trained * config.batch_size * config.blocks * config.block_size
 
 

@@ -166,7 +166,7 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
     seen = drafter.teacher_forced(target, features, blocks, remat=config.remat is not False)
     B, A, P = blocks.labels.shape
     flat, target_hidden = (lambda x: x.reshape(B * A * P, *x.shape[3:])), None
-    if config.losses.distill or (drafter.taught and hidden is not None):
+    if config.losses.distill or (drafter.needs_target_logits and hidden is not None):
         assert hidden is not None
         before = (blocks.label_positions - 1).reshape(B, A * P, 1)
         target_hidden = jnp.take_along_axis(hidden, before, axis=1).reshape(B * A * P, -1)
@@ -189,7 +189,7 @@ def loss_sums(config: TrainConfig, target: Target, drafter: Drafter, params: Any
         target_hidden,
         coefficients=config.losses,
         chunk=config.loss_chunk,
-        per_block=P,
+        per_block=P if drafter.whole_blocks else 1,
         rounded=config.round_logit_gradients,
     )
     losses, cross_entropy, correct = (x.reshape(B, A, P) for x in tokens)

@@ -213,11 +213,16 @@ def extended(proposal: Proposal, copied: Copies) -> Proposal:
     if scores is not None:
         scores = longer(scores, jax.nn.log_sigmoid(-MOST_LOGIT))
     if lessons is not None:
-        assert lessons.places is None  # as those of a chain
-        index = jnp.arange(proposal.depth, dtype=jnp.int32)[None]
-        places = longer(jnp.broadcast_to(index, proposal.tokens.shape), -1)
-        lessons = jax.tree.map(lambda x: longer(x, 0), lessons).replace(places=places)
+        lessons = jax.tree.map(lambda x: longer(x, 0), lessons).replace(places=longer(_places(proposal), -1))
     return proposal.replace(tokens=tokens, scores=scores, lessons=lessons)
+
+
+def _places(proposal: Proposal) -> Int[Array, "B D"]:
+    """The places of a chain's lessons."""
+    assert proposal.lessons is not None
+    if proposal.lessons.places is not None:
+        return proposal.lessons.places[:, : proposal.depth]
+    return jnp.broadcast_to(jnp.arange(proposal.depth, dtype=jnp.int32)[None], proposal.tokens.shape)
 
 
 def either(proposal: Proposal, copied: Copies, take: Bool[Array, " B"]) -> Proposal:
@@ -229,10 +234,7 @@ def either(proposal: Proposal, copied: Copies, take: Bool[Array, " B"]) -> Propo
         take |= promised(copy) > promised(scores)
     pick = lambda x, y: jnp.where(take[:, None], x, y)
     if lessons is not None:
-        places = lessons.places
-        if places is None:
-            places = jnp.broadcast_to(jnp.arange(proposal.depth, dtype=jnp.int32)[None], proposal.tokens.shape)
-        lessons = lessons.replace(places=pick(-1, places))
+        lessons = lessons.replace(places=pick(-1, _places(proposal)))
     if scores is not None:
         scores = pick(copy, scores)
     return proposal.replace(tokens=pick(copied.tokens[:, 0], proposal.tokens), scores=scores, lessons=lessons)

@@ -60,6 +60,29 @@ class Blocks(NamedTuple):
         return jnp.concatenate([self.tokens[:, :, None], self.labels[:, :, :-1]], axis=2)
 
 
+class Scored(NamedTuple):
+    """Predictions and their logits, as a loss has them.
+
+    Attributes:
+        states: what `score` was given.
+        logits: what it made of them.
+        labels: data tokens, as the drafter numbers them; negative for one that it does not have.
+        per_block: how many of them are a block's, which stand together. It is 1 unless the drafter has `whole_blocks`.
+        target_logits: gives the target's own logits; None where they are not known.
+    """
+
+    states: PyTree
+    logits: Float[Array, "M V"]
+    labels: Int[Array, " M"]
+    per_block: int = 1
+    target_logits: Callable[[], Float[Array, "M V"]] | None = None
+
+    @property
+    def known(self) -> Int[Array, " M"]:
+        """The labels, with token 0 for one that the drafter does not have."""
+        return jnp.maximum(self.labels, 0)
+
+
 class Drafter(Drafting, struct.PyTreeNode):
     """A loaded drafter, a `decoding.state.DraftModel`. A pytree of its parameters; see `Target`.
 
@@ -74,8 +97,9 @@ class Drafter(Drafting, struct.PyTreeNode):
     mesh: AnyMesh | None = struct.field(pytree_node=False, default=None, kw_only=True)
     model: ClassVar[type[nn.Module]]  # of the parameters that are not `outside_model`
     frozen: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head", "d2t")  # parameters that are not trained
-    by_token: ClassVar[tuple[str, ...]] = ()  # names of trained tables with a row for each token
-    taught: ClassVar[bool] = False  # whether `refine` compares with the target's own logits
+    by_token: ClassVar[tuple[str, ...]] = ()  # names of trained tables of which rows are looked up, mostly by tokens
+    whole_blocks: ClassVar[bool] = False  # whether `refine` needs all predictions of a block together
+    needs_target_logits: ClassVar[bool] = False  # whether `refine` compares with the target's own logits
     scored: ClassVar[bool] = True  # whether proposals have scores, for verification budgets
     outside_model: ClassVar[tuple[str, ...]] = frozen  # parameters that methods of the drafter use, and `model` has not
 
@@ -99,6 +123,10 @@ class Drafter(Drafting, struct.PyTreeNode):
     def depth(self, block_size: int) -> int:
         """Tokens proposed at this block size; each is one deeper than the last."""
         return self.config.proposals(block_size)
+
+    def uses(self, path: tuple[str, ...]) -> int:
+        """How often a trained weight is multiplied with for each position of a block, for counts of operations."""
+        return 1
 
     def embed(self, target: TargetModel, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the target's embedding table, unless the checkpoint has its own."""
@@ -135,27 +163,12 @@ class Drafter(Drafting, struct.PyTreeNode):
         return self.unembed(target, states[None])[0]
 
     def refine(
-        self,
-        target: TargetModel,
-        heads: dict[str, PyTree],
-        states: PyTree,
-        logits: Float[Array, "M V"],
-        labels: Int[Array, " M"],
-        *,
-        per_block: int = 1,
-        taught: Callable[[], Float[Array, "M V"]] | None = None,
+        self, target: TargetModel, heads: dict[str, PyTree], scored: "Scored"
     ) -> tuple[Float[Array, " M"] | float, Bool[Array, " M"]]:
-        """A further loss of each prediction, and whether the label is what it would propose.
-
-        Args:
-            heads, states: as of `score`, of the predictions of whole blocks, one after the other.
-            logits: of `score`.
-            labels: negative for one that the drafter does not have; what is returned of it does not count.
-            per_block: predictions of a block. A loss may depend on the states of others only if there are `heads`.
-            taught: the target's own logits, if they are known.
-        """
-        best = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
-        return 0.0, jnp.max(logits, axis=-1) == best
+        """A further loss of each prediction, and whether the label is what it would propose. What is returned for a
+        label that the drafter does not have is not used."""
+        best = jnp.take_along_axis(scored.logits, scored.known[:, None], axis=1)[:, 0]
+        return 0.0, jnp.max(scored.logits, axis=-1) == best
 
     def _apply(self, method: str, *args: PyTree) -> PyTree:
         params = {k: v for k, v in self.params.items() if k not in self.outside_model}

@@ -327,7 +327,7 @@ class DFlashKind(Kind[Config, KindSettings]):
         return {**common, "dflash_config": nested, "architectures": [self.architecture]}
 
     def config_from(self, config: DrafterConfig, raw: Raw, settings: KindSettings) -> Raw | None:
-        """A kind of this family can begin as a DFlash drafter: at first it proposes the same."""
+        """A kind of this family can begin as a DFlash drafter."""
         if type(config) is not DFlashConfig:
             return None
         began = {"sample_from_anchor": config.anchor_predicts, "dflash_config": {}, **raw}

@@ -4,7 +4,7 @@ given the one before (reference `dflash/model.py`, `DFlash2DraftModel`).
 Shapes: B rows, P proposals, C candidates of a slot, R rank, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -93,20 +93,13 @@ class Drafter(dflash.Drafter):
         return self.unembed(target, states[0][None])[0]
 
     def refine(
-        self,
-        target: TargetModel,
-        heads: dict[str, PyTree],
-        states: PyTree,
-        logits: Float[Array, "M V"],
-        labels: Int[Array, " M"],
-        *,
-        per_block: int = 1,
-        taught: Callable[[], Float[Array, "M V"]] | None = None,
+        self, target: TargetModel, heads: dict[str, PyTree], scored: base.Scored
     ) -> tuple[Float[Array, " M"] | float, Bool[Array, " M"]]:
         """The selector's cross-entropy over its candidates, of which the label takes the last one's place if it is not
         among them."""
+        states, logits, labels = scored.states, scored.logits, scored.known
         _, candidates = top_k(jax.lax.stop_gradient(logits)[None], self.config.selector_top_k)
-        candidates, labels = candidates[0], jnp.maximum(labels, 0)
+        candidates = candidates[0]
         found = jnp.any(candidates == labels[:, None], axis=1)
         candidates = candidates.at[:, -1].set(jnp.where(found, candidates[:, -1], labels))
         ids = candidates if self.vocabulary is None else self.vocabulary[candidates]

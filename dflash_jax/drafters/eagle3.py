@@ -137,7 +137,7 @@ class Passes(NamedTuple):
 
 
 class Drafter(base.Drafter):
-    """A loaded EAGLE-3 drafter. A pytree of its parameters; its state from step to step is an `Latest`."""
+    """A loaded EAGLE-3 drafter. A pytree of its parameters; its state from step to step is a `Latest`."""
 
     config: Eagle3Config = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -100,6 +100,10 @@ class Kind(Generic[Config, KindSettings]):
         """The `config.json` of a drafter of this kind that begins as one of another kind, with this `config` and
         `config.json`; None if it cannot."""
         return None
+
+    def for_blocks(self, drafter: base.Drafter, block_size: int) -> base.Drafter:
+        """A drafter for smaller blocks than its own, with the parameters that these need."""
+        return drafter.replace(config=replace(drafter.config, block_size=block_size))
 
     def initial(self, path: str, shape: tuple[int, ...], config: Config) -> np.ndarray | None:
         """A new parameter; None if it is made as all others are (one in norms, zero in biases, else drawn)."""

@@ -10,7 +10,7 @@ width of the drafter, H of the transformer, V vocabulary of the drafter, FD tapp
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from dflash_jax import checkpoint
 from dflash_jax.cache import Capacity, Fresh, commit
@@ -75,9 +75,15 @@ class Drafter(dflash.Drafter):
 
     config: LiLiCorrConfig = struct.field(pytree_node=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ClassVar[type[nn.Module]] = Model
-    by_token: ClassVar[tuple[str, ...]] = ("slot_embedding", "rank_embedding")  # tables, though not of tokens
+    by_token: ClassVar[tuple[str, ...]] = ("slot_embedding", "rank_embedding")
     outside_model: ClassVar[tuple[str, ...]] = (*base.Drafter.outside_model, "lilicorr")
-    taught: ClassVar[bool] = True
+    whole_blocks: ClassVar[bool] = True
+    needs_target_logits: ClassVar[bool] = True
+
+    def uses(self, path: tuple[str, ...]) -> int:
+        """Most of the head sees every candidate of a slot."""
+        once = "pass_hidden_proj", "context_proj", "anchor_out_head"
+        return 1 if path[0] != "lilicorr" or path[1] in once else self.config.lilicorr_candidate_topk
 
     def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Latest:  # type: ignore[override]
         """An empty draft cache; windowed layers hold no more than their window."""
@@ -135,38 +141,30 @@ class Drafter(dflash.Drafter):
         return self.unembed(target, states[0][None])[0]
 
     def refine(
-        self,
-        target: TargetModel,
-        heads: dict[str, PyTree],
-        states: PyTree,
-        logits: Float[Array, "M V"],
-        labels: Int[Array, " M"],
-        *,
-        per_block: int = 1,
-        taught: Callable[[], Float[Array, "M V"]] | None = None,
+        self, target: TargetModel, heads: dict[str, PyTree], scored: base.Scored
     ) -> tuple[Float[Array, " M"] | float, Bool[Array, " M"]]:
         """The loss of the paths: cross-entropy among the candidates of a slot, given the label of the slot before; and
         the head's probability of each candidate, times how much less likely than the label the target thinks it is. Of
         slots whose label, and those before, are candidates."""
-        fold = lambda x: x.reshape(-1, per_block, *x.shape[1:])
+        logits, fold = scored.logits, lambda x: x.reshape(-1, scored.per_block, *x.shape[1:])
         _, candidates = top_k(jax.lax.stop_gradient(logits)[None], self.config.lilicorr_candidate_topk)
         candidates = candidates[0]
         likely = jnp.take_along_axis(logits, candidates, axis=1) - jax.nn.logsumexp(logits, axis=1, keepdims=True)
         ids = candidates if self.vocabulary is None else self.vocabulary[candidates]
-        hidden, anchor = map(fold, states)
+        hidden, anchor = map(fold, scored.states)
         scores = self.potentials(target, heads["lilicorr"], Lattice(fold(ids), fold(likely)), hidden, anchor[:, :1])
-        found = fold(candidates == labels[:, None])
+        found = fold(candidates == scored.labels[:, None])
         place = jnp.argmax(found, axis=2)
         reached = jnp.cumprod(jnp.any(found, axis=2).astype(jnp.int32), axis=1) > 0
         after = jnp.take_along_axis(scores.pairs, place[:, :-1, None, None], axis=2)[:, :, 0]
-        scored = jax.nn.log_softmax(jnp.concatenate([scores.first[:, None], after], axis=1), axis=2)
-        of_label = jnp.sum(jnp.where(found, scored, 0.0), axis=2)
+        chances = jax.nn.log_softmax(jnp.concatenate([scores.first[:, None], after], axis=1), axis=2)
+        of_label = jnp.sum(jnp.where(found, chances, 0.0), axis=2)
         loss = -CROSS_ENTROPY * of_label
-        if taught is not None:
-            logit = fold(jnp.take_along_axis(taught(), candidates, axis=1))
+        if scored.target_logits is not None:
+            logit = fold(jnp.take_along_axis(scored.target_logits(), candidates, axis=1))
             gap = jnp.sum(jnp.where(found, logit, 0.0), axis=2, keepdims=True) - logit
-            loss += PENALTY * jnp.sum(jnp.exp(scored) * jnp.maximum(jax.lax.stop_gradient(gap), 0.0), axis=2)
-        correct = reached & (of_label == jnp.max(scored, axis=2))
+            loss += PENALTY * jnp.sum(jnp.exp(chances) * jnp.maximum(jax.lax.stop_gradient(gap), 0.0), axis=2)
+        correct = reached & (of_label == jnp.max(chances, axis=2))
         return jnp.where(reached, loss, 0.0).reshape(-1), correct.reshape(-1)
 
     def anchor(self, feature: Float[Array, "B A D"], known: Bool[Array, "B A"]) -> Float[Array, "B A H"]:
@@ -253,10 +251,14 @@ class LiLiCorr(dflash.DFlashKind[LiLiCorrConfig, LiLiCorrSettings]):
         fields, D = dflash_fields(raw, more, projectors=("dflash", "lilicorr")), size(get, "hidden_size")
         if flag(get, "lilicorr_enabled") is False:
             raise ValueError(
-                "lilicorr_enabled is false: a drafter without the head has none of its fields; it is a DFlashDraftModel"
+                "lilicorr_enabled is false, and there are other fields of the head. Set it to true; or, without one, "
+                "take all fields that begin with lilicorr_ out of config.json and name DFlashDraftModel as the class"
             )
         if fields["anchor_predicts"]:
-            raise ValueError("sample_from_anchor must be false for a LiLiCorr drafter, whose anchor predicts nothing")
+            raise ValueError(
+                "sample_from_anchor must be false for a LiLiCorr drafter, whose anchor predicts nothing; a DFlash "
+                "drafter whose anchor does cannot become one"
+            )
         if any(get(name) for name in convolution.FIELDS):
             fields |= convolution.read(get, D)
         head: dict[str, Any] = {f"lilicorr_{name}": size(get, f"lilicorr_{name}", most=2**16) for name in _SIZES}
@@ -264,14 +266,17 @@ class LiLiCorr(dflash.DFlashKind[LiLiCorrConfig, LiLiCorrSettings]):
             if (value := number(get, name, default=0.0)) <= 0:
                 raise ValueError(f"config.json must have a positive {name}, got {get(name)!r:.80}")
             head[name] = value
-        width = get("lilicorr_hidden_size", default=0)
-        head["lilicorr_hidden_size"] = size(get, "lilicorr_hidden_size", most=2**16) if width else D
+        width = get("lilicorr_hidden_size")
+        as_layers = width == 0 and not isinstance(width, bool)
+        head["lilicorr_hidden_size"] = D if as_layers else size(get, "lilicorr_hidden_size", most=2**16)
         if head["lilicorr_hidden_size"] % head["lilicorr_num_heads"]:
             given = f"{head['lilicorr_num_heads']} and {head['lilicorr_hidden_size']}"
             raise ValueError(f"lilicorr_num_heads must divide lilicorr_hidden_size, got {given}")
         if (most := fields["draft_vocab_size"]) < head["lilicorr_candidate_topk"]:
             got = head["lilicorr_candidate_topk"]
             raise ValueError(f"lilicorr_candidate_topk must be at most the vocabulary's {most}, got {got}")
+        if fields["block_size"] < 2:
+            raise ValueError(f"block_size of a LiLiCorr drafter must be at least 2, got {fields['block_size']}")
         return LiLiCorrConfig(**fields, **head, slots=fields["block_size"] - 1)
 
     def new_config(self, common: Raw, settings: LiLiCorrSettings, taps: Sequence[int] | None = None) -> Raw:
@@ -283,6 +288,16 @@ class LiLiCorr(dflash.DFlashKind[LiLiCorrConfig, LiLiCorrSettings]):
         convolved = bool(settings.conv_kernel_size)
         given = {name: value for name, value in given.items() if convolved or name not in convolution.FIELDS}
         return {**raw, "dflash_config": {**raw["dflash_config"], **head, **given}}
+
+    def for_blocks(self, drafter: base.Drafter, block_size: int) -> base.Drafter:
+        """The head has parameters for each slot, and for each distance of two."""
+        drafter, slots = super().for_blocks(drafter, block_size), block_size - 1
+        assert isinstance(drafter.config, LiLiCorrConfig)
+        more, head = drafter.config.slots - slots, dict(drafter.params["lilicorr"])
+        head["slot_embedding"] = head["slot_embedding"][:, :, :slots]
+        head["relative_slot_bias"] = head["relative_slot_bias"][:, more : more + 2 * slots + 1]
+        params = {**drafter.params, "lilicorr": head}
+        return drafter.replace(params=params, config=replace(drafter.config, slots=slots))
 
     def initial(self, path: str, shape: tuple[int, ...], config: LiLiCorrConfig) -> np.ndarray | None:
         return convolution.initial(path, super().initial(path, shape, config))

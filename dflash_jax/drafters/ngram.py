@@ -5,7 +5,7 @@ Prompt lookup (A. Saxena, 2023) and SuffixDecoding (arXiv 2411.04975) propose so
 Shapes: B rows.
 """
 
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import jax
@@ -83,6 +83,26 @@ class Ngram(struct.PyTreeNode):
         return state
 
 
+@dataclass(frozen=True)
+class LongerBlocks:
+    """The configuration of a drafter, for larger blocks than its own.
+
+    Attributes:
+        drafter: its own.
+        block_size: the largest one.
+    """
+
+    drafter: DraftConfig
+    block_size: int
+
+    @property
+    def proposal_sharpness(self) -> tuple[float, ...]:
+        return getattr(self.drafter, "proposal_sharpness", ())
+
+    def check_pair(self, target: TargetConfig) -> None:
+        self.drafter.check_pair(target)
+
+
 class Mixture(Around):
     """A drafter with n-grams beside it. In a chain, a row goes on as its text did before where that promises more
     tokens than its drafter does; while the last `LONG` tokens of all rows stand in their text before, the drafter is
@@ -98,9 +118,7 @@ class Mixture(Around):
     @property
     def config(self) -> DraftConfig:
         own = self.drafter.config
-        if own.block_size >= self.block_size or not (is_dataclass(own) and not isinstance(own, type)):
-            return own
-        return replace(own, block_size=self.block_size)
+        return own if own.block_size >= self.block_size else LongerBlocks(own, self.block_size)
 
     def depth(self, block_size: int) -> int:
         own = min(block_size, self.drafter.config.block_size)

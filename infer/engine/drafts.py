@@ -46,7 +46,9 @@ class Drafts:
             largest = drafter.config.block_size
             self.block_size = config.block_size if isinstance(config.block_size, int) else largest
             if not 1 <= self.block_size <= largest:
-                raise ValueError(f"block_size must lie in 1..{largest} (the drafter's own), got {self.block_size}")
+                raise ValueError(
+                    f"block_size must lie in 1..{largest} (the largest that this drafter has), got {self.block_size}"
+                )
             if drafter.depth(self.block_size) == 0:
                 drafter = None
         self.drafter, self.auto = drafter, auto and drafter is not None and not config.deterministic

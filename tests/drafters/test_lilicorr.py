@@ -1,5 +1,6 @@
 """LiLiCorr: its paths, its trees by a heap, and its loss by the formula. Its scores: test_golden_drafters.py."""
 
+import dataclasses
 import heapq
 from itertools import pairwise
 
@@ -7,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from dflash_jax import load_drafter, load_target
 from dflash_jax.decoding.state import Query, Seen
+from dflash_jax.drafters.base import Scored
 from dflash_jax.drafters.lattice import Lattice
 from dflash_jax.train.config import make_config
-from dflash_jax.train.drafters import converted
+from dflash_jax.train.drafters import converted, save_drafter, with_block_size
+from dflash_jax.train.operations import trained_operations
 from tests import tiny
 
 SLOTS, K = 4, tiny.LATTICE["candidate_topk"]
@@ -110,8 +114,8 @@ def test_the_loss_is_that_of_the_formula(pair, taught):
     labels[1, 2], labels[2, 0] = np.argmin(logits[1, 2]), -1  # no candidate; no token of the drafter's
     flat = lambda x: jnp.asarray(x).reshape(-1, *x.shape[2:])
     seen = flat(hidden), flat(jnp.broadcast_to(anchor, (blocks, SLOTS, anchor.shape[2])))
-    given = {"per_block": SLOTS, "taught": (lambda: flat(teacher)) if taught else None}
-    loss, correct = drafter.refine(target, drafter.heads(), seen, flat(logits), flat(labels), **given)
+    scored = Scored(seen, flat(logits), flat(labels), SLOTS, (lambda: flat(teacher)) if taught else None)
+    loss, correct = drafter.refine(target, drafter.heads(), scored)
     expected, right = np.zeros((blocks, SLOTS)), np.zeros((blocks, SLOTS), bool)
     for block in range(blocks):
         scores = [first[block], *(pairs[block, slot, place[block, slot]] for slot in range(SLOTS - 1))]
@@ -143,6 +147,30 @@ def test_it_begins_with_the_layers_of_a_dflash_drafter(pair, tmp_path):
     assert drafter.config.conv_kernel_size == 2
     with pytest.raises(ValueError, match="positive"):
         make_config({"drafter": "lilicorr", "lilicorr_num_heads": 0})
+
+
+def test_a_drafter_for_smaller_blocks_has_the_tensors_of_these(pair, tmp_path):
+    """As other engines expect them; it proposes what the larger one does in such a block."""
+    target, drafter = pair
+    smaller, raw = with_block_size(drafter, tiny.kinds()["lilicorr"], 3)
+    save_drafter(tmp_path / "smaller", smaller, raw)
+    with safe_open(tmp_path / "smaller" / "model.safetensors", "numpy") as file:
+        assert file.get_tensor("lilicorr.slot_embedding").shape == (1, 1, 2, 1, 24)
+        assert file.get_tensor("lilicorr.relative_slot_bias").shape == (2, 5)
+    loaded = load_drafter(tmp_path / "smaller")
+    state, _, query = begun(target, drafter)
+    choice, query = tiny.choice_of(2, SLOTS, tiny.VOCAB), query.replace(block_size=3)
+    ours, theirs = (one.propose(target, state, query, choice).tokens for one in (loaded, drafter))
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_operations_of_a_step_count_every_candidate(pair):
+    """Of a head with one candidate for each slot and of this one."""
+    config = make_config({"drafter": "lilicorr", "block_size": 5, "num_layers": 2, "lilicorr_candidate_topk": K})
+    drafter, params = pair[1], {"lilicorr": pair[1].params["lilicorr"]}
+    one = drafter.replace(config=dataclasses.replace(drafter.config, lilicorr_candidate_topk=1))
+    both = [trained_operations(config, of, params) for of in (one, drafter)]
+    assert 0.8 * K < both[1] / both[0] < K
 
 
 def test_features_of_the_last_position_are_those_of_one_chunk(pair):

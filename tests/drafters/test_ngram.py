@@ -11,6 +11,7 @@ from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions
 from dflash_jax.constraints.constraint import regex
 from dflash_jax.decoding import copying
 from dflash_jax.drafters import ngram
+from dflash_jax.drafters.ngram import NgramConfig
 from dflash_jax.infer.engine import drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.mesh import make_mesh, parse_mesh
@@ -81,6 +82,28 @@ def test_copies_reach_further_than_the_drafter(tree, directory, target):
     assert known.shape[1] == 15
     assert (known[:, 4:] == known[0, -1]).all()
     assert (known[0, :4] > known[0, -1]).any()
+
+
+class Property:
+    """A configuration that cannot be replaced."""
+
+    block_size, proposal_sharpness = property(lambda _: 4), (2.0,)
+
+    def check_pair(self, target):
+        raise ValueError("no pair")
+
+
+def test_larger_blocks_need_nothing_of_a_drafter_but_the_protocol(target):
+    """Chains whose lessons have places, too, as those of n-grams have."""
+    request = tiny.ask([1, 2, 3, 4], 60, eos_token_ids=(vocabulary.END,))
+    (plain,) = Engine(target, None, **SETTINGS).generate([request])
+    (done,) = Engine(target, Mixture(Ngram(NgramConfig(4))), **SETTINGS).generate([request])
+    assert done.token_ids == plain.token_ids
+    assert max(done.acceptance_lengths) > 4
+    config = Mixture(Ngram(Property())).config
+    assert (config.block_size, config.proposal_sharpness) == (16, (2.0,))
+    with pytest.raises(ValueError, match="no pair"):
+        config.check_pair(target.config)
 
 
 @pytest.mark.lossless

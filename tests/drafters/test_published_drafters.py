@@ -257,7 +257,15 @@ REFUSED: dict[str, tuple[dict, str]] = {
         dflash(architectures=["LiLiCorrDraftModel"], **inside(projector_type="lilicorr")),
         "must have a positive int 'lilicorr_candidate_topk'",
     ),
-    "LiLiCorr that is off": (dflash(**inside(**LILICORR, lilicorr_enabled=False)), "lilicorr_enabled is false"),
+    "LiLiCorr that is off": (
+        dflash(**inside(**LILICORR, lilicorr_enabled=False)),
+        "take all fields that begin with lilicorr_ out of config.json and name DFlashDraftModel",
+    ),
+    "LiLiCorr without a width": (
+        dflash(**inside(**LILICORR | {"lilicorr_hidden_size": None})),
+        "must have a positive int 'lilicorr_hidden_size', got None",
+    ),
+    "LiLiCorr of no slots": (dflash(**inside(**LILICORR), block_size=1), "must be at least 2, got 1"),
     "LiLiCorr with half of the convolutions": (dflash(**inside(**LILICORR, conv_kernel_size=2)), "conv_group_size"),
     "LiLiCorr whose anchor predicts": (dflash(**inside(**LILICORR), sample_from_anchor=True), "must be false"),
     "LiLiCorr with more candidates than tokens": (

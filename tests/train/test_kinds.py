@@ -11,6 +11,7 @@ import pytest
 
 from dflash_jax import generate, load_drafter, load_target, spec_generate
 from dflash_jax.decoding.state import Query, Seen
+from dflash_jax.drafters.base import Scored
 from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.train.blocks import draw_blocks, target_features
 from dflash_jax.train.config import make_config
@@ -126,7 +127,7 @@ def test_the_selector_learns_from_the_scores_it_decodes_with(vocabulary, target)
     gates = drafter.gates(hidden[None])[0]
     seen = hidden, drafter.params["candidate_selector"]["predecessor_codebook"][previous] * gates
     logits = drafter.score(target, drafter.heads(), seen)
-    loss, correct = drafter.refine(target, drafter.heads(), seen, logits, labels)
+    loss, correct = drafter.refine(target, drafter.heads(), Scored(seen, logits, labels))
     for i in range(9):
         candidates = np.argsort(-logits[i])[: drafter.config.selector_top_k]
         if labels[i] not in candidates:

@@ -33,8 +33,8 @@ def test_losses_and_gradients(case, chunk, weights, trained):
     def score(heads, hidden):
         return hidden @ heads.get("head", head).T
 
-    def refine(heads, hidden, logits, labels, **_):
-        return 0.0, jnp.argmax(logits, axis=-1) == labels
+    def refine(heads, scored):
+        return 0.0, jnp.argmax(scored.logits, axis=-1) == scored.labels
 
     def ours(hidden, heads):
         tokens = token_losses(
