@@ -1,16 +1,20 @@
 """The commands of `dflash-jax` that answer prompts, each with those options of `serve` that it uses."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from tyro.conf import Positional, arg
 
 from dflash_jax.bundled import PROMPT
 from dflash_jax.infer.interrupt import exit_status
 from dflash_jax.parsing import parse
-from dflash_jax.serve import DESCRIPTION, FILES, MODELS, SAMPLING, RayOptions, parse_command, run
+from dflash_jax.serve import DESCRIPTION, FILES, MODELS, SAMPLING, RayOptions, ServeOptions, parse_command, run
 from dflash_jax.serve_http import HttpOptions
 from dflash_jax.terminal import ChatOptions, chat
 
 ADDRESS = "127.0.0.1:8000"
-OF_JOBS = ("input", "output", "force", "stats_interval", "summary", "ordered", "processes")
+OF_JOBS = ("input", "output", "force", "stats_interval", "summary", "ordered", "fields", "processes")
 OF_SERVERS = tuple(HttpOptions.__dataclass_fields__)
 OF_CLUSTERS = tuple(RayOptions.__dataclass_fields__)
 SERVE = f"""\
@@ -34,31 +38,51 @@ A conversation on the terminal. Models are loaded and compiled once.
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ServeOptions):
+    """Options of `dflash-jax generate`.
+
+    Attributes:
+        prompt: what to answer
+    """
+
+    prompt: Annotated[Positional[str], arg(metavar="PROMPT")] = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(ServeOptions):
+    """Options of `dflash-jax batch`.
+
+    Attributes:
+        input: prompts, one JSON object a line: files or globs, plain, .gz or .zst; - is standard input
+    """
+
+    input: Annotated[Positional[tuple[str, ...]], arg(metavar="FILE.jsonl")] = field()
+
+
 def serve(argv: Sequence[str]) -> int:
     """`dflash-jax serve`."""
     given = any(word.partition("=")[0] in ("--http", "-h", "--help", "--help-all") for word in argv)
     common = ("http", "max_length", "batch_size", "api_key", "block_size", "tool_format", *MODELS, "config")
     hidden = ("prompt", *OF_JOBS, *OF_CLUSTERS)
     words = argv if given else ["--http", ADDRESS, *argv]
-    return run(parse_command(words, "dflash-jax serve", SERVE, common, hidden))
+    return run(parse_command(ServeOptions, words, "dflash-jax serve", SERVE, common, hidden))
 
 
 def generate(argv: Sequence[str]) -> int:
     """`dflash-jax generate PROMPT`."""
-    words = ["--prompt", *argv] if argv and not argv[0].startswith("-") else argv
     hidden = ("http", "batch_size", *OF_JOBS, *OF_SERVERS, *OF_CLUSTERS)
     common = ("prompt", *MODELS, *SAMPLING, "block_size", "config")
-    return run(parse_command(words, "dflash-jax generate", GENERATE, common, hidden))
+    return run(parse_command(GenerateOptions, argv, "dflash-jax generate", GENERATE, common, hidden))
 
 
 def batch(argv: Sequence[str]) -> int:
     """`dflash-jax batch FILE ... --output FILE`."""
-    words = ["--input", *argv] if argv and not argv[0].startswith("-") else argv
     formats = DESCRIPTION[DESCRIPTION.index("  input lines") : DESCRIPTION.index("  models")]
     status = DESCRIPTION[DESCRIPTION.index("  exit status") :]
     hidden = ("http", "prompt", *OF_SERVERS)
     common = (*FILES, "summary", *MODELS, *SAMPLING, "config")
-    return run(parse_command(words, "dflash-jax batch", BATCH + "\n" + formats + status, common, hidden))
+    return run(parse_command(BatchOptions, argv, "dflash-jax batch", BATCH + "\n" + formats + status, common, hidden))
 
 
 def converse(argv: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dflash_jax.infer.engine.engine import Engine
     from dflash_jax.infer.engine.engine_config import EngineConfig
     from dflash_jax.infer.engine.requests import Request
+    from dflash_jax.infer.jobs.job_input import JobInput
     from dflash_jax.infer.jobs.lines import Line
     from dflash_jax.infer.text import Text
     from dflash_jax.target import Target
@@ -173,11 +174,22 @@ def make_engine(target: "Target", drafter: "DraftModel | None", config: "EngineC
         ) from error
 
 
-def needs_of_lines(config: "TargetConfig", lines: "Sequence[Line]", options: EngineOptions) -> Needs:
-    """What the lines of a job need."""
+def needs_of_input(config: "TargetConfig", lines: "JobInput", options: EngineOptions) -> Needs:
+    """What the lines of a job need, by a sample of them and what is known of all."""
+    found = needs_of_lines(config, lines.sample, options, growing=lines.growing)
+    return found._replace(
+        logprobs=max((n for n in (found.logprobs, lines.logprobs) if n is not None), default=None),
+        constraints=found.constraints or lines.constrained,
+    )
+
+
+def needs_of_lines(
+    config: "TargetConfig", lines: "Sequence[Line]", options: EngineOptions, *, growing: bool = False
+) -> Needs:
+    """What the lines of a job need; `growing` as of `needs_of`."""
     # Two of several answers to a prompt show that it is read more than once.
     requests = [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
-    return needs_of(config, requests, options, growing=any(line.later for line in lines))
+    return needs_of(config, requests, options, growing=growing or any(line.later for line in lines))
 
 
 def load_engine(

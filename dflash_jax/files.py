@@ -10,7 +10,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,19 +173,30 @@ def check_writable(path: Path) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Puts a file into the place of whatever is there; links stay. What is no file, such as `/dev/stdout`, is written
-    to.
+    """`replace_by` of one piece."""
+    replace_by(path, (data,))
+
+
+def replace_by(path: Path, pieces: Iterable[bytes]) -> None:
+    """Puts a file of these pieces into the place of whatever is there; links stay. What is no file, such as
+    `/dev/stdout`, is written to.
 
     Raises:
         OSError: naming the path.
     """
+
+    def write_to(place: Path) -> None:
+        with place.open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
+
     if path.exists() and not path.is_file():
-        path.write_bytes(data)
+        write_to(path)
         return
     target = followed(path)
     beside = target.with_name(f".{secrets.token_hex(8)}.writing")  # nobody else's, and short where the name is long
     try:
-        beside.write_bytes(data)
+        write_to(beside)
         beside.replace(target)
     except BaseException as error:
         with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ from tyro.conf import arg
 
 from dflash_jax.bundled import PROMPT
 from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, json_value, log_to_stderr, optional, parsed
-from dflash_jax.engines import Needs, check_length, engine_for, load_engine, needs_of_lines
+from dflash_jax.engines import Needs, check_length, engine_for, load_engine, needs_of_input, needs_of_lines
 from dflash_jax.files import one_line, reading
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
 from dflash_jax.infer.progress import LOG_PAUSE
@@ -60,10 +60,11 @@ EXAMPLES = f"""
                 --http 127.0.0.1:8000 --target DIR --drafter DIR
 """
 PAUSE = f"{LOG_PAUSE:.0f} where there is no terminal"
+RECORD_FIELDS = "text token_ids finish_reason usage speculation logprobs message turns samples input".split()
 # What `--help` shows of the options.
 MODELS = ("target", "drafter", "mesh", "dtype", "quantize", "no_speculation")
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")
-FILES = ("input", "output", "batch_size", "ordered")
+FILES = ("input", "output", "batch_size", "ordered", "fields")
 COMMON = (*FILES, "prompt", "http", *MODELS, *SAMPLING, "config")
 WHAT = tyro.conf.create_mutex_group(required=True, title="what to answer")
 
@@ -72,6 +73,13 @@ def _files(given: Sequence[str]) -> tuple[str, ...]:
     if not given:
         raise ValueError("needs at least one file")
     return tuple(given)
+
+
+def _fields(given: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(given[0].split(","))
+    if wrong := [name for name in names if name not in RECORD_FIELDS]:
+        raise ValueError(f"must be names like text,usage out of {', '.join(RECORD_FIELDS)}; got {wrong[0]!r:.60}")
+    return names
 
 
 def _address(given: Sequence[str]) -> str:
@@ -126,6 +134,8 @@ class ServeOptions:
         stats_interval: seconds between lines of figures; 0 prints none
         summary: write totals, tau and the acceptance histogram
         ordered: rewrite the output in input order at the end
+        fields: what records have besides id, index, error and metadata, like text,usage: text, token_ids,
+            finish_reason, usage, speculation, logprobs, message, turns, samples; input is the whole input line
         processes: this is process I (from 0) of N that share the job and its storage. Each answers every N-th line, and
             the last to finish merges the parts. After a stop, another number of processes may continue
         no_speculation: decode with the target alone
@@ -140,6 +150,9 @@ class ServeOptions:
     stats_interval: Annotated[float | None, optional(float, "SECONDS", PAUSE)] = None
     summary: Annotated[str | None, optional(str, "FILE.json")] = None
     ordered: bool = False
+    fields: Annotated[
+        tuple[str, ...] | None, parsed(_fields, "NAME,..."), arg(help_behavior_hint="(default: all but input)")
+    ] = None
     processes: Annotated[str | None, optional(str, "I/N")] = None
     models: ModelOptions = field(default_factory=ModelOptions)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
@@ -151,21 +164,26 @@ class ServeOptions:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> ServeOptions:
-    return parse_command(argv, "python -m dflash_jax.serve", DESCRIPTION + EXAMPLES, COMMON)
+    return parse_command(ServeOptions, argv, "python -m dflash_jax.serve", DESCRIPTION + EXAMPLES, COMMON)
 
 
 def parse_command(
-    argv: Sequence[str] | None, prog: str, description: str, common: Iterable[str], hidden: Iterable[str] = ()
+    options: type[ServeOptions],
+    argv: Sequence[str] | None,
+    prog: str,
+    description: str,
+    common: Iterable[str],
+    hidden: Iterable[str] = (),
 ) -> ServeOptions:
     """The options of a command that has some of them; arguments as of `parsing.parse`."""
     given = sys.argv[1:] if argv is None else argv
     try:
-        given = configured(given, ServeOptions)
+        given = configured(given, options)
     except (ValueError, OSError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from error
     how = {"common": frozenset(common), "hidden": frozenset(hidden)}
-    return parse(ServeOptions, given, prog=prog, description=description, **how)
+    return parse(options, given, prog=prog, description=description, **how)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -192,7 +210,9 @@ def _run(options: ServeOptions) -> int:
         return _answer(options, options.prompt)
     if options.http is not None:
         return _http(options, options.http)
-    return _serve(options, options.input or ())
+    if not options.input:
+        raise ValueError("no input; name at least one file, or - for standard input")
+    return _serve(options, options.input)
 
 
 def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
@@ -201,7 +221,7 @@ def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
     def given(options: Any, default: Any, names: Iterable[str]) -> Iterator[str]:
         return (flag(name) for name in names if getattr(options, name) != getattr(default, name))
 
-    job = given(options, ServeOptions(), ("force", "stats_interval", "ordered", "processes"))
+    job = given(options, ServeOptions(), ("force", "stats_interval", "ordered", "fields", "processes"))
     server = given(options.server, HttpOptions(), HttpOptions.__dataclass_fields__)
     cluster = given(options.cluster, RayOptions(), RayOptions.__dataclass_fields__)
     if options.prompt is not None:
@@ -225,8 +245,7 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
         raise ValueError(f"--stats-interval must be at least 0 and finite, got {interval}")
     from dflash_jax.infer.jobs.answering import job_settings
     from dflash_jax.infer.jobs.batch_job import Job, JobFiles
-    from dflash_jax.infer.jobs.inputs import input_lines
-    from dflash_jax.infer.jobs.lines import read_lines
+    from dflash_jax.infer.jobs.job_input import JobInput
 
     share, summary = _share(options.processes), Path(options.summary) if options.summary else None
     files = JobFiles(sources, Path(options.output), summary, options.force, options.ordered, *share)
@@ -234,13 +253,21 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     options = replace(options, generation=_measured(options.generation))
     target, backend = _answering(options)
     with reading(Path(sources[0])) if len(sources) == 1 else contextlib.nullcontext():
-        lines = read_lines(input_lines(sources, files.not_input), target.text, target.defaults)
+        kept = "input" in (options.fields or ())
+        lines = JobInput(sources, target.text, target.defaults, files.not_input, keep_rows=kept)
     engine, drafter = options.engine, None if options.no_speculation else pair_sources(options.models)[1]
-    with contextlib.closing(backend(needs_of_lines(target.config, lines, engine))) as answering:
+    with (
+        contextlib.closing(lines),
+        contextlib.closing(backend(needs_of_input(target.config, lines, engine))) as answering,
+    ):
         dtype, fixed = answering.dtype(), engine.fixed(options.generation, drafter)
         more = engine.seed, engine.max_length, fixed, options.models.overrides, engine.cache_dtype
         settings = job_settings(target.directory, dtype, target.text, target.defaults, lines, *more)
-        return Job(files, lines, settings, _notes(options), begin).run(answering, options.stats_interval)
+        if options.fields is not None:
+            settings["fields"] = list(options.fields)
+        return Job(files, lines, settings, _notes(options), begin, options.fields).run(
+            answering, options.stats_interval
+        )
 
 
 def _answering(options: ServeOptions) -> "tuple[Described, Callable[[Needs], Backend]]":
@@ -249,12 +276,14 @@ def _answering(options: ServeOptions) -> "tuple[Described, Callable[[Needs], Bac
 
     models, generation, cluster = options.models, options.generation, options.cluster
     speculative, length = not options.no_speculation, options.engine.max_length
+    may_grow = length is None and not options.engine.deterministic
     if cluster.ray is None:
         loaded = load(models, generation, speculative=speculative, max_length=length)
         target, text, dtype = loaded.target, loaded.text, loaded.target.dtype.name
         engine = lambda needs: partial(engine_for, loaded, needs, generation, options.engine)
+        longer = lambda lines: engine(needs_of_lines(target.config, lines, options.engine))()
         described = Described(target.directory, target.config, text, loaded.defaults)
-        return described, lambda needs: LocalEngine(engine(needs), text, dtype)
+        return described, lambda needs: LocalEngine(engine(needs), text, dtype, longer if may_grow else None)
     if options.processes is not None:
         raise ValueError("--ray and --processes are two ways to share a job; give one of them")
     if (most := cluster.ray_workers) is not None and most < 1:
@@ -264,7 +293,11 @@ def _answering(options: ServeOptions) -> "tuple[Described, Callable[[Needs], Bac
     target = describe(models, generation, max_length=length)
     check_length(target.config, length)
     make = partial(load_engine, models, generation, options.engine, speculative=speculative)
-    return target, lambda needs: RayWorkers(cluster.ray or None, partial(make, needs), cluster.ray_resources, most)
+    longer = lambda lines: partial(make, needs_of_lines(target.config, lines, options.engine))
+    where = cluster.ray or None
+    return target, lambda needs: RayWorkers(
+        where, partial(make, needs), cluster.ray_resources, most, longer if may_grow else None
+    )
 
 
 def _notes(options: ServeOptions) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def _journal(path: Path) -> None:
 def _shared(path: Path) -> None:
     check_settings(path, {"seed": 0, "target": "t"})
     parts.answered(path)
-    rewrite_in_order(path, [])
+    rewrite_in_order(path, {}.get)
 
 
 def _input(path: Path) -> None:

@@ -24,7 +24,7 @@ from tests import tiny
 SERVE = """
     api-key batch-size block-size drafter dtype force http input max-length max-new-tokens max-request-bytes
     allow-unauthenticated max-waiting client-timeout shutdown-timeout
-    mesh min-p no-speculation ordered output prefix-chunks processes prompt proposals seed stats-interval
+    mesh min-p no-speculation ordered fields output prefix-chunks processes prompt proposals seed stats-interval
     cache-tokens cache-dtype draft-window verify-budget prefill-budget
     gpu-graphs stream-interval summary target temperature top-k top-p tree
     chat-template-kwargs deterministic kernels ray ray-workers ray-resources

@@ -1,6 +1,7 @@
 """What an engine has done so far."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 
 @dataclass
@@ -44,3 +45,9 @@ class Stats:
     def reset(self) -> None:
         """Back to zero."""
         self.__init__()
+
+
+def total(stats: Iterable[Stats]) -> Stats:
+    """The sums over several engines."""
+    known = [*stats]
+    return Stats(**{field.name: sum(getattr(one, field.name) for one in known) for field in fields(Stats)})

@@ -11,6 +11,7 @@ from dflash_jax.infer.answers import answer
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Completion, Request
+from dflash_jax.infer.jobs.job_input import JobInput
 from dflash_jax.infer.jobs.lines import Line
 from dflash_jax.infer.jobs.records import error_record
 from dflash_jax.infer.plain import refusal
@@ -22,7 +23,7 @@ def job_settings(
     dtype: str,
     text: Text,
     defaults: SamplingParams,
-    lines: Sequence[Line],
+    lines: JobInput | Sequence[Line],
     seed: int,
     max_length: int | None,
     deterministic: Fields | None = None,
@@ -49,7 +50,12 @@ def job_settings(
     if deterministic is not None:
         more["deterministic"] = dict(deterministic)
     more |= {name: dict(fields) for name, fields in (overrides or {}).items() if fields}
-    if any(line.request and line.request.params.constraint for line in lines):
+    if isinstance(lines, JobInput):
+        count, constrained, found = lines.count, lines.constrained, lines.fingerprint
+    else:
+        count, constrained = len(lines), any(line.request and line.request.params.constraint for line in lines)
+        found = hashlib.sha256(b"".join(line.digest for line in lines)).hexdigest()
+    if constrained:
         more["constraints"] = VERSION
     if defaults.min_tokens:
         more["min_tokens"] = defaults.min_tokens
@@ -57,8 +63,8 @@ def job_settings(
     return more | {
         "target": directory,
         "target_fingerprint": fingerprint(directory) if directory else None,
-        "input": f"{len(lines)} lines",
-        "input_fingerprint": hashlib.sha256(b"".join(line.digest for line in lines)).hexdigest(),
+        "input": f"{count} lines",
+        "input_fingerprint": found,
         **{name: getattr(defaults, name) for name in sampling},
         "seed": seed,
         "stop_token_ids": list(defaults.ends),
@@ -68,7 +74,17 @@ def job_settings(
     }
 
 
+WINDOW = 64  # requests that wait in an engine, at least,
+AHEAD = 4  # and for each of its slots
 Event = tuple[Json | None, list[Completion]]  # output record or None while in progress, answers so far
+
+
+def outgrows(line: Line, max_length: int, most_positions: int | None) -> bool:
+    """Whether a line needs more tokens than rows of an engine have, and the target has positions for more."""
+    if line.request is None:
+        return False
+    needed = len(line.request.prompt_token_ids) + max(line.request.params.max_new_tokens, 1)
+    return max_length < min(needed, most_positions or needed)
 
 
 class Answering:
@@ -84,18 +100,23 @@ class Answering:
         self._tickets: dict[int, tuple[Line, list[Completion]]] = {}  # and its answers
 
     def run(self, lines: Iterable[Line], admit: Callable[[], bool] = lambda: True) -> Generator[Event, None, None]:
-        """Answers every line: yields (output record or None while in progress, its answers so far).
+        """Answers every line: yields (output record or None while in progress, its answers so far). Lines are taken as
+        they are needed: few wait in the engine.
 
         Args:
             admit: asked before every piece of work; while it is false no request is begun, and it ends when those in
                 progress are finished.
         """
         try:
-            for line in lines:
-                yield from self.add(line)
-            while self._tickets:
+            source, window = iter(lines), max(WINDOW, AHEAD * self._engine.slots)
+            line: Line | None = None
+            while True:
                 going = admit()
-                if not going and not self._engine.busy:
+                while going and self._engine.waiting < window and (line := next(source, None)) is not None:
+                    yield from self.add(line)
+                    going = admit()
+                ended = going and line is None and self._engine.waiting < window
+                if (ended and not self._tickets) or (not going and not self._engine.busy):
                     return
                 yield from self.step(going)
         finally:

@@ -1,11 +1,11 @@
 """A batch job from files to files: what is done already, what is left, figures on the way, the summary at the end."""
 
 import contextlib
-import json
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import escape
@@ -15,14 +15,15 @@ from typing import Protocol
 from dflash_jax import files
 from dflash_jax.files import Json, write_json
 from dflash_jax.infer.engine.engine import Engine
-from dflash_jax.infer.engine.stats import Stats
+from dflash_jax.infer.engine.stats import Stats, total
 from dflash_jax.infer.interrupt import INTERRUPTED, stop_signals
 from dflash_jax.infer.jobs import parts
-from dflash_jax.infer.jobs.answering import Answering, Event
+from dflash_jax.infer.jobs.answering import Answering, Event, outgrows
 from dflash_jax.infer.jobs.inputs import input_paths
+from dflash_jax.infer.jobs.job_input import JobInput
 from dflash_jax.infer.jobs.journal import Journal, settings_path, when_there_is_room
 from dflash_jax.infer.jobs.lines import Line
-from dflash_jax.infer.jobs.records import Tally, answer_record, record_id, rewrite_in_order, summarise
+from dflash_jax.infer.jobs.records import Tally, answer_record, only, record_id, rewrite_in_order, summarise
 from dflash_jax.infer.progress import Reporter, Working, engine_rates, memory_mib, warm_up
 from dflash_jax.infer.text import Text
 
@@ -119,12 +120,12 @@ class Backend(Working, Protocol):
         """The dtype of the target's weights."""
         ...
 
-    def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        """Answers the lines; see `Answering.run`."""
+    def answers(self, left: Iterator[Line], count: int, admit: Callable[[], bool]) -> Generator[Event, None, None]:
+        """Answers the lines, so many of them; see `Answering.run`."""
         ...
 
-    def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
-        """Gets ready for these lines, once the output is known to be usable.
+    def begin(self, count: int, admit: Callable[[], bool]) -> None:
+        """Gets ready for so many lines, once the output is known to be usable.
 
         Raises:
             KeyboardInterrupt: `admit` is false, which is asked meanwhile.
@@ -135,26 +136,60 @@ class Backend(Working, Protocol):
 
 
 class LocalEngine(Backend):
-    """An engine of this process."""
+    """An engine of this process.
+
+    Args:
+        make: the engine for the lines of a job, as far as these are known.
+        text: the target's tokenizer.
+        dtype: of its weights.
+        longer: an engine for lines that are longer than those known before; None if no other is to be made.
+    """
 
     engine: Engine  # from `begin` on
 
-    def __init__(self, make: Callable[[], Engine], text: Text, dtype: str):
-        self._make, self._text, self._dtype = make, text, dtype
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        text: Text,
+        dtype: str,
+        longer: Callable[[Sequence[Line]], Engine] | None = None,
+    ):
+        self._make, self._text, self._dtype, self._longer = make, text, dtype, longer
+        self._before: list[tuple[Stats, dict[str, int]]] = []  # of an engine that another has followed
 
     def done(self) -> tuple[Stats, int, dict[str, int]]:
-        return self.engine.stats, self.engine.width, self.engine.steps_by_block_size
+        stats = [*(of for of, _ in self._before), self.engine.stats]
+        used = Counter[str]()
+        for steps in [*(of for _, of in self._before), self.engine.steps_by_block_size]:
+            used.update(steps)
+        return total(stats), self.engine.width, dict(used)
 
     def dtype(self) -> str:
         return self._dtype
 
-    def begin(self, left: Sequence[Line], admit: Callable[[], bool]) -> None:
+    def begin(self, count: int, admit: Callable[[], bool]) -> None:
         self.engine = self._make()
-        if left:
+        if count:
             warm_up(self.engine, admit)
 
-    def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        return Answering(self.engine, partial(answer_record, text=self._text), self._text).run(left, admit)
+    def answers(self, left: Iterator[Line], count: int, admit: Callable[[], bool]) -> Generator[Event, None, None]:
+        record, outgrown = partial(answer_record, text=self._text), list[Line]()
+        most = self.engine.target.config.most_positions
+
+        def fitting() -> Iterator[Line]:
+            for line in left:
+                if self._longer is not None and outgrows(line, self.engine.max_length, most):
+                    outgrown.append(line)
+                else:
+                    yield line
+
+        yield from Answering(self.engine, record, self._text).run(fitting(), admit)
+        if outgrown and self._longer is not None and admit():
+            _log.info("%d lines are longer than the others; an engine is made for them", len(outgrown))
+            self._before.append((self.engine.stats, self.engine.steps_by_block_size))
+            self.engine = self._longer(outgrown)
+            warm_up(self.engine, admit)
+            yield from Answering(self.engine, record, self._text).run(outgrown, admit)
 
     def rates(self) -> str:
         return engine_rates(self.engine)
@@ -169,17 +204,25 @@ class Job:
 
     Args:
         files: checked.
-        lines: the whole input.
+        lines: the input.
         settings: see `answering.job_settings`.
         notes: what else the summary tells.
         begin: when the run began, by `time.perf_counter`.
+        fields: that records have besides those of every record; None are all.
     """
 
-    def __init__(self, files: JobFiles, lines: Sequence[Line], settings: Json, notes: Json, begin: float):
+    def __init__(
+        self,
+        files: JobFiles,
+        lines: JobInput,
+        settings: Json,
+        notes: Json,
+        begin: float,
+        fields: Sequence[str] | None = None,
+    ):
         self.files, self.lines, self.settings, self.notes = files, lines, settings, notes
-        self._begin = begin
+        self._begin, self._fields = begin, fields
         self._in_parts = files.in_parts
-        self._known = {str(line.id) for line in lines}
         self._tally = Tally()
 
     def run(self, backend: Backend, interval: float | None) -> int:
@@ -198,49 +241,67 @@ class Job:
                 merged=self._in_parts,
             ) as journal,
         ):
-            left, done, failed = self._left(journal)
+            left, done, resumed, failed = self._left(journal)
             admit = lambda: not stopping
             backend.begin(left, admit)
-            report = Reporter(backend, len(left), interval)
-            failed += self._answer(backend, left, journal, report, admit)
-        unfinished = len(left) - report.finished
+            failed_before = failed
+            report = Reporter(backend, left, interval)
+            failed += self._answer(backend, left, done, journal, report, admit)
+        unfinished = left - report.finished
         if not unfinished:
             self._finish()
         if path := files.summary_file:
-            summary = self._summary(backend, done, failed, unfinished)
+            summary = self._summary(backend, resumed, failed, unfinished)
             when_there_is_room(path, lambda: write_json(path, summary))
+        answered = report.finished - (failed - failed_before)
+        rate = backend.rates()
+        _log.info(
+            "%d answered, %d errors%s -> %s",
+            answered,
+            failed - failed_before,
+            f", {rate}" if rate else "",
+            files.part if self._in_parts else files.output,
+        )
         if unfinished:
             _log.warning("stopped; %d lines are left, which the same command continues with", unfinished)
             return INTERRUPTED
         return 1 if failed else 0
 
     def _key(self, record: Json) -> str:
-        if (name := record_id(record)) not in self._known:
+        if self.lines.place(name := record_id(record)) is None:
             raise ValueError(f"id {name!r:.60} is not in the input")
         return name
 
-    def _left(self, journal: Journal) -> tuple[list[Line], int, int]:
-        """Lines of this process without an answer, how many have one, and how many of those failed."""
-        mine = [line for i, line in enumerate(self.lines) if i % self.files.processes == self.files.process]
+    def _left(self, journal: Journal) -> tuple[int, Container[Hashable], int, int]:
+        """How many lines of this process have no answer, the ids of those that have one, how many these are, and how
+        many of them failed."""
+        mine = range(self.files.process, self.lines.count, self.files.processes)
         done, failed = journal.done, journal.failed
         if self._in_parts:  # whoever answered a line of ours
             found = parts.answered(self.files.output)
-            done = {str(line.id) for line in mine} & found.keys()
-            failed = sum(bool(json.loads(found[name]).get("error")) for name in done)
-        left = [line for line in mine if str(line.id) not in done]
+            done = {name for name in found if self.lines.place(name) in mine}
+            failed = sum(found[name].failed for name in done)
         if done:
-            _log.info("%d lines are done, %d left", len(mine) - len(left), len(left))
-        return left, len(done), failed
+            _log.info("%d lines are done, %d left", len(done), len(mine) - len(done))
+        return len(mine) - len(done), done, len(done), failed
 
     def _answer(
-        self, backend: Backend, left: Sequence[Line], journal: Journal, report: Reporter, admit: Callable[[], bool]
+        self,
+        backend: Backend,
+        left: int,
+        done: Container[Hashable],
+        journal: Journal,
+        report: Reporter,
+        admit: Callable[[], bool],
     ) -> int:
         """Writes a record for every line as it is finished; returns how many failed."""
-        failed = 0
-        with contextlib.closing(report), contextlib.closing(backend.answers(left, admit)) as records:
+        failed, mine = 0, range(self.files.process, self.lines.count, self.files.processes)
+        lines = self.lines.lines(lambda index, name: index in mine and name not in done)
+        answers = backend.answers(lines, left, admit)
+        with contextlib.closing(report), contextlib.closing(lines), contextlib.closing(answers) as records:
             for record, turns in records:
                 if record is not None:
-                    journal.append(record)
+                    journal.append(record if self._fields is None else only(record, self._fields))
                     failed += bool(record.get("error"))
                     for completion in turns:
                         self._tally.add(completion)
@@ -250,14 +311,14 @@ class Job:
     def _finish(self) -> None:
         """Merges or sorts the output, where it is complete."""
         if self._in_parts:
-            if not parts.merge(self.files.output, self.lines):
+            if not parts.merge(self.files.output, self.lines.count, self.lines.place):
                 _log.info("this process is done; the job is when the others are")
         elif self.files.ordered:
-            rewrite_in_order(self.files.output, self.lines)
+            rewrite_in_order(self.files.output, self.lines.place)
 
     def _summary(self, backend: Backend, done: int, failed: int, unfinished: int) -> Json:
         wall, process, processes = time.perf_counter() - self._begin, self.files.process, self.files.processes
         stats, width, used = backend.done()
-        summary = summarise(self._tally, len(self.lines), failed, stats, width, wall)
+        summary = summarise(self._tally, self.lines.count, failed, stats, width, wall)
         more = {"steps_by_block_size": used, "process": process, "processes": processes}
         return summary | {"resumed": done, "unfinished": unfinished} | more | self.notes

@@ -10,14 +10,14 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from dflash_jax.infer.engine.engine import Engine
-from dflash_jax.infer.engine.stats import Stats
-from dflash_jax.infer.jobs.answering import Answering, Event
+from dflash_jax.infer.engine.stats import Stats, total
+from dflash_jax.infer.jobs.answering import Answering, Event, outgrows
 from dflash_jax.infer.jobs.batch_job import Backend
 from dflash_jax.infer.jobs.lines import Line, attached, detached
 from dflash_jax.infer.jobs.records import answer_record, error_record, record_id
@@ -39,6 +39,8 @@ class Ready(NamedTuple):
     slots: int
     width: int
     dtype: str
+    max_length: int
+    most_positions: int | None
 
 
 class Report(NamedTuple):
@@ -65,7 +67,9 @@ class EngineWorker:
         self._answering = Answering(self._engine, partial(answer_record, text=self._text), self._text)
 
     def ready(self) -> Ready:
-        return Ready(self._engine.slots, self._engine.width, self._engine.target.dtype.name)
+        engine = self._engine
+        target = engine.target
+        return Ready(engine.slots, engine.width, target.dtype.name, engine.max_length, target.config.most_positions)
 
     def work(self, lines: Sequence[Line], admit: bool) -> Report:
         """Takes these lines, which are `detached`, and works until some line is finished, or for a while. Waiting
@@ -105,12 +109,20 @@ class RayWorkers(Backend):
         make: see `EngineWorker`; it is sent to the workers.
         resources: of each worker, by Ray's names; empty is all accelerators of a node, or one CPU where there are none.
         most: workers at a time; None is as many as the nodes have resources for.
+        longer: what makes engines for lines that are longer than those known before; None if no others are to be made.
 
     Raises:
         ValueError: no cluster at the address, or Ray is not installed.
     """
 
-    def __init__(self, address: str | None, make: MakeEngine, resources: Mapping[str, float], most: int | None):
+    def __init__(
+        self,
+        address: str | None,
+        make: MakeEngine,
+        resources: Mapping[str, float],
+        most: int | None,
+        longer: Callable[[Sequence[Line]], MakeEngine] | None = None,
+    ):
         try:
             import ray
         except ImportError as error:
@@ -122,14 +134,14 @@ class RayWorkers(Backend):
         except (ConnectionError, RuntimeError) as error:
             raise ValueError(f"no Ray cluster at {address or 'this machine'}: {str(error).splitlines()[0]}") from error
         self._needed = dict(resources) or self._default_resources()
-        self._make = ray.put(make)
+        self._make, self._longer = ray.put(make), longer
         self._workers: list[Remote] = []
         self._lost: list[Report] = []  # the last ones of workers that are gone
         self._looked, self._deaths, self._began, self._width = 0.0, 0, time.perf_counter(), 1
 
     def done(self) -> tuple[Stats, int, dict[str, int]]:
         known = [*self._lost, *(w.report for w in self._workers if w.report)]
-        stats = Stats(**{f.name: sum(getattr(report.stats, f.name) for report in known) for f in fields(Stats)})
+        stats = total(report.stats for report in known)
         used = Counter[str]()  # seconds of `stats` and these are sums over all workers
         for report in known:
             used.update(report.steps_by_block_size)
@@ -161,27 +173,58 @@ class RayWorkers(Backend):
         waiting = sum(r.waiting for r in reports)
         return f"workers {len(ready)}/{len(self._workers)}   {slots}   waiting {waiting}   memory {memory:.0f} MiB"
 
-    def answers(self, left: Sequence[Line], admit: Callable[[], bool]) -> Generator[Event, None, None]:
+    def answers(self, left: Iterator[Line], count: int, admit: Callable[[], bool]) -> Generator[Event, None, None]:
         """See `Answering.run`.
 
         Raises:
             ValueError: workers cannot begin, or die one after the other.
         """
-        waiting = deque(line for line in left if line.error is None)
-        for line in left:
-            if line.error is not None:
-                yield error_record(line), []
+        outgrown = list[Line]()
         try:
-            while waiting or any(w.lines for w in self._workers):
-                if going := admit():
-                    self._grow(len(waiting))
-                elif not any(w.lines and (w.report is None or w.report.busy) for w in self._workers):
-                    return
-                yield None, []
-                yield from self._receive(waiting)
-                self._send(waiting, going)
+            yield from self._answers(left, count, admit, outgrown if self._longer else None)
+            if outgrown and self._longer is not None and admit():
+                for worker in self._workers:
+                    self._end(worker)
+                self._workers.clear()
+                self._looked, self._make = 0.0, self._ray.put(self._longer(outgrown))
+                yield from self._answers(iter(outgrown), len(outgrown), admit, None)
         finally:
             self.close()
+
+    def _answers(
+        self, left: Iterator[Line], count: int, admit: Callable[[], bool], outgrown: list[Line] | None
+    ) -> Generator[Event, None, None]:
+        """The same with the workers that there are; lines that are too long for them are added to `outgrown`, if there
+        is such a list."""
+        waiting, ended = deque[Line](), False  # lines that were read
+        while not ended or waiting or any(w.lines for w in self._workers):
+            slots = sum(w.ready.slots for w in self._workers if w.ready)
+            while not ended and len(waiting) < max(AHEAD * slots, 1):
+                line = next(left, None)
+                if line is None:
+                    ended = True
+                elif line.error is not None:
+                    count -= 1
+                    yield error_record(line), []
+                elif outgrown is not None and self._outgrows(line):
+                    count -= 1
+                    outgrown.append(line)
+                else:
+                    waiting.append(line)
+            if going := admit():
+                self._grow(len(waiting) if ended else count)
+            elif not any(w.lines and (w.report is None or w.report.busy) for w in self._workers):
+                return
+            yield None, []
+            events = self._receive(waiting)
+            count -= len(events)
+            yield from events
+            self._send(waiting, going)
+
+    def _outgrows(self, line: Line) -> bool:
+        """Whether a line is too long for the engines of the workers, as far as one of these is known."""
+        ready = next((w.ready for w in self._workers if w.ready), None)
+        return ready is not None and outgrows(line, ready.max_length, ready.most_positions)
 
     def close(self) -> None:
         """Ends all workers and leaves the cluster."""

@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_jax.constraints.tools.form import Form
-from dflash_jax.files import Fields
+from dflash_jax.files import Fields, Json
 from dflash_jax.infer import openai
+from dflash_jax.infer.constrained import NAMES, constraint_of
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Request, RequestError, invalid
 from dflash_jax.infer.plain import plain_request, refusal, sample_count
@@ -32,6 +33,7 @@ class Line:
         batch: of an OpenAI batch line, which is answered in that form.
         is_batch: whether it was meant as one, even if it is none.
         digest: of the line as it was read.
+        row: the line as it was read, if it is kept.
     """
 
     index: int
@@ -49,13 +51,7 @@ class Line:
     batch: openai.BatchLine | None = None
     is_batch: bool = False
     digest: bytes = b""
-
-
-def _renamed(line: Line, given: Container[str]) -> Line:
-    name = f"line-{line.index}"
-    while name in given:
-        name += "-"
-    return replace(line, id=name, request=line.request and replace(line.request, id=name))
+    row: Json | None = None
 
 
 def read_lines(stream: Iterable[bytes], text: Text, defaults: SamplingParams) -> list[Line]:
@@ -64,16 +60,28 @@ def read_lines(stream: Iterable[bytes], text: Text, defaults: SamplingParams) ->
     Raises:
         ValueError: two lines with the same id.
     """
-    lines = [
-        replace(parse_line(raw, i, text, defaults), digest=hashlib.sha256(raw.strip()).digest())
-        for i, raw in enumerate(line for line in stream if line.strip())
-    ]
+    rows = [read_row(raw, i) for i, raw in enumerate(line for line in stream if line.strip())]
     # Requests without a seed draw from their id, so 7 and "7" are one id; generated ids step aside.
-    given = Counter(str(line.id) for line in lines if line.named)
-    lines = [line if line.named or str(line.id) not in given else _renamed(line, given) for line in lines]
+    given = Counter(str(row.id) for row in rows if row.named)
     if repeated := [name for name, count in given.items() if count > 1]:
-        raise ValueError(f"ids must be unique, but these appear more than once: {', '.join(repeated[:5])}")
-    return lines
+        raise ValueError(repeated_ids(repeated))
+    return [line_of(renamed(row, given), text, defaults) for row in rows]
+
+
+def repeated_ids(names: Sequence[str]) -> str:
+    """The message about ids that appear more than once."""
+    return f"ids must be unique, but these appear more than once: {', '.join(names[:5])}"
+
+
+def renamed(row: "Row", given: Container[str]) -> "Row":
+    """The row under an id that none of these is, if it has no id of its own."""
+    name = str(row.id)
+    if row.named or name not in given:
+        return row
+    name = f"line-{row.index}"
+    while name in given:
+        name += "-"
+    return replace(row, id=name)
 
 
 def detached(line: Line) -> Line:
@@ -89,30 +97,86 @@ def attached(line: Line, text: Text) -> Line:
     return replace(line, request=replace(line.request, find_stop=find_stop))
 
 
-def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> Line:
-    """Parses one input line against the job's defaults."""
-    line_id: Any = str(index)
-    named, batch, is_batch, metadata = False, None, False, None
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line that was read and not yet turned into a request.
+
+    Attributes:
+        index, id, named, is_batch, digest: see `Line`.
+        fields: of the line; None for what is no JSON object.
+        error: why it cannot be a request; None if that is not known yet.
+    """
+
+    index: int
+    id: Any
+    named: bool = False
+    is_batch: bool = False
+    fields: Json | None = None
+    error: RequestError | None = None
+    digest: bytes = b""
+
+
+def read_row(raw: bytes, index: int) -> Row:
+    """Reads one input line as far as it needs no tokenizer."""
+    row = Row(index, str(index), digest=hashlib.sha256(raw.strip()).digest())
     try:
-        row = _parse_json(raw)
-        name = "custom_id" if "custom_id" in row else "id"
-        line_id = row.get(name, line_id)
-        if not isinstance(line_id, str | int) or isinstance(line_id, bool):
-            shown, line_id = line_id, str(index)
-            raise RequestError("invalid_request", f"{name} must be a string or an integer, got {shown!r:.80}")
-        if isinstance(line_id, str):
-            given, line_id = line_id, str(index)
-            line_id = valid_text(given)
-        named = name in row
-        if is_batch := name == "custom_id":
-            row, batch = openai.plain_line(row)
-        metadata = _metadata(row)
-        plain, n = plain_request(row, str(line_id), text, defaults), sample_count(row)
+        fields = _parse_json(raw)
+        name = "custom_id" if "custom_id" in fields else "id"
+        row = replace(row, fields=fields, is_batch=False)
+        given = fields.get(name, row.id)
+        if not isinstance(given, str | int) or isinstance(given, bool):
+            raise RequestError("invalid_request", f"{name} must be a string or an integer, got {given!r:.80}")
+        if isinstance(given, str):
+            given = valid_text(given)
+        return replace(row, id=given, named=name in fields, is_batch=name == "custom_id")
+    except Exception as error:  # whatever a line provokes is its own fault, and stops no other
+        return replace(row, error=refusal(error))
+
+
+def line_of(row: Row, text: Text, defaults: SamplingParams, *, keep: bool = False) -> Line:
+    """The request of a row, against the job's defaults; `keep` keeps the row itself, too."""
+    batch, metadata, kept = None, None, row.fields if keep else None
+    try:
+        if row.error is not None:
+            raise row.error
+        assert row.fields is not None
+        fields = row.fields
+        if row.is_batch:
+            fields, batch = openai.plain_line(fields)
+        metadata = _metadata(fields)
+        plain, n = plain_request(fields, str(row.id), text, defaults), sample_count(fields)
         if n > 1 and plain.later:
             raise invalid("n works with a single prompt, not with a conversation's turns")
-    except Exception as error:  # whatever a line provokes is its own fault, and stops no other
-        return Line(index, line_id, error=refusal(error), named=named, is_batch=is_batch, metadata=metadata)
-    return Line(index, line_id, *plain, named=named, n=n, metadata=metadata, batch=batch, is_batch=is_batch)
+    except Exception as error:
+        line = Line(row.index, row.id, error=refusal(error))
+    else:
+        line = Line(row.index, row.id, *plain, n=n, batch=batch)
+    how = {"named": row.named, "is_batch": row.is_batch, "metadata": metadata, "digest": row.digest, "row": kept}
+    return replace(line, **how)
+
+
+def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> Line:
+    """Parses one input line against the job's defaults."""
+    return line_of(read_row(raw, index), text, defaults)
+
+
+# Fields without which `asks` is nothing.
+_ASKING = frozenset((*NAMES, "logprobs", "top_logprobs", "tools"))
+
+
+def asks(row: Row) -> tuple[int | None, bool]:
+    """How many alternative log-probabilities a row asks for, and whether it has a constraint or tools: what an engine
+    must be made for. Needs no tokenizer."""
+    fields = row.fields
+    body = fields.get("body") if fields and row.is_batch else fields
+    if row.error is not None or not isinstance(body, dict) or not _ASKING & body.keys():
+        return None, False
+    try:
+        plain = openai.plain_line(fields)[0] if row.is_batch and fields else body
+        count = plain.get("logprobs")
+        return count if type(count) is int else None, constraint_of(plain) is not None or bool(plain.get("tools"))
+    except Exception:  # its line will say so
+        return None, False
 
 
 def _parse_json(raw: bytes) -> Fields:

@@ -5,14 +5,14 @@ died has left, any later number of processes finishes.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from dflash_jax import files
 from dflash_jax.files import Json
 from dflash_jax.infer.jobs import journal
-from dflash_jax.infer.jobs.lines import Line
 from dflash_jax.infer.jobs.records import record_id
 
 
@@ -32,17 +32,34 @@ def found_parts(output: Path) -> list[Path]:
     return sorted(path for path in output.parent.iterdir() if name.fullmatch(path.name))
 
 
-def answered(output: Path) -> dict[str, str]:
-    """Records of the output and its parts by the id they answer, as lines; those being written are left out.
+class Found(NamedTuple):
+    """Where a record is, in bytes of a file, and whether it is an error."""
+
+    path: Path
+    start: int
+    size: int
+    failed: bool
+
+    def read(self) -> bytes:
+        """Its line."""
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.size)
+
+
+def answered(output: Path) -> dict[str, Found]:
+    """Records of the output and its parts, by the id they answer; those being written are left out.
 
     Raises:
         ValueError: a file is damaged other than at its end.
     """
-    records: dict[str, str] = {}
+    records: dict[str, Found] = {}
+    read = lambda record: (record_id(record), bool(record.get("error")))
     for path in (output, *found_parts(output)):
-        if path.exists():
-            for line, name in files.read_json_lines(path, record_id):
-                records.setdefault(name, line.decode())
+        start = 0
+        for line, (name, failed) in files.read_json_lines(path, read) if path.exists() else ():
+            records.setdefault(name, Found(path, start, len(line), failed))
+            start += len(line)
     return records
 
 
@@ -54,19 +71,24 @@ def check_settings(output: Path, settings: Json) -> None:
                 journal.check_settings(path, settings)
 
 
-def merge(output: Path, lines: Sequence[Line]) -> bool:
-    """Joins the parts into the output, in input order, if every line is answered; returns whether that is so."""
+def merge(output: Path, lines: int, place: Callable[[str], int | None]) -> bool:
+    """Joins the parts into the output, in input order, if every line is answered; returns whether that is so.
+
+    Args:
+        lines: how many there are.
+        place: the place of an id among them, if it has one.
+    """
     with _alone(output):
-        records = answered(output)
-        if any(str(line.id) not in records for line in lines):
+        records = {at: found for name, found in answered(output).items() if (at := place(name)) is not None}
+        if len(records) < lines:
             return False
         parts = found_parts(output)
         saved = [path for path in map(journal.settings_path, parts) if path.exists()]
         if saved:
             settings, data = journal.settings_path(output), saved[-1].read_bytes()
             journal.when_there_is_room(settings, lambda: files.write(settings, data))
-        text = "".join(records[str(line.id)] for line in lines)
-        journal.when_there_is_room(output, lambda: files.write_text(output, text))
+        pieces = lambda: (records[at].read() for at in range(lines))
+        journal.when_there_is_room(output, lambda: files.replace_by(output, pieces()))
         for part in parts:
             part.unlink()
             journal.settings_path(part).unlink(missing_ok=True)

@@ -2,13 +2,12 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from dflash_jax.files import Fields, Json, read_json_lines, write
+from dflash_jax.files import Fields, Json, read_json_lines, replace_by
 from dflash_jax.infer import openai
 from dflash_jax.infer.answers import answer
 from dflash_jax.infer.engine.requests import Completion
@@ -42,7 +41,20 @@ def error_record(line: Line) -> Json:
 
 def _repeated(line: Line) -> Json:
     """The fields that a record repeats of its line."""
-    return {} if line.metadata is None else {"metadata": line.metadata}
+    metadata = {} if line.metadata is None else {"metadata": line.metadata}
+    return metadata if line.row is None else {**metadata, "input": line.row}
+
+
+ALWAYS = ("id", "index", "error", "metadata")  # that records have
+
+
+def only(record: Fields, fields: Sequence[str]) -> Json:
+    """A record with these fields and those that all have; one of OpenAI's batches as it is."""
+    if "custom_id" in record:
+        return dict(record)
+    inner = lambda answer: {name: value for name, value in answer.items() if name in fields}
+    kept = {name: value for name, value in record.items() if name in (*ALWAYS, *fields)}
+    return kept | {name: [inner(one) for one in record[name]] for name in ("turns", "samples") if name in kept}
 
 
 def record_id(record: Fields) -> str:
@@ -50,12 +62,30 @@ def record_id(record: Fields) -> str:
     return str(record["custom_id"] if "custom_id" in record else record["id"])
 
 
-def rewrite_in_order(path: Path, lines: Sequence[Line]) -> None:
-    """Sorts an output file by input order."""
-    place = {str(line.id): i for i, line in enumerate(lines)}
-    records = sorted(read_json_lines(path, lambda record: place.get(record_id(record), len(place))), key=itemgetter(1))
-    data = b"".join(line for line, _ in records)
-    when_there_is_room(path, lambda: write(path, data))
+def rewrite_in_order(path: Path, place: Callable[[str], int | None]) -> None:
+    """Sorts an output file by the places of its records' ids; those without one come last. No record is kept in
+    memory.
+
+    Args:
+        path: not a pipe.
+    """
+    places, ends, end = array("q"), array("q"), 0
+    for line, name in read_json_lines(path, record_id):
+        found, end = place(name), end + len(line)
+        places.append(2**62 if found is None else found)
+        ends.append(end)
+    order = np.argsort(np.array(places, np.int64), kind="stable")
+    if np.array_equal(order, np.arange(len(order))):
+        return
+
+    def pieces() -> Iterator[bytes]:
+        with path.open("rb") as file:
+            for i in order.tolist():
+                start = ends[i - 1] if i else 0
+                file.seek(start)
+                yield file.read(ends[i] - start)
+
+    when_there_is_room(path, lambda: replace_by(path, pieces()))
 
 
 def acceptance_summary(lengths: Mapping[int, int], width: int) -> Json:

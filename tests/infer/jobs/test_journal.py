@@ -15,11 +15,9 @@ import pytest
 
 from dflash_jax import files
 from dflash_jax.infer.engine.params import SamplingParams
-from dflash_jax.infer.engine.requests import Request
-from dflash_jax.infer.jobs import journal, parts
+from dflash_jax.infer.jobs import journal, parts, records
 from dflash_jax.infer.jobs.answering import job_settings
 from dflash_jax.infer.jobs.journal import FORMAT, Journal, settings_path
-from dflash_jax.infer.jobs.lines import Line
 from dflash_jax.infer.jobs.records import rewrite_in_order
 from dflash_jax.infer.text import Text
 
@@ -170,13 +168,13 @@ def test_only_one_at_a_time_is_alone(tmp_path):
 def test_many_merge_at_once(tmp_path):
     output = tmp_path / "out.jsonl"
     names = [str(i) for i in range(6)]
-    lines = [Line(name, i, Request((1,))) for i, name in enumerate(names)]
+    place = {name: i for i, name in enumerate(names)}.get
     for _ in range(20):
         for i, name in enumerate(names):
             with Journal(parts.part_path(output, i, len(names)), SETTINGS, record_id) as book:
                 book.append({"id": name})
         merged = []
-        crowd(lambda merged=merged: merged.append(parts.merge(output, lines)), 6)
+        crowd(lambda merged=merged: merged.append(parts.merge(output, len(names), place)), 6)
         assert merged == [True] * 6
         assert [json.loads(line)["id"] for line in output.read_text().splitlines()] == names
         assert {path.name for path in tmp_path.iterdir()} == {output.name, settings_path(output).name}
@@ -187,14 +185,15 @@ def test_many_merge_at_once(tmp_path):
 def run_out(monkeypatch, error, times):
     """The disk is full for so many writes of a file; returns the seconds that were waited."""
     waited, left = [], iter(range(times))
-    replace = files.replace
+    replace_by = files.replace_by
 
-    def full(path, data):
+    def full(path, pieces):
         if next(left, None) is not None:
             raise OSError(error, os.strerror(error), str(path))
-        replace(path, data)
+        replace_by(path, pieces)
 
-    monkeypatch.setattr(files, "replace", full)
+    for module in (files, records):
+        monkeypatch.setattr(module, "replace_by", full)
     monkeypatch.setattr(journal.time, "sleep", waited.append)
     return waited
 
@@ -224,12 +223,12 @@ def test_an_interrupt_ends_the_wait_at_the_beginning(tmp_path, monkeypatch):
 
 
 def test_the_end_of_a_job_waits_for_room(tmp_path, monkeypatch):
-    output, lines = tmp_path / "out.jsonl", [Line(i, name) for i, name in enumerate("ab")]
+    output = tmp_path / "out.jsonl"
     with Journal(output, SETTINGS, record_id) as book:
         for name in "ba":
             book.append({"id": name})
     waited = run_out(monkeypatch, errno.ENOSPC, 2)
-    rewrite_in_order(output, lines)
+    rewrite_in_order(output, {"a": 0, "b": 1}.get)
     assert [json.loads(line)["id"] for line in output.read_text().splitlines()] == ["a", "b"]
     assert sum(waited) == pytest.approx(2 * journal.PAUSE)
 
@@ -254,7 +253,7 @@ def test_a_damaged_line_is_an_error_that_names_it(tmp_path, damage):
     output = tmp_path / "out.jsonl"
     made(output)
     output.write_bytes(output.read_bytes() + damage + b"\n")
-    for read in (lambda: made(output), lambda: parts.answered(output), lambda: rewrite_in_order(output, [])):
+    for read in (lambda: made(output), lambda: parts.answered(output), lambda: rewrite_in_order(output, {}.get)):
         if damage == b'{"id": []}' and "made" not in read.__code__.co_names:
             continue
         with pytest.raises(ValueError, match=r"out\.jsonl is damaged in line 2: ") as failed:
