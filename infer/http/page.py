@@ -41,6 +41,6 @@ def _route(name: str, text: str, kind: str) -> Route:
 
 def about(engine: Engine) -> Json:
     """What may be proposed: the kind of the drafter, and its block size or that the server chooses one."""
-    kinds = {kind.drafter: name for name, kind in drafters.KINDS.items()}
+    kinds: dict[type, str] = {kind.drafter: name for name, kind in drafters.KINDS.items()}
     drafter = None if engine.drafter is None else kinds.get(type(engine.drafter), type(engine.drafter).__name__)
     return {"drafter": drafter, "block_size": "auto" if engine.drafts.auto else engine.block_size}

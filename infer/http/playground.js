@@ -1,5 +1,5 @@
 // The page: what is asked, the conversations of this session, and their answers side by side.
-import {compared, faster, figures, Recording, refused, rounded, speculated} from "./playground_recording.js";
+import {compared, figures, Recording, refused, rounded} from "./playground_recording.js";
 import {element, Panel, Race, visible} from "./playground_panel.js";
 
 const find = id => document.getElementById(id);
@@ -22,6 +22,7 @@ let conversations = (store.read("conversations") || []).map(revived), current = 
 
 const headers = () => ({"Content-Type": "application/json", ...(key ? {Authorization: `Bearer ${key}`} : {})});
 const view = () => document.querySelector("[name=view]:checked").value;
+const comparing = () => ({auto: about.block_size === "auto", dtype: about.dtype});
 const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 function revived(conversation) {
@@ -185,7 +186,7 @@ function shown(turn, last) {
     }
     const [first, second] = turn.recordings;
     if (!first.ended || !second.ended) return root.says("", "Stopped.");
-    const found = compared(first, second, {auto: about.block_size === "auto", dtype: about.dtype});
+    const found = compared(first, second, comparing());
     root.says(found.large, found.said);
     panels[1].differsFrom(first);
   }
@@ -308,7 +309,7 @@ function list() {
     const [first, second] = one.turns.at(-1).recordings, {tau, rate} = first ? figures(first) : {};
     const facts = [one.turns.length > 1 ? `${one.turns.length} turns` : "", tau ? `τ ${tau.toFixed(2)}` : "", rate ? `${rounded(rate)} tokens/s` : ""];
     const rates = [first, second].map(one => one?.report?.tokens_per_second);
-    if (rates.every(Boolean) && speculated(first)) facts.push(faster(rates[0] / rates[1]).replace(" with speculation", ""));
+    if (rates.every(Boolean)) facts.push(compared(first, second, comparing()).large.replace(" with speculation", ""));
     const button = element("button", {type: "button"}, element("span", {textContent: one.turns[0].prompt}),
       element("small", {textContent: facts.filter(Boolean).join(" · ")}));
     if (one === current) button.setAttribute("aria-current", "true");

@@ -245,6 +245,7 @@ export class Race {
       panels.forEach(panel => panel.at(passed));
       this.next = requestAnimationFrame(frame);
     };
+    panels.forEach(panel => panel.at(0));
     this.skip = () => { cancelAnimationFrame(this.next); end(); };
     this.next = requestAnimationFrame(frame);
   }

@@ -139,15 +139,20 @@ export function compared(first, second, {auto, dtype}) {
   const rates = [first, second].map(one => one.report?.tokens_per_second);
   if (!speculated(first)) {
     const chosen = auto ? "The server’s auto mode chose no speculation for this answer" : "No draft tokens were proposed for this answer";
-    return {large: "No speculation", said: `${chosen}, so both answers were decoded one token per step and any difference in speed is noise. ${said}`};
+    const anyway = auto ? " To see speculation all the same, start the server with --block-size and a number." : "";
+    return {large: "No speculation", said: `${chosen}, so both answers were decoded one token per step and any difference in speed is noise. ${said}${anyway}`};
   }
   if (!rates.every(Boolean)) return {large: "", said};
   if (![first, second].every(one => one.report.alone))
     return {large: "", said: `Other requests ran at the same time, so the speeds do not compare. ${said}`};
-  return {large: faster(rates[0] / rates[1]), said: `${rounded(rates[0])} instead of ${rounded(rates[1])} tokens/s. ${said}`};
+  const speeds = `${rounded(rates[0])} instead of ${rounded(rates[1])} tokens/s`, all = first.steps.length - 1;
+  const some = first.steps.filter(step => proposed(first, step)).length;
+  if (some < all / 2)
+    return {large: `Speculation in ${some} of ${all} steps`, said: `auto chose no speculation for the others: ${speeds}, of which little is due to speculation. ${said}`};
+  return {large: faster(rates[0] / rates[1]), said: `${speeds}. ${said}`};
 }
 
-export function faster(ratio) {
+function faster(ratio) {
   const percent = Math.round(100 * Math.abs(ratio - 1));
   if (!percent) return "As fast as without speculation";
   if (ratio < 1) return `${percent}% slower with speculation`;
