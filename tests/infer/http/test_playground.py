@@ -593,11 +593,14 @@ def test_markdown_is_shown_and_html_is_text(written):
 
 
 def test_something_is_seen_while_nothing_has_come(written):
-    page = written(sent([(1500, [[1, "a"]], None), (5, [[2, " b c"]], CHAIN)], seconds=1.0))
+    page = written(sent([(4000, [[1, "a"]], None), (5, [[2, " b c"]], CHAIN)], seconds=1.0))
     of(page, "#compare").click()
     run(page, wait=False)
     until(lambda: "waiting for the first token" in of(page, ".first .state").text)
     assert of(page, ".first h3").text == "Speculation: auto"
+    window(page, 390)
+    stop = page.execute_script("return document.getElementById('stop').getBoundingClientRect().toJSON()")
+    assert 0 <= stop["top"] < stop["bottom"] <= 800  # in sight, wherever the form is
     finished(page)
     assert of(page, ".first h3").text == "With speculation"
 
