@@ -112,6 +112,7 @@ class Decoding:
                 continue
             if (taken := row.advance(trace, at, committed[:, at], proposed, page)) is None:
                 continue
+            row.completion.draft = visit.draft, proposed or 0
             counts, outcomes[row.ticket] = taken
             self._stats.decode_tokens += sum(counts)
             self._stats.row_steps += len(counts)

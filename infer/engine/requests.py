@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.params import SamplingParams
 
 MOST_CHARACTERS = 1000  # of a message
@@ -85,6 +86,7 @@ class Completion:
         acceptance_lengths: tokens committed by each speculative step. The first token comes from the
             prefill and belongs to no step.
         proposed_tokens: that the drafter proposed in these steps: nodes of its trees, or of its chains.
+        draft: of its last steps, and how many tokens each of them proposed; None before the first.
         features: of prompt and answer but for its last token, [positions, FD], if they are kept
             (`EngineConfig.keep_features`): outputs of the layers that the drafter taps, side by side.
         prompt_tokens, sample: of the request.
@@ -101,6 +103,7 @@ class Completion:
     sampled_logprobs: list[float] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
     proposed_tokens: int = 0
+    draft: tuple[Draft, int] | None = field(default=None, compare=False)
     features: np.ndarray | None = field(default=None, compare=False)
     prompt_tokens: int = 0
     cached_tokens: int = 0

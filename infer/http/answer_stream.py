@@ -8,6 +8,7 @@ from dflash_jax.constraints.tools.reading import Event
 from dflash_jax.files import Json, Value
 from dflash_jax.infer import openai
 from dflash_jax.infer.answers import answer_name, token_logprobs
+from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.requests import Completion
 from dflash_jax.infer.http import reports
 from dflash_jax.infer.http.asked import Asked
@@ -119,7 +120,9 @@ class AnswerStream:
         if reason and self._parts is not None:
             reason = self._parts.finish_reason(reason)
         choice = openai.chunk_choice(self._asked.endpoint, piece, reason, first, scores, parts)
-        return choice | {"steps": steps} if self._asked.with_steps else choice
+        if self._asked.with_steps:
+            choice |= {"steps": steps} | ({} if progress.draft is None else {"draft": _draft(*progress.draft)})
+        return choice
 
     def _read(self, tokens: Sequence[int], events: list[Event]) -> str:
         """The text of new tokens; if an answer has other parts, they are added to `events`."""
@@ -147,6 +150,12 @@ class AnswerStream:
                     yield end
         if self.tokens < count:
             yield count
+
+
+def _draft(draft: Draft, proposed: int) -> Json:
+    """What steps proposed; a block of size 1 is its own first token, and no speculation."""
+    size = draft.block_size if proposed else 1
+    return {"block_size": size, "tree": draft.nodes, "budget": draft.budget, "proposed": proposed}
 
 
 def _shown(events: Sequence[Event]) -> str:

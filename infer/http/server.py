@@ -9,7 +9,6 @@ import hmac
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import resources
 from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -17,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dflash_jax.files import Json
@@ -25,7 +24,7 @@ from dflash_jax.infer import openai, responses
 from dflash_jax.infer.answers import answer
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Completion, Request, RequestError
-from dflash_jax.infer.http import reports
+from dflash_jax.infer.http import page, reports
 from dflash_jax.infer.http.answer_stream import CompletionStream, compact
 from dflash_jax.infer.http.asked import Asked, read_body
 from dflash_jax.infer.http.response_stream import ResponseStream, whole_response
@@ -38,7 +37,6 @@ from dflash_jax.quantised import forms
 T = TypeVar("T")
 RETRY_SECONDS = "5"  # after which a client may try again when the queue was full
 READERS = 4  # prompts that are turned into tokens at a time
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,6 @@ def make_app(
     """
     limits = limits or Limits()
     service = Service(worker, text, defaults, model, limits)
-    page = resources.files("dflash_jax.infer.http").joinpath("playground.html").read_text()
     about = {
         "chat": text.has_chat_template,
         "speculation": worker.engine.drafter is not None,
@@ -83,7 +80,7 @@ def make_app(
         "dtype": worker.engine.target.dtype.name,
         "weights": forms(worker.engine.target.params),
         "max_length": worker.engine.max_length,
-    }
+    } | page.about(worker.engine)
 
     def guarded(handler: Callable) -> Callable:
         async def handle(request: HTTPRequest) -> Response:
@@ -94,9 +91,6 @@ def make_app(
             return await handler(request)
 
         return handle
-
-    async def playground(request: HTTPRequest) -> Response:
-        return HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
 
     async def health(request: HTTPRequest) -> Response:
         if worker.failure:
@@ -131,7 +125,7 @@ def make_app(
 
     return Starlette(
         routes=[
-            Route("/", playground),
+            *page.routes(),
             Route("/health", health),
             Route("/metrics", guarded(metrics)),
             Route("/v1/models", guarded(models)),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion, Request
 
@@ -31,12 +32,14 @@ class Progress(NamedTuple):
         tokens: how many it had.
         finished: whether these are all.
         alone: whether no other request has been there since this one came.
+        draft: of the steps that its last tokens came from, see `Completion`.
     """
 
     completion: Completion
     tokens: int
     finished: bool
     alone: bool = True
+    draft: tuple[Draft, int] | None = None
 
 
 class StoppedError(Exception):
@@ -222,8 +225,8 @@ class Worker:
                 for ticket, completion in self.engine.step(admit=not waited):
                     # The tokens that are there now stay as they are while the engine adds others.
                     finished = bool(completion.finish_reason)
-                    alone = ticket not in self._accompanied
-                    self._listeners[ticket](Progress(completion, len(completion.token_ids), finished, alone))
+                    alone, tokens = ticket not in self._accompanied, len(completion.token_ids)
+                    self._listeners[ticket](Progress(completion, tokens, finished, alone, completion.draft))
                     if finished:
                         del self._listeners[ticket]
                         self._accompanied.discard(ticket)

@@ -533,6 +533,11 @@ def test_a_stream_says_which_step_its_tokens_came_from(server):
         counts = [count for count, _ in steps if count]
         assert counts == [1, *told["acceptance_lengths"]]
         assert speculation or counts == [1] * 30
+        drafts = [choice["draft"] for event in sent for choice in event["choices"] if "draft" in choice]
+        nothing = {"block_size": 1, "tree": 0, "budget": 0, "proposed": 0}
+        proposing = nothing | {"block_size": 8, "proposed": 7}
+        assert drafts
+        assert all(draft == (proposing if speculation else nothing) for draft in drafts)
         assert told["alone"]
         assert told["tokens_per_second"] == pytest.approx(29 / told["decode_seconds"])
         texts.append("".join(piece for _, piece in steps))
