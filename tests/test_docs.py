@@ -17,6 +17,9 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "benchmarks.md", "train/README.md", "dflash_jax/pair/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+LOADED = re.compile(
+    r"""<(?:script|img|iframe|source|link(?! [^>]*rel="?canonical))\b[^>]*(?:src|href)="?(?:https?:)?//[^>]*>"""
+)
 FENCE = re.compile(r"^ *```(\w*).*?\n(.*?)^ *``` *$", re.S | re.M)
 
 
@@ -36,6 +39,17 @@ def test_links_lead_somewhere(page):
         other = (page.parent / path).resolve() if path else page
         assert other.exists(), f"{target} does not exist"
         assert not anchor or anchor in anchors(other), f"{target}: the page has no such heading"
+
+
+def test_nothing_is_loaded_from_another_host():
+    """So search and pictures work without the internet. Mermaid's diagrams would be drawn by a script from a CDN."""
+    assert LOADED.search('<script src="https://unpkg.com/mermaid"></script>')
+    for page in PAGES:
+        assert "```mermaid" not in page.read_text(), f"{page.name}: draw it as an SVG in docs/figures"
+        assert not re.search(r"!\[[^]]*\]\(https?:", page.read_text()), f"{page.name} shows a picture of another host"
+    for figure in (ROOT / "docs/figures").glob("*.svg"):
+        assert not re.search(r"""(?:href|src)=["'](?!#)|@import|url\((?!#)""", figure.read_text()), figure.name
+    assert "font: false" in (ROOT / "mkdocs.yml").read_text()  # otherwise the theme takes fonts of Google
 
 
 def test_every_page_is_reached_from_the_navigation():
@@ -91,3 +105,5 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert not done.returncode, done.stderr
     for name in ("api", "benchmarks", "train", "dflash_jax/pair"):
         assert (tmp_path / "site" / name / "index.html").is_file()
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert not LOADED.findall(page.read_text()), f"{page} loads something from another host"
