@@ -1,8 +1,8 @@
 """What lets mkdocs build the pages as they stand: Markdown whose links also work in a checkout or on a code host.
 
-Pages outside of `docs/` that `extra.repository_pages` names become pages of the site, and so do the notebooks of `colab/`,
-which can be downloaded there, too. A link to any other file of the repository becomes its path, since the site does not have
-the file. A link to a file that does not exist is a warning, which `--strict` makes an error.
+Pages outside of `docs/` that `extra.repository_pages` names become pages of the site, and so do the notebooks of
+`colab/`, which can be downloaded there, too. A link to any other file of the repository becomes its path, since the
+site does not have the file. A link to a file that does not exist is a warning, which `--strict` makes an error.
 """
 
 import json
