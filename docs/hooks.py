@@ -50,7 +50,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points links between files of the repository at pages of the site; code in fences stays as it is."""
+    """Points links between files of the repository at pages of the site; code in fences stays as it is. Pages for
+    developers, notebooks and docstrings come later in the results of a search."""
+    if page.file.src_uri.startswith(tuple(config.extra["search_last"])):
+        page.meta["search"] = {"boost": 0.3}
     rewritten = lambda text: _LINK.sub(lambda link: _rewritten(link, page, config, files), text)
     pieces, end = [], 0
     for fence in _FENCE.finditer(markdown):
