@@ -62,6 +62,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join([*pieces, rewritten(markdown[end:])])
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keeps short pieces of code on one line: a browser would break `--http` after its dashes."""
+    return re.sub(r"<code>([^<\s]{1,28})</code>", r'<code class="short">\1</code>', html)
+
+
 def _page_of(notebook: str) -> str:
     return notebook.removesuffix(".ipynb") + ".md"
 
