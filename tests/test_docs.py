@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 import dflash_jax
+from dflash_jax.benchmarks.arguments import CompareOptions, JobsOptions, SweepOptions
+from dflash_jax.cli import flags
+from dflash_jax.serve import ServeOptions
 
 ROOT = Path(__file__).parents[1]
 API = [ROOT / "docs/api.md", *sorted((ROOT / "docs/api").glob("*.md"))]
@@ -92,6 +95,16 @@ def test_code_that_names_its_file_is_in_it():
                 assert any(line.strip() == quote.strip() for line in lines), f"{page.name}: {name} lacks {quote!r}"
             quoted += 1
     assert quoted > 5
+
+
+def test_the_options_that_replace_those_of_other_tools_exist():
+    known = flags(ServeOptions).union(*map(flags, (CompareOptions, JobsOptions, SweepOptions)))
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", (ROOT / "docs/migrating.md").read_text(), re.M)
+    ours = [
+        name for _, here in rows for code in re.findall("`([^`]+)`", here) for name in re.findall("--[a-z-]+", code)
+    ]
+    assert len(ours) > 40
+    assert set(ours) <= known, set(ours) - known
 
 
 def test_the_messages_of_the_troubleshooting_page_are_in_the_code():
