@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers
 
-from dflash_jax.cli import parse
 from dflash_jax.config import Raw
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.infer.engine.compiler_options import block_compiler_options
 from dflash_jax.infer.interrupt import exit_quietly
+from dflash_jax.parsing import parse
 from dflash_jax.target import Target, load_target
 from dflash_jax.train.config import TrainConfig, make_config
 from dflash_jax.train.data import Packing, Rows, read_examples

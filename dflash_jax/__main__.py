@@ -1,85 +1,133 @@
-"""`python -m dflash_jax`: which commands there are, and the completion of their options in a shell."""
+"""`dflash-jax COMMAND`, also `python -m dflash_jax COMMAND`, and the completion of its options in a shell."""
 
+import gc
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+from dflash_jax.version import __version__
 
 COMMANDS = {
-    "serve": "answer one prompt, a file of prompts, or HTTP requests",
-    "benchmark": "measure speed and acceptance, with and without a drafter",
+    "serve": "serve OpenAI's HTTP interface, with a page to try it",
+    "chat": "a conversation on the terminal",
+    "generate": "answer one prompt",
+    "batch": "answer a file of prompts",
+    "bench": "measure speed and acceptance, with and without a drafter",
+    "plan": "estimate memory, communication and step time for a TPU or GPU that you do not have",
     "train": "train a drafter for a target, evaluate and export it",
-    "plan": "memory, collectives and step times on accelerators that are not here",
+    "replay": "check a job's answers against the target: rounding, or an error?",
 }
 USAGE = """\
-python -m dflash_jax.COMMAND [OPTIONS]; each has --help
+usage: dflash-jax COMMAND [OPTIONS]     (or python -m dflash_jax COMMAND)
 
 commands:
 {commands}
 
-A first answer:
-  python -m dflash_jax.serve --prompt "Anna has 24 apples and buys 18 more. How many apples does Anna have now?"
+dflash-jax COMMAND --help shows its options, dflash-jax --version the version.
 
-Completion of options with the Tab key, in bash:
-  eval "$(python -m dflash_jax completion)"
-and in zsh, before that line:
-  autoload -U bashcompinit && bashcompinit
+A first answer:
+  dflash-jax generate "{prompt}"
+
+Completion with the Tab key, in bash (in zsh, first: autoload -U bashcompinit && bashcompinit):
+  eval "$(dflash-jax completion)"
 """
-# Whatever is no command of ours is left to file names.
 SCRIPT = """\
 _dflash_jax() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} module= stage= known= i
-    for ((i = 1; i < COMP_CWORD; i++)); do
-        case "${{COMP_WORDS[i]}}" in
-            -m) module=${{COMP_WORDS[i + 1]}}; stage=${{COMP_WORDS[i + 2]}} ;;
-        esac
-    done
+    local word=${{COMP_WORDS[COMP_CWORD]}} known=
     COMPREPLY=()
-    case "$module $stage" in
+    if [ "$COMP_CWORD" = 1 ]; then
+        known="{commands} --version --help"
+    else
+        case "${{COMP_WORDS[1]}} ${{COMP_WORDS[2]}}" in
 {cases}
-        *) if [ "${{COMP_WORDS[COMP_CWORD - 1]}}" = -m ]; then known="{modules}"; fi ;;
-    esac
+        esac
+    fi
     COMPREPLY=($(compgen -W "$known" -- "$word"))
 }}
-complete -o default -F _dflash_jax python python3
+complete -o default -F _dflash_jax dflash-jax
 """
 
 
 def completion() -> str:
-    """A script for bash that completes modules, subcommands and options."""
-    from typing import Any, get_args
-
+    """A script for bash that completes commands, subcommands and options."""
     from dflash_jax.benchmarks import arguments as measuring
-    from dflash_jax.cli import flags
+    from dflash_jax.parsing import flags
+    from dflash_jax.replay_job import ReplayOptions
     from dflash_jax.serve import ServeOptions
+    from dflash_jax.terminal import ChatOptions
     from dflash_jax.train import arguments as training
 
     importlib.import_module("dflash_jax.drafters")  # its kinds have options of `train fit`
     words = lambda options: " ".join(sorted(flags(options)))
-    commands: dict[str, Any] = {"benchmark": measuring.Mode, "train": training.Stage}
+    unions: dict[str, Any] = {"bench": measuring.Mode, "train": training.Stage}
     cases = []
-    for command, union in commands.items():
+    for command, union in unions.items():
         parts = {get_args(part)[1].name: words(get_args(part)[0]) for part in get_args(union)}
-        cases += [f'"dflash_jax.{command} {part}") known="{known}" ;;' for part, known in parts.items()]
-        cases.append(f'"dflash_jax.{command} "*) known="{" ".join(parts)} --help" ;;')
-    for command, options in {"serve": ServeOptions, "plan": measuring.PlanOptions}.items():
-        cases.append(f'"dflash_jax.{command} "*) known="{words(options)}" ;;')
-    modules = " ".join(f"dflash_jax.{command}" for command in COMMANDS)
-    return SCRIPT.format(cases="\n".join(f"        {case}" for case in cases), modules=modules)
+        cases += [f'"{command} {part}") known="{known}" ;;' for part, known in parts.items()]
+        cases.append(f'"{command} "*) known="{" ".join(parts)} --help" ;;')
+    single = dict.fromkeys(("serve", "generate", "batch"), ServeOptions)
+    single |= {"chat": ChatOptions, "plan": measuring.PlanOptions, "replay": ReplayOptions}
+    for command, options in single.items():
+        cases.append(f'"{command} "*) known="{words(options)}" ;;')
+    return SCRIPT.format(cases="\n".join(f"            {case}" for case in cases), commands=" ".join(COMMANDS))
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    """What a command runs; imported when it is asked for, so that each starts as fast as it can."""
+    if name in ("bench", "benchmark"):
+        from dflash_jax.benchmark import main
+
+        return lambda argv: main(argv, prog=f"dflash-jax {name}")
+    if name == "plan":
+        from dflash_jax.plan import main
+
+        return lambda argv: main(argv, prog="dflash-jax plan")
+    if name == "train":
+        from dflash_jax.train.__main__ import main
+
+        return lambda argv: main(argv, prog="dflash-jax train")
+    if name == "replay":
+        from dflash_jax.replay_job import main
+
+        return main
+    from dflash_jax import commands
+
+    return {"serve": commands.serve, "chat": commands.converse, "generate": commands.generate, "batch": commands.batch}[
+        name
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
+    name = given[0] if given else "--help"
+    if name in COMMANDS or name == "benchmark":
+        return _command(name)(given[1:])
     if given == ["completion"]:
         print(completion(), end="")
         return 0
+    if given == ["--version"]:
+        print(f"dflash-jax {__version__}")
+        return 0
+    from dflash_jax.bundled import PROMPT
+
     width = max(map(len, COMMANDS)) + 2
     listed = "\n".join(f"  {command:{width}}{what}" for command, what in COMMANDS.items())
-    wrong = bool(given) and given not in (["--help"], ["-h"])
+    wrong = name not in ("--help", "-h")
     if wrong:
-        print(f"error: python -m dflash_jax takes no {given[0]!r:.60}", file=sys.stderr)
-    print(USAGE.format(commands=listed), end="", file=sys.stderr if wrong else sys.stdout)
+        print(f"error: dflash-jax has no command {name!r:.60}", file=sys.stderr)
+    print(USAGE.format(commands=listed, prompt=PROMPT), end="", file=sys.stderr if wrong else sys.stdout)
     return 2 if wrong else 0
 
 
+def console() -> None:
+    """The entry point `dflash-jax`."""
+    from dflash_jax.infer.interrupt import exit_quietly
+
+    # Imports and traces make many objects that stay. To search them for garbage took a sixth of the first answer.
+    gc.set_threshold(50_000, 20, 20)
+    exit_quietly(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

@@ -9,8 +9,8 @@ from typing import Any
 
 from dflash_jax import files
 from dflash_jax.benchmarks.arguments import DraftersOptions, Figures, JobsOptions, MeasureOptions, Mode, SweepOptions
-from dflash_jax.cli import parse
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
+from dflash_jax.parsing import parse
 
 DESCRIPTION = """\
 Measures speedup, tau and the cost of a step; autoregressive and speculative decoding take turns on the same prompts,
@@ -24,6 +24,11 @@ both warmed up. Without options it is compare.
   exit status   0 measured, 1 measured, but answers in float32 differed (drafters), 2
                 unusable arguments or files, 130 interrupted
 """
+# What `--help` shows of the options.
+COMMON = frozenset(
+    "target drafter drafters dataset max_samples max_new_tokens batch_size block_size tree temperature rounds "
+    "concurrency tasks json plot mesh dtype quantize".split()
+)
 # What each of the flags has become that chose what is measured before there were modes: a mode, and its option.
 FLAGS = {
     "--jobs": ("jobs", "--rounds"),
@@ -32,16 +37,16 @@ FLAGS = {
 }
 
 
-def parse_options(argv: Sequence[str] | None = None) -> Any:
+def parse_options(argv: Sequence[str] | None = None, prog: str = "python -m dflash_jax.benchmark") -> Any:
     """The options of a mode, an instance of the class that is its name."""
     modes: Any = Mode
-    prog, given = "python -m dflash_jax.benchmark", list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     if not given:
         given = ["compare"]
     elif given[0].startswith("-") and not {"-h", "--help"} & set(given):
         given = with_mode(given)
         print(f"note: this is now written as: {prog} {shlex.join(given)}", file=sys.stderr)
-    return parse(modes, given, prog=prog, description=DESCRIPTION)
+    return parse(modes, given, prog=prog, description=DESCRIPTION, common=COMMON)
 
 
 def with_mode(argv: Sequence[str]) -> list[str]:
@@ -60,8 +65,8 @@ def with_mode(argv: Sequence[str]) -> list[str]:
     return [mode, *words[:at], *words[at + 2 :], flag, *words[at + 1 : at + 2]]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(argv)
+def main(argv: Sequence[str] | None = None, **named: str) -> int:
+    options = parse_options(argv, **named)
     return exit_status(lambda: _measured(options))
 
 

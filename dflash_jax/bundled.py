@@ -3,6 +3,8 @@
 from importlib.resources import files
 from pathlib import Path
 
+PROMPT = "The carpet of Anna is 6 m long and 9 m wide. What is its area?"  # both models that need no download are right
+
 _PACKAGE = Path(str(files("dflash_jax")))
 
 

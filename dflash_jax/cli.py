@@ -1,68 +1,23 @@
 """What the command lines share: options. `loading` makes of them what they name.
 
-Options are frozen dataclasses, which `parse` turns into a command line; the text below a field is its help. Nothing
-here imports jax before there is work for it, so that `--help` answers at once.
+Options are frozen dataclasses, which `parsing` turns into a command line. Nothing here imports jax before there is work
+for it, so that `--help` answers at once.
 """
 
-import dataclasses
-import difflib
 import json
 import logging
-import os
-import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
 from tyro.conf import arg
 from tyro.constructors import PrimitiveConstructorSpec
 
+from dflash_jax.parsing import flag
 from dflash_jax.quantize import parse_quantize
 
 if TYPE_CHECKING:
     from dflash_jax.infer.engine.params import SamplingParams
-
-T = TypeVar("T")
-
-
-@overload
-def parse(options: type[T], argv: Sequence[str] | None, *, prog: str, description: str) -> T: ...
-@overload
-def parse(options: object, argv: Sequence[str] | None, *, prog: str, description: str) -> Any: ...
-def parse(options: Any, argv: Sequence[str] | None, *, prog: str, description: str) -> Any:
-    """The options of a command line: an instance of `options`, a dataclass or a union of subcommands.
-
-    Wrong usage ends the process with status 2 and says why on stderr; an unknown flag names the nearest.
-    """
-    words = sys.argv[1:] if argv is None else argv
-    argv = [re.sub(r"^--quantise(?=$|=)", "--quantize", word) for word in words]  # the British form
-    config = (
-        tyro.conf.OmitArgPrefixes,
-        tyro.conf.OmitSubcommandPrefixes,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.HelptextFromCommentsOff,
-    )
-    try:
-        return tyro.cli(options, prog=prog, description=description, args=argv, config=config)
-    except BrokenPipeError:  # the reader of the help has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
-    except SystemExit as wrong:
-        if wrong.code:
-            for line in _misspelt(options, argv):
-                print(line, file=sys.stderr)
-        raise
-
-
-def _misspelt(options: Any, argv: Sequence[str]) -> Iterator[str]:
-    """The nearest flag for every unknown one. The library says so itself only where nothing else is wrong."""
-    known = flags(options)
-    given = dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--"))
-    for word in given:
-        if word not in known and (near := difflib.get_close_matches(word, known, 1)):
-            yield f"{word} is unknown; the nearest is {near[0]}"
 
 
 def log_to_stderr() -> None:
@@ -77,24 +32,6 @@ def log_to_stderr() -> None:
         others.setLevel(logging.WARNING)
         others.addFilter(lambda record: record.name != log.name)
         logging.root.addHandler(others)
-
-
-def flags(options: Any) -> set[str]:
-    """All flags of a dataclass, of those inside it, or of a union of them."""
-    if not dataclasses.is_dataclass(options):
-        return {"--help"}.union(*(flags(part) for part in get_args(options)))
-    kind = options if isinstance(options, type) else type(options)
-    hints, found = get_type_hints(kind), {"--help"}
-    for part in dataclasses.fields(options):
-        made = part.default_factory() if part.default_factory is not dataclasses.MISSING else hints[part.name]
-        if part.init:
-            found |= {flag(part.name)} | flags(made)
-    return found
-
-
-def flag(name: str) -> str:
-    """The flag of a field."""
-    return f"--{name.replace('_', '-')}"
 
 
 def check_least(options: object, **least: int) -> None:
@@ -307,7 +244,7 @@ class EngineOptions:
         int | None, optional(int, "N", "as many as prompts share, in no more memory than the rows take")
     ] = None
     """chunks of prompts (32 to 256 tokens, by the longest prompt) to keep for those that begin alike; 0 keeps none"""
-    stream_interval: Annotated[int, arg(metavar="N")] = 16
+    stream_interval: Annotated[int | None, optional(int, "N", "16; 4 for one prompt and in a chat")] = None
     """most decoding steps of one device call: with fewer, tokens show sooner; with more, there is less overhead"""
     deterministic: bool = False
     """the bits of an answer are the same in every run: nothing is chosen by measured times or by the other prompts.

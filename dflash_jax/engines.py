@@ -121,7 +121,7 @@ def engine_config(
         seed=options.seed,
         prefill_chunk=chunk,
         prefill_budget="auto" if options.prefill_budget is None else options.prefill_budget or None,
-        steps_per_visit=options.stream_interval,
+        steps_per_visit=options.stream_interval or EngineConfig.steps_per_visit,
         prefix_chunks=kept,
         logprobs=needs.logprobs,
         cache_tokens=tokens,

@@ -141,6 +141,13 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_jax"
 
 
+def shown_path(path: Path) -> str:
+    """A path as a user writes it: with ~ for the home directory."""
+    with contextlib.suppress(ValueError, RuntimeError):
+        return f"~/{path.relative_to(Path.home())}"
+    return str(path)
+
+
 def check_writable(path: Path) -> None:
     """Raises OSError if a file cannot be made or replaced there. Nothing that exists is opened or changed for that; a
     disk that is full now passes."""

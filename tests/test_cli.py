@@ -1,22 +1,23 @@
 """The command lines: every flag, every form of an argument, and what is said of wrong ones."""
 
 import importlib
+import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from dflash_jax import __main__ as commands
-from dflash_jax import benchmark, load_drafter, load_target, plan, serve
+from dflash_jax import benchmark, load_drafter, load_target, pairs, plan, serve
 from dflash_jax.benchmarks.hardware import __main__ as hardware
 from dflash_jax.bundled import smollm2_drafter
-from dflash_jax.cli import EngineOptions, GenerationOptions
+from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions
 from dflash_jax.engines import engine_config, needs_of
 from dflash_jax.infer.interrupt import exit_status
 from dflash_jax.models import target_config
-from dflash_jax.train.arguments import parse_stage
+from dflash_jax.train.arguments import parse_stage, settings_given
+from dflash_jax.version import __version__
 from tests import tiny
 
 # Every flag a user may have in a script, by command.
@@ -27,7 +28,7 @@ SERVE = """
     cache-tokens cache-dtype draft-window verify-budget prefill-budget
     gpu-graphs stream-interval summary target temperature top-k top-p tree
     chat-template-kwargs deterministic kernels ray ray-workers ray-resources
-    target-config drafter-config quantize min-tokens ignore-eos stop-token-ids tool-format
+    target-config drafter-config quantize min-tokens ignore-eos stop-token-ids tool-format config
 """
 MEASURING = """
     batch-size block-size dataset dtype json max-new-tokens max-samples mesh min-p proposals seed target temperature
@@ -53,11 +54,85 @@ HARDWARE = "json minutes only pair quantize resume small"
 )
 def test_the_flags(parse, mode, flags, capsys):
     with pytest.raises(SystemExit) as done:
-        parse([*mode, "--help"])
+        parse([*mode, "--help-all" if parse != hardware.parse_options else "--help"])
     assert done.value.code == 0
     shown = re.findall(r"^[│ ] (?:-h, )?--([a-z][a-z0-9-]*)", capsys.readouterr().out, re.M)
     assert set(shown) == {"help", *flags.split()}
     assert len(shown) == len(set(shown))
+
+
+@pytest.mark.parametrize("command", "serve,generate,batch,chat,plan,replay,bench compare,train fit".split(","))
+def test_the_short_help_shows_what_matters(command, capsys):
+    """A dozen options or two, under the name that was typed; the rest with --help-all."""
+    with pytest.raises(SystemExit):
+        commands.main([*command.split(), "--help"])
+    short = capsys.readouterr().out
+    assert f"usage: dflash-jax {command}" in short
+    assert "--help-all shows all options" in short
+    with pytest.raises(SystemExit):
+        commands.main([*command.split(), "--help-all"])
+    fewer, every = (
+        set(re.findall(r"^[│ ] (?:-h, )?--([a-z][a-z0-9-]*)", text, re.M)) for text in (short, capsys.readouterr().out)
+    )
+    assert {"help", "target"} <= fewer < every
+    assert len(fewer) <= 25
+
+
+@pytest.mark.parametrize(
+    ("command", "refused"),
+    [
+        (name, flag)
+        for name, flag in zip(
+            "serve generate generate batch chat".split(),
+            "--ordered --http --input --api-key --input".split(),
+            strict=True,
+        )
+    ],
+)
+def test_commands_have_only_the_options_that_they_use(command, refused, capsys):
+    with pytest.raises(SystemExit) as wrong:
+        commands.main([command, "--target", "a", refused, "b"])
+    assert wrong.value.code == 2
+    assert refused in capsys.readouterr().err
+
+
+def test_names_of_other_tools_are_understood(capsys):
+    options = serve.parse_options("--prompt a --model m --draft-model=d --max-tokens 7 --temp 0.5".split())
+    assert (options.models.target, options.models.drafter) == ("m", "d")
+    assert (options.generation.max_new_tokens, options.generation.temperature) == (7, 0.5)
+    assert serve.parse_options("--http h:1 --max-model-len 9 --max-num-seqs 3".split()).engine.max_length == 9
+    fitted = parse_stage("fit --target t --data d --output o --lr 0.5".split())
+    assert settings_given(fitted.settings) == {"learning_rate": 0.5}
+    with pytest.raises(SystemExit):  # names of groups are no flags, and not offered as such
+        serve.parse_options(["--prompt", "a", "--modls", "b"])
+    assert "nearest is --models" not in capsys.readouterr().err
+
+
+def test_options_from_a_file(tmp_path, capsys):
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "http: 127.0.0.1:1\nmodel: m\nbatch-size: 8\nno_speculation: true\ndeterministic: false\n"
+        "chat-template-kwargs: {enable_thinking: false}\nstop-token-ids: [1, 2]\n"
+    )
+    options = serve.parse_options(["--config", str(path), "--max-num-seqs", "4"])
+    assert (options.http, options.models.target, options.generation.batch_size) == ("127.0.0.1:1", "m", 4)
+    assert (options.no_speculation, options.engine.deterministic) == (True, False)
+    assert options.generation.chat_template_kwargs == {"enable_thinking": False}
+    assert options.generation.stop_token_ids == (1, 2)
+    for text, said in {
+        "batch-sise: 8": "nearest is --batch-size",
+        "- 1": "a mapping of options",
+        "config: x": "--config is unknown",
+        "a: [": "serve.yaml",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(SystemExit) as wrong:
+            serve.parse_options(["--config", str(path), "--prompt", "a"])
+        assert wrong.value.code == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        serve.parse_options(["--config", str(tmp_path / "none.yaml"), "--prompt", "a"])
+    assert "No such file" in capsys.readouterr().err
 
 
 def test_the_reader_of_the_help_may_leave():
@@ -229,22 +304,24 @@ def test_the_kernels_are_chosen_before_anything_is_loaded(pair, monkeypatch, cap
 def test_the_commands_are_listed(capsys):
     assert commands.main([]) == 0
     listed = capsys.readouterr().out
-    assert all(re.search(rf"^  {name} ", listed, re.M) for name in ("serve", "benchmark", "train", "plan"))
+    assert all(re.search(rf"^  {name} ", listed, re.M) for name in commands.COMMANDS)
     assert commands.main(["serv"]) == 2
-    assert "takes no 'serv'" in capsys.readouterr().err
+    assert "has no command 'serv'" in capsys.readouterr().err
+    assert commands.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"dflash-jax {__version__}\n"
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("python -m dflash_jax.b", ["dflash_jax.benchmark"]),
-        ("python -m dflash_jax.serve --temp", ["--temperature"]),
-        ("python -m dflash_jax.train exp", ["export"]),
-        ("python -m dflash_jax.benchmark sw", ["sweep"]),
-        ("python -m dflash_jax.benchmark sweep --conc", ["--concurrency"]),
-        ("python -m dflash_jax.train fit --init-fr", ["--init-from"]),
-        ("python -m http.server --", []),
-        ("python -m dflash_jax.serve fil", []),
+        ("dflash-jax b", ["batch", "bench"]),
+        ("dflash-jax serve --temp", ["--temperature"]),
+        ("dflash-jax train exp", ["export"]),
+        ("dflash-jax bench sw", ["sweep"]),
+        ("dflash-jax bench sweep --conc", ["--concurrency"]),
+        ("dflash-jax train fit --init-fr", ["--init-from"]),
+        ("dflash-jax chat --sys", ["--system"]),
+        ("dflash-jax serve fil", []),
     ],
 )
 def test_words_are_completed(words, expected, capsys):
@@ -266,9 +343,37 @@ def test_completion_knows_the_settings_of_every_kind_of_drafter():
 @pytest.mark.parametrize("plain", [False, True])
 def test_the_installed_model_speculates_with_its_drafter(monkeypatch, tmp_path, plain):
     monkeypatch.setattr("dflash_jax.bundled.installed_model", lambda: tmp_path / "smol.gguf")
-    chosen = serve._with_default_models(replace(serve.ServeOptions(), no_speculation=plain))
-    assert chosen.models.target == str(tmp_path / "smol.gguf")
-    assert chosen.models.drafter == (None if plain else str(smollm2_drafter()))
+    chosen = pairs.completed(ModelOptions(), speculative=not plain)
+    assert chosen.target == str(tmp_path / "smol.gguf")
+    assert chosen.drafter == (None if plain else str(smollm2_drafter()))
+
+
+def test_a_published_target_gets_its_drafter(capsys):
+    assert pairs.completed(ModelOptions(target="Qwen/Qwen3-8B")).drafter == "z-lab/Qwen3-8B-DFlash-b16"
+    assert "drafter: z-lab/Qwen3-8B-DFlash-b16, made for this target" in capsys.readouterr().err
+    assert pairs.completed(ModelOptions(target=pairs.SMOLLM2)).drafter == str(smollm2_drafter())
+    for models, speculative in [
+        (ModelOptions(target="Qwen/Qwen3-8B", drafter="mine"), True),
+        (ModelOptions(target="Qwen/Qwen3-8B"), False),
+        (ModelOptions(target="./Qwen/Qwen3-8B"), True),
+    ]:
+        assert pairs.completed(models, speculative=speculative) == models
+
+
+def test_a_drafter_names_its_target(tmp_path, capsys):
+    written = {
+        "base": {"base_model_name_or_path": "Qwen/Qwen3-8B"},
+        "speculators": {"speculators_config": {"verifier": {"name_or_path": "Qwen/Qwen3-8B"}}},
+    }
+    for name, config in written.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        for drafter in (str(tmp_path / name), f"ngram+{tmp_path / name}", "z-lab/Qwen3-8B-DFlash-b16"):
+            assert pairs.completed(ModelOptions(drafter=drafter)).target == "Qwen/Qwen3-8B"
+    assert "which the drafter was made for" in capsys.readouterr().err
+    (tmp_path / "base" / "config.json").write_text('{"speculators_config": {"verifier": {"name_or_path": null}}}')
+    with pytest.raises(ValueError, match="names no target; give one with --target"):
+        pairs.completed(ModelOptions(drafter=str(tmp_path / "base")))
 
 
 def test_the_drafter_of_smollm2():

@@ -10,7 +10,7 @@ import pytest
 from dflash_jax import plan, serve
 from dflash_jax.benchmarks import topologies
 from dflash_jax.benchmarks.arguments import PlanOptions
-from dflash_jax.cli import parse
+from dflash_jax.parsing import parse
 from dflash_jax.train.arguments import parse_stage, settings_given
 from dflash_jax.train.config import make_config
 from tests.chips import topology

@@ -10,8 +10,8 @@ from dflash_jax.train import arguments
 from dflash_jax.train.config import NotFiniteError, StageError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = arguments.parse_stage(argv)
+def main(argv: Sequence[str] | None = None, **named: str) -> int:
+    options = arguments.parse_stage(argv, **named)
     log_to_stderr()
 
     def work() -> int:

@@ -19,9 +19,9 @@ from dflash_jax.cli import (
     Quantization,
     TemplateArguments,
     optional,
-    parse,
     parsed,
 )
+from dflash_jax.parsing import parse
 from dflash_jax.train.config import TrainConfig, setting, setting_fields
 
 DESCRIPTION = """\
@@ -45,6 +45,12 @@ Trains a drafter for a target.
                 an error record; what is done is kept. 2 unusable arguments or
                 files, 130 interrupted
 """
+# What `--help` shows of the options.
+COMMON = frozenset(
+    "target drafter data input output run prompts evaluate_prompts init_from config learning_rate epochs batch_size "
+    "block_size num_layers length max_new_tokens temperature max_samples features step dtype mesh plot pair rows steps "
+    "samples tensorboard".split()
+)
 NOT_GIVEN: Any = object()  # None is a value of settings
 Directory = Annotated[str, arg(metavar="DIR")]
 JsonLines = Annotated[str, arg(metavar="FILE.jsonl")]
@@ -281,10 +287,10 @@ Stage = (
 )
 
 
-def parse_stage(argv: Sequence[str] | None = None) -> Any:
+def parse_stage(argv: Sequence[str] | None = None, prog: str = "python -m dflash_jax.train") -> Any:
     """The options of a stage, an instance of the class that is its name."""
     words: Sequence[str] = sys.argv[1:] if argv is None else argv
     stages: Any = Stage
     if words[:1] and words[0] in ("fit", "cache-features"):
         importlib.import_module("dflash_jax.drafters")  # for the flags of its kinds; the other stages start faster
-    return parse(stages, argv, prog="python -m dflash_jax.train", description=DESCRIPTION)
+    return parse(stages, argv, prog=prog, description=DESCRIPTION, common=COMMON)

@@ -17,8 +17,9 @@ from typing import Annotated
 from dflash_jax import files
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.plots import new_figure, plot_sweep
-from dflash_jax.cli import optional, parse
+from dflash_jax.cli import optional
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
+from dflash_jax.parsing import parse
 
 COLOURS = "#cfe8ff", "#d9f2d0", "#ffe7b8", "#f6d5e8", "#dcd8fb"
 COLUMNS, CHARACTER, LINE, MARGIN = 84, 8.4, 26, 16  # characters of a line; the rest in pixels

@@ -20,11 +20,12 @@ from dflash_jax import files
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.random_weights import random_target
 from dflash_jax.cache import Cache, commit
-from dflash_jax.cli import optional, parse
+from dflash_jax.cli import optional
 from dflash_jax.config import Raw
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
 from dflash_jax.kernels.delta_rule import advance, read_block, read_prompt
 from dflash_jax.models.linear_attention import LinearAttentionConfig
+from dflash_jax.parsing import parse
 from dflash_jax.target import Target, load_target
 
 

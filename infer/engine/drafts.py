@@ -143,6 +143,12 @@ class Drafts:
         chooser = self.choosers.get(rows)
         return chooser.choose(requests) if chooser else self._usual, chooser
 
+    def plain_seconds(self, rows: int) -> float | None:
+        """Seconds of a step of so many rows without speculation; None if that was not measured."""
+        chooser = self.choosers.get(rows)
+        found = chooser.candidates.values() if chooser else ()
+        return next((one.seconds for one in found if not one.proposed and one.seconds), None)
+
     def used(self, steps: int) -> dict[str, int]:
         """How many of the engine's `steps` were taken with each draft, by its label."""
         used = [chooser.used for chooser in self.choosers.values()] or [{self._usual: steps}]

@@ -255,7 +255,7 @@ FLAGS = {
 @pytest.mark.parametrize("stage", FLAGS)
 def test_the_flags(stage, capsys):
     with pytest.raises(SystemExit) as done:
-        main([stage, "--help"])
+        main([stage, "--help-all"])
     assert done.value.code == 0
     shown = re.findall(r"^[│ ] (?:-h, )?--([a-z][a-z0-9-]*)", capsys.readouterr().out, re.M)
     assert set(shown) == {"help", *FLAGS[stage].split()}

@@ -17,7 +17,8 @@ from tyro.conf import arg
 from dflash_jax import files
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.report import Item, markdown, measure
-from dflash_jax.cli import Quantization, optional, parse, parsed
+from dflash_jax.cli import Quantization, optional, parsed
+from dflash_jax.parsing import parse
 
 if TYPE_CHECKING:
     from dflash_jax.benchmarks.hardware.bench import Bench

@@ -1,5 +1,7 @@
 """Programs are compiled together, and left alone when that is no longer asked for."""
 
+import re
+import sys
 import threading
 import time
 
@@ -33,13 +35,14 @@ def test_what_was_compiled_is_found(monkeypatch):
 def test_it_says_how_far_it_is(monkeypatch):
     """At first after a while, then from time to time."""
     now, seen, lines = [0.0], [], []
-    monkeypatch.setattr(progress._log, "info", lambda text, *given: lines.append(text % given))
-    log = progress.compiling_log(3, 4.0, lambda: now[0])
+    monkeypatch.setattr(progress.log, "info", lambda text, *given: lines.append(text % given))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    shown = progress.Compiling(3, 4.0, lambda: now[0])
 
     def told(done):
         seen.append(done)
         now[0] += 3.0
-        log(done)
+        shown.update(done)
 
     program = jax.jit(lambda x: jnp.cos(x) + 3)
     compile_all([(program, (jnp.ones(n),)) for n in (3, 5, 7)], lambda: None, told)
@@ -47,8 +50,19 @@ def test_it_says_how_far_it_is(monkeypatch):
         told(3)
     assert seen == sorted(seen)
     first, second, *_ = lines
-    assert first == "compiling 3 programs; they are kept, so that it takes this long once ..."
-    assert second.endswith("programs are compiled ...")
+    assert re.fullmatch(r"compiling [123]/3 \(first start only, kept in /somewhere/dflash_jax\) \.\.\.", first)
+    assert second == "compiling 3/3 ..."
+
+
+def test_it_says_so_in_one_line_of_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    shown = progress.Compiling(2, clock=iter([0.0, 1.0, 1.1, 2.0]).__next__)
+    for done in (0, 0, 1):
+        shown.update(done)
+    shown.close()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert [part.split(" (")[0] for part in said.split("\r")] == ["", "compiling 1/2", "compiling 2/2"]
 
 
 def test_an_error_of_the_compiler_is_raised():

@@ -1,0 +1,68 @@
+"""The commands of `dflash-jax` that answer prompts, each with those options of `serve` that it uses."""
+
+from collections.abc import Sequence
+
+from dflash_jax.bundled import PROMPT
+from dflash_jax.infer.interrupt import exit_status
+from dflash_jax.parsing import parse
+from dflash_jax.serve import DESCRIPTION, FILES, MODELS, SAMPLING, RayOptions, parse_command, run
+from dflash_jax.serve_http import HttpOptions
+from dflash_jax.terminal import ChatOptions, chat
+
+ADDRESS = "127.0.0.1:8000"
+OF_JOBS = ("input", "output", "force", "stats_interval", "summary", "ordered", "processes")
+OF_SERVERS = tuple(HttpOptions.__dataclass_fields__)
+OF_CLUSTERS = tuple(RayOptions.__dataclass_fields__)
+SERVE = f"""\
+Answers OpenAI's HTTP requests, and has a page to try it at the same address, {ADDRESS} by default.
+
+  examples      dflash-jax serve --model Qwen/Qwen3-8B --batch-size 8
+                dflash-jax serve --config serve.yaml
+"""
+GENERATE = f"""\
+Streams the answer to one prompt to the terminal.
+
+  example       dflash-jax generate "{PROMPT}"
+"""
+BATCH = """\
+Answers a file of prompts. A job that was killed goes on with the same command.
+
+  example       dflash-jax batch prompts.jsonl --output answers.jsonl --batch-size 8
+"""
+CHAT = """\
+A conversation on the terminal. Models are loaded and compiled once.
+"""
+
+
+def serve(argv: Sequence[str]) -> int:
+    """`dflash-jax serve`."""
+    given = any(word.partition("=")[0] in ("--http", "-h", "--help", "--help-all") for word in argv)
+    common = ("http", "max_length", "batch_size", "api_key", "block_size", "tool_format", *MODELS, "config")
+    hidden = ("prompt", *OF_JOBS, *OF_CLUSTERS)
+    words = argv if given else ["--http", ADDRESS, *argv]
+    return run(parse_command(words, "dflash-jax serve", SERVE, common, hidden))
+
+
+def generate(argv: Sequence[str]) -> int:
+    """`dflash-jax generate PROMPT`."""
+    words = ["--prompt", *argv] if argv and not argv[0].startswith("-") else argv
+    hidden = ("http", "batch_size", *OF_JOBS, *OF_SERVERS, *OF_CLUSTERS)
+    common = ("prompt", *MODELS, *SAMPLING, "block_size", "config")
+    return run(parse_command(words, "dflash-jax generate", GENERATE, common, hidden))
+
+
+def batch(argv: Sequence[str]) -> int:
+    """`dflash-jax batch FILE ... --output FILE`."""
+    words = ["--input", *argv] if argv and not argv[0].startswith("-") else argv
+    formats = DESCRIPTION[DESCRIPTION.index("  input lines") : DESCRIPTION.index("  models")]
+    status = DESCRIPTION[DESCRIPTION.index("  exit status") :]
+    hidden = ("http", "prompt", *OF_SERVERS)
+    common = (*FILES, "summary", *MODELS, *SAMPLING, "config")
+    return run(parse_command(words, "dflash-jax batch", BATCH + "\n" + formats + status, common, hidden))
+
+
+def converse(argv: Sequence[str]) -> int:
+    """`dflash-jax chat`."""
+    common = frozenset(("system", *MODELS, *SAMPLING, "max_length", "block_size"))
+    options = parse(ChatOptions, argv, prog="dflash-jax chat", description=CHAT, common=common)
+    return exit_status(lambda: chat(options))

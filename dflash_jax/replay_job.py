@@ -1,0 +1,141 @@
+"""`dflash-jax replay`: every answer of a finished job against the target, one token after the other; see `replay`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from tyro.conf import Positional, arg
+
+from dflash_jax.cli import GenerationOptions, NamedModelOptions, check_least, log_to_stderr, optional
+from dflash_jax.files import Json, read_json, read_json_lines, write_json
+from dflash_jax.infer.interrupt import exit_status
+from dflash_jax.infer.progress import progress_bar
+from dflash_jax.parsing import parse
+
+if TYPE_CHECKING:
+    from dflash_jax.infer.engine.replay import Replay
+    from dflash_jax.infer.jobs.lines import Line
+    from dflash_jax.target import Target
+
+DESCRIPTION = """\
+Reads the answers of a job again with the target alone, and compares each token with the target's own choice. Where two
+tokens score almost the same, rounding may choose the other one: a near tie. Anything else is an error.
+
+  example       dflash-jax replay answers.jsonl --input prompts.jsonl --target DIR
+
+  exit status   0 every token is the target's choice or a near tie, 1 some token is neither, 2 unusable arguments or
+                files, 130 interrupted
+"""
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Options of `dflash-jax replay`.
+
+    Attributes:
+        answers: output of a job, with its settings file beside it
+        input: the job's prompts, as it was given them
+        max_samples: only the first so many answers
+        json: write the figures of every answer
+    """
+
+    answers: Annotated[Positional[str], arg(metavar="FILE.jsonl")]
+    input: Annotated[tuple[str, ...], arg(metavar="FILE.jsonl [FILE.jsonl ...]")]
+    models: NamedModelOptions
+    max_samples: Annotated[int | None, optional(int, "N", "all")] = None
+    json: Annotated[str | None, optional(str, "FILE.json")] = None
+
+
+class Checked(NamedTuple):
+    """An answer and what its replay says."""
+
+    id: str
+    sample: int
+    tokens: int
+    replay: "Replay"
+
+    @property
+    def wrong(self) -> bool:
+        """Whether rounding does not explain it."""
+        return self.replay.mismatches > self.replay.near_ties
+
+
+def main(argv: Sequence[str]) -> int:
+    common = frozenset("answers input max_samples json target mesh dtype quantize".split())
+    log_to_stderr()
+    options = parse(ReplayOptions, argv, prog="dflash-jax replay", description=DESCRIPTION, common=common)
+    return exit_status(lambda: _replayed(options))
+
+
+def _replayed(options: ReplayOptions) -> int:
+    check_least(options, max_samples=1)
+    from dflash_jax.infer.jobs.inputs import input_lines
+    from dflash_jax.infer.jobs.journal import settings_path
+    from dflash_jax.infer.jobs.lines import read_lines
+    from dflash_jax.infer.jobs.records import record_id
+    from dflash_jax.loading import load
+
+    path = Path(options.answers)
+    settings = read_json(settings_path(path))
+    loaded = load(options.models, _generation(settings), speculative=False)
+    target = loaded.target.replace(cache_dtype=settings.get("cache_dtype"))
+    defaults = replace(loaded.defaults, stop_token_ids=(), eos_token_ids=tuple(settings["stop_token_ids"]))
+    lines = {str(line.id): line for line in read_lines(input_lines(options.input), loaded.text, defaults)}
+    records = [record for _, record in read_json_lines(path, lambda record: record)]
+    answered = [(lines.get(name), name, record) for record in records if (name := record_id(record))]
+    if missing := next((name for line, name, _ in answered if line is None), None):
+        raise ValueError(f"{path} answers {missing!r:.60}, which is not in the input")
+    asked = [found for line, _, record in answered if line for found in _answers(line, record)]
+    checked, skipped = list[Checked](), len(records) - len({line.id for line, _, _ in asked})
+    with progress_bar(len(asked[: options.max_samples]), "answer") as bar:
+        for line, sample, tokens in asked[: options.max_samples]:
+            checked.append(_check(target, line, sample, tokens, settings["seed"]))
+            bar.update()
+    if options.json:
+        write_json(Path(options.json), [_figures(one) for one in checked])
+    return _report(checked, skipped)
+
+
+def _generation(settings: Json) -> GenerationOptions:
+    """The options of the job that has these settings, as far as they are the requests' own."""
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens", "chat_template_kwargs")
+    return GenerationOptions(**{name: settings[name] for name in (*names, "tool_format") if name in settings})
+
+
+def _answers(line: "Line", record: Json) -> "Iterator[tuple[Line, int, list[int]]]":
+    """The answers of a record that can be replayed: not those of errors, of conversations, and of OpenAI's batches,
+    which have no token ids."""
+    if line.request is None or line.later or "error" in record:
+        return
+    for sample, answer in enumerate(record.get("samples") or [record]):
+        if tokens := answer.get("token_ids"):
+            yield line, sample, tokens
+
+
+def _check(target: "Target", line: "Line", sample: int, tokens: Sequence[int], seed: int) -> Checked:
+    from dflash_jax.infer.engine.replay import replay
+
+    request = line.request
+    assert request is not None
+    asked = target, request.prompt_token_ids, tokens, request.params
+    found = replay(*asked, seed=seed, request_id=request.id, sample=sample)
+    return Checked(str(line.id), sample, len(tokens), found)
+
+
+def _figures(one: Checked) -> Json:
+    return {"id": one.id, "sample": one.sample, "tokens": one.tokens, **one.replay._asdict()}
+
+
+def _report(checked: Sequence[Checked], skipped: int) -> int:
+    """Prints what was found; returns the exit status."""
+    wrong = [one for one in checked if one.wrong]
+    for one in wrong[:10]:
+        print(
+            f"{one.id}, sample {one.sample}: token {one.replay.worst_index} is {one.replay.worst_gap:.3g} below the "
+            "target's choice"
+        )
+    tokens, ties = sum(one.tokens for one in checked), sum(one.replay.near_ties for one in checked)
+    more = f"; {skipped} records have no answer that can be replayed" if skipped else ""
+    print(f"{len(checked)} answers, {tokens} tokens: {ties} near ties, {len(wrong)} answers with errors{more}")
+    return 1 if wrong or not checked else 0
