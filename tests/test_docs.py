@@ -11,7 +11,7 @@ import pytest
 
 import dflash_jax
 from dflash_jax.benchmarks.arguments import CompareOptions, JobsOptions, SweepOptions
-from dflash_jax.cli import flags
+from dflash_jax.parsing import ALIASES, flags
 from dflash_jax.serve import ServeOptions
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +99,11 @@ def test_code_that_names_its_file_is_in_it():
 
 def test_the_options_that_replace_those_of_other_tools_exist():
     known = flags(ServeOptions).union(*map(flags, (CompareOptions, JobsOptions, SweepOptions)))
-    rows = re.findall(r"^\| (.+) \| (.+) \|$", (ROOT / "docs/migrating.md").read_text(), re.M)
+    page = (ROOT / "docs/migrating.md").read_text()
+    aliases = dict(re.findall(r"`(--[a-z-]+)` for\s+`(--[a-z-]+)`", page))
+    assert len(aliases) > 5
+    assert aliases.items() <= ALIASES.items()
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", page, re.M)
     ours = [
         name for _, here in rows for code in re.findall("`([^`]+)`", here) for name in re.findall("--[a-z-]+", code)
     ]
