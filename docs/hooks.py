@@ -63,7 +63,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Keeps short pieces of code on one line: a browser would break `--http` after its dashes."""
+    """Keeps short pieces of code on one line: a browser would break `--http` after its dashes. Pages that docstrings
+    name become links."""
+    if page.file.src_uri.startswith("api/"):
+        html = re.sub(r"(?<![/\w])docs/(\w+)\.md", r'<a href="../../\1/">\1</a>', html)
     return re.sub(r"<code>([^<\s]{1,28})</code>", r'<code class="short">\1</code>', html)
 
 
