@@ -3,8 +3,8 @@
 #
 # A small model learns from a reward that a program computes: whether the answer to a word problem is right. Most of
 # the time of such a training goes into *rollouts*, the answers that the model samples, and a drafter makes them
-# faster. It changes nothing else: samples are those of plain decoding, seed for seed, so the trained weights are the
-# same to the last bit. The second half shows that.
+# faster. It changes nothing else: samples are those of autoregressive decoding, seed for seed, so the trained
+# weights are the same to the last bit. The second half shows that.
 #
 # The loop is GRPO (group relative policy optimization, arXiv 2402.03300) in plain JAX and optax: several answers to
 # each prompt, whose rewards are compared within the group. The model is the small one inside the package. At
@@ -115,7 +115,7 @@ def update(params, state, tokens, mask, advantages):
 # ## Training
 #
 # `engine.update` puts the new weights in the place of the old ones; nothing is compiled again. The drafter stays as
-# it is: its proposals fit a little less as the policy moves, which `tau`, the tokens that a step commits, shows.
+# it is: its proposals fit a little less as the policy moves, which `tau`, the tokens that a step accepts, shows.
 
 
 # %%

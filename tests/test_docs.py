@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 
 import dflash_jax
+from dflash_jax.benchmarks.arguments import CompareOptions, JobsOptions, SweepOptions
+from dflash_jax.parsing import ALIASES, flags
+from dflash_jax.serve import ServeOptions
 
 ROOT = Path(__file__).parents[1]
-API = ROOT / "docs" / "api.md"
+API = [ROOT / "docs/api.md", *sorted((ROOT / "docs/api").glob("*.md"))]
 PAGES = [
     *(ROOT / name for name in ("README.md", "benchmarks.md", "train/README.md", "dflash_jax/pair/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
+LOADED = re.compile(
+    r"""<(?:script|img|iframe|source|link(?! [^>]*rel="?canonical))\b[^>]*(?:src|href)="?(?:https?:)?//[^>]*>"""
+)
 FENCE = re.compile(r"^ *```(\w*).*?\n(.*?)^ *``` *$", re.S | re.M)
 
 
@@ -38,27 +44,45 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(other), f"{target}: the page has no such heading"
 
 
+def test_nothing_is_loaded_from_another_host():
+    """So search and pictures work without the internet. Mermaid's diagrams would be drawn by a script from a CDN."""
+    assert LOADED.search('<script src="https://unpkg.com/mermaid"></script>')
+    for page in PAGES:
+        assert "```mermaid" not in page.read_text(), f"{page.name}: draw it as an SVG in docs/figures"
+        assert not re.search(r"!\[[^]]*\]\(https?:", page.read_text()), f"{page.name} shows a picture of another host"
+    for figure in (ROOT / "docs/figures").glob("*.svg"):
+        assert not re.search(r"""(?:href|src)=["'](?!#)|@import|url\((?!#)""", figure.read_text()), figure.name
+    assert "font: false" in (ROOT / "mkdocs.yml").read_text()  # otherwise the theme takes fonts of Google
+
+
 def test_every_page_is_reached_from_the_navigation():
     listed = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES[1:]:
-        name = page.relative_to(ROOT / "docs" if page.parent == ROOT / "docs" else ROOT).as_posix()
+        name = page.relative_to(ROOT / "docs" if page.is_relative_to(ROOT / "docs") else ROOT).as_posix()
         assert re.search(rf": {re.escape(name)}$", listed, re.M), f"mkdocs.yml lacks {name}"
 
 
-def test_the_api_page_has_every_public_name():
-    page = API.read_text()
-    examples = "".join(code for language, code in FENCE.findall(page) if language == "pycon")
+def examples(page):
+    return "".join(code for language, code in FENCE.findall(page.read_text()) if language == "pycon")
+
+
+def test_the_api_pages_have_every_public_name():
+    """Each on one page, with an example on the same page."""
     for name in dflash_jax.__all__:
-        assert name == "__version__" or f"::: dflash_jax.{name}\n" in page, f"docs/api.md lacks {name}"
-        assert re.search(rf"dflash_jax\.{name}\b", examples), f"docs/api.md has no example with {name}"
+        documented = [page for page in API if f"::: dflash_jax.{name}\n" in page.read_text()]
+        assert len(documented) == (name != "__version__"), f"docs/api has {name} on {len(documented)} pages"
+        for page in documented or API[:1]:
+            assert re.search(rf"dflash_jax\.{name}\b", examples(page)), f"docs/{page.name} has no example with {name}"
+        assert f"`{name}`" in API[0].read_text() or f"`dflash_jax.{name}`" in API[0].read_text(), name
+    assert sum(examples(page).count("\n>>> ") for page in API) > 30
 
 
 @pytest.mark.slow
-def test_the_examples_of_the_api_page_run():
-    examples = "".join(code for language, code in FENCE.findall(API.read_text()) if language == "pycon")
-    test = doctest.DocTestParser().get_doctest(examples, {}, "api", str(API), 0)
+@pytest.mark.parametrize("page", API, ids=lambda page: page.stem)
+def test_the_examples_of_the_api_pages_run(page):
+    test = doctest.DocTestParser().get_doctest(examples(page), {}, page.stem, str(page), 0)
     failed, tried = doctest.DocTestRunner().run(test)
-    assert tried > 30
+    assert tried > 5
     assert not failed
 
 
@@ -71,6 +95,20 @@ def test_code_that_names_its_file_is_in_it():
                 assert any(line.strip() == quote.strip() for line in lines), f"{page.name}: {name} lacks {quote!r}"
             quoted += 1
     assert quoted > 5
+
+
+def test_the_options_that_replace_those_of_other_tools_exist():
+    known = flags(ServeOptions).union(*map(flags, (CompareOptions, JobsOptions, SweepOptions)))
+    page = (ROOT / "docs/migrating.md").read_text()
+    aliases = dict(re.findall(r"`(--[a-z-]+)` for\s+`(--[a-z-]+)`", page))
+    assert len(aliases) > 5
+    assert aliases.items() <= ALIASES.items()
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", page, re.M)
+    ours = [
+        name for _, here in rows for code in re.findall("`([^`]+)`", here) for name in re.findall("--[a-z-]+", code)
+    ]
+    assert len(ours) > 40
+    assert set(ours) <= known, set(ours) - known
 
 
 def test_the_messages_of_the_troubleshooting_page_are_in_the_code():
@@ -89,5 +127,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    for name in ("api", "benchmarks", "train", "dflash_jax/pair"):
+    for name in ("api", "api/engine", "colab/quickstart", "benchmarks", "train", "dflash_jax/pair"):
         assert (tmp_path / "site" / name / "index.html").is_file()
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert not LOADED.findall(page.read_text()), f"{page} loads something from another host"
