@@ -57,6 +57,8 @@ def run(options: argparse.Namespace, pair: Pair, seed: int) -> np.ndarray:
     pair.begin()
     text, ends = Text(options.target), tuple(pair.target.config.eos_token_ids)
     lines = [json.loads(line)["question"] for line in options.problems.read_text().splitlines()]
+    asked = (text.encode_chat([{"role": "user", "content": line}]) for line in lines)
+    every = [prompt for prompt in asked if len(prompt) + options.tokens <= WIDTH]
     rng, params, rows = np.random.default_rng(seed), pair.target.params, []
     settings = DEFAULTS | {"learning_rate": options.drafter_rate}
     online = OnlineDrafter(pair.learning, TrainConfig(block_size=pair.drafter.config.block_size, **settings))
@@ -64,8 +66,7 @@ def run(options: argparse.Namespace, pair: Pair, seed: int) -> np.ndarray:
     state = optimizer.init(params)
     sampling = SamplingParams(options.tokens, 1.0, eos_token_ids=ends)
     for step in range(options.steps):
-        asked = rng.choice(len(lines), options.prompts, replace=False)
-        prompts = [text.encode_chat([{"role": "user", "content": lines[i]}]) for i in asked]
+        prompts = [every[i] for i in rng.choice(len(every), options.prompts, replace=False)]
         how = {"step": 1000 * seed + step, "width": WIDTH}
         ours, theirs = (rollouts(one, prompts, SAMPLES, sampling, **how) for one in (pair.learning, pair.frozen))
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)

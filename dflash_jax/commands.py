@@ -1,13 +1,15 @@
 """The commands of `dflash-jax` that answer prompts, each with those options of `serve` that it uses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
 from dflash_jax.bundled import PROMPT
+from dflash_jax.cli import log_to_stderr
 from dflash_jax.infer.interrupt import exit_status
+from dflash_jax.pairs import completed
 from dflash_jax.parsing import parse
 from dflash_jax.serve import DESCRIPTION, FILES, MODELS, SAMPLING, RayOptions, ServeOptions, parse_command, run
 from dflash_jax.serve_http import HttpOptions
@@ -89,4 +91,10 @@ def converse(argv: Sequence[str]) -> int:
     """`dflash-jax chat`."""
     common = frozenset(("system", *MODELS, *SAMPLING, "max_length", "block_size"))
     options = parse(ChatOptions, argv, prog="dflash-jax chat", description=CHAT, common=common)
-    return exit_status(lambda: chat(options))
+    log_to_stderr()
+
+    def work() -> int:
+        models = completed(options.models, speculative=not options.no_speculation)
+        return chat(replace(options, models=models))
+
+    return exit_status(work)

@@ -13,7 +13,6 @@ from dflash_jax.infer.progress import log, warm_up
 from dflash_jax.loading import Loaded, load, pair_sources
 
 if TYPE_CHECKING:
-    from dflash_jax.files import Json
     from dflash_jax.infer.engine.engine import Engine
     from dflash_jax.infer.engine.requests import Completion
 
@@ -72,7 +71,7 @@ def answer_once(
     engine.check(request)
     warm_up(engine, patience=PATIENCE, once=True)
     completion = _stream(engine, found, tokens, "0")
-    if completion is not None and completion.acceptance_lengths:
+    if completion is not None:
         print(_figures(engine, completion), file=sys.stderr)
     return 0
 
@@ -89,7 +88,7 @@ def chat(options: ChatOptions) -> int:
     print(HELP, file=sys.stderr)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # keys and history of `input`
-    system, messages, turn = options.system, list[Json](), 0
+    system, messages, turn = options.system, list[dict[str, str]](), 0
     while True:
         try:
             said = input("> ").strip()
@@ -112,11 +111,11 @@ def chat(options: ChatOptions) -> int:
                 messages += [_said("user", said), _said("assistant", answer)]
 
 
-def _said(role: str, content: str) -> "Json":
+def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _turn(engine: "Engine", found: Loaded, messages: "Sequence[Json]", name: str) -> str | None:
+def _turn(engine: "Engine", found: Loaded, messages: Sequence[dict[str, str]], name: str) -> str | None:
     """Streams the answer to a conversation; returns its text, or None if there is none to keep."""
     from dflash_jax.infer.engine.requests import RequestError
 
@@ -131,8 +130,7 @@ def _turn(engine: "Engine", found: Loaded, messages: "Sequence[Json]", name: str
         return None
     if completion is None:
         return None
-    if completion.acceptance_lengths:
-        print(_figures(engine, completion), file=sys.stderr)
+    print(_figures(engine, completion), file=sys.stderr)
     if completion.finish_reason == "length":
         print("[the answer reached --max-new-tokens or the length of the context]", file=sys.stderr)
     return found.text.answer(completion.token_ids)
@@ -156,9 +154,9 @@ def _figures(engine: "Engine", completion: "Completion") -> str:
     """Steps, tau and speed of an answer; besides, how fast it is without speculation, if that was measured."""
     count, steps = len(completion.token_ids), len(completion.acceptance_lengths)
     seconds = completion.finished - completion.first_token
-    parts = [f"{count} tokens", f"{steps} steps"]
+    parts = [f"{count} tokens"]
     if engine.drafter and completion.tau is not None:
-        parts.append(f"tau {completion.tau:.2f}")
+        parts += [f"{steps} steps", f"tau {completion.tau:.2f}"]
     if seconds > 0 and count > 1:
         parts.append(f"{(count - 1) / seconds:.1f} tokens/s")
     parts.append(f"first token after {completion.first_token - completion.submitted:.2f} s")

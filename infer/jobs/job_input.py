@@ -119,6 +119,11 @@ class JobInput:
         self._names = Names(hashes)
         sampled = [*first, *(row for _, _, row in sorted(longest, key=lambda one: one[1]))]
         self.sample = list(self._made(sampled))
+        if text.has_chat_template and any(isinstance((row.fields or {}).get("prompt"), str) for row in sampled):
+            log.warning(
+                "lines with a prompt are continued as plain text, although the target has a chat template; "
+                'for an answer use {"messages": [{"role": "user", "content": ...}]}'
+            )
 
     def _check_repeated(self) -> None:
         suspects = set(self._given.hashes[self._given.repeated()].tolist())
