@@ -74,7 +74,7 @@ BUNDLED = (
     "--target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16"
 )
 PAUSE = f"{LOG_PAUSE:.0f} where there is no terminal"
-WHAT = tyro.conf.create_mutex_group(required=True, title="what to answer")
+WHAT = tyro.conf.create_mutex_group(required=False, title="what to answer")
 
 
 def _files(given: Sequence[str]) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ class ServeOptions:
 
     input: Annotated[Files, WHAT] = None
     prompt: Annotated[str | None, WHAT, optional(str, "TEXT")] = None
-    http: Annotated[str | None, WHAT, optional(str, "HOST:PORT")] = None
+    http: Annotated[str | None, WHAT, optional(str, "[HOST:]PORT")] = None
     output: Annotated[str | None, optional(str, "FILE.jsonl")] = None
     force: bool = False
     stats_interval: Annotated[float | None, optional(float, "SECONDS", PAUSE)] = None
@@ -158,7 +158,16 @@ class ServeOptions:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> ServeOptions:
-    return parse(ServeOptions, argv, prog="python -m dflash_jax.serve", description=DESCRIPTION + EXAMPLES)
+    options = parse(ServeOptions, argv, prog="python -m dflash_jax.serve", description=DESCRIPTION + EXAMPLES)
+    if all(what is None for what in (options.input, options.prompt, options.http)):
+        options = replace(options, http=options.server.address)  # --port N says it, too
+        if options.http is None:
+            print("error: one of --prompt, --input, --http is required; --help says what each does", file=sys.stderr)
+            raise SystemExit(2)
+    elif options.http is not None and options.server.address is not None:
+        print("error: --http has the host and the port; leave out --host and --port", file=sys.stderr)
+        raise SystemExit(2)
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:

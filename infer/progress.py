@@ -19,11 +19,17 @@ COMPILING_PAUSE = 10.0  # seconds between two lines that say how far compiling i
 LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
 
 
-def warm_up(engine: "Engine", going: Callable[[], bool] = lambda: True, *, first: bool = False) -> None:
+def warm_up(
+    engine: "Engine",
+    going: Callable[[], bool] = lambda: True,
+    *,
+    first: bool = False,
+    progress: Callable[[int], object] = lambda done: None,
+) -> None:
     """Compiles, and says so.
 
     Args:
-        first: see `Engine.warm_up`.
+        first, progress: see `Engine.warm_up`.
 
     Raises:
         KeyboardInterrupt: `going` is false, which is looked at between programs.
@@ -33,7 +39,8 @@ def warm_up(engine: "Engine", going: Callable[[], bool] = lambda: True, *, first
         if not going():
             raise KeyboardInterrupt
 
-    engine.warm_up(check_interrupt, compiling_log(engine.programs(first=first), 0.0), first=first)
+    log = compiling_log(engine.programs(first=first), 0.0)
+    engine.warm_up(check_interrupt, lambda done: (log(done), progress(done)), first=first)
     more = f"; {engine.left} programs that make it faster are compiled meanwhile" if engine.left else ""
     _log.info("ready after %.1f s%s", engine.stats.compile_seconds, more)
 

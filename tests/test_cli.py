@@ -22,7 +22,8 @@ from tests import tiny
 # Every flag a user may have in a script, by command.
 SERVE = """
     api-key batch-size block-size drafter dtype force http input max-length max-new-tokens max-request-bytes
-    allow-unauthenticated max-waiting client-timeout shutdown-timeout
+    allow-unauthenticated max-waiting client-timeout shutdown-timeout host port served-model-name allowed-origins
+    log-level no-access-log
     mesh min-p no-speculation ordered output prefix-chunks processes prompt proposals seed stats-interval
     cache-tokens cache-dtype draft-window verify-budget prefill-budget
     gpu-graphs stream-interval summary target temperature top-k top-p tree
@@ -91,7 +92,8 @@ def test_wrong_usage_exits_2_and_says_what_to_do(capsys):
     cases = {
         "--temperature": ["--prompt", "a", "--temprature", "1"],
         "not allowed together": ["--prompt", "a", "--http", "h:1"],
-        "--input, --prompt, --http": [],
+        "one of --prompt, --input, --http is required": [],
+        "leave out --host and --port": ["--http", "h:1", "--port", "2"],
         "at least one file": ["--input"],
         "number or auto": ["--prompt", "a", "--block-size", "many"],
         "--seed": ["--prompt", "a", "--seed", "x"],

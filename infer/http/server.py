@@ -6,7 +6,8 @@ The event loop reads requests, hands them to the worker that owns the engine, an
 import asyncio
 import contextlib
 import hmac
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
@@ -28,12 +29,15 @@ from dflash_jax.infer.engine.requests import Completion, Request, RequestError
 from dflash_jax.infer.http import reports
 from dflash_jax.infer.http.answer_stream import CompletionStream, compact
 from dflash_jax.infer.http.asked import Asked, read_body
+from dflash_jax.infer.http.entrance import live
+from dflash_jax.infer.http.errors import ErrorResponse
 from dflash_jax.infer.http.response_stream import ResponseStream, whole_response
 from dflash_jax.infer.http.sending import SentAnswer, parts_of
 from dflash_jax.infer.http.worker import OverloadedError, Worker
 from dflash_jax.infer.plain import refusal
 from dflash_jax.infer.text import Text
 from dflash_jax.quantised import forms
+from dflash_jax.version import __version__
 
 T = TypeVar("T")
 RETRY_SECONDS = "5"  # after which a client may try again when the queue was full
@@ -60,8 +64,9 @@ def make_app(
     defaults: SamplingParams,
     *,
     model: str,
+    aliases: Sequence[str] = (),
     root: str = "",
-    api_key: str | None,
+    api_key: str | Sequence[str] | None,
     limits: Limits | None = None,
 ) -> Starlette:
     """The ASGI application.
@@ -69,8 +74,10 @@ def make_app(
     Args:
         defaults: of a request.
         model: name under which the pair is listed. Requests may name any model.
+        aliases: further names under which it is listed.
         root: where the target was loaded from; load generators take its tokenizer from there.
-        api_key: bearer key that every request but `/` and `/health` must carry; None asks for none.
+        api_key: bearer key that every request must carry but those of the page and of the server's state, or several
+            keys, each of which will do; None asks for none.
     """
     limits = limits or Limits()
     service = Service(worker, text, defaults, model, limits)
@@ -85,12 +92,14 @@ def make_app(
         "max_length": worker.engine.max_length,
     }
 
+    keys = [key.encode() for key in ([api_key] if isinstance(api_key, str) else api_key or ())]
+
     def guarded(handler: Callable) -> Callable:
         async def handle(request: HTTPRequest) -> Response:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            known = api_key is None or hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
-            if not known or (api_key and scheme.lower() != "bearer"):
-                return _error(401, "invalid_api_key", "the request needs `Authorization: Bearer <key>`")
+            same = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in keys]  # all, for equal times
+            if keys and not (any(same) and scheme.lower() == "bearer"):
+                return ErrorResponse(401, "invalid_api_key", "the request needs `Authorization: Bearer <key>`")
             return await handler(request)
 
         return handle
@@ -100,22 +109,28 @@ def make_app(
 
     async def health(request: HTTPRequest) -> Response:
         if worker.failure:
-            return _error(500, "engine_failed", worker.blamed(worker.failure))
+            return ErrorResponse(500, "engine_failed", worker.blamed(worker.failure))
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: HTTPRequest) -> Response:
         return Response(generate_latest(worker.registry), media_type=CONTENT_TYPE_LATEST)
 
-    listed = {"id": model, "object": "model", "created": 0, "owned_by": "dflash-jax", "root": root or model}
+    listed = {"object": "model", "created": int(time.time()), "owned_by": "dflash-jax", "root": root or model}
     listed |= {"max_model_len": worker.engine.max_length, "dflash": about}
+    names = list(dict.fromkeys((model, *aliases)))
 
     async def models(request: HTTPRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [listed]})
+        return JSONResponse({"object": "list", "data": [{"id": name} | listed for name in names]})
 
     async def one_model(request: HTTPRequest) -> Response:
-        if (name := request.path_params["name"]) != model:
-            return _error(404, "not_found", f"the model here is {model!r}, got {name!r:.80}")
-        return JSONResponse(listed)
+        if (name := request.path_params["name"]) not in names:
+            return ErrorResponse(
+                404, "not_found", f"the model here is {' or '.join(names)}, got {name!r:.80}", None, "model"
+            )
+        return JSONResponse({"id": name} | listed)
+
+    async def version(request: HTTPRequest) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def server_info(request: HTTPRequest) -> Response:
         """The figures that SGLang's benchmark reads."""
@@ -124,15 +139,20 @@ def make_app(
 
     async def refused(request: HTTPRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _error(error.status_code, "not_found" if error.status_code == 404 else "invalid_request", error.detail)
+        return ErrorResponse(
+            error.status_code, "not_found" if error.status_code == 404 else "invalid_request", error.detail
+        )
 
     async def failed(request: HTTPRequest, error: Exception) -> Response:
-        return _error(500, "internal_error", "the server failed on this request")
+        return ErrorResponse(500, "internal_error", "the server failed on this request")
 
     return Starlette(
         routes=[
             Route("/", playground),
+            Route("/live", live),
             Route("/health", health),
+            Route("/ready", health),
+            Route("/version", version),
             Route("/metrics", guarded(metrics)),
             Route("/v1/models", guarded(models)),
             Route("/v1/models/{name:path}", guarded(one_model)),
@@ -166,19 +186,19 @@ class Service:
             async with asyncio.timeout(self._limits.client_seconds):
                 raw = await _body(request, self._limits.request_bytes)
             if worker.failure:
-                return _error(500, "engine_failed", worker.blamed(worker.failure))
+                return ErrorResponse(500, "engine_failed", worker.blamed(worker.failure))
             asked = await self._admitted(raw, endpoint)
         except ClientDisconnect:
             return Response(status_code=499)
         except TimeoutError:
             message = f"the body did not arrive within {self._limits.client_seconds:g} seconds"
-            return _error(408, "request_timeout", message, {"Connection": "close"})
+            return ErrorResponse(408, "request_timeout", message, {"Connection": "close"})
         except OverflowError as error:
-            return _error(413, "request_too_large", str(error))
+            return ErrorResponse(413, "request_too_large", str(error))
         except RequestError as error:
-            return _error(400, error.code, str(error), param=error.param)
+            return ErrorResponse(400, error.code, str(error), param=error.param)
         except OverloadedError as error:
-            return _error(429, "overloaded", str(error), {"Retry-After": RETRY_SECONDS})
+            return ErrorResponse(429, "overloaded", str(error), {"Retry-After": RETRY_SECONDS})
         with contextlib.ExitStack() as present:
             present.callback(worker.leave, len(asked.samples))
             if asked.streamed:
@@ -189,7 +209,7 @@ class Service:
                     return Response(status_code=499)
                 body = await loop.run_in_executor(self._writing, self._whole, asked, done)
             except Exception as error:
-                return _error(500, "engine_failed", worker.blamed(error))
+                return ErrorResponse(500, "engine_failed", worker.blamed(error))
             return SentAnswer(parts_of(body), present.pop_all().close, "application/json", len(body))
 
     async def _admitted(self, raw: bytes, endpoint: str) -> Asked:
@@ -248,14 +268,6 @@ class Service:
             yield stream.end()
         except Exception as error:  # the status line is long gone
             yield stream.failed(worker.blamed(error))
-
-
-def _error(
-    status: int, code: str, message: str, headers: Mapping[str, str] | None = None, param: str | None = None
-) -> JSONResponse:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return JSONResponse({"error": error}, status_code=status, headers=headers)
 
 
 async def _body(request: HTTPRequest, limit: int) -> bytes:
