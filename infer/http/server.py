@@ -113,7 +113,7 @@ def make_app(
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: HTTPRequest) -> Response:
-        return Response(generate_latest(worker.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(worker.figures.registry), media_type=CONTENT_TYPE_LATEST)
 
     listed = {"object": "model", "created": int(time.time()), "owned_by": "dflash-jax", "root": root or model}
     listed |= {"max_model_len": worker.engine.max_length, "dflash": about}
@@ -134,7 +134,7 @@ def make_app(
 
     async def server_info(request: HTTPRequest) -> Response:
         """The figures that SGLang's benchmark reads."""
-        state = {} if worker.tau is None else {"avg_spec_accept_length": worker.tau}
+        state = {} if worker.figures.tau is None else {"avg_spec_accept_length": worker.figures.tau}
         return JSONResponse({"model_path": root or model, "internal_states": [state]})
 
     async def refused(request: HTTPRequest, error: Exception) -> Response:
