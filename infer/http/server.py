@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
+from itertools import zip_longest
 from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -26,9 +27,11 @@ from dflash_jax.infer import openai, responses
 from dflash_jax.infer.answers import answer
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Completion, Request, RequestError
+from dflash_jax.infer.engine.scoring import Scores
 from dflash_jax.infer.http import reports
 from dflash_jax.infer.http.answer_stream import CompletionStream, compact
 from dflash_jax.infer.http.asked import Asked, read_body
+from dflash_jax.infer.http.echo import after, echo
 from dflash_jax.infer.http.entrance import live
 from dflash_jax.infer.http.errors import ErrorResponse
 from dflash_jax.infer.http.response_stream import ResponseStream, whole_response
@@ -204,10 +207,10 @@ class Service:
             if asked.streamed:
                 return SentAnswer(self._chunks(asked), present.pop_all().close, "text/event-stream")
             try:
-                done = await _until_disconnected(request, _finished(worker, asked.samples))
-                if done is None:
+                found = await _until_disconnected(request, _answers(worker, asked))
+                if found is None:
                     return Response(status_code=499)
-                body = await loop.run_in_executor(self._writing, self._whole, asked, done)
+                body = await loop.run_in_executor(self._writing, self._whole, asked, *found)
             except Exception as error:
                 return ErrorResponse(500, "engine_failed", worker.blamed(error))
             return SentAnswer(parts_of(body), present.pop_all().close, "application/json", len(body))
@@ -232,18 +235,22 @@ class Service:
         """Reads a body; raises RequestError, whatever is in it."""
         try:
             asked = read_body(raw, endpoint, self._text, self._defaults, self._model)
-            self._worker.engine.check_settings(asked.samples[0])
+            for prompt in asked.prompts:
+                self._worker.engine.check_settings(prompt)
         except Exception as error:
             raise refusal(error) from error
         return asked
 
-    def _whole(self, asked: Asked, done: Sequence[Completion]) -> bytes:
+    def _whole(self, asked: Asked, done: Sequence[Completion], scores: Sequence[Scores]) -> bytes:
         if asked.response:
             return compact(whole_response(self._text, asked, done[0]))
         name, least = asked.samples[0].id, asked.min_tokens
         answers = [answer(completion, self._text, asked.stop, least, asked.form, name) for completion in done]
+        if asked.echo:
+            echoed = [echo(prompt, self._text, found) for prompt, found in zip_longest(asked.prompts, scores)]
+            answers = [after(echoed[i // asked.of_each], one) for i, one in enumerate(answers)]
         body: Json = openai.body(asked.endpoint, asked.model, answers)
-        body["usage"] = reports.usage(done)
+        body["usage"] = reports.usage(done, None, done[:: asked.of_each])
         if len(done) == 1:
             body["metrics"] = reports.metrics(done[0])
         if asked.with_meta_info:
@@ -278,6 +285,17 @@ async def _body(request: HTTPRequest, limit: int) -> bytes:
         if len(read) > limit:
             raise OverflowError(f"the request is larger than {limit} bytes")
     return bytes(read)
+
+
+async def _answers(worker: Worker, asked: Asked) -> tuple[list[Completion], list[Scores]]:
+    """The answers, and the scores of each prompt if they are asked for."""
+    scored = asked.prompts if asked.echo and asked.samples[0].params.logprobs is not None else []
+    scoring = worker.score([request.prompt_token_ids for request in scored])
+    if asked.generates:
+        done, scores = await asyncio.gather(_finished(worker, asked.samples), scoring)
+        return done, scores
+    lengths = [len(request.prompt_token_ids) for request in asked.samples]
+    return [Completion(prompt_tokens=length, finish_reason="length") for length in lengths], await scoring
 
 
 async def _finished(worker: Worker, requests: Sequence[Request]) -> list[Completion]:

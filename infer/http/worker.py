@@ -6,12 +6,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion, Request
+from dflash_jax.infer.engine.scoring import Scores, read_scores
 from dflash_jax.infer.http.figures import Figures, StatusLine
 
 _log = logging.getLogger("dflash_jax")
@@ -38,6 +40,20 @@ class Progress(NamedTuple):
     alone: bool = True
 
 
+class Scoring(NamedTuple):
+    """A prompt whose tokens are scored.
+
+    Attributes:
+        reading: the rest of that work.
+        wanted: whether somebody still waits for it.
+        tell: takes its result.
+    """
+
+    reading: Generator[None, None, Scores]
+    wanted: Callable[[], bool]
+    tell: Callable[[Scores | Exception], None]
+
+
 class StoppedError(Exception):
     """The worker is to end."""
 
@@ -59,6 +75,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[int, Callable[[Progress | Exception], None]] = {}
         self._accompanied: set[int] = set()
+        self._scoring: deque[Scoring] = deque()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._compiling = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._compiled: float | None = None  # since when programs wait to be timed
@@ -170,10 +187,53 @@ class Worker:
         finally:
             self._inbox.put(cancel)
 
+    async def score(self, prompts: Sequence[Sequence[int]]) -> list[Scores]:
+        """Log-probabilities of the tokens of prompts (see `engine.scoring`), each read beside the requests in progress.
+
+        Raises:
+            Exception: the engine has failed, or fails at this.
+        """
+        loop = asyncio.get_running_loop()
+
+        def one(prompt: Sequence[int]) -> asyncio.Future[Scores]:
+            future: asyncio.Future[Scores] = loop.create_future()
+
+            def settle(result: Scores | Exception) -> None:
+                if not future.done():
+                    future.set_exception(result) if isinstance(result, Exception) else future.set_result(result)
+
+            def tell(result: Scores | Exception) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                    loop.call_soon_threadsafe(settle, result)
+
+            def begin() -> None:
+                if self.failure:
+                    tell(self.failure)
+                else:
+                    self._scoring.append(Scoring(read_scores(self.engine, prompt), lambda: not future.done(), tell))
+
+            self._inbox.put(begin)
+            return future
+
+        return await asyncio.gather(*map(one, prompts))
+
+    def _score(self) -> None:
+        """Reads some of the prompt that is first in turn."""
+        scoring = self._scoring[0]
+        try:
+            if scoring.wanted():
+                next(scoring.reading)
+                return
+        except StopIteration as done:
+            scoring.tell(done.value)
+        except Exception as error:  # that of one prompt: the engine has no part in it
+            scoring.tell(error)
+        self._scoring.popleft()
+
     def _run(self) -> None:
         try:
             while True:
-                idle = not (self.engine.busy or self.engine.waiting)
+                idle = not (self.engine.busy or self.engine.waiting or self._scoring)
                 waited = self._compiled is not None and time.monotonic() > self._compiled + PATIENCE
                 if self._compiled is not None and (idle or (waited and not self.engine.busy)):
                     self._measure()
@@ -185,6 +245,8 @@ class Worker:
                     if idle:
                         self._status.resumed()
                     idle = False
+                if self._scoring:
+                    self._score()
                 events = self.engine.step(admit=not waited)
                 self.figures.worked()
                 for ticket, completion in events:
@@ -201,6 +263,8 @@ class Worker:
         except Exception as error:  # whoever waits must learn of it, and whoever comes later too
             self.failure = error
             _log.error("the engine failed, and answers nothing any more", exc_info=error)
+            while self._scoring:
+                self._scoring.popleft().tell(error)
             while self._listeners:
                 self._listeners.popitem()[1](error)
             while (job := self._inbox.get()) is not None:
