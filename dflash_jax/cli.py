@@ -231,7 +231,7 @@ class GenerationOptions:
             --deterministic of serve prevents
         tree: nodes of the tree of likely paths that is verified instead of a chain; 0 is a chain; auto, together with
             --block-size auto, chooses among chains and trees
-        batch_size: rows decoded together
+        batch_size: rows decoded together, one for each request in progress
         proposals: how the drafter picks tokens at temperature > 0; changes the speed, and in float32 never the answers
         chat_template_kwargs: arguments of the chat template, a JSON object like {"enable_thinking": false}
         tool_format: format in which the model writes reasoning and calls of functions, such as qwen3 (docs/tools.md)
@@ -247,13 +247,18 @@ class GenerationOptions:
     min_p: float = 0.0
     block_size: BlockSize = None
     tree: Tree = None
-    batch_size: int = 1
+    batch_size: Annotated[int | None, optional(int, "N", "1; with --http as many as fit the memory")] = None
     proposals: Literal["calibrated", "coupled", "argmax", "independent"] = "calibrated"
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
     tool_format: Annotated[str | None, optional(str, "NAME", "what the chat template shows")] = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: TokenIds = ()
+
+    @property
+    def rows(self) -> int:
+        """Rows decoded together, where nothing else has chosen how many."""
+        return 1 if self.batch_size is None else self.batch_size
 
     def sampling(self, eos_token_ids: tuple[int, ...] = ()) -> "SamplingParams":
         """The settings of a request that names none, of a model with these end tokens."""
@@ -331,5 +336,5 @@ class EngineOptions:
         ngrams, network = (False, None) if drafter is None else named(drafter)
         which = None if network is None else fingerprint(str(resolve(network, "drafter")))
         which = f"ngram {which or ''}".strip() if ngrams else which
-        sizes = {"block_size": generation.block_size, "tree": generation.tree, "batch_size": generation.batch_size}
+        sizes = {"block_size": generation.block_size, "tree": generation.tree, "batch_size": generation.rows}
         return sizes | {"proposals": generation.proposals, "drafter": which}

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import UseAppendAction, arg
 
 from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, check_least, optional
-from dflash_jax.engines import engine_for, needs_of, row_length
+from dflash_jax.engines import LARGEST_CHUNK, engine_for, needs_of, row_length
 from dflash_jax.infer.progress import warm_up
-from dflash_jax.loading import load
+from dflash_jax.loading import Loaded, load
 
 if TYPE_CHECKING:
     from dflash_jax.infer.http.server import Limits
 
 LENGTH = 4096  # tokens of a row where --max-length does not say
+SHARED_LENGTH = 512  # tokens of a request, as a guess, where rows share memory
 HOST, PORT = "127.0.0.1", 8000  # where an address leaves them out
 Names = Annotated[tuple[str, ...], arg(metavar="NAME [NAME ...]", help_behavior_hint="(default: that of the target)")]
 Origins = Annotated[tuple[str, ...], arg(metavar="ORIGIN [ORIGIN ...]", help_behavior_hint="(default: none)")]
@@ -146,6 +147,7 @@ def serve_http(
             usual //= rows_of(target.mesh)
         length = row_length(target.config, engine_options.max_length, usual)
         engine_options = replace(engine_options, max_length=length)
+        generation = _with_rows(loaded, generation, engine_options)
         needs = needs_of(target.config, [], engine_options, logprobs=MOST_ALTERNATIVES, growing=True)
         engine = engine_for(loaded, needs, generation, engine_options, plain=not engine_options.deterministic)
         entrance.programs = engine.programs(first=True)
@@ -168,6 +170,7 @@ def serve_http(
             engine.constraints.prepare_beside()
         worker.start()
         entrance.app = app
+        print(f"{engine.slots} concurrent requests of {engine.max_length:,} tokens", file=sys.stderr)
         print(f"answering at {here}/v1; a page to try it: {here}/", file=sys.stderr)
         try:
             until_signal(server, thread)
@@ -176,6 +179,21 @@ def serve_http(
             if engine.constraints is not None:
                 engine.constraints.close()
     return 0
+
+
+def _with_rows(loaded: Loaded, generation: GenerationOptions, options: EngineOptions) -> GenerationOptions:
+    """With as many rows as suit a server, unless they are given. What decides the bits of answers is no memory."""
+    if generation.batch_size is not None:
+        return generation
+    from dflash_jax.infer.engine.memory import ROWS_ON_CPU, rows_that_fit
+
+    if options.deterministic:
+        return replace(generation, batch_size=ROWS_ON_CPU)
+    length, together = options.max_length or LENGTH, options.cache_tokens
+    if together is not None:  # a row takes what it needs, which is less than it may
+        length = min(length, SHARED_LENGTH)
+    rows = rows_that_fit(loaded.target, loaded.drafter, length, LARGEST_CHUNK)
+    return replace(generation, batch_size=rows if together is None else max(1, min(rows, together // length)))
 
 
 def _set_log(level: str) -> None:
