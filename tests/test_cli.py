@@ -29,11 +29,12 @@ SERVE = """
     gpu-graphs stream-interval summary target temperature top-k top-p tree
     chat-template-kwargs deterministic kernels ray ray-workers ray-resources
     target-config drafter-config quantize min-tokens ignore-eos stop-token-ids tool-format
+    chat-template revision drafter-revision
 """
 MEASURING = """
     batch-size block-size dataset dtype json max-new-tokens max-samples mesh min-p proposals seed target temperature
     top-k top-p tree chat-template-kwargs kernels target-config drafter-config quantize min-tokens ignore-eos
-    stop-token-ids tool-format
+    stop-token-ids tool-format chat-template revision drafter-revision
 """
 BENCHMARK = {
     "compare": MEASURING + "drafter official untrained",
