@@ -22,6 +22,8 @@ from dflash_jax.mesh import entered, rows_of
 from dflash_jax.models.attention import Inputs
 from dflash_jax.sharding import pin
 
+SHORT = 64  # tokens of a prompt that needs no more than a short chunk
+
 
 class Scores(NamedTuple):
     """Of the tokens of a prompt but the first, which nothing comes before: the log-probability of each, and (token,
@@ -37,8 +39,9 @@ def read_scores(engine: Engine, prompt: Sequence[int]) -> Generator[None, None, 
     Args:
         prompt: no longer than `engine.max_length`.
     """
-    target, chunk, found = engine.target, min(engine.config.prefill_chunk, engine.max_length), Scores([], [])
-    rows = rows_of(target.mesh)
+    target, found = engine.target, Scores([], [])
+    rows, chunk = rows_of(target.mesh), min(engine.config.prefill_chunk, engine.max_length)
+    chunk = min(chunk, SHORT) if len(prompt) <= SHORT else chunk  # a second program, if there are both
     with entered(target.mesh):
         cache = _empty(target, rows, engine.max_length, chunk)
     for start in range(0, len(prompt) - 1, chunk):

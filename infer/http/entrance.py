@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dflash_jax.files import one_line
 from dflash_jax.infer.http.errors import ErrorResponse
 
-_log = logging.getLogger("dflash_jax.access")
+_log = logging.getLogger("dflash_jax")
 NAME = "x-request-id"
 ALLOWED_NAME = re.compile(r"[!-~]{1,128}")  # of a client's own, which the log shows
 WATCHED = "/live", "/health", "/ready", "/metrics"  # asked so often that only --log-level debug shows it
@@ -102,8 +102,10 @@ class Named:
             self._tell(scope, name, status, time.perf_counter() - begin, state.get("reason"))
 
     def _tell(self, scope: Scope, name: str, status: int, seconds: float, reason: str | None) -> None:
-        level = logging.WARNING if status >= 400 else logging.INFO
-        if level == logging.INFO and (scope["path"] in WATCHED or not self._access_log):
+        watched, refused = scope["path"] in WATCHED, status >= 400
+        level = logging.WARNING if refused else logging.INFO
+        # Those who watch a start ask again and again, and get status 503.
+        if (watched and (not refused or status == 503)) or not (refused or self._access_log):
             level = logging.DEBUG
         path = scope.get("raw_path", b"").decode("latin-1") or scope["path"]
         why = f": {one_line(reason)}" if reason else ""

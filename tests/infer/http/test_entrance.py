@@ -17,6 +17,7 @@ pytest.importorskip("prometheus_client")
 from starlette.testclient import TestClient
 
 from dflash_jax import SamplingParams, serve, serve_http
+from dflash_jax.cli import log_to_stderr
 from dflash_jax.infer.http import listening
 from dflash_jax.infer.http.entrance import Entrance, entered
 from dflash_jax.infer.http.server import Worker, make_app
@@ -143,7 +144,7 @@ def test_the_log_says_why_a_request_was_refused(caplog, access_log):
         client.headers["authorization"] = "Bearer k"
         client.post("/v1/completions", json={"prompt": [1], "colour\n": 1}, headers={"x-request-id": "three"})
         client.get("/nothing%0a", headers={"x-request-id": "four"})
-    lines = [record.getMessage() for record in caplog.records if record.name == "dflash_jax.access"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "dflash_jax"]
     if access_log:
         assert "GET '/version' 200 in " in lines[0]
         assert lines.pop(0).endswith("request one")
@@ -154,6 +155,16 @@ def test_the_log_says_why_a_request_was_refused(caplog, access_log):
     assert "request three: unsupported_parameter: unknown parameter 'colour" in lines[1]
     assert "'/nothing%0a' 404" in lines[2]
     assert not any("\n" in line for line in lines)
+
+
+def test_a_line_is_written_once_and_a_watched_start_is_no_news(capsys):
+    log_to_stderr()
+    client = TestClient(entered(Entrance()))
+    client.get("/health")
+    client.post("/v1/completions", json={})
+    lines = [line for line in capsys.readouterr().err.splitlines() if "request " in line]
+    assert len(lines) == 1
+    assert "'/v1/completions' 503" in lines[0]
 
 
 def test_other_origins_may_ask_where_they_are_allowed():
