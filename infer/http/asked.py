@@ -63,6 +63,17 @@ class Asked(NamedTuple):
         return self.samples[0].params.min_tokens
 
 
+def read_object(raw: bytes) -> Json:
+    """The JSON object that a body is; raises RequestError if it is none."""
+    try:
+        body = json.loads(raw)
+        if not isinstance(body, dict):
+            raise ValueError(f"expected an object, got {type(body).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise RequestError("invalid_json", f"the body must be a JSON object: {error!s:.200}") from error
+    return body
+
+
 def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, model: str) -> Asked:
     """Reads the body of a request.
 
@@ -73,12 +84,7 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
     Raises:
         RequestError: it is no request, or has a field that would be ignored.
     """
-    try:
-        body = json.loads(raw)
-        if not isinstance(body, dict):
-            raise ValueError(f"expected an object, got {type(body).__name__}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError("invalid_json", f"the body must be a JSON object: {error!s:.200}") from error
+    body = read_object(raw)
     response = None
     if endpoint == responses.PATH:
         response, body, endpoint = (
@@ -133,5 +139,6 @@ def _without_echo(body: Json) -> tuple[Json, bool]:
 def _prompts(body: Json, endpoint: str) -> Sequence[Value]:
     """The prompts of a list of several; else None, for the one that the body has."""
     prompt = body.get("prompt")
-    several = endpoint == openai.TEXT and isinstance(prompt, list) and len(prompt) > 1
-    return prompt if several and type(prompt[0]) is not int else [None]
+    if endpoint == openai.TEXT and isinstance(prompt, list) and len(prompt) > 1 and type(prompt[0]) is not int:
+        return prompt
+    return [None]

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from itertools import zip_longest
 from typing import TypeVar
@@ -36,6 +37,7 @@ from dflash_jax.infer.http.entrance import live
 from dflash_jax.infer.http.errors import ErrorResponse
 from dflash_jax.infer.http.response_stream import ResponseStream, whole_response
 from dflash_jax.infer.http.sending import SentAnswer, parts_of
+from dflash_jax.infer.http.tokenizing import DETOKENIZE, TOKENIZE, text_of, token_ids
 from dflash_jax.infer.http.worker import OverloadedError, Worker
 from dflash_jax.infer.plain import refusal
 from dflash_jax.infer.text import Text
@@ -160,6 +162,8 @@ def make_app(
             Route("/v1/models", guarded(models)),
             Route("/v1/models/{name:path}", guarded(one_model)),
             Route("/server_info", guarded(server_info)),
+            Route(TOKENIZE, guarded(service.tokenize), methods=["POST"]),
+            Route(DETOKENIZE, guarded(service.tokenize), methods=["POST"]),
             Route(openai.CHAT, guarded(service.complete), methods=["POST"]),
             Route(openai.TEXT, guarded(service.complete), methods=["POST"]),
             Route(responses.PATH, guarded(service.complete), methods=["POST"]),
@@ -184,24 +188,10 @@ class Service:
 
     async def complete(self, request: HTTPRequest) -> Response:
         """A completion or a stream of its parts."""
-        loop, endpoint, worker = asyncio.get_running_loop(), request.url.path, self._worker
-        try:
-            async with asyncio.timeout(self._limits.client_seconds):
-                raw = await _body(request, self._limits.request_bytes)
-            if worker.failure:
-                return ErrorResponse(500, "engine_failed", worker.blamed(worker.failure))
-            asked = await self._admitted(raw, endpoint)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except TimeoutError:
-            message = f"the body did not arrive within {self._limits.client_seconds:g} seconds"
-            return ErrorResponse(408, "request_timeout", message, {"Connection": "close"})
-        except OverflowError as error:
-            return ErrorResponse(413, "request_too_large", str(error))
-        except RequestError as error:
-            return ErrorResponse(400, error.code, str(error), param=error.param)
-        except OverloadedError as error:
-            return ErrorResponse(429, "overloaded", str(error), {"Retry-After": RETRY_SECONDS})
+        loop, worker = asyncio.get_running_loop(), self._worker
+        asked = await self._received(request, partial(self._admitted, endpoint=request.url.path))
+        if isinstance(asked, Response):
+            return asked
         with contextlib.ExitStack() as present:
             present.callback(worker.leave, len(asked.samples))
             if asked.streamed:
@@ -214,6 +204,42 @@ class Service:
             except Exception as error:
                 return ErrorResponse(500, "engine_failed", worker.blamed(error))
             return SentAnswer(parts_of(body), present.pop_all().close, "application/json", len(body))
+
+    async def tokenize(self, request: HTTPRequest) -> Response:
+        """The tokens of a prompt or of messages, or the text of tokens, as vLLM's clients ask for them."""
+        read = token_ids if request.url.path == TOKENIZE else text_of
+
+        async def work(raw: bytes) -> Json:
+            self._worker.enter(1)  # the queue for the tokenizer is bounded
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._reading, read, raw, self._text)
+            finally:
+                self._worker.leave(1)
+
+        found = await self._received(request, work)
+        if isinstance(found, Response):
+            return found
+        return JSONResponse(found | {"max_model_len": self._worker.engine.max_length})
+
+    async def _received(self, request: HTTPRequest, read: Callable[[bytes], Awaitable[T]]) -> T | Response:
+        """What is read of a request's body, or why it is refused."""
+        try:
+            async with asyncio.timeout(self._limits.client_seconds):
+                raw = await _body(request, self._limits.request_bytes)
+            if failure := self._worker.failure:
+                return ErrorResponse(500, "engine_failed", self._worker.blamed(failure))
+            return await read(raw)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except TimeoutError:
+            message = f"the body did not arrive within {self._limits.client_seconds:g} seconds"
+            return ErrorResponse(408, "request_timeout", message, {"Connection": "close"})
+        except OverflowError as error:
+            return ErrorResponse(413, "request_too_large", str(error))
+        except RequestError as error:
+            return ErrorResponse(400, error.code, str(error), param=error.param)
+        except OverloadedError as error:
+            return ErrorResponse(429, "overloaded", str(error), {"Retry-After": RETRY_SECONDS})
 
     async def _admitted(self, raw: bytes, endpoint: str) -> Asked:
         """Reads a body, whose samples the worker has counted in. It counts as one while it is read, so that the
