@@ -112,6 +112,8 @@ class ModelOptions:
         target: target checkpoint: a directory, a GGUF file of the llama family, or a hub id
         drafter: its drafter, of any kind; ngram proposes what followed the same words before, needs no drafter and
             suits any target; ngram+DIR has both (a folder of that name is ./ngram)
+        revision: branch, tag or commit of a target that a hub id names, which then does not change under you
+        drafter_revision: the same of its drafter
         target_config: fields of the target's config.json to replace, a JSON object like {"rope_theta": 1000000}
         drafter_config: fields of the drafter's config.json to replace, like {"sample_from_anchor": false}
         mesh: devices, like data=2,model=4 (axes data, fsdp, model, expert; -1 is the rest); auto: heads over the
@@ -127,6 +129,8 @@ class ModelOptions:
 
     target: Annotated[str | None, optional(str, "DIR|FILE.gguf|ID", DEFAULT_TARGET)] = None
     drafter: Annotated[str | None, optional(str, "DIR|ID|ngram")] = None
+    revision: Annotated[str | None, optional(str, "REV", "the newest")] = None
+    drafter_revision: Annotated[str | None, optional(str, "REV", "the newest")] = None
     target_config: Overrides = field(default_factory=dict)
     drafter_config: Overrides = field(default_factory=dict)
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
@@ -168,8 +172,9 @@ class GenerationOptions:
             --deterministic of serve prevents
         tree: nodes of the tree of likely paths that is verified instead of a chain; 0 is a chain; auto, together with
             --block-size auto, chooses among chains and trees
-        batch_size: rows decoded together
+        batch_size: rows decoded together, one for each request in progress
         proposals: how the drafter picks tokens at temperature > 0; changes the speed, and in float32 never the answers
+        chat_template: file of a Jinja chat template
         chat_template_kwargs: arguments of the chat template, a JSON object like {"enable_thinking": false}
         tool_format: format in which the model writes reasoning and calls of functions, such as qwen3 (docs/tools.md)
         min_tokens: of the first so many tokens of an answer none ends it
@@ -184,13 +189,19 @@ class GenerationOptions:
     min_p: float = 0.0
     block_size: BlockSize = None
     tree: Tree = None
-    batch_size: int = 1
+    batch_size: Annotated[int | None, optional(int, "N", "1; with --http as many as fit the memory")] = None
     proposals: Literal["calibrated", "coupled", "argmax", "independent"] = "calibrated"
+    chat_template: Annotated[str | None, optional(str, "FILE", "the target's own")] = None
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
     tool_format: Annotated[str | None, optional(str, "NAME", "what the chat template shows")] = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: TokenIds = ()
+
+    @property
+    def rows(self) -> int:
+        """Rows decoded together, where nothing else has chosen how many."""
+        return 1 if self.batch_size is None else self.batch_size
 
     def sampling(self, eos_token_ids: tuple[int, ...] = ()) -> "SamplingParams":
         """The settings of a request that names none, of a model with these end tokens."""
@@ -268,5 +279,5 @@ class EngineOptions:
         ngrams, network = (False, None) if drafter is None else named(drafter)
         which = None if network is None else fingerprint(str(resolve(network, "drafter")))
         which = f"ngram {which or ''}".strip() if ngrams else which
-        sizes = {"block_size": generation.block_size, "tree": generation.tree, "batch_size": generation.batch_size}
+        sizes = {"block_size": generation.block_size, "tree": generation.tree, "batch_size": generation.rows}
         return sizes | {"proposals": generation.proposals, "drafter": which}

@@ -64,11 +64,19 @@ class BatchOptions(ServeOptions):
 
 def serve(argv: Sequence[str]) -> int:
     """`dflash-jax serve`."""
-    given = any(word.partition("=")[0] in ("--http", "-h", "--help", "--help-all") for word in argv)
-    common = ("http", "max_length", "batch_size", "api_key", "block_size", "tool_format", *MODELS, "config")
+    common = (
+        "host",
+        "port",
+        "max_length",
+        "batch_size",
+        "api_key",
+        "served_model_name",
+        "tool_format",
+        *MODELS,
+        "config",
+    )
     hidden = ("prompt", *OF_JOBS, *OF_CLUSTERS)
-    words = argv if given else ["--http", ADDRESS, *argv]
-    return run(parse_command(ServeOptions, words, "dflash-jax serve", SERVE, common, hidden))
+    return run(parse_command(ServeOptions, argv, "dflash-jax serve", SERVE, common, hidden, ADDRESS))
 
 
 def generate(argv: Sequence[str]) -> int:

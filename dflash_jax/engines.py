@@ -98,7 +98,7 @@ def engine_config(
         round_up = target.config.most_positions and not options.cache_tokens
         wanted = -(-needed // 256) * 256 if round_up else needed
     max_length = row_length(target.config, options.max_length, wanted)
-    slots = -(-generation.batch_size // parts) * parts
+    slots = -(-generation.rows // parts) * parts
     if options.cache_tokens is not None and options.cache_tokens < (least := parts * max_length):
         raise ValueError(
             f"--cache-tokens must be at least {least}, for the longest request; got {options.cache_tokens}"

@@ -121,7 +121,11 @@ def _text(
     from dflash_jax.infer.text import Text
 
     longest = min(filter(None, (max_length, config.most_positions)), default=None)
-    text = Text(directory, generation.chat_template_kwargs, longest, generation.tool_format)
+    template = None
+    if generation.chat_template is not None:
+        with reading(Path(generation.chat_template)) as path:
+            template = path.read_text(encoding="utf-8")
+    text = Text(directory, generation.chat_template_kwargs, longest, generation.tool_format, template)
     ends = config.eos_token_ids
     if not ends and text.end_token is not None:
         ends = (text.end_token,)
@@ -133,16 +137,29 @@ def pair_sources(models: ModelOptions) -> tuple[str, str | None]:
     alone.
 
     Raises:
-        ValueError: a drafter is named without its target.
+        ValueError: a drafter is named without its target, or a revision of what is not on the hub.
     """
     if models.target:
-        return models.target, models.drafter
+        target = _at(models.target, models.revision, "--revision")
+        return target, models.drafter and _at(models.drafter, models.drafter_revision, "--drafter-revision")
+    for given, name in ((models.revision, "--revision"), (models.drafter_revision, "--drafter-revision")):
+        if given is not None:
+            raise ValueError(f"{name} needs a model of the hub: name it by --target and --drafter")
     if models.drafter not in (None, NGRAMS):
         raise ValueError("--drafter needs its --target; name both, or neither")
     from dflash_jax.bundled import bundled_pair
 
     target, drafter = bundled_pair()
     return str(target), models.drafter or str(drafter)
+
+
+def _at(source: str, revision: str | None, name: str) -> str:
+    """A hub id at a revision."""
+    if revision is None:
+        return source
+    if source == NGRAMS or "@" in source or Path(source.removeprefix(f"{NGRAMS}+")).expanduser().exists():
+        raise ValueError(f"{name} is of a model of the hub, got {source!r:.80}; leave it out")
+    return f"{source}@{revision}"
 
 
 def use_kernels(name: str | None) -> None:

@@ -87,7 +87,12 @@ def parse(
         tyro.conf.HelptextFromCommentsOff,
     )
     try:
-        return tyro.cli(options, prog=prog, description=description, args=words, config=config)
+        try:
+            return tyro.cli(options, prog=prog, description=description, args=words, config=config)
+        except SystemExit as ended:
+            if more and not ended.code:
+                print(more, flush=True)
+            raise
     except BrokenPipeError:  # the reader of the help has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
@@ -95,8 +100,6 @@ def parse(
         if wrong.code:
             for line in _misspelt(known, words):
                 print(line, file=sys.stderr)
-        elif more:
-            print(more)
         raise
 
 

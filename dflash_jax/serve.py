@@ -66,7 +66,7 @@ MODELS = ("target", "drafter", "mesh", "dtype", "quantize", "no_speculation")
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")
 FILES = ("input", "output", "batch_size", "ordered", "fields")
 COMMON = (*FILES, "prompt", "http", *MODELS, *SAMPLING, "config")
-WHAT = tyro.conf.create_mutex_group(required=True, title="what to answer")
+WHAT = tyro.conf.create_mutex_group(required=False, title="what to answer")
 
 
 def _files(given: Sequence[str]) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ class ServeOptions:
 
     input: Annotated[Files, WHAT] = None
     prompt: Annotated[str | None, WHAT, optional(str, "TEXT")] = None
-    http: Annotated[str | None, WHAT, optional(str, "HOST:PORT")] = None
+    http: Annotated[str | None, WHAT, optional(str, "[HOST:]PORT")] = None
     output: Annotated[str | None, optional(str, "FILE.jsonl")] = None
     force: bool = False
     stats_interval: Annotated[float | None, optional(float, "SECONDS", PAUSE)] = None
@@ -174,8 +174,13 @@ def parse_command(
     description: str,
     common: Iterable[str],
     hidden: Iterable[str] = (),
+    address: str | None = None,
 ) -> ServeOptions:
-    """The options of a command that has some of them; arguments as of `parsing.parse`."""
+    """The options of a command that has some of them; arguments as of `parsing.parse`.
+
+    Args:
+        address: to serve if nothing else is asked for.
+    """
     given = sys.argv[1:] if argv is None else argv
     try:
         given = configured(given, options)
@@ -183,7 +188,16 @@ def parse_command(
         print(f"error: {one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from error
     how = {"common": frozenset(common), "hidden": frozenset(hidden)}
-    return parse(options, given, prog=prog, description=description, **how)
+    found = parse(options, given, prog=prog, description=description, **how)
+    if all(what is None for what in (found.input, found.prompt, found.http)):
+        found = replace(found, http=found.server.address or address)  # --port N says it, too
+        if found.http is None:
+            print("error: one of --prompt, --input, --http is required; --help says what each does", file=sys.stderr)
+            raise SystemExit(2)
+    elif found.http is not None and found.server.address is not None:
+        print("error: --http has the host and the port; leave out --host and --port", file=sys.stderr)
+        raise SystemExit(2)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

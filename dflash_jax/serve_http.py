@@ -1,20 +1,28 @@
 """`serve --http`: the options of the server, and from them to the server."""
 
+import logging
 import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import UseAppendAction, arg
 
 from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, check_least, optional
-from dflash_jax.engines import engine_for, needs_of, row_length
+from dflash_jax.engines import LARGEST_CHUNK, engine_for, needs_of, row_length
 from dflash_jax.infer.progress import warm_up
-from dflash_jax.loading import load
+from dflash_jax.loading import Loaded, load
 
 if TYPE_CHECKING:
     from dflash_jax.infer.http.server import Limits
 
 LENGTH = 4096  # tokens of a row where --max-length does not say
+SHARED_LENGTH = 512  # tokens of a request, as a guess, where rows share memory
+HOST, PORT = "127.0.0.1", 8000  # where an address leaves them out
+Names = Annotated[tuple[str, ...], arg(metavar="NAME [NAME ...]", help_behavior_hint="(default: that of the target)")]
+Origins = Annotated[tuple[str, ...], arg(metavar="ORIGIN [ORIGIN ...]", help_behavior_hint="(default: none)")]
+Keys = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY", help_behavior_hint="")]
 
 
 @dataclass(frozen=True)
@@ -22,8 +30,16 @@ class HttpOptions:
     """With --http.
 
     Attributes:
-        api_key: bearer key that requests must carry (or DFLASH_API_KEY)
+        host: where to listen; 0.0.0.0 lets other machines connect
+        port: the same as --http HOST:PORT
+        api_key: bearer key that requests must carry; give it again for each further key (or DFLASH_API_KEY, with commas
+            between the keys)
         allow_unauthenticated: serve other machines without a key
+        served_model_name: names of the model, for /v1/models
+        allowed_origins: origins of web pages that may use the server from a browser, such as https://chat.example.com,
+            or * for all (CORS)
+        log_level: what the log shows at least; debug has the requests for /health and /metrics, too
+        no_access_log: no line in the log for requests that were answered; refused ones have one all the same
         max_request_bytes: size of a request body, at most
         max_waiting: requests that wait for a slot, or for the client to take the answer, at most; further ones get
             status 429
@@ -31,14 +47,34 @@ class HttpOptions:
         shutdown_timeout: seconds that requests in progress have to finish when the server is asked to end
     """
 
-    api_key: Annotated[str | None, optional(str, "KEY")] = None
+    host: Annotated[str | None, optional(str, "HOST", HOST)] = None
+    port: Annotated[int | None, optional(int, "PORT", str(PORT))] = None
+    api_key: Keys = ()
     allow_unauthenticated: bool = False
+    served_model_name: Names = ()
+    allowed_origins: Origins = ()
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], arg(metavar="LEVEL")] = "info"
+    no_access_log: bool = False
     max_request_bytes: int = 2**20
     max_waiting: int = 1024
     client_timeout: float = 30.0
     shutdown_timeout: float = 60.0
 
-    def check(self, host: str, api_key: str | None) -> "Limits":
+    @property
+    def address(self) -> str | None:
+        """Of the host and the port; None if neither is given."""
+        if self.host is None and self.port is None:
+            return None
+        host, port = self.host or HOST, PORT if self.port is None else self.port
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the options, or of the environment."""
+        found = os.environ.get("DFLASH_API_KEY")
+        return self.api_key or (() if found is None else tuple(key.strip() for key in found.split(",")))
+
+    def check(self, host: str) -> "Limits":
         """The limits for clients.
 
         Raises:
@@ -48,14 +84,26 @@ class HttpOptions:
         from dflash_jax.infer.http.server import Limits
 
         check_least(self, max_request_bytes=1, max_waiting=0, client_timeout=1, shutdown_timeout=0)
-        if api_key is not None and not api_key.strip():
+        if not all(key.strip() for key in self.keys):
             raise ValueError("the key is empty (--api-key or DFLASH_API_KEY); give one, or leave it out")
-        if api_key is None and not is_local(host) and not self.allow_unauthenticated:
+        if not self.keys and not is_local(host) and not self.allow_unauthenticated:
             raise ValueError(
                 f"{host} can be reached from other machines, and no key is asked for; give --api-key, or "
                 "--allow-unauthenticated if everybody may use the server"
             )
         return Limits(self.max_request_bytes, self.client_timeout)
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of an address: HOST:PORT, or a port alone, which is of this machine.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"--http must be HOST:PORT or PORT, like {HOST}:{PORT}; got {text!r:.80}")
+    return host.strip("[]") or HOST, int(port)
 
 
 def serve_http(
@@ -67,25 +115,31 @@ def serve_http(
     *,
     speculative: bool,
 ) -> int:
-    """Answers at HOST:PORT until a signal ends it; returns the exit status.
+    """Answers at HOST:PORT until a signal ends it; returns the exit status. While it loads and compiles it answers that
+    it is starting.
 
     Raises:
         ValueError: an option is out of range, or a package is missing.
         OSError: the address cannot be used.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"--http must be HOST:PORT, got {address!r}")
+    host, port = address_of(address)
     try:
         from dflash_jax.infer.engine.params import MOST_ALTERNATIVES
-        from dflash_jax.infer.http.listening import listen, make_server
+        from dflash_jax.infer.http.entrance import Entrance, entered
+        from dflash_jax.infer.http.listening import listen, make_server, running, until_signal
         from dflash_jax.infer.http.server import Worker, make_app
         from dflash_jax.mesh import rows_of
     except ImportError as error:
         raise ValueError(f"{error}; the server needs more packages: pip install '.[server]' in the checkout") from error
-    api_key = options.api_key if options.api_key is not None else os.environ.get("DFLASH_API_KEY")
-    limits = options.check(host.strip("[]"), api_key)
-    with listen(host.strip("[]"), int(port)) as listener:
+    limits = options.check(host)
+    _set_log(options.log_level)
+    entrance = Entrance()
+    app = entered(entrance, origins=options.allowed_origins, access_log=not options.no_access_log)
+    server = make_server(app, limits.client_seconds, options.shutdown_timeout)
+    with listen(host, port) as listener, running(server, listener) as thread:
+        shown = f"[{host}]" if ":" in host else host
+        here = f"http://{shown}:{listener.getsockname()[1]}"
+        print(f"starting; {here}/health says when it is ready", file=sys.stderr)
         usual = engine_options.cache_tokens or LENGTH
         length = usual if engine_options.max_length is None else engine_options.max_length
         loaded = load(models, generation, speculative=speculative, max_length=length)
@@ -94,22 +148,58 @@ def serve_http(
             usual //= rows_of(target.mesh)
         length = row_length(target.config, engine_options.max_length, usual)
         engine_options = replace(engine_options, max_length=length)
+        generation = _with_rows(loaded, generation, engine_options)
         needs = needs_of(target.config, [], engine_options, logprobs=MOST_ALTERNATIVES, growing=True)
         engine = engine_for(loaded, needs, generation, engine_options, plain=not engine_options.deterministic)
-        warm_up(engine, first=True)
+        entrance.programs = engine.programs(first=True)
+        warm_up(engine, first=True, progress=entrance.count)
         worker = Worker(engine, options.max_waiting)
         given = models.target or str(target.directory)
         name = Path(given).resolve().name if Path(given).exists() else given  # a hub id as it is
-        app = make_app(worker, loaded.text, loaded.defaults, model=name, root=given, api_key=api_key, limits=limits)
+        model, *aliases = options.served_model_name or (name,)
+        app = make_app(
+            worker,
+            loaded.text,
+            loaded.defaults,
+            model=model,
+            aliases=aliases,
+            root=given,
+            api_key=options.keys,
+            limits=limits,
+        )
         if engine.constraints is not None:
             engine.constraints.prepare_beside()
         worker.start()
-        here = f"http://{host}:{listener.getsockname()[1]}"
+        entrance.app = app
+        print(f"{engine.slots} concurrent requests of {engine.max_length:,} tokens", file=sys.stderr)
         print(f"answering at {here}/v1; a page to try it: {here}/", file=sys.stderr)
         try:
-            make_server(app, limits.client_seconds, options.shutdown_timeout).run(sockets=[listener])
+            until_signal(server, thread)
         finally:
             worker.stop()
             if engine.constraints is not None:
                 engine.constraints.close()
     return 0
+
+
+def _with_rows(loaded: Loaded, generation: GenerationOptions, options: EngineOptions) -> GenerationOptions:
+    """With as many rows as suit a server, unless they are given. What decides the bits of answers is no memory."""
+    if generation.batch_size is not None:
+        return generation
+    from dflash_jax.infer.engine.memory import ROWS_ON_CPU, rows_that_fit
+
+    if options.deterministic:
+        return replace(generation, batch_size=ROWS_ON_CPU)
+    length, together = options.max_length or LENGTH, options.cache_tokens
+    if together is not None:  # a row takes what it needs, which is less than it may
+        length = min(length, SHARED_LENGTH)
+    rows = rows_that_fit(loaded.target, loaded.drafter, length, LARGEST_CHUNK)
+    return replace(generation, batch_size=rows if together is None else max(1, min(rows, together // length)))
+
+
+def _set_log(level: str) -> None:
+    """The log of a server has times, which that of a command needs not."""
+    log = logging.getLogger("dflash_jax")
+    log.setLevel(level.upper())
+    for handler in log.handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

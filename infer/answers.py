@@ -1,6 +1,7 @@
 """Answers as JSON, for the records of jobs and over HTTP."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from dflash_jax.constraints.tools.form import Form
 from dflash_jax.files import Json
@@ -53,10 +54,13 @@ def speculation(completion: Completion) -> Json:
 def token_logprobs(completion: Completion, text: Text, start: int = 0, stop: int | None = None) -> list[Json]:
     """Tokens from `start` to `stop`, each with its log-probability and its likeliest alternatives."""
 
-    def entry(token: int, logprob: float) -> Json:
-        special = {"special": True} if text.is_special(token) else {}
-        return {"token": text.token(token), "id": token, "logprob": logprob} | special
-
     c, these = completion, slice(start, stop)
     chosen = zip(c.token_ids[these], c.logprobs[these], c.top_logprobs[these], strict=True)
+    entry = partial(scored_token, text)
     return [entry(token, p) | {"top": [entry(*other) for other in top]} for token, p, top in chosen]
+
+
+def scored_token(text: Text, token: int, logprob: float | None) -> Json:
+    """A token with its log-probability."""
+    special = {"special": True} if text.is_special(token) else {}
+    return {"token": text.token(token), "id": token, "logprob": logprob} | special

@@ -94,7 +94,14 @@ def logprobs(endpoint: str, entries: Sequence[Fields] | None) -> Json | None:
     return {
         "tokens": [entry["token"] for entry in entries],
         "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": [{other["token"]: other["logprob"] for other in entry["top"]} for entry in entries],
+        "top_logprobs": [None if entry["top"] is None else _likeliest(entry["top"]) for entry in entries],
+    }
+
+
+def _likeliest(entries: Sequence[Fields]) -> Json:
+    """Log-probabilities by text. Of tokens with the same one, such as halves of characters, the likeliest counts."""
+    return {entry["token"]: entry["logprob"] for entry in reversed(entries)} | {
+        entry["token"]: entry["logprob"] for entry in entries[:1]
     }
 
 

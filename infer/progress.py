@@ -29,11 +29,12 @@ def warm_up(
     first: bool = False,
     patience: float = 0.0,
     once: bool = False,
+    progress: Callable[[int], object] = lambda done: None,
 ) -> None:
     """Compiles, and says so.
 
     Args:
-        first: see `Engine.warm_up`.
+        first, progress: see `Engine.warm_up`.
         patience: seconds of compiling before anything is said.
         once: for a single answer; see `Engine.compile`.
 
@@ -46,11 +47,16 @@ def warm_up(
             raise KeyboardInterrupt
 
     shown = Compiling(engine.programs(first=first), patience)
+
+    def compiled(done: int) -> None:
+        shown.update(done)
+        progress(done)
+
     try:
         if once:
-            engine.compile(shown.update)
+            engine.compile(compiled)
         else:
-            engine.warm_up(check_interrupt, shown.update, first=first)
+            engine.warm_up(check_interrupt, compiled, first=first)
     finally:
         shown.close()
     more = f"; {engine.left} more programs are compiled in the background" if engine.left else ""

@@ -33,6 +33,7 @@ class Text:
         most_tokens: a text that cannot fit into so many is refused without being tokenized; None refuses none.
         tool_format: name of the format in which the family writes reasoning and calls (`FORMATS`); None is what the
             chat template shows.
+        chat_template: Jinja source, in place of the tokenizer's own.
 
     Raises:
         ValueError: there are tokenizer files, but they cannot be used, or the format is unknown.
@@ -44,12 +45,17 @@ class Text:
         template_arguments: Fields | None = None,
         most_tokens: int | None = None,
         tool_format: str | None = None,
+        chat_template: str | None = None,
     ):
         if tool_format is not None and tool_format not in FORMATS:
             raise ValueError(f"--tool-format must be one of {', '.join(FORMATS)}, got {tool_format!r:.60}")
         self.tool_format = tool_format
         self.template_arguments = dict(template_arguments or {})
         self._directory, self._tokenizer = directory, load_tokenizer(Path(directory))
+        if chat_template is not None:
+            if self._tokenizer is None:
+                raise ValueError(f"a chat template needs a tokenizer, but {directory} holds none; add its files")
+            self._tokenizer.chat_template = chat_template
         self._most_tokens, self._most_bytes = most_tokens, math.inf
         if self._tokenizer is not None and most_tokens is not None:
             longest = max((len(token.encode(errors="replace")) for token in self._tokenizer.get_vocab()), default=1)

@@ -23,17 +23,19 @@ from tests import tiny
 # Every flag a user may have in a script, by command.
 SERVE = """
     api-key batch-size block-size drafter dtype force http input max-length max-new-tokens max-request-bytes
-    allow-unauthenticated max-waiting client-timeout shutdown-timeout
+    allow-unauthenticated max-waiting client-timeout shutdown-timeout host port served-model-name allowed-origins
+    log-level no-access-log
     mesh min-p no-speculation ordered fields output prefix-chunks processes prompt proposals seed stats-interval
     cache-tokens cache-dtype draft-window verify-budget prefill-budget
     gpu-graphs stream-interval summary target temperature top-k top-p tree
     chat-template-kwargs deterministic kernels ray ray-workers ray-resources
-    target-config drafter-config quantize min-tokens ignore-eos stop-token-ids tool-format config
+    target-config drafter-config quantize min-tokens ignore-eos stop-token-ids tool-format
+    chat-template revision drafter-revision config
 """
 MEASURING = """
     batch-size block-size dataset dtype json max-new-tokens max-samples mesh min-p proposals seed target temperature
     top-k top-p tree chat-template-kwargs kernels target-config drafter-config quantize min-tokens ignore-eos
-    stop-token-ids tool-format
+    stop-token-ids tool-format chat-template revision drafter-revision
 """
 BENCHMARK = {
     "compare": MEASURING + "drafter official untrained",
@@ -166,7 +168,8 @@ def test_wrong_usage_exits_2_and_says_what_to_do(capsys):
     cases = {
         "--temperature": ["--prompt", "a", "--temprature", "1"],
         "not allowed together": ["--prompt", "a", "--http", "h:1"],
-        "--input, --prompt, --http": [],
+        "one of --prompt, --input, --http is required": [],
+        "leave out --host and --port": ["--http", "h:1", "--port", "2"],
         "at least one file": ["--input"],
         "number or auto": ["--prompt", "a", "--block-size", "many"],
         "--seed": ["--prompt", "a", "--seed", "x"],

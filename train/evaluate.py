@@ -135,7 +135,7 @@ def main(options: EvaluateOptions) -> int:
         block_size=generation.block_size,
         tree=generation.tree,
         proposals=generation.proposals,
-        batch_size=generation.batch_size,
+        batch_size=generation.rows,
         baseline=True,
     )
     figures["chat_template_kwargs"] = dict(generation.chat_template_kwargs)

@@ -22,7 +22,7 @@ from dflash_jax.infer.engine.requests import Completion, Request
 def measure(options: CompareOptions) -> Figures:
     """The figures of `benchmark compare`; see `text` for what they mean."""
     generation, engine_options = options.generation, EngineOptions(seed=options.seed)
-    if options.official and (generation.temperature > 0 or generation.batch_size != 1):
+    if options.official and (generation.temperature > 0 or generation.rows != 1):
         raise ValueError("--official compares greedy decoding at batch size 1 only")
     asked = ask(options)
     official = Official(asked.loaded.target.directory, asked.source) if options.official else None

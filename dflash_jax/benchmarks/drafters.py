@@ -78,7 +78,7 @@ def measure(options: DraftersOptions) -> Figures:
         "dtype": target.dtype.name,
         "seed": options.seed,
         "max_new_tokens": options.generation.max_new_tokens,
-        "batch_size": options.generation.batch_size,
+        "batch_size": options.generation.rows,
         "chat_template_kwargs": loaded.text.template_arguments,
         "cells": cells,
         "steps": steps,

@@ -62,14 +62,14 @@ def engines(asked: Asked, options: JobsOptions) -> dict[str, Engine]:
     most, generation = asked.drafter.config.block_size, options.generation
     engine_options, one = EngineOptions(seed=options.seed), options.generation.block_size
 
-    def engine(size: BlockSize, batch_size: int = generation.batch_size) -> Engine:
+    def engine(size: BlockSize, batch_size: int = generation.rows) -> Engine:
         changed = replace(generation, block_size=size, batch_size=batch_size)
         return asked.engine(changed, engine_options, speculative=size != 1)
 
     sizes: tuple[BlockSize, ...] = (*block_sizes(most), "auto") if one is None else (1, one)
     names: dict[BlockSize, str] = {1: "autoregressive", "auto": "auto"}
     found = {names.get(size, f"block {size}"): engine(size) for size in sizes}
-    if generation.batch_size > 1 and one is None:
+    if generation.rows > 1 and one is None:
         found["one at a time, autoregressive"] = engine(1, batch_size=1)
         found["one at a time"] = engine(most, batch_size=1)
     if one == "auto":  # what `auto` pays for being able to speculate, where speculation does not pay

@@ -66,7 +66,7 @@ def ask(options: PairOptions) -> Asked:
         "dataset": options.questions,
         "samples": len(samples),
         "temperature": generation.temperature,
-        "batch_size": generation.batch_size,
+        "batch_size": generation.rows,
         "max_new_tokens": generation.max_new_tokens,
         "chat_template_kwargs": loaded.text.template_arguments,
     }

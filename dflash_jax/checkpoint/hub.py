@@ -8,7 +8,8 @@ from dflash_jax.checkpoint import gguf
 
 
 def resolve(source: str | Path, what: str) -> Path:
-    """A local checkpoint directory: downloaded from the hub if `source` is a hub id, made from a GGUF file.
+    """A local checkpoint directory: downloaded from the hub if `source` is a hub id, made from a GGUF file. A hub id
+    may end with @ and a revision: a branch, a tag or a commit.
 
     Raises:
         ValueError: no directory, no GGUF file that can be used, no repository that can be downloaded.
@@ -25,9 +26,10 @@ def resolve(source: str | Path, what: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    name, _, revision = str(source).partition("@")
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
-        return Path(snapshot_download(str(source), allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(

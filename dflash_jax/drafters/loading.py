@@ -112,4 +112,4 @@ def read_drafter_config(source: str | Path, overrides: Mapping[str, Any] | None 
         ValueError: there is no such file.
     """
     raw = checkpoint.read_config(checkpoint.resolve(source, "drafter"))
-    return overridden(published.completed(raw, str(source)), overrides)
+    return overridden(published.completed(raw, str(source).partition("@")[0]), overrides)

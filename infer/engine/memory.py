@@ -7,21 +7,29 @@ again: what is not known beforehand, how long answers become, need not be held f
 goes on.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
 from dflash_jax.cache import Pages, pages, size_in_bytes
+from dflash_jax.decoding.state import DraftModel, State, init_state
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.pages import PageTable
+from dflash_jax.infer.engine.params import STOP_WIDTH
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.infer.engine.stats import Stats
-from dflash_jax.mesh import entered, rows_of
+from dflash_jax.mesh import HEADS, AnyMesh, entered, parts_of, rows_of
+from dflash_jax.sharding import state_shardings
 from dflash_jax.target import Target
 
 SPARE = 1.25  # times the tokens that rows are expected to commit, for which pages are held
 SHORT = 4  # pages of a row: where none is longer, rows do not share memory
+MOST_ROWS = 64  # that are chosen for a server
+ROWS_ON_CPU = 4  # the same where the memory says nothing: computing is what there is little of
+RESERVE = 0.15  # of a device's memory that is left to programs, besides what they take for each row
+COPIES = 4  # of the logits of a step, at a time
 WORTH = 0.75  # of the memory of rows of equal length: with less gain than that, rows do not share memory
 
 
@@ -52,6 +60,48 @@ def tokens_worth_sharing(
     size = lambda room: size_in_bytes(jax.eval_shape(lambda: target.init_cache(slots, room).entries))
     with entered(target.mesh):  # not all that a target carries lies in pages
         return tokens if size(Pages.room(tokens, max_length, parts)) < WORTH * size(max_length) else None
+
+
+def rows_that_fit(
+    target: Target, drafter: DraftModel | None, max_length: int, prefill_chunk: int, free: int | None = None
+) -> int:
+    """How many rows of so many tokens to decode together, where nobody says it: as many as the memory of the devices
+    has room for, beside the weights that are there and as much for what is kept of prompts; a power of two for each
+    part of the mesh.
+
+    Args:
+        free: bytes of a device; None asks the devices.
+    """
+    parts = rows_of(target.mesh)
+    if (room := _free() if free is None else free) is None:
+        return max(ROWS_ON_CPU, parts)
+    with entered(target.mesh):
+        of_rows = lambda rows: jax.eval_shape(
+            lambda: init_state(target, drafter, rows, max_length, STOP_WIDTH, prefill_chunk, constraints=True)
+        )
+        row = _bytes_on_device(of_rows(2 * parts), target.mesh) - _bytes_on_device(of_rows(parts), target.mesh)
+    positions = 1 if drafter is None else 4 * drafter.config.block_size  # of the widest tree that `auto` tries
+    logits = COPIES * 4 * positions * target.config.vocab_size // parts_of(target.mesh, HEADS)
+    rows = max(1, min(MOST_ROWS // parts, room // (2 * row + logits)))
+    return parts * (1 << (rows.bit_length() - 1))
+
+
+def _free() -> int | None:
+    """Bytes of the fullest device that rows may take; None where it does not say."""
+    if jax.default_backend() == "cpu":
+        return None
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if not all(one and "bytes_limit" in one for one in stats):
+        return None
+    return min(int((1 - RESERVE) * one["bytes_limit"]) - one["bytes_in_use"] for one in stats if one)
+
+
+def _bytes_on_device(state: State, mesh: AnyMesh | None) -> int:
+    """Bytes that a state takes of each device."""
+    if mesh is None:
+        return size_in_bytes(state)
+    of_leaf = lambda x, split: math.prod(split.shard_shape(x.shape)) * x.dtype.itemsize
+    return sum(jax.tree.leaves(jax.tree.map(of_leaf, state, state_shardings(state, mesh))))
 
 
 class Memory:

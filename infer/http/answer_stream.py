@@ -50,7 +50,9 @@ class CompletionStream:
 
     def _usage(self) -> Json:
         begun = [stream for stream in self._streams if stream.tokens]
-        return reports.usage([stream.completion for stream in begun], [stream.tokens for stream in begun])
+        prompts = {i // self._asked.of_each: s.completion for i, s in enumerate(self._streams) if s.tokens}
+        done, counts = [stream.completion for stream in begun], [stream.tokens for stream in begun]
+        return reports.usage(done, counts, prompts.values())
 
     def end(self) -> bytes:
         """What is sent after all answers."""

@@ -2,11 +2,12 @@
 
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from dflash_jax.constraints.tools.form import Form
-from dflash_jax.files import Json
+from dflash_jax.files import Json, Value
 from dflash_jax.infer import openai, responses
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Request, RequestError, invalid
@@ -16,6 +17,7 @@ from dflash_jax.infer.text import Text
 
 # Fields of a body that a line of a batch has not.
 _HTTP_ONLY = "stream", "stream_options", "speculation", "return_meta_info"
+MOST_ANSWERS = 1024  # to all prompts of a request
 
 
 class Asked(NamedTuple):
@@ -23,12 +25,16 @@ class Asked(NamedTuple):
 
     Attributes:
         endpoint, model: `openai.CHAT` or `openai.TEXT`, and the name that the answer repeats.
-        samples: one for each answer.
+        samples: one for each answer: those to the first prompt, to the second one, and so on.
+        of_each: answers to each prompt.
         form: what an answer may be made of besides text; None is nothing.
         streamed: whether the answer is sent while it grows, as server-sent events.
         with_usage: whether a stream ends with the numbers of tokens; `always_usage`: whether each chunk has them.
         with_steps: whether to say which step every token of a stream came from.
         with_meta_info: whether the answer has SGLang's `meta_info`.
+        echo: whether answers begin with their prompt, whose tokens then have log-probabilities, too, if those of the
+            answer have.
+        generates: whether there is more to an answer than its prompt.
         response: of a request for a response, that response as it begins.
     """
 
@@ -42,11 +48,30 @@ class Asked(NamedTuple):
     always_usage: bool
     with_steps: bool
     with_meta_info: bool
+    of_each: int = 1
+    echo: bool = False
+    generates: bool = True
     response: Json | None = None
+
+    @property
+    def prompts(self) -> list[Request]:
+        """The first request of each prompt."""
+        return self.samples[:: self.of_each]
 
     @property
     def min_tokens(self) -> int:
         return self.samples[0].params.min_tokens
+
+
+def read_object(raw: bytes) -> Json:
+    """The JSON object that a body is; raises RequestError if it is none."""
+    try:
+        body = json.loads(raw)
+        if not isinstance(body, dict):
+            raise ValueError(f"expected an object, got {type(body).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise RequestError("invalid_json", f"the body must be a JSON object: {error!s:.200}") from error
+    return body
 
 
 def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, model: str) -> Asked:
@@ -59,12 +84,7 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
     Raises:
         RequestError: it is no request, or has a field that would be ignored.
     """
-    try:
-        body = json.loads(raw)
-        if not isinstance(body, dict):
-            raise ValueError(f"expected an object, got {type(body).__name__}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError("invalid_json", f"the body must be a JSON object: {error!s:.200}") from error
+    body = read_object(raw)
     response = None
     if endpoint == responses.PATH:
         response, body, endpoint = (
@@ -76,16 +96,32 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
     if options is not None and not isinstance(options, dict):
         raise invalid(f"stream_options must be an object, got {options!r:.60}")
     options = options or {}
-    plain = openai.plain_body({name: value for name, value in body.items() if name not in _HTTP_ONLY}, endpoint)
-    # Without a seed of its own a request draws from its name, so names never repeat.
-    asked = plain_request(plain, uuid.uuid4().hex, text, defaults)
-    request = replace(asked.request, speculative=flag(body, "speculation") is not False)
+    body, echo = (body, False) if endpoint == openai.CHAT else _without_echo(body)
+    generates = not (echo and type(body.get("max_tokens")) is int and body["max_tokens"] == 0)
+    body = body if generates else body | {"max_tokens": None}
+    fields, requests, count = {name: value for name, value in body.items() if name not in _HTTP_ONLY}, [], 1
+    speculative = flag(body, "speculation") is not False
+    for prompt in _prompts(body, endpoint):
+        plain = openai.plain_body(fields if prompt is None else {**fields, "prompt": prompt}, endpoint)
+        # Without a seed of its own a request draws from its name, so names never repeat.
+        asked, count = plain_request(plain, uuid.uuid4().hex, text, defaults), sample_count(plain)
+        requests.append(asked)
+        if len(requests) * count > MOST_ANSWERS:
+            raise invalid(
+                f"a request may ask for {MOST_ANSWERS} answers; send several with fewer prompts, or a lower n"
+            )
+    asked = requests[0]
+    if echo and flag(body, "stream"):
+        raise invalid("echo is not streamed; leave out stream or echo", "echo")
     return Asked(
         endpoint,
         openai.model_name(body, model),
-        [replace(request, sample=i) for i in range(sample_count(plain))],
+        [replace(one.request, speculative=speculative, sample=i) for one in requests for i in range(count)],
         asked.form,
         asked.stop,
+        of_each=count,
+        echo=echo,
+        generates=generates,
         streamed=flag(body, "stream") or False,
         with_usage=flag(options, "include_usage") or False,
         always_usage=flag(options, "continuous_usage_stats") or False,
@@ -93,3 +129,16 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
         with_meta_info=flag(body, "return_meta_info") or False,
         response=response,
     )
+
+
+def _without_echo(body: Json) -> tuple[Json, bool]:
+    """A body without its field `echo`, and whether that is true."""
+    return {name: value for name, value in body.items() if name != "echo"}, flag(body, "echo") or False
+
+
+def _prompts(body: Json, endpoint: str) -> Sequence[Value]:
+    """The prompts of a list of several; else None, for the one that the body has."""
+    prompt = body.get("prompt")
+    if endpoint == openai.TEXT and isinstance(prompt, list) and len(prompt) > 1 and type(prompt[0]) is not int:
+        return prompt
+    return [None]

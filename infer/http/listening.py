@@ -1,12 +1,17 @@
 """The socket of the HTTP server, and the time that a client has to send the head of a request and to take an answer."""
 
+import contextlib
 import ipaddress
 import re
 import socket
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dflash_jax.infer.interrupt import stop_signals
 
 ABSOLUTE = re.compile(r"https?://[^/]*", re.IGNORECASE)  # before the path, as proxies send it (RFC 9112, 3.2.2)
 
@@ -35,7 +40,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def make_server(app: Any, client_seconds: float, shutdown_seconds: float) -> uvicorn.Server:
-    """A server to `run(sockets=[...])` until SIGINT or SIGTERM.
+    """A server to `run(sockets=[...])`.
 
     Args:
         client_seconds: in which the head of a request must arrive, and each part of an answer be taken.
@@ -88,7 +93,35 @@ def make_server(app: Any, client_seconds: float, shutdown_seconds: float) -> uvi
             scope = scope | {"path": scope["path"][host.end() :] or "/"}
         await app(scope, receive, send)
 
+    patience = max(1, round(shutdown_seconds))
+    # The log is ours (see `entrance`); what goes wrong in uvicorn itself reaches the root's handlers.
     config = uvicorn.Config(
-        by_path, http=Protocol, log_level="info", timeout_graceful_shutdown=max(1, round(shutdown_seconds))
+        by_path, http=Protocol, log_config=None, access_log=False, timeout_graceful_shutdown=patience
     )
     return uvicorn.Server(config)
+
+
+@contextlib.contextmanager
+def running(server: uvicorn.Server, listener: socket.socket) -> Iterator[threading.Thread]:
+    """Runs a server in a thread, so that it answers while this one loads and compiles; ends it at last. What
+    interrupts this thread ends it at once."""
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+    thread.start()
+    try:
+        yield thread
+    except KeyboardInterrupt:
+        server.force_exit = True
+        raise
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def until_signal(server: uvicorn.Server, thread: threading.Thread) -> None:
+    """Waits for SIGINT or SIGTERM, then for the requests in progress; a second one is raised as KeyboardInterrupt."""
+    with stop_signals() as caught:
+        while thread.is_alive() and not caught:
+            thread.join(0.2)
+        server.should_exit = True
+        while thread.is_alive():
+            thread.join(0.2)

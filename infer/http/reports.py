@@ -1,7 +1,7 @@
 """What answers over HTTP say of how they were made, in the forms that clients and load generators read."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dflash_jax.files import Json
 from dflash_jax.infer import openai
@@ -9,11 +9,18 @@ from dflash_jax.infer.answers import speculation
 from dflash_jax.infer.engine.requests import Completion
 
 
-def usage(answers: Sequence[Completion], counts: Sequence[int] | None = None) -> Json:
-    """OpenAI's `usage` of the answers to one prompt, with so many tokens of each (`counts`) or all."""
+def usage(
+    answers: Sequence[Completion], counts: Sequence[int] | None = None, prompts: Iterable[Completion] | None = None
+) -> Json:
+    """OpenAI's `usage` of answers, with so many tokens of each (`counts`) or all.
+
+    Args:
+        prompts: an answer to each prompt, where there are several.
+    """
     generated = sum(len(answer.token_ids) for answer in answers) if counts is None else sum(counts)
-    details = {"prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens}}
-    return openai.usage(answers[0].prompt_tokens, generated) | details
+    prompts = answers[:1] if prompts is None else list(prompts)
+    details = {"prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in prompts)}}
+    return openai.usage(sum(answer.prompt_tokens for answer in prompts), generated) | details
 
 
 def timed(answer: Completion, alone: bool) -> Json:

@@ -6,15 +6,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
 from typing import NamedTuple
-
-from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion, Request
+from dflash_jax.infer.engine.scoring import Scores, read_scores
+from dflash_jax.infer.http.figures import Figures, StatusLine
 
 _log = logging.getLogger("dflash_jax")
 PATIENCE = 30.0  # seconds that programs which are compiled wait for an engine without requests
@@ -42,6 +43,20 @@ class Progress(NamedTuple):
     draft: tuple[Draft, int] | None = None
 
 
+class Scoring(NamedTuple):
+    """A prompt whose tokens are scored.
+
+    Attributes:
+        reading: the rest of that work.
+        wanted: whether somebody still waits for it.
+        tell: takes its result.
+    """
+
+    reading: Generator[None, None, Scores]
+    wanted: Callable[[], bool]
+    tell: Callable[[Scores | Exception], None]
+
+
 class StoppedError(Exception):
     """The worker is to end."""
 
@@ -63,35 +78,13 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[int, Callable[[Progress | Exception], None]] = {}
         self._accompanied: set[int] = set()
+        self._scoring: deque[Scoring] = deque()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._compiling = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._compiled: float | None = None  # since when programs wait to be timed
         self._stopping = threading.Event()
         self.failure: Exception | None = None
-        self.registry = CollectorRegistry()
-        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
-        self._requests = counter("dflash_requests", "Finished requests", ["finish_reason"])
-        self._tokens = counter("dflash_generated_tokens", "Generated tokens")
-        self._steps = counter("dflash_steps", "Decoding steps, counted per row")
-        self._accepted = counter("dflash_step_tokens", "Tokens committed by those steps")
-        self._read = gauge("dflash_prompt_tokens", "Prompt tokens read")
-        self._copied = gauge("dflash_prompt_tokens_copied", "Of them, copied from earlier prompts")
-        self._busy = gauge("dflash_slots_busy", "Slots in use")
-        self._waiting = gauge("dflash_requests_waiting", "Requests without a slot")
-        gauge("dflash_slots", "Slots").set(engine.slots)
-        self._preempted = gauge("dflash_requests_preempted", "Requests that gave their memory back and were read again")
-        self._free = gauge("dflash_cache_tokens_free", "Tokens that rows which share pages have room for")
-        # Under these names `vllm bench serve` reads the acceptance of a server.
-        self._drafts = counter("vllm:spec_decode_num_drafts", "Decoding steps, counted per row")
-        self._proposed = counter("vllm:spec_decode_num_draft_tokens", "Tokens that those steps proposed")
-        self._right = counter("vllm:spec_decode_num_accepted_tokens", "Proposed tokens that were accepted")
-        self._places = counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Of each place", ["position"])
-
-    @property
-    def tau(self) -> float | None:
-        """Mean number of tokens that the steps of finished answers committed; None before the first."""
-        value = lambda name: self.registry.get_sample_value(f"dflash_{name}_total") or 0.0
-        return value("step_tokens") / value("steps") if value("steps") else None
+        self.figures, self._status = Figures(engine), StatusLine(engine)
 
     def start(self) -> None:
         self._thread.start()
@@ -183,7 +176,7 @@ class Worker:
                 self._accompanied.discard(ticket)
                 if self._listeners.pop(ticket, None):
                     self.engine.cancel(ticket)
-                    self._requests.labels("cancelled").inc()
+                    self.figures.cancelled()
 
         self._inbox.put(submit)
         left = len(requests)
@@ -197,22 +190,53 @@ class Worker:
         finally:
             self._inbox.put(cancel)
 
-    def _count(self, done: Completion) -> None:
-        lengths = done.acceptance_lengths
-        self._requests.labels(done.finish_reason).inc()
-        self._tokens.inc(len(done.token_ids))
-        self._steps.inc(len(lengths))
-        self._accepted.inc(sum(lengths))
-        self._drafts.inc(len(lengths))
-        self._proposed.inc(done.proposed_tokens)
-        self._right.inc(sum(lengths) - len(lengths))
-        for place in range(max(lengths, default=1) - 1):
-            self._places.labels(str(place)).inc(sum(length > place + 1 for length in lengths))
+    async def score(self, prompts: Sequence[Sequence[int]]) -> list[Scores]:
+        """Log-probabilities of the tokens of prompts (see `engine.scoring`), each read beside the requests in progress.
+
+        Raises:
+            Exception: the engine has failed, or fails at this.
+        """
+        loop = asyncio.get_running_loop()
+
+        def one(prompt: Sequence[int]) -> asyncio.Future[Scores]:
+            future: asyncio.Future[Scores] = loop.create_future()
+
+            def settle(result: Scores | Exception) -> None:
+                if not future.done():
+                    future.set_exception(result) if isinstance(result, Exception) else future.set_result(result)
+
+            def tell(result: Scores | Exception) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                    loop.call_soon_threadsafe(settle, result)
+
+            def begin() -> None:
+                if self.failure:
+                    tell(self.failure)
+                else:
+                    self._scoring.append(Scoring(read_scores(self.engine, prompt), lambda: not future.done(), tell))
+
+            self._inbox.put(begin)
+            return future
+
+        return await asyncio.gather(*map(one, prompts))
+
+    def _score(self) -> None:
+        """Reads some of the prompt that is first in turn."""
+        scoring = self._scoring[0]
+        try:
+            if scoring.wanted():
+                next(scoring.reading)
+                return
+        except StopIteration as done:
+            scoring.tell(done.value)
+        except Exception as error:  # that of one prompt: the engine has no part in it
+            scoring.tell(error)
+        self._scoring.popleft()
 
     def _run(self) -> None:
         try:
             while True:
-                idle = not (self.engine.busy or self.engine.waiting)
+                idle = not (self.engine.busy or self.engine.waiting or self._scoring)
                 waited = self._compiled is not None and time.monotonic() > self._compiled + PATIENCE
                 if self._compiled is not None and (idle or (waited and not self.engine.busy)):
                     self._measure()
@@ -221,26 +245,29 @@ class Worker:
                     if (job := self._inbox.get()) is None:
                         return
                     job()
+                    if idle:
+                        self._status.resumed()
                     idle = False
-                for ticket, completion in self.engine.step(admit=not waited):
+                if self._scoring:
+                    self._score()
+                events = self.engine.step(admit=not waited)
+                self.figures.worked()
+                for ticket, completion in events:
                     # The tokens that are there now stay as they are while the engine adds others.
                     finished = bool(completion.finish_reason)
                     alone, tokens = ticket not in self._accompanied, len(completion.token_ids)
+                    if finished:
+                        self.figures.finished(completion)
                     self._listeners[ticket](Progress(completion, tokens, finished, alone, completion.draft))
                     if finished:
                         del self._listeners[ticket]
                         self._accompanied.discard(ticket)
-                        self._count(completion)
-                self._read.set(self.engine.stats.prompt_tokens)
-                self._copied.set(self.engine.stats.prefix_tokens)
-                self._preempted.set(self.engine.stats.preempted)
-                if (pages := self.engine.batch.pages) is not None:
-                    self._free.set(pages.available)
-                self._busy.set(self.engine.busy)
-                self._waiting.set(self.engine.waiting)
+                self._status.worked()
         except Exception as error:  # whoever waits must learn of it, and whoever comes later too
             self.failure = error
             _log.error("the engine failed, and answers nothing any more", exc_info=error)
+            while self._scoring:
+                self._scoring.popleft().tell(error)
             while self._listeners:
                 self._listeners.popitem()[1](error)
             while (job := self._inbox.get()) is not None:

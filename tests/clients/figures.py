@@ -58,8 +58,8 @@ def differences(report: Report, requests: int, before: dict[str, float], after: 
     expected = {
         "requests": (report.completed, requests),
         "tokens": (report.output_tokens + report.warm_up, grown("dflash_generated_tokens_total")),
-        "prompt tokens": (report.prompt_tokens, grown("dflash_prompt_tokens")),
-        "cached tokens": (report.cached_tokens, grown("dflash_prompt_tokens_copied")),
+        "prompt tokens": (report.prompt_tokens, grown("dflash_prompt_tokens_total")),
+        "cached tokens": (report.cached_tokens, grown("dflash_prompt_tokens_copied_total")),
         "tokens per step": (report.acceptance, acceptance),
     }
     return [

@@ -237,6 +237,7 @@ DATA = (
 GENERATION = """
     batch-size block-size drafter dtype max-new-tokens mesh min-p proposals target temperature top-k top-p tree
     chat-template-kwargs kernels target-config drafter-config quantize min-tokens ignore-eos stop-token-ids tool-format
+    chat-template revision drafter-revision
 """
 FLAGS = {
     "regenerate": GENERATION

@@ -95,7 +95,7 @@ def test_streams_have_what_load_generators_read(name, url):
     # The last chunk of an answer has it, too, asked for or not.
     assert len(usages) == (len(events) if "continuous_usage_stats" in options else 1 + len(last))
     for usage in usages:
-        assert usage["prompt_tokens"] == after["dflash_prompt_tokens"] - before["dflash_prompt_tokens"]
+        assert usage["prompt_tokens"] == after["dflash_prompt_tokens_total"] - before["dflash_prompt_tokens_total"]
         assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
     assert usages[-1]["completion_tokens"] == LENGTH
     (reported,) = [event["metrics"]["speculative_decoding"] for event in events if "metrics" in event]

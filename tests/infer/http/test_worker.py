@@ -17,7 +17,7 @@ from tests import tiny
 class Broken:
     """An engine that dies at its first step."""
 
-    slots, busy, waiting, left = 1, 0, 0, 0
+    slots, busy, waiting, left, steps_by_block_size = 1, 0, 0, 0, {}
 
     def submit(self, request):
         self.busy = 1

@@ -1,0 +1,67 @@
+"""How many rows a server has if nobody says it."""
+
+import pytest
+
+from dflash_jax import Engine, load_drafter, load_target
+from dflash_jax.cache import size_in_bytes
+from dflash_jax.cli import EngineOptions, GenerationOptions
+from dflash_jax.infer.engine.memory import COPIES, MOST_ROWS, ROWS_ON_CPU, rows_that_fit
+from dflash_jax.loading import Loaded
+from dflash_jax.mesh import make_mesh, parse_mesh
+from dflash_jax.serve_http import _with_rows
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    target = tiny.write_target(tmp_path_factory.mktemp("target"), tiny.target_config())
+    return target, tiny.write_drafter(tmp_path_factory.mktemp("drafter"), tiny.drafter_config())
+
+
+@pytest.fixture(scope="module")
+def pair(directories):
+    return load_target(directories[0]), load_drafter(directories[1])
+
+
+LENGTH, CHUNK = 256, 32
+
+
+def state_bytes(target, drafter, rows):
+    engine = Engine(target, drafter, slots=rows, max_length=LENGTH, prefill_chunk=CHUNK, constraints=True)
+    return size_in_bytes(engine.batch.state)
+
+
+def test_as_many_as_the_memory_has_room_for(pair):
+    """A row takes what a larger state has more, as much for kept prompts, and some copies of its logits."""
+    target, drafter = pair
+    row = (state_bytes(target, drafter, 8) - state_bytes(target, drafter, 4)) // 4
+    each = 2 * row + COPIES * 4 * 4 * 8 * tiny.VOCAB
+    fit = lambda free: rows_that_fit(target, drafter, LENGTH, CHUNK, free)
+    assert [fit(rows * each) for rows in (1, 2, 4, 16, 64)] == [1, 2, 4, 16, 64]
+    assert (fit(8 * each - 1), fit(15 * each)) == (4, 8)
+    assert (fit(-5), fit(10**15)) == (1, MOST_ROWS)
+    assert rows_that_fit(target, None, LENGTH, CHUNK, 8 * each) >= fit(8 * each)
+
+
+def test_on_a_mesh_every_device_has_its_part(directories, pair):
+    """Rows are split over four parts, and heads over two."""
+    mesh = make_mesh(parse_mesh("data=4,model=2"))
+    split = load_target(directories[0], mesh=mesh), load_drafter(directories[1], mesh=mesh)
+    free = 12 * 2**20
+    one = rows_that_fit(*pair, LENGTH, CHUNK, free)
+    many = rows_that_fit(*split, LENGTH, CHUNK, free)
+    assert many % 4 == 0
+    assert 4 * one <= many <= 8 * one
+    assert rows_that_fit(*split, LENGTH, CHUNK, 0) == 4
+
+
+def test_a_number_that_is_given_stays(pair):
+    loaded = Loaded(*pair, None, None)
+    rows = lambda engine=None, **given: (
+        _with_rows(loaded, GenerationOptions(**given), engine or EngineOptions(max_length=LENGTH)).rows
+    )
+    assert [rows(batch_size=size) for size in (1, 5)] == [1, 5]
+    assert rows() == ROWS_ON_CPU == rows_that_fit(*pair, LENGTH, CHUNK)
+    assert rows(EngineOptions(max_length=LENGTH, deterministic=True)) == ROWS_ON_CPU
+    assert rows(EngineOptions(max_length=1024, cache_tokens=1024)) == 2
+    assert GenerationOptions().rows == 1  # of anything but a server
