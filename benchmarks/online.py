@@ -95,8 +95,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rate", type=float, default=5e-5, help="of the target")
-    parser.add_argument("--drafter-rate", type=float, default=3e-4)
+    parser.add_argument("--rate", type=float, default=2e-4, help="of the target")
+    parser.add_argument("--drafter-rate", type=float, default=3e-5)
     options = parser.parse_args()
     last, pair = -(-options.steps // 3), Pair(options)
     found = np.stack([run(options, pair, seed) for seed in range(options.seeds)])[:, -last:]

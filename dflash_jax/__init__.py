@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dflash_jax.decoding.step import speculative_step as speculative_step
     from dflash_jax.decoding.step import step_functions as step_functions
     from dflash_jax.drafters.base import Drafter as Drafter
+    from dflash_jax.drafters.function import stateless as stateless
     from dflash_jax.drafters.loading import load_drafter as load_drafter
     from dflash_jax.drafters.ngram import Mixture as Mixture
     from dflash_jax.drafters.ngram import Ngram as Ngram
@@ -48,6 +49,7 @@ _PUBLIC_OF = {
     "decoding.state": "DraftModel State init_state",
     "decoding.step": "Committed StepFunctions make_choose run speculative_step step_functions",
     "drafters.base": "Drafter",
+    "drafters.function": "stateless",
     "drafters.loading": "load_drafter",
     "drafters.ngram": "Mixture Ngram",
     "infer.engine.engine": "Engine",

@@ -111,7 +111,8 @@ class ModelOptions:
     Attributes:
         target: target checkpoint: a directory, a GGUF file of the llama family, or a hub id
         drafter: its drafter, of any kind; ngram proposes what followed the same words before, needs no drafter and
-            suits any target; ngram+DIR has both (a folder of that name is ./ngram)
+            suits any target; ngram+DIR has both (a folder of that name is ./ngram); module:Name is a proposer of
+            your own
         revision: branch, tag or commit of a target that a hub id names, which then does not change under you
         drafter_revision: the same of its drafter
         target_config: fields of the target's config.json to replace, a JSON object like {"rope_theta": 1000000}
@@ -128,7 +129,7 @@ class ModelOptions:
     """
 
     target: Annotated[str | None, optional(str, "DIR|FILE.gguf|ID", DEFAULT_TARGET)] = None
-    drafter: Annotated[str | None, optional(str, "DIR|ID|ngram")] = None
+    drafter: Annotated[str | None, optional(str, "DIR|ID|ngram|MODULE:NAME")] = None
     revision: Annotated[str | None, optional(str, "REV", "the newest")] = None
     drafter_revision: Annotated[str | None, optional(str, "REV", "the newest")] = None
     target_config: Overrides = field(default_factory=dict)
@@ -274,10 +275,12 @@ class EngineOptions:
             return None
         from dflash_jax.checkpoint import resolve
         from dflash_jax.checkpoint.fingerprint import fingerprint
+        from dflash_jax.drafters.function import is_imported
         from dflash_jax.drafters.ngram import named
 
         ngrams, network = (False, None) if drafter is None else named(drafter)
-        which = None if network is None else fingerprint(str(resolve(network, "drafter")))
+        own = network is not None and is_imported(network)
+        which = network if network is None or own else fingerprint(str(resolve(network, "drafter")))
         which = f"ngram {which or ''}".strip() if ngrams else which
         sizes = {"block_size": generation.block_size, "tree": generation.tree, "batch_size": generation.rows}
         return sizes | {"proposals": generation.proposals, "drafter": which}

@@ -200,11 +200,12 @@ def models_on_mesh(
     is asked for."""
     from dflash_jax.checkpoint import resolve
     from dflash_jax.drafters import drafter_config, ngram
+    from dflash_jax.drafters.function import is_imported
     from dflash_jax.drafters.loading import read_drafter_config
 
     yield target
     place, source = pair_sources(models)
-    source = ngram.named(source)[1] if source else None
+    source = None if source and is_imported(source) else ngram.named(source)[1] if source else None
     if speculative and source:
         with reading(resolve(source, "drafter") / "config.json"):
             raw = read_drafter_config(source, models.drafter_config)

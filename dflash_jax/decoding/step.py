@@ -217,7 +217,12 @@ def make_propose(
         assert state.calibration is not None
         drafting = choice.for_drafting(proposals, state.calibration).replace(nodes=nodes, scored=scored)
         query = Query(state.anchor, state.lengths, block_size, state.rows)
-        return drafter.propose(target, state.draft, query, drafting)
+        found = drafter.propose(target, state.draft, query, drafting)
+        if found.parents is None and found.depth != (promised := drafter.depth(block_size)):
+            raise ValueError(
+                f"the drafter promises chains of {promised} tokens by its `depth`, and proposes {found.depth}"
+            )
+        return found
 
     return propose
 

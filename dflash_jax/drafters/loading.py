@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from dflash_jax import checkpoint, drafters, files, sharding
 from dflash_jax.config import Raw, parse_dtype
 from dflash_jax.decoding.state import DraftModel
-from dflash_jax.drafters import AnyKind, ngram, published
+from dflash_jax.drafters import AnyKind, function, ngram, published
 from dflash_jax.drafters.base import UNREAD, Drafter
 from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.mesh import AnyMesh, Layout
@@ -66,11 +66,13 @@ def load_drafter(
 
 def drafter_named(name: str, **how: Any) -> DraftModel:
     """The drafter that a command line names: a checkpoint, for which `how` has the arguments of `load_drafter`, n-grams
-    ("ngram"), or both ("ngram+CHECKPOINT").
+    ("ngram"), both ("ngram+CHECKPOINT"), or an object of a module ("module:Name").
 
     Raises:
         ValueError: as `load_drafter`; for n-grams alone a field to replace that is not `block_size`, or quantisation.
     """
+    if function.is_imported(name):
+        return function.imported(name)
     ngrams, source = ngram.named(name)
     if source is None:
         if "drafter" in parse_quantize(how.get("quantize")):

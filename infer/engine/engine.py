@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 from dflash_jax.checkpoint.memory import Named
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.drafters.around import Keeping
+from dflash_jax.drafters.function import check_protocol
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.compiling import Progress
 from dflash_jax.infer.engine.constraints import Constraints, Ready
@@ -55,6 +56,7 @@ class Engine:
         config = replace(config or EngineConfig(), **settings)
         config.check(target.config.vocab_size, rows_of(target.mesh))
         if drafter is not None:
+            check_protocol(drafter)
             drafter.config.check_pair(target.config)
         if config.keep_features:
             if drafter is None or not drafter.taps:

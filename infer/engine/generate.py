@@ -1,6 +1,8 @@
 """`spec_generate` and `generate`: batches of prompts in, tokens out."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,26 +15,39 @@ from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.params import STOP_WIDTH, SamplingParams
 from dflash_jax.infer.engine.programs import prefill
 from dflash_jax.infer.engine.requests import Request
+from dflash_jax.infer.text import Text
 from dflash_jax.mesh import entered, rows_of
 from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
-Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
+Message = Mapping[str, Any]
+Prompts = (
+    str | Sequence[str | Message | Sequence[Message]] | Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
+)
 
 
 class Generation(NamedTuple):
     """Answers of a batch, in its order.
 
     Attributes:
-        tokens: generated tokens per row, the stop token included, the prompt not.
-        acceptance_lengths: tokens committed per step and row; empty without speculation. The first
-            token of a row comes from its prefill and belongs to no step.
-        finish_reasons: "stop" or "length" per row.
+        tokens: generated tokens of each sequence, the stop token included, the prompt not.
+        acceptance_lengths: tokens that each step accepted, of each sequence; empty without speculation. The first
+            token of a sequence comes from its prefill and belongs to no step.
+        finish_reasons: "stop" or "length", of each sequence.
+        texts: the answers as text, if prompts were strings or messages; else empty.
+        seconds: how long all of it took, with the compilation of programs that were not compiled before.
     """
 
     tokens: list[list[int]]
     acceptance_lengths: list[list[int]]
     finish_reasons: list[str]
+    texts: Sequence[str] = ()
+    seconds: float = 0.0
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps with speculation that each answer took."""
+        return [len(lengths) for lengths in self.acceptance_lengths]
 
 
 def spec_generate(
@@ -56,7 +71,9 @@ def spec_generate(
 
     Args:
         target, drafter: a pair from `load_target` and `load_drafter`.
-        input_ids: one prompt or a batch of prompts, ragged lists or an array [B, P].
+        input_ids: one prompt or a batch of prompts: token ids (ragged lists or an array [B, P]), strings, or
+            conversations, lists of {"role", "content"}. A string is a user's turn if the target has a chat template,
+            else a text to continue; `Text` makes token ids in any other way.
         max_new_tokens: budget per row.
         seed: row i draws from this seed and i alone.
         stop_token_ids: tokens that end a row; None takes the checkpoint's, an empty list none.
@@ -71,7 +88,12 @@ def spec_generate(
         TypeError: an unknown argument.
         ValueError: a drafter for another target, or an argument out of range.
     """
-    prompts = _prompts(input_ids)
+    begin, text = time.perf_counter(), None
+    if _in_words(input_ids):
+        text = _text_of(target.directory)
+        prompts = [_encoded(text, prompt) for prompt in _conversations(input_ids)]
+    else:
+        prompts = _prompts(input_ids)
     if max_length is None:
         longest = max((len(prompt) for prompt in prompts), default=0) + max(max_new_tokens, 0)
         max_length = -(-max(longest, 1) // 256) * 256
@@ -96,6 +118,8 @@ def spec_generate(
         [completion.token_ids for completion in done],
         [completion.acceptance_lengths for completion in done],
         [completion.finish_reason for completion in done],
+        [text.answer(completion.token_ids) or "" for completion in done] if text is not None else (),
+        time.perf_counter() - begin,
     )
 
 
@@ -146,6 +170,36 @@ def begin_decoding(
         read = np.arange(rows, dtype=np.int32), tokens, counts, np.ones(rows, np.bool_), tuple(settings)
         state, first = prefill(target, drafter, state, *read)
     return state, first.tokens[:, 0].tolist()
+
+
+def _in_words(prompts: Prompts) -> bool:
+    """Whether prompts are strings or messages."""
+    first = prompts if isinstance(prompts, str) else prompts[0] if len(prompts) else None
+    if isinstance(first, list | tuple) and first:
+        first = first[0]
+    return isinstance(first, str | Mapping)
+
+
+def _conversations(prompts: Any) -> list[str | list[Message]]:
+    """Every prompt of a batch, or the one that there is."""
+    if isinstance(prompts, str) or isinstance(prompts[0], Mapping):
+        return [prompts]
+    return list(prompts)
+
+
+@lru_cache(maxsize=4)
+def _text_of(directory: str) -> Text:
+    if not directory:
+        raise ValueError("the target was not loaded from a directory, and has no tokenizer; give token ids")
+    return Text(directory)
+
+
+def _encoded(text: Text, prompt: str | Sequence[Message]) -> list[int]:
+    if not isinstance(prompt, str):
+        return text.encode_chat(prompt)
+    if text.has_chat_template:
+        return text.encode_chat([{"role": "user", "content": prompt}])
+    return text.encode(prompt)
 
 
 def _prompts(input_ids: Prompts) -> list[list[int]]:

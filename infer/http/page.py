@@ -8,7 +8,6 @@ from starlette.routing import Route
 
 from dflash_jax import drafters
 from dflash_jax.files import Json
-from dflash_jax.infer.engine.engine import Engine
 
 FILES = {
     "playground.html": "text/html",
@@ -39,8 +38,8 @@ def _route(name: str, text: str, kind: str) -> Route:
     return Route("/" if kind == "text/html" else f"/{name}", send)
 
 
-def about(engine: Engine) -> Json:
-    """What may be proposed: the kind of the drafter, and its block size or that the server chooses one."""
+def about(drafter: object, block_size: int | str) -> Json:
+    """What may be proposed: the kind of the drafter, and its block size or "auto", if the server chooses one."""
     kinds: dict[type, str] = {kind.drafter: name for name, kind in drafters.KINDS.items()}
-    drafter = None if engine.drafter is None else kinds.get(type(engine.drafter), type(engine.drafter).__name__)
-    return {"drafter": drafter, "block_size": "auto" if engine.drafts.auto else engine.block_size}
+    name = None if drafter is None else kinds.get(type(drafter), type(drafter).__name__)
+    return {"drafter": name, "block_size": block_size}

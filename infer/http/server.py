@@ -92,7 +92,7 @@ def make_app(
         "dtype": worker.engine.target.dtype.name,
         "weights": forms(worker.engine.target.params),
         "max_length": worker.engine.max_length,
-    } | page.about(worker.engine)
+    } | page.about(worker.engine.drafter, "auto" if worker.engine.drafts.auto else worker.engine.block_size)
 
     keys = [key.encode() for key in ([api_key] if isinstance(api_key, str) else api_key or ())]
 

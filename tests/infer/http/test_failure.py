@@ -25,6 +25,7 @@ class BrokenEngine:
     slots, max_length, busy, waiting, left, drafter = 1, 64, 0, 0, 0, None
     target = SimpleNamespace(dtype=np.dtype("float32"), params={})
     config, constraints = SimpleNamespace(plain=False), None
+    drafter, drafts, block_size = None, SimpleNamespace(auto=False), 1
 
     def check_settings(self, request):
         pass
