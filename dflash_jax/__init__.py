@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from dflash_jax.drafters.ngram import Ngram as Ngram
     from dflash_jax.infer.engine.engine import Engine as Engine
     from dflash_jax.infer.engine.engine_config import EngineConfig as EngineConfig
-    from dflash_jax.infer.engine.generate import Generation as Generation
-    from dflash_jax.infer.engine.generate import begin_decoding as begin_decoding
-    from dflash_jax.infer.engine.generate import generate as generate
-    from dflash_jax.infer.engine.generate import spec_generate as spec_generate
     from dflash_jax.infer.engine.params import SamplingParams as SamplingParams
     from dflash_jax.infer.engine.replay import Replay as Replay
     from dflash_jax.infer.engine.replay import replay as replay
@@ -36,6 +32,10 @@ if TYPE_CHECKING:
     from dflash_jax.infer.engine.requests import RequestError as RequestError
     from dflash_jax.infer.engine.rollouts import Rollouts as Rollouts
     from dflash_jax.infer.engine.rollouts import rollouts as rollouts
+    from dflash_jax.infer.generate import Generation as Generation
+    from dflash_jax.infer.generate import begin_decoding as begin_decoding
+    from dflash_jax.infer.generate import generate as generate
+    from dflash_jax.infer.generate import spec_generate as spec_generate
     from dflash_jax.infer.text import Text as Text
     from dflash_jax.mesh import make_mesh as make_mesh
     from dflash_jax.mesh import parse_mesh as parse_mesh
@@ -54,7 +54,7 @@ _PUBLIC_OF = {
     "drafters.ngram": "Mixture Ngram",
     "infer.engine.engine": "Engine",
     "infer.engine.engine_config": "EngineConfig",
-    "infer.engine.generate": "Generation begin_decoding generate spec_generate",
+    "infer.generate": "Generation begin_decoding generate spec_generate",
     "infer.engine.params": "SamplingParams",
     "infer.engine.replay": "Replay replay",
     "infer.engine.requests": "Completion Request RequestError",

@@ -3,13 +3,23 @@
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from dflash_jax import files
-from dflash_jax.benchmarks.arguments import DraftersOptions, Figures, JobsOptions, MeasureOptions, Mode, SweepOptions
+from dflash_jax.benchmarks.arguments import (
+    DraftersOptions,
+    Figures,
+    JobsOptions,
+    MeasureOptions,
+    Mode,
+    PairOptions,
+    SweepOptions,
+)
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
+from dflash_jax.pairs import completed
 from dflash_jax.parsing import parse
 
 DESCRIPTION = """\
@@ -71,6 +81,8 @@ def main(argv: Sequence[str] | None = None, **named: str) -> int:
 
 
 def _measured(options: MeasureOptions) -> int:
+    if isinstance(options, PairOptions) and (options.models.target or options.models.drafter):
+        options = replace(options, models=completed(options.models))
     mode, plot = _module(options), getattr(options, "plot", None)
     if options.json:
         files.check_writable(Path(options.json))

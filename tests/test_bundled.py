@@ -50,9 +50,10 @@ def test_serve_and_benchmark_without_a_checkpoint(tmp_path, capsys):
     assert "correct answers of 2" in capsys.readouterr().out
 
 
-def test_a_drafter_alone_is_refused(tmp_path, capsys):
+def test_a_drafter_that_names_no_target_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
     assert serve.main(["--prompt", "x", "--drafter", str(tmp_path)]) == 2
-    assert "needs its --target" in capsys.readouterr().err
+    assert "names no target; give one with --target" in capsys.readouterr().err
 
 
 @pytest.mark.slow
