@@ -30,6 +30,7 @@ _FLAGS = frozenset(
 _INERT = frozenset(
     """
     architectures model_type dtype torch_dtype transformers_version auto_map _name_or_path _model_name_or_path use_cache
+    target_model_name_or_path base_model_name_or_path
     initializer_range attention_dropout max_window_layers max_position_embeddings bos_token_id
     eos_token_id pad_token_id unk_token_id id2label label2id problem_type return_dict return_dict_in_generate
     output_attentions output_hidden_states is_encoder_decoder chunk_size_feed_forward

@@ -86,7 +86,7 @@ def target_of(drafter: str) -> str:
     about = raw.get("speculators_config")
     verifier = about.get("verifier") if isinstance(about, dict) else None
     found = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    for name in (raw.get("base_model_name_or_path"), found):
+    for name in (raw.get("target_model_name_or_path"), raw.get("base_model_name_or_path"), found):
         if isinstance(name, str) and name:
             return name
     raise ValueError(f"the config.json of {source} names no target; give one with --target")

@@ -366,6 +366,7 @@ def test_a_published_target_gets_its_drafter(capsys):
 def test_a_drafter_names_its_target(tmp_path, capsys):
     written = {
         "base": {"base_model_name_or_path": "Qwen/Qwen3-8B"},
+        "ours": {"target_model_name_or_path": "Qwen/Qwen3-8B"},
         "speculators": {"speculators_config": {"verifier": {"name_or_path": "Qwen/Qwen3-8B"}}},
     }
     for name, config in written.items():

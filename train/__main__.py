@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None, **named: str) -> int:
             print(f"stopped: {error}", file=sys.stderr)
             return 1
 
-    at_once = arguments.EvaluateOptions | arguments.ExportOptions | arguments.PlotOptions
+    at_once = arguments.EvaluateOptions | arguments.ExportOptions | arguments.PushOptions | arguments.PlotOptions
     continues = not isinstance(options, at_once)
     return exit_status(
         work,
@@ -43,6 +43,8 @@ def _stage(options: object) -> Callable[[], int]:
             from dflash_jax.train.evaluate import main as run
         case arguments.ExportOptions():
             from dflash_jax.train.export import main as run
+        case arguments.PushOptions():
+            from dflash_jax.train.push import main as run
         case arguments.PlotOptions():
             from dflash_jax.train.plot import main as run
         case arguments.PairOptions():

@@ -33,6 +33,7 @@ Trains a drafter for a target.
     fit             trains; continues a run it finds     answers.jsonl -> run/
     evaluate        tau and speedup by real decoding     run/ or drafter, prompts
     export          a Hugging Face directory             run/ -> drafter/
+    push            uploads it to the hub                drafter/ -> OWNER/NAME
     plot            loss and tau over the steps          run/ -> plot.png
     pair            the bundled pair, from text on       nothing -> directory/pair/
     ablate          the paper's ablations on that pair   directory/ -> results.jsonl
@@ -49,7 +50,7 @@ Trains a drafter for a target.
 COMMON = frozenset(
     "target drafter data input output run prompts evaluate_prompts init_from config learning_rate epochs batch_size "
     "block_size num_layers length max_new_tokens temperature max_samples features step dtype mesh plot pair rows steps "
-    "samples tensorboard".split()
+    "samples tensorboard license data_name repo private".split()
 )
 NOT_GIVEN: Any = object()  # None is a value of settings
 Directory = Annotated[str, arg(metavar="DIR")]
@@ -219,12 +220,31 @@ class ExportOptions:
         output: a new directory
         step: checkpoint
         dtype: float32, bfloat16 or float16
+        license: for the model card, as the hub names licenses, such as apache-2.0
+        data_name: for the model card: what it was trained on
     """
 
     run: Directory
     output: Directory
     step: Annotated[int | None, optional(int, "N", "`best` if the run was evaluated, else newest")] = None
     dtype: str = "bfloat16"
+    license: Annotated[str | None, optional(str, "NAME")] = None
+    data_name: Annotated[str | None, optional(str, "TEXT")] = None
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """Options of `push`.
+
+    Attributes:
+        drafter: written by export
+        repo: repository of the hub, which is made if it is not there
+        private: if it is made, others cannot see it
+    """
+
+    drafter: Directory
+    repo: Annotated[str, arg(metavar="OWNER/NAME")]
+    private: bool = False
 
 
 @dataclass(frozen=True)
@@ -281,6 +301,7 @@ Stage = (
         ExportOptions,
         subcommand("export", description="write a drafter directory for this package and the official dflash package"),
     ]
+    | Annotated[PushOptions, subcommand("push", description="upload an exported drafter to the Hugging Face hub")]
     | Annotated[PlotOptions, subcommand("plot", description="draw loss and tau")]
     | Annotated[PairOptions, subcommand("pair", description="make the bundled pair")]
     | Annotated[AblateOptions, subcommand("ablate", description="train and decode one drafter per row of the table")]

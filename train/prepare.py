@@ -13,6 +13,7 @@ from dflash_jax.loading import choose_mesh, target_config, use_kernels
 from dflash_jax.mesh import join
 from dflash_jax.target import Target, load_target
 from dflash_jax.train.arguments import DataOptions
+from dflash_jax.train.card import TARGET
 from dflash_jax.train.config import TrainConfig, make_config, read_settings
 from dflash_jax.train.data import Dataset, read_examples
 from dflash_jax.train.drafters import choose_mask_token, converted, frequent_tokens, new_drafter, with_block_size
@@ -70,10 +71,12 @@ def prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
     if started is not None:
         started.config.check_pair(target.config)
         started, raw = converted(target, started, raw, config)
-        return Prepared(config, target, data, *with_block_size(started, raw, config.block_size))
+        started, raw = with_block_size(started, raw, config.block_size)
+        return Prepared(config, target, data, started, raw | {TARGET: options.target})
     mask = choose_mask_token(target, config.mask_token_id)
     vocabulary = frequent_tokens(data.examples, config.draft_vocab_size)
-    return Prepared(config, target, data, *new_drafter(target, config, mask, vocabulary))
+    drafter, raw = new_drafter(target, config, mask, vocabulary)
+    return Prepared(config, target, data, drafter, raw | {TARGET: options.target})
 
 
 def _started(options: DataOptions, given: dict[str, Any]) -> tuple[Drafter, dict[str, Any], dict[str, Any]]:

@@ -20,6 +20,7 @@ from dflash_jax.infer.engine.requests import Completion, Request
 from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.infer.jobs import journal
 from dflash_jax.infer.jobs.lines import Line
+from dflash_jax.pairs import target_of
 from dflash_jax.train import evaluate
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.arguments import parse_stage, settings_given
@@ -66,6 +67,12 @@ def test_the_stages(place, capsys):
     assert "tau" in capsys.readouterr().out
     assert main(["export", "--run", run, "--output", str(place / "drafter"), "--dtype", "float32"]) == 0
     assert load_drafter(place / "drafter").config.mask_token_id == tiny.MASK
+    assert target_of(str(place / "drafter")) == str(place / "target")
+    written = (place / "drafter" / "README.md").read_text()
+    assert f"# A dflash drafter for {place / 'target'}" in written
+    assert "| training step | tau on held-out prompts |" in written
+    assert "It proposes 3 tokens a step" in written
+    assert "base_model" not in written  # a directory is none of the hub's
     evaluation = ["evaluate", *models, "--drafter", str(place / "drafter"), "--prompts", prompts, "--store-sharpness"]
     for wrong in ([], ["--temperature", "1", "--proposals", "coupled"]):
         assert main([*evaluation, *wrong]) == 2
@@ -246,7 +253,8 @@ FLAGS = {
     "cache-features": DATA + "hidden",
     "fit": DATA + "features evaluate-prompts chat-template-kwargs tensorboard",
     "evaluate": GENERATION + "prompts run step max-samples json store-sharpness",
-    "export": "dtype output run step",
+    "export": "dtype output run step license data-name",
+    "push": "drafter repo private",
     "plot": "output run",
     "pair": "output",
     "ablate": "output pair plot rows samples steps",
