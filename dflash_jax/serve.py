@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -219,7 +218,6 @@ def run(options: ServeOptions) -> int:
 
 
 def _run(options: ServeOptions) -> int:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # without torch it warns, but needs none here
     if options.prompt is not None:
         return _answer(options, options.prompt)
     if options.http is not None:

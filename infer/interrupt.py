@@ -6,10 +6,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from dflash_jax.files import one_line
 
+GOOGLE = "0x1ae0"  # vendor of TPUs on the PCI bus
 INTERRUPTED = 130  # status of a command that a signal ended
 
 
@@ -46,6 +48,7 @@ def exit_status(work: Callable[[], int], *, interrupted: str = "interrupted", pa
     Returns:
         What `work` returns; 2 for unusable arguments, files or a missing package; 130 for an interrupt.
     """
+    silence_libraries()
     try:
         return work()
     except KeyboardInterrupt:
@@ -61,6 +64,17 @@ def exit_status(work: Callable[[], int], *, interrupted: str = "interrupted", pa
             raise
         _say(f"{error}; {packages}")
     return 2
+
+
+def silence_libraries() -> None:
+    """Keeps libraries from printing what no user of a command can act on. For processes that have not imported jax."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # without torch it warns, but needs none here
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    if not any(vendor.read_text().strip() == GOOGLE for vendor in vendors):
+        # libtpu is installed for `plan`, or with a container: it looks for a TPU host and complains at length.
+        known = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
+        for name, value in known.items():
+            os.environ.setdefault(name, value)
 
 
 def _say(error: object) -> None:

@@ -238,6 +238,13 @@ def test_what_ends_a_command_is_said(error, status, said, capsys):
     assert capsys.readouterr().err == said + "\n"
 
 
+def test_libtpu_is_silent_where_there_is_no_tpu(monkeypatch):
+    """It is installed here, for the tests that compile for TPUs."""
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    code = "from dflash_jax.infer.interrupt import exit_status; exit_status(lambda: bool(__import__('jax').devices()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr == ""
+
+
 def test_a_result_is_the_status_and_what_a_developer_must_see_passes():
     assert exit_status(lambda: 1) == 1
     with pytest.raises(ImportError):
