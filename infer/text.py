@@ -122,10 +122,38 @@ class Text:
             # Some templates need what OpenAI's requests may leave out.
             return self._rendered(given, arguments | {"tools": [_whole(tool) for tool in tools]})
 
-    def _rendered(self, messages: Sequence[Json], arguments: Fields) -> str:
+    def answered(self, messages: object, **arguments: object) -> list[tuple[str, bool]]:
+        """A conversation with its answers under the chat template, in pieces that follow one another, each with whether
+        it is an answer. If the template shows earlier answers in another way than the last one, as some do that leave
+        out reasoning, only the last one is a piece of its own.
+
+        Raises:
+            RequestError: as `render`; or there is no answer, or the template does not put it behind its prompt.
+        """
+        pieces, done = list[tuple[str, bool]](), ""
+        messages = messages if isinstance(messages, list) else []
+        for i, message in enumerate(messages):
+            if not isinstance(message, dict) or message.get("role") != "assistant":
+                continue
+            prompt = self.render(messages[:i], **arguments) if i else ""
+            given = template_messages(messages[: i + 1], str(self._need_tokenizer().chat_template))
+            whole = self._rendered(given, self.template_arguments | arguments, ended=True)
+            if not i or not whole.startswith(prompt):
+                raise invalid(
+                    "messages must begin with a question, and the template must put answers behind what was asked"
+                )
+            if not prompt.startswith(done):
+                pieces, done = [], ""
+            pieces += [(prompt[len(done) :], False), (whole[len(prompt) :], True)]
+            done = whole
+        if not pieces:
+            raise invalid("messages must have an answer, of the role assistant")
+        return pieces
+
+    def _rendered(self, messages: Sequence[Json], arguments: Fields, *, ended: bool = False) -> str:
         try:
             return self._need_tokenizer().apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **arguments
+                messages, tokenize=False, add_generation_prompt=not ended, **arguments
             )
         except Exception as error:  # templates are programs, and raise what they like
             why = f"{error!s:.200}" or type(error).__name__

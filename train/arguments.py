@@ -50,7 +50,7 @@ Trains a drafter for a target.
 COMMON = frozenset(
     "target drafter data input output run prompts evaluate_prompts init_from config learning_rate epochs batch_size "
     "block_size num_layers length max_new_tokens temperature max_samples features step dtype mesh plot pair rows steps "
-    "samples tensorboard license data_name repo private".split()
+    "samples tensorboard tracker license data_name repo private".split()
 )
 NOT_GIVEN: Any = object()  # None is a value of settings
 Directory = Annotated[str, arg(metavar="DIR")]
@@ -176,6 +176,7 @@ class FitOptions:
         evaluate_prompts: held-out prompts; decoded to choose `best`
         chat_template_kwargs: of --evaluate-prompts: arguments of the chat template, a JSON object
         tensorboard: also log there
+        tracker: also log to a tracker of experiments, if it is installed
     """
 
     output: Directory
@@ -184,6 +185,7 @@ class FitOptions:
     evaluate_prompts: Annotated[str | None, optional(str, "FILE.jsonl")] = None
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
     tensorboard: Annotated[str | None, optional(str, "DIR")] = None
+    tracker: Annotated[Literal["wandb", "trackio"] | None, arg(metavar="wandb|trackio", help_behavior_hint="")] = None
     settings: Annotated[Any, SETTINGS] = field(default_factory=lambda: settings_class()())
 
 

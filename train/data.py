@@ -1,11 +1,11 @@
-"""Regenerated answers as packed rows of a fixed length. Numpy only; any step's rows follow from seed and step.
+"""Regenerated answers as packed rows of a fixed length. No jax; any step's rows follow from seed and step.
 
 Shapes: B rows, S tokens of a row.
 """
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflash_jax.files import one_line, said
+from dflash_jax.infer.text import Text
 
 OPEN_ROWS = 16  # that packing chooses from
 
@@ -62,9 +63,15 @@ class Dataset:
     cut: int = 0
 
 
-def read_examples(path: str | Path, length: int, vocab_size: int) -> Dataset:
+def read_examples(
+    path: str | Path, length: int, vocab_size: int, text: Text | None = None, ends: Collection[int] = ()
+) -> Dataset:
     """Reads `{"prompt_token_ids", "response_token_ids", "loss_mask"?}` or `{"token_ids", "loss_mask"}` lines, with
-    "anchors" if an answer was decoded with a drafter.
+    "anchors" if an answer was decoded with a drafter; and `{"messages"}` lines with answers of the role assistant.
+
+    Args:
+        text: the target's tokenizer, for messages.
+        ends: tokens that end an answer: what the chat template writes behind them is not learned.
 
     Sequences longer than `length` are cut; what then has fewer than two consecutive answer tokens is left out.
 
@@ -77,7 +84,7 @@ def read_examples(path: str | Path, length: int, vocab_size: int) -> Dataset:
             if not line.strip():
                 continue
             try:
-                tokens, supervised, begins = _parse(json.loads(line))
+                tokens, supervised, begins = _parse(json.loads(line), text, ends)
             except Exception as error:  # values of any other type
                 raise ValueError(one_line(f"{path}, line {number}: {said(error):.200}")) from error
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
@@ -96,11 +103,13 @@ def read_examples(path: str | Path, length: int, vocab_size: int) -> Dataset:
     return data
 
 
-def _parse(row: Any) -> Example:
+def _parse(row: Any, text: Text | None, ends: Collection[int]) -> Example:
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, got {type(row).__name__}")
     if "error" in row:  # a prompt that `regenerate` could not answer
         return Example(np.zeros(0, np.int32), np.zeros(0, bool))
+    if text is not None and "messages" in row and "prompt_token_ids" not in row:
+        return Example(*_conversation(row["messages"], text, ends))
     tokens, mask = _tokens(row)
     if "anchors" not in row:
         return Example(tokens, mask)
@@ -112,6 +121,16 @@ def _parse(row: Any) -> Example:
     return Example(tokens, mask, begins)
 
 
+def _conversation(messages: object, text: Text, ends: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
+    tokens, mask = list[int](), list[bool]()
+    for piece, answer in text.answered(messages):
+        new = text.encode_rendered(piece)
+        last = max((i for i, token in enumerate(new) if token in ends), default=len(new) - 1)
+        tokens += new
+        mask += [answer and i <= last for i in range(len(new))]
+    return np.asarray(tokens, np.int32), np.asarray(mask, bool)
+
+
 def _tokens(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     if "token_ids" in row and "loss_mask" in row:
         tokens, mask = _ids(row["token_ids"]), _ids(row["loss_mask"]).astype(bool)
@@ -119,7 +138,7 @@ def _tokens(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
             raise ValueError(f"token_ids has {len(tokens)} entries, loss_mask {len(mask)}")
         return tokens, mask
     if "prompt_token_ids" not in row or "response_token_ids" not in row:
-        raise ValueError("expected prompt_token_ids and response_token_ids, or token_ids and loss_mask")
+        raise ValueError("expected prompt_token_ids and response_token_ids, token_ids and loss_mask, or messages")
     prompt, answer = _ids(row["prompt_token_ids"]), _ids(row["response_token_ids"])
     tokens = np.concatenate([prompt, answer])
     mask = _ids(row["loss_mask"]).astype(bool) if "loss_mask" in row else np.arange(len(tokens)) >= len(prompt)

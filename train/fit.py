@@ -1,7 +1,11 @@
 """The stage `fit`: trains a drafter, or continues a run."""
 
+import contextlib
+import importlib
 import json
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.progress import progress_bar
@@ -35,7 +39,8 @@ def main(options: FitOptions) -> int:
         features = FeatureCache(options.features, target, drafter.taps, data.examples, hidden)
     judge = _judge(options, target, config)
     run = open_run(options.output, target, drafter, raw, data.examples, config, features=features, evaluate=judge)
-    metrics = _train(run, options.tensorboard)
+    with _logs(options, config) as logs:
+        metrics = _train(run, logs)
     print(json.dumps({name: value for name, value in metrics.items() if isinstance(value, int | float)}))
     return 0
 
@@ -53,13 +58,32 @@ def _judge(options: FitOptions, target: Target, config: TrainConfig) -> Judge | 
     return lambda drafter: decode(drafter) | {"chat_template_kwargs": arguments}
 
 
-def _train(run: Run, tensorboard: str | None) -> Metrics:
-    """Trains to the end, with a progress bar and a log for TensorBoard in that directory; returns the last metrics."""
-    writer = None
-    if tensorboard:
+Log = Callable[[int, dict[str, float]], object]  # takes the metrics of a step
+
+
+@contextlib.contextmanager
+def _logs(options: FitOptions, config: TrainConfig) -> Iterator[list[Log]]:
+    """Where else metrics go; raises ValueError for a tracker that is not installed."""
+    logs, ends = list[Log](), contextlib.ExitStack()
+    if options.tensorboard:
         from tensorboardX import SummaryWriter
 
-        writer = SummaryWriter(tensorboard)
+        writer = ends.enter_context(SummaryWriter(options.tensorboard))
+        logs.append(lambda step, values: [writer.add_scalar(name, value, step) for name, value in values.items()])
+    if options.tracker:
+        try:
+            tracker = importlib.import_module(options.tracker)
+        except ImportError as error:
+            raise ValueError(f"{error}; --tracker {options.tracker} needs pip install {options.tracker}") from error
+        tracker.init(project="dflash_jax", name=Path(options.output).name, config=config.named())
+        ends.callback(tracker.finish)
+        logs.append(lambda step, values: tracker.log(values, step=step))
+    with ends:
+        yield logs
+
+
+def _train(run: Run, logs: Sequence[Log]) -> Metrics:
+    """Trains to the end, with a progress bar; returns the last metrics."""
     with progress_bar(run.steps, "step") as bar:
         bar.update(int(run.state.step))
 
@@ -69,12 +93,8 @@ def _train(run: Run, tensorboard: str | None) -> Metrics:
                 " ".join(f"{name} {metrics[k]:{how}}" for k, (name, how) in SHOWN.items() if metrics.get(k)),
                 refresh=False,
             )
-            if writer:
-                for name, value in metrics.items():
-                    if isinstance(value, float):
-                        writer.add_scalar(name, value, step)
+            values = {name: value for name, value in metrics.items() if isinstance(value, float)}
+            for log in logs:
+                log(step, values)
 
-        metrics = run.fit(report)
-    if writer:
-        writer.close()
-    return metrics
+        return run.fit(report)

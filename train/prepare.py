@@ -9,6 +9,7 @@ from dflash_jax.drafters import kind_of, laid_out
 from dflash_jax.drafters.base import Drafter
 from dflash_jax.drafters.config import with_mask_token
 from dflash_jax.drafters.loading import load_drafter, read_drafter_config
+from dflash_jax.infer.text import Text
 from dflash_jax.loading import choose_mesh, target_config, use_kernels
 from dflash_jax.mesh import join
 from dflash_jax.target import Target, load_target
@@ -62,7 +63,8 @@ def prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
         raise ValueError("--quantize drafter=... is not for training, whose parameters are float32; leave it out")
     how = {"overrides": options.target_config, "quantize": options.quantize}
     target = load_target(options.target, dtype=config.dtype, mesh=mesh, **how)
-    data = read_examples(options.data, config.length, target.config.vocab_size)
+    ends = target.config.eos_token_ids
+    data = read_examples(options.data, config.length, target.config.vocab_size, Text(target.directory), ends)
     print(
         f"{len(data.examples)} conversations; {data.cut} cut to {config.length} tokens, "
         f"{data.without_answer} without an answer to learn left out",

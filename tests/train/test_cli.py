@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,7 +47,7 @@ def regenerate(place, name="answers.jsonl", *more):
 
 
 @pytest.mark.slow
-def test_the_stages(place, capsys):
+def test_the_stages(place, capsys, monkeypatch):
     assert regenerate(place) == 0
     answers = place / "answers.jsonl"
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
@@ -58,7 +59,19 @@ def test_the_stages(place, capsys):
     assert main(["cache-features", *models, *data, *SETTINGS, "--output", str(place / "features")]) == 0
     run, prompts = str(place / "run"), str(place / "prompts.jsonl")
     fit = ["fit", *models, *data, *SETTINGS, "--features", str(place / "features"), "--output", run]
-    assert main([*fit, "--evaluate-prompts", prompts, "--evaluate-max-new-tokens", "8", "--tensorboard", run]) == 0
+    told = []
+    tracker = SimpleNamespace(
+        init=lambda **given: told.append(given),
+        log=lambda values, step: told.append(step),
+        finish=lambda: told.append("end"),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    more = ["--evaluate-prompts", prompts, "--evaluate-max-new-tokens", "8", "--tensorboard", run, "--tracker", "wandb"]
+    assert main([*fit, *more]) == 0
+    assert told[0]["name"] == "run"
+    assert told[0]["config"]["block_size"] == 4
+    assert told[-1] == "end"
+    assert len(told) > 2
     assert '"tau"' in capsys.readouterr().out
     figures = place / "figures.json"
     evaluation = ["evaluate", *models, "--run", run, "--prompts", prompts, "--max-new-tokens", "8"]
@@ -251,7 +264,7 @@ FLAGS = {
     + "input output seed max-length prefix-chunks deterministic gpu-graphs stream-interval "
     + "cache-tokens cache-dtype draft-window verify-budget prefill-budget",
     "cache-features": DATA + "hidden",
-    "fit": DATA + "features evaluate-prompts chat-template-kwargs tensorboard",
+    "fit": DATA + "features evaluate-prompts chat-template-kwargs tensorboard tracker",
     "evaluate": GENERATION + "prompts run step max-samples json store-sharpness",
     "export": "dtype output run step license data-name",
     "push": "drafter repo private",

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from dflash_jax.infer.text import Text
 from dflash_jax.train.config import TrainConfig, make_config, read_settings
 from dflash_jax.train.data import Packing, read_examples
+from tests import tiny
 
 
 def write(path, rows):
@@ -65,6 +67,35 @@ def test_long_sequences_are_cut_and_counted(tmp_path):
 def test_bad_lines_are_named(tmp_path, row, message):
     with pytest.raises(ValueError, match=message):
         read_examples(write(tmp_path / "a.jsonl", [pair(3, 4), row]), 64, 64)
+
+
+def test_conversations_with_answers(tmp_path):
+    """As they are published: all answers are learned, up to the token that ends each."""
+    text = Text(str(tiny.write_tokenizer(tmp_path / "target")))
+    said = lambda *turns: [
+        {"role": role, "content": turn} for role, turn in zip(("user", "assistant") * 9, turns, strict=False)
+    ]
+    rows = [{"messages": said("ab", "cd", "e", "fgh"), "source": "x"}, {"messages": said("ab", "cd")}]
+    both, one = read_examples(write(tmp_path / "a.jsonl", rows), 200, 64, text, (tiny.EOS,)).examples
+    shown = [text.decode(both.tokens[both.supervised].tolist()), text.decode(one.tokens[one.supervised].tolist())]
+    asked = text.encode_chat(said("ab"))
+    assert one.tokens[: len(asked)].tolist() == asked
+    assert not one.supervised[: len(asked)].any()
+    assert one.supervised[len(asked)]
+    assert "cd" in shown[1]
+    assert "ab" not in shown[1]
+    assert shown[0].index("cd") < shown[0].index("fgh")
+    asked = text.encode_chat(said("ab", "cd", "e"))
+    assert both.tokens[: len(asked)].tolist() == asked
+    for wrong, why in [
+        (said("ab"), "must have an answer"),
+        ([{"role": "assistant", "content": "a"}], "must begin with a question"),
+        ("hello", "must have an answer"),
+    ]:
+        with pytest.raises(ValueError, match=f"line 1: .*{why}"):
+            read_examples(write(tmp_path / "a.jsonl", [{"messages": wrong}]), 64, 64, text)
+    with pytest.raises(ValueError, match="or messages"):
+        read_examples(write(tmp_path / "a.jsonl", [{"prompt": "x"}]), 64, 64, text)
 
 
 def test_nothing_to_train_on(tmp_path):
