@@ -122,7 +122,7 @@ class Text:
             # Some templates need what OpenAI's requests may leave out.
             return self._rendered(given, arguments | {"tools": [_whole(tool) for tool in tools]})
 
-    def answered(self, messages: object, **arguments: object) -> list[tuple[str, bool]]:
+    def answered(self, messages: object) -> list[tuple[str, bool]]:
         """A conversation with its answers under the chat template, in pieces that follow one another, each with whether
         it is an answer. If the template shows earlier answers in another way than the last one, as some do that leave
         out reasoning, only the last one is a piece of its own.
@@ -135,9 +135,9 @@ class Text:
         for i, message in enumerate(messages):
             if not isinstance(message, dict) or message.get("role") != "assistant":
                 continue
-            prompt = self.render(messages[:i], **arguments) if i else ""
+            prompt = self.render(messages[:i]) if i else ""
             given = template_messages(messages[: i + 1], str(self._need_tokenizer().chat_template))
-            whole = self._rendered(given, self.template_arguments | arguments, ended=True)
+            whole = self._rendered(given, self.template_arguments, ended=True)
             if not i or not whole.startswith(prompt):
                 raise invalid(
                     "messages must begin with a question, and the template must put answers behind what was asked"
