@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from dflash_jax.parsing import flag
+from dflash_jax.parsing import flag, names_object
 from dflash_jax.quantize import parse_quantize
 
 if TYPE_CHECKING:
@@ -275,11 +275,10 @@ class EngineOptions:
             return None
         from dflash_jax.checkpoint import resolve
         from dflash_jax.checkpoint.fingerprint import fingerprint
-        from dflash_jax.drafters.function import is_imported
         from dflash_jax.drafters.ngram import named
 
         ngrams, network = (False, None) if drafter is None else named(drafter)
-        own = network is not None and is_imported(network)
+        own = network is not None and names_object(network)
         which = network if network is None or own else fingerprint(str(resolve(network, "drafter")))
         which = f"ngram {which or ''}".strip() if ngrams else which
         sizes = {"block_size": generation.block_size, "tree": generation.tree, "batch_size": generation.rows}

@@ -184,12 +184,34 @@ def needs_of_input(config: "TargetConfig", lines: "JobInput", options: EngineOpt
 
 
 def needs_of_lines(
-    config: "TargetConfig", lines: "Sequence[Line]", options: EngineOptions, *, growing: bool = False
+    config: "TargetConfig",
+    lines: "Sequence[Line]",
+    options: EngineOptions,
+    *,
+    growing: bool = False,
+    whole: bool = False,
 ) -> Needs:
-    """What the lines of a job need; `growing` as of `needs_of`."""
+    """What the lines of a job need.
+
+    Args:
+        growing: as of `needs_of`.
+        whole: whether rows are to hold whole conversations, as long as they may become; else their first turns.
+    """
     # Two of several answers to a prompt show that it is read more than once.
     requests = [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
-    return needs_of(config, requests, options, growing=growing or any(line.later for line in lines))
+    found = needs_of(config, requests, options, growing=growing or any(line.later for line in lines))
+    if whole and found.sizes is not None:
+        asked = [(line.request, line.later) for line in lines if line.request and line.later]
+        found.sizes.extend((len(one.prompt_token_ids), _rest(one.params.max_new_tokens, later)) for one, later in asked)
+    return found
+
+
+TURN = 32  # tokens that a chat template puts around two turns, at most, as a guess
+
+
+def _rest(new: int, later: Sequence[str]) -> int:
+    """Tokens of a conversation behind its first prompt, at most: a token has at least one byte."""
+    return new + sum(len(turn.encode(errors="replace")) + TURN + new for turn in later)
 
 
 def load_engine(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_jax.cli import NGRAMS, GenerationOptions, ModelOptions
 from dflash_jax.files import reading
+from dflash_jax.parsing import names_object
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ def pair_sources(models: ModelOptions) -> tuple[str, str | None]:
     for given, name in ((models.revision, "--revision"), (models.drafter_revision, "--drafter-revision")):
         if given is not None:
             raise ValueError(f"{name} needs a model of the hub: name it by --target and --drafter")
-    if models.drafter not in (None, NGRAMS):
+    if models.drafter not in (None, NGRAMS) and not names_object(models.drafter):
         raise ValueError("--drafter needs its --target; name both, or neither")
     from dflash_jax.bundled import bundled_pair
 
@@ -200,12 +201,11 @@ def models_on_mesh(
     is asked for."""
     from dflash_jax.checkpoint import resolve
     from dflash_jax.drafters import drafter_config, ngram
-    from dflash_jax.drafters.function import is_imported
     from dflash_jax.drafters.loading import read_drafter_config
 
     yield target
     place, source = pair_sources(models)
-    source = None if source and is_imported(source) else ngram.named(source)[1] if source else None
+    source = None if source and names_object(source) else ngram.named(source)[1] if source else None
     if speculative and source:
         with reading(resolve(source, "drafter") / "config.json"):
             raw = read_drafter_config(source, models.drafter_config)

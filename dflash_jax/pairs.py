@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from dflash_jax.cli import ModelOptions
+from dflash_jax.parsing import names_object
 
 Models = TypeVar("Models", bound=ModelOptions)
 
@@ -43,7 +44,7 @@ def completed(models: Models, *, speculative: bool = True) -> Models:
             return models
         _say(f"drafter: {drafter}, made for this target; --drafter chooses another, --no-speculation none")
         return replace(models, drafter=drafter)
-    if models.drafter not in (None, NGRAMS):
+    if models.drafter not in (None, NGRAMS) and not names_object(models.drafter):
         target = target_of(models.drafter)
         _say(f"target: {target}, which the drafter was made for; --target chooses another")
         return replace(models, target=target)

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -200,14 +201,22 @@ def flags(options: Options) -> set[str]:
     return {"--help", *map(flag, _fields(kind))}
 
 
+def names_object(word: str) -> bool:
+    """Whether a word names an object of a module, `module:Name`, and not a file."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", word) is not None and not Path(word).exists()
+
+
 def flag(name: str) -> str:
     """The flag of a field."""
     return f"--{name.replace('_', '-')}"
 
 
-def configured(argv: Sequence[str], options: Options) -> list[str]:
-    """Words of a command line, with the options in the YAML file that its `--config` names before them, but for those
+def configured(argv: Sequence[str], options: Options, hidden: Collection[str] = ()) -> list[str]:
+    """Words of a command line, and behind them the options in the YAML file that its `--config` names, but for those
     that stand there themselves. A list gives several words, true a flag alone, and an object JSON.
+
+    Args:
+        hidden: fields that the command does not have.
 
     Raises:
         ValueError: no mapping of options by their names.
@@ -218,16 +227,28 @@ def configured(argv: Sequence[str], options: Options) -> list[str]:
         return list(argv)
     import yaml
 
-    path, known = Path(joined[joined.index(CONFIG) + 1]), flags(options)
+    path = Path(joined[joined.index(CONFIG) + 1])
+    known = flags(options) - {flag(name) for name in (*hidden, *_positional(options))}
     with reading(path):
-        found = yaml.safe_load(path.read_text())
+        try:
+            found = yaml.safe_load(path.read_text()) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(" ".join(str(error).split())) from error
         if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
             raise ValueError("must be a mapping of options, like `batch-size: 8`")
         named = {_known_name(flag(name.lstrip("-")), known): value for name, value in found.items()}
         if wrong := [name for name in named if name not in known or name == CONFIG]:
-            raise ValueError("; ".join(_misspelt(known, wrong)) or f"{wrong[0]} is unknown")
+            raise ValueError("; ".join(_misspelt(known, wrong)) or f"this command has no option {wrong[0]} in a file")
     given = {_known_name(word, known).partition("=")[0] for word in joined}
-    return [word for name, value in named.items() if name not in given for word in _words(name, value)] + joined
+    return joined + [word for name, value in named.items() if name not in given for word in _words(name, value)]
+
+
+def _positional(options: Options) -> list[str]:
+    """Names of the fields that are no flags."""
+    if not dataclasses.is_dataclass(options):
+        return []
+    hints = get_type_hints(options if isinstance(options, type) else type(options), include_extras=True)
+    return [name for name, hint in hints.items() if tyro.conf.Positional in get_args(hint)]
 
 
 def _words(name: str, value: object) -> list[str]:

@@ -1,5 +1,7 @@
 """`dflash-jax replay`: every answer of a finished job against the target, one token after the other; see `replay`."""
 
+import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,28 +72,39 @@ def main(argv: Sequence[str]) -> int:
 
 def _replayed(options: ReplayOptions) -> int:
     check_least(options, max_samples=1)
-    from dflash_jax.infer.jobs.inputs import input_lines
+    from dflash_jax.checkpoint.fingerprint import fingerprint
+    from dflash_jax.infer.jobs.job_input import JobInput
     from dflash_jax.infer.jobs.journal import settings_path
-    from dflash_jax.infer.jobs.lines import read_lines
     from dflash_jax.infer.jobs.records import record_id
     from dflash_jax.loading import load
 
     path = Path(options.answers)
     settings = read_json(settings_path(path))
+    if missing := [
+        name for name in ("target_fingerprint", "input_fingerprint", "stop_token_ids") if name not in settings
+    ]:
+        raise ValueError(f"{settings_path(path)} has no {missing[0]}; is {path} the output of a job?")
     loaded = load(options.models, _generation(settings), speculative=False)
     target = loaded.target.replace(cache_dtype=settings.get("cache_dtype"))
+    if target.directory and fingerprint(target.directory) != settings["target_fingerprint"]:
+        raise ValueError(f"{path} was made with another target, {settings.get('target')!s:.200}")
     defaults = replace(loaded.defaults, stop_token_ids=(), eos_token_ids=tuple(settings["stop_token_ids"]))
-    lines = {str(line.id): line for line in read_lines(input_lines(options.input), loaded.text, defaults)}
-    records = [record for _, record in read_json_lines(path, lambda record: record)]
-    answered = [(lines.get(name), name, record) for record in records if (name := record_id(record))]
-    if missing := next((name for line, name, _ in answered if line is None), None):
-        raise ValueError(f"{path} answers {missing!r:.60}, which is not in the input")
-    asked = [found for line, _, record in answered if line for found in _answers(line, record)]
-    checked, skipped = list[Checked](), len(records) - len({line.id for line, _, _ in asked})
-    with progress_bar(len(asked[: options.max_samples]), "answer") as bar:
-        for line, sample, tokens in asked[: options.max_samples]:
-            checked.append(_check(target, line, sample, tokens, settings["seed"]))
-            bar.update()
+    own = frozenset(Path(os.path.realpath(one)) for one in (path, settings_path(path)))
+    with contextlib.closing(JobInput(options.input, loaded.text, defaults, own)) as lines:
+        if lines.fingerprint != settings["input_fingerprint"]:
+            raise ValueError(f"{path} was made with another input, of {settings.get('input')}")
+        answers, skipped = dict[str, list[tuple[int, list[int]]]](), 0
+        for _, (name, found) in read_json_lines(path, lambda record: (record_id(record), [*_answers(record)])):
+            if options.max_samples is None or len(answers) < options.max_samples:
+                answers |= {name: found} if found else {}
+                skipped += not found
+        checked = list[Checked]()
+        with progress_bar(sum(map(len, answers.values())), "answer") as bar:
+            for line in lines.lines(lambda index, name: name in answers):
+                for sample, tokens in answers[str(line.id)] if not line.later else ():
+                    checked.append(_check(target, line, sample, tokens, settings["seed"]))
+                    bar.update()
+                skipped += bool(line.later)
     if options.json:
         write_json(Path(options.json), [_figures(one) for one in checked])
     return _report(checked, skipped)
@@ -103,14 +116,13 @@ def _generation(settings: Json) -> GenerationOptions:
     return GenerationOptions(**{name: settings[name] for name in (*names, "tool_format") if name in settings})
 
 
-def _answers(line: "Line", record: Json) -> "Iterator[tuple[Line, int, list[int]]]":
-    """The answers of a record that can be replayed: not those of errors, of conversations, and of OpenAI's batches,
+def _answers(record: Json) -> Iterator[tuple[int, list[int]]]:
+    """The answers of a record that can be replayed, by their samples: not those of errors, and of OpenAI's batches,
     which have no token ids."""
-    if line.request is None or line.later or "error" in record:
-        return
-    for sample, answer in enumerate(record.get("samples") or [record]):
-        if tokens := answer.get("token_ids"):
-            yield line, sample, tokens
+    if "error" not in record and "turns" not in record:
+        for sample, answer in enumerate(record.get("samples") or [record]):
+            if tokens := answer.get("token_ids"):
+                yield sample, tokens
 
 
 def _check(target: "Target", line: "Line", sample: int, tokens: Sequence[int], seed: int) -> Checked:
@@ -138,4 +150,6 @@ def _report(checked: Sequence[Checked], skipped: int) -> int:
     tokens, ties = sum(one.tokens for one in checked), sum(one.replay.near_ties for one in checked)
     more = f"; {skipped} records have no answer that can be replayed" if skipped else ""
     print(f"{len(checked)} answers, {tokens} tokens: {ties} near ties, {len(wrong)} answers with errors{more}")
-    return 1 if wrong or not checked else 0
+    if not checked:
+        raise ValueError("no answer could be replayed")
+    return 1 if wrong else 0

@@ -182,9 +182,10 @@ def parse_command(
     """
     given = sys.argv[1:] if argv is None else argv
     try:
-        given = configured(given, options)
+        given = configured(given, options, frozenset(hidden))
     except (ValueError, OSError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"error: {one_line(why)}", file=sys.stderr)
         raise SystemExit(2) from error
     how = {"common": frozenset(common), "hidden": frozenset(hidden)}
     found = parse(options, given, prog=prog, description=description, **how)
@@ -293,7 +294,7 @@ def _answering(options: ServeOptions) -> "tuple[Described, Callable[[Needs], Bac
         loaded = load(models, generation, speculative=speculative, max_length=length)
         target, text, dtype = loaded.target, loaded.text, loaded.target.dtype.name
         engine = lambda needs: partial(engine_for, loaded, needs, generation, options.engine)
-        longer = lambda lines: engine(needs_of_lines(target.config, lines, options.engine))()
+        longer = lambda lines: engine(needs_of_lines(target.config, lines, options.engine, whole=True))()
         described = Described(target.directory, target.config, text, loaded.defaults)
         return described, lambda needs: LocalEngine(engine(needs), text, dtype, longer if may_grow else None)
     if options.processes is not None:
@@ -305,7 +306,7 @@ def _answering(options: ServeOptions) -> "tuple[Described, Callable[[Needs], Bac
     target = describe(models, generation, max_length=length)
     check_length(target.config, length)
     make = partial(load_engine, models, generation, options.engine, speculative=speculative)
-    longer = lambda lines: partial(make, needs_of_lines(target.config, lines, options.engine))
+    longer = lambda lines: partial(make, needs_of_lines(target.config, lines, options.engine, whole=True))
     where = cluster.ray or None
     return target, lambda needs: RayWorkers(
         where, partial(make, needs), cluster.ray_resources, most, longer if may_grow else None

@@ -88,12 +88,8 @@ def spec_generate(
         TypeError: an unknown argument.
         ValueError: a drafter for another target, or an argument out of range.
     """
-    begin, text = time.perf_counter(), None
-    if _in_words(input_ids):
-        text = _text_of(target.directory)
-        prompts = [_encoded(text, prompt) for prompt in _conversations(input_ids)]
-    else:
-        prompts = _prompts(input_ids)
+    begin = time.perf_counter()
+    prompts, text = _tokens_of(target, input_ids)
     if max_length is None:
         longest = max((len(prompt) for prompt in prompts), default=0) + max(max_new_tokens, 0)
         max_length = -(-max(longest, 1) // 256) * 256
@@ -152,7 +148,7 @@ def begin_decoding(
     Raises:
         ValueError: no prompts, an empty one, one that a row cannot hold, or a setting out of range.
     """
-    prompts, params = _prompts(input_ids), params or SamplingParams()
+    (prompts, _), params = _tokens_of(target, input_ids), params or SamplingParams()
     params.check()
     longest, rows = max(map(len, prompts), default=0), len(prompts)
     if not all(prompts) or not prompts or longest >= max_length:
@@ -172,19 +168,21 @@ def begin_decoding(
     return state, first.tokens[:, 0].tolist()
 
 
-def _in_words(prompts: Prompts) -> bool:
-    """Whether prompts are strings or messages."""
-    first = prompts if isinstance(prompts, str) else prompts[0] if len(prompts) else None
-    if isinstance(first, list | tuple) and first:
-        first = first[0]
-    return isinstance(first, str | Mapping)
-
-
-def _conversations(prompts: Any) -> list[str | list[Message]]:
-    """Every prompt of a batch, or the one that there is."""
-    if isinstance(prompts, str) or isinstance(prompts[0], Mapping):
-        return [prompts]
-    return list(prompts)
+def _tokens_of(target: Target, prompts: Prompts) -> tuple[list[list[int]], Text | None]:
+    """Token ids of every prompt; and the tokenizer, if they were words."""
+    if isinstance(prompts, Mapping):
+        raise ValueError("a message stands in a list: [{'role': 'user', 'content': ...}]")
+    one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping))
+    every: Any = [prompts] if one else prompts
+    in_words = lambda prompt: (
+        isinstance(prompt, str) or (isinstance(prompt, list | tuple) and isinstance(next(iter(prompt), None), Mapping))
+    )
+    if not any(words := [in_words(prompt) for prompt in every]):
+        return _prompts(prompts), None
+    if not all(words):
+        raise ValueError("prompts of a batch must all be token ids, or all strings and lists of messages")
+    text = _text_of(target.directory)
+    return [_encoded(text, prompt) for prompt in every], text
 
 
 @lru_cache(maxsize=4)

@@ -124,7 +124,7 @@ def test_options_from_a_file(tmp_path, capsys):
     for text, said in {
         "batch-sise: 8": "nearest is --batch-size",
         "- 1": "a mapping of options",
-        "config: x": "--config is unknown",
+        "config: x": "has no option --config in a file",
         "a: [": "serve.yaml",
     }.items():
         path.write_text(text)

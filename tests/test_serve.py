@@ -123,6 +123,32 @@ def test_answers_are_those_of_the_library_and_of_no_speculation(pair, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_lines_that_are_longer_than_the_sample(pair, tmp_path, monkeypatch, capsys):
+    """They, and conversations that become longer, are answered as if all had been known."""
+    monkeypatch.setattr("dflash_jax.infer.jobs.job_input.SAMPLE", 2)
+    monkeypatch.setattr("dflash_jax.infer.jobs.job_input.LONGEST", 1)
+    lines = [
+        {"id": "short", "prompt": "hello"},
+        {"id": "talk", "turns": ["abc" * 20, "de" * 20, "fg"], "max_new_tokens": 60, "ignore_eos": True},
+        {"id": "bytes", "prompt": "a" * 240},
+        {"id": "long", "prompt": "hi", "max_new_tokens": 300, "ignore_eos": True},
+    ]
+    found = {}
+    for job, given in ("all", lines), ("one", [lines[1]]), ("two", [lines[3]]):
+        (tmp_path / job).mkdir()
+        length = () if job == "all" else ("--max-length", "1024")
+        status, records, _ = run(pair, tmp_path / job, given, *length)
+        assert status == 0
+        found[job] = {record["id"]: record for record in records}
+    assert "are longer than the others; an engine is made for them" in capsys.readouterr().err
+    assert [turn["token_ids"] for turn in found["all"]["talk"]["turns"]] == [
+        turn["token_ids"] for turn in found["one"]["talk"]["turns"]
+    ]
+    assert found["all"]["long"]["token_ids"] == found["two"]["long"]["token_ids"]
+    assert len(found["all"]["long"]["token_ids"]) == 300
+
+
 def test_penalties_logprobs_and_shared_prompts(pair, tmp_path):
     """Each line its own settings; a prompt asked for twice is read once."""
     head = [i % 50 + 1 for i in range(70)]

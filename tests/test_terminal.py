@@ -93,9 +93,16 @@ def test_a_finished_job_is_checked(pair, tmp_path, capsys):
     output.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert commands.main(check) == 1
     assert "greedy, sample 0: token 1 is " in capsys.readouterr().out
+    for wrong in (99999, -1, "a", True):
+        records[0]["token_ids"] = [wrong]
+        records[0].pop("samples", None)
+        output.write_text(json.dumps(records[0]) + "\n")
+        if "error" not in records[0] and "turns" not in records[0]:
+            assert commands.main(check) == 2
+            assert "replay needs token ids in 0..63" in capsys.readouterr().err
     prompts.write_text("")
     assert commands.main(check) == 2
-    assert "which is not in the input" in capsys.readouterr().err
+    assert "was made with another input" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from dflash_jax.config import Raw
 from dflash_jax.drafters import kind_of
 from dflash_jax.drafters.base import Drafter
-from dflash_jax.files import read_json
+from dflash_jax.files import Json, read_json
 from dflash_jax.train.metrics import Metrics, read_metrics
 
 TARGET = "target_model_name_or_path"  # in the drafter's config.json
@@ -28,23 +30,25 @@ def card(drafter: Drafter, raw: Raw, run: Path, license_name: str | None, data: 
         license_name: as the hub names licenses, such as apache-2.0; None leaves it open.
         data: what it was trained on, in words; None leaves it open.
     """
-    target, kind, size = str(raw.get(TARGET) or "its target"), kind_of(raw), drafter.config.block_size
+    named, kind, size = str(raw.get(TARGET) or "its target"), kind_of(raw), drafter.config.block_size
+    of_hub = named.count("/") == 1 and not named.startswith((".", "/", "~")) and not Path(named).exists()
+    target = named if of_hub else Path(named).name  # where it lies on this machine is nobody's affair
     settings, metrics = read_json(run / "config.json"), read_metrics(run / "metrics.jsonl")
-    head = [f"license: {license_name}"] if license_name else []
-    if target.count("/") == 1 and not target.startswith((".", "/", "~")):
-        head += [f"base_model: {target}", "base_model_relation: adapter"]
-    head += ["library_name: dflash_jax", "tags:", "- speculative-decoding", "- dflash"]
+    head: Json = {"license": license_name} if license_name else {}
+    head |= {"base_model": named} if of_hub else {}
+    head |= {"library_name": "dflash_jax", "tags": ["speculative-decoding", "dflash"]}
+    trained = [f"{metrics[-1]['step']} steps"] if metrics else []
+    trained += [f"batches of {settings.get('batch_size')} rows of {settings.get('length')} tokens"]
+    trained += [f"data: {data}"] if data else []
     lines = [
         "---",
-        *head,
+        yaml.safe_dump(head, sort_keys=False).rstrip(),
         "---",
         "",
         f"# A {kind} drafter for {target}",
         "",
         f"It proposes {size - 1} tokens a step (block size {size}) for speculative decoding; the answers stay those of",
-        f"`{target}`. Trained with dflash_jax on {data or 'answers that the target gave itself'}: "
-        f"{metrics[-1]['step'] if metrics else 0} steps, batches of {settings.get('batch_size')} rows of "
-        f"{settings.get('length')} tokens.",
+        f"`{target}`. Trained with dflash_jax ({', '.join(trained)}).",
         "",
         *_figures(metrics),
         "## Use",

@@ -20,6 +20,7 @@ def main(options: PushOptions) -> int:
         read_drafter_config(directory)
     if options.repo.count("/") != 1:
         raise ValueError(f"--repo must be OWNER/NAME, got {options.repo!r:.80}")
+    from httpx import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -32,7 +33,7 @@ def main(options: PushOptions) -> int:
             allow_patterns=["*.json", "*.safetensors", "README.md"],
             commit_message="A drafter, by dflash_jax",
         )
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(
             f"{options.repo} could not be uploaded: {reason}; is there a token? (hf auth login)"

@@ -1,10 +1,9 @@
 """Proposers of your own: from a plain function of the tokens, or by the name of a module (`--drafter module:Name`)."""
 
 import importlib
-import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,9 @@ from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
 from dflash_jax.decoding.state import DraftModel, Query, Seen, TargetModel
 from dflash_jax.drafters.ngram import NgramConfig, Stateless
+from dflash_jax.files import said
 
 Function = Callable[[Int[Array, " S"], Int[Array, ""]], Int[Array, " P"]]
-_NAME = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
 
 class FunctionDrafter(struct.PyTreeNode):
@@ -79,11 +78,6 @@ def stateless(function: Function, block_size: int = 16) -> DraftModel:
     return FunctionDrafter(function, NgramConfig(block_size))
 
 
-def is_imported(name: str) -> bool:
-    """Whether the name of a drafter is that of an object in a module, `module:Name`."""
-    return _NAME.fullmatch(name) is not None and not Path(name).exists()
-
-
 def imported(name: str) -> DraftModel:
     """The object `module:Name`, or what it returns without arguments if it is a class or a function. Modules of the
     current folder are found, too.
@@ -91,17 +85,17 @@ def imported(name: str) -> DraftModel:
     Raises:
         ValueError: there is no such module or object, or it is no drafter.
     """
-    found = _NAME.fullmatch(name)
-    assert found is not None
+    module, _, attribute = name.partition(":")
     if "" not in sys.path:
-        sys.path.insert(0, "")
+        sys.path.append("")
     try:
-        value = getattr(importlib.import_module(found[1]), found[2])
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name} cannot be imported: {error}") from error
-    drafter = value if hasattr(value, "propose") and not isinstance(value, type) else value()
-    check_protocol(drafter)
-    return drafter
+        value = getattr(importlib.import_module(module), attribute)
+        if callable(value) and (isinstance(value, type) or not hasattr(value, "propose")):
+            value = value()
+    except Exception as error:  # the module may raise anything
+        raise ValueError(f"{name} cannot be imported: {said(error)}") from error
+    check_protocol(value)
+    return cast(DraftModel, value)
 
 
 def check_protocol(drafter: object) -> None:

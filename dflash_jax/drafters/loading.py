@@ -18,6 +18,7 @@ from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.mesh import AnyMesh, Layout
 from dflash_jax.models.tables import unread_scales
 from dflash_jax.overrides import overridden
+from dflash_jax.parsing import names_object
 from dflash_jax.quantize import Quantize, parse_quantize, rule
 
 
@@ -71,7 +72,7 @@ def drafter_named(name: str, **how: Any) -> DraftModel:
     Raises:
         ValueError: as `load_drafter`; for n-grams alone a field to replace that is not `block_size`, or quantisation.
     """
-    if function.is_imported(name):
+    if names_object(name):
         return function.imported(name)
     ngrams, source = ngram.named(name)
     if source is None:

@@ -76,6 +76,10 @@ def replay(
     """
     if not prompt or not tokens:
         raise ValueError("replay needs a prompt and generated tokens, got an empty sequence")
+    size = target.config.vocab_size
+    known = lambda token: isinstance(token, int | np.integer) and not isinstance(token, bool) and 0 <= token < size
+    if wrong := [token for token in (*prompt, *tokens) if not known(token)]:
+        raise ValueError(f"replay needs token ids in 0..{size - 1}, got {wrong[0]!r:.60}")
     params = replace(params or SamplingParams(), **settings)
     row = params.on_device(request_id, sample, seed, 1)
     settings = jax.tree.map(lambda x: jnp.asarray(x)[None], (row.sampling, row.penalties, row.stop_tokens))
@@ -97,7 +101,7 @@ def replay(
             found.append(np.concatenate(gap_and_tie)[:, : end - start])
             start = end
     gap, tie = np.concatenate(found, axis=1)[:, len(prompt) - 1 :]
-    wrong = gap > 0
+    wrong = ~(gap <= 0)
     return Replay(float(gap.max()), int(gap.argmax()), int(wrong.sum()), int((wrong & (gap < tie)).sum()))
 
 

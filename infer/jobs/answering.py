@@ -79,11 +79,11 @@ AHEAD = 4  # and for each of its slots
 Event = tuple[Json | None, list[Completion]]  # output record or None while in progress, answers so far
 
 
-def outgrows(line: Line, max_length: int, most_positions: int | None) -> bool:
-    """Whether a line needs more tokens than rows of an engine have, and the target has positions for more."""
-    if line.request is None:
+def outgrows(request: Request | None, max_length: int, most_positions: int | None) -> bool:
+    """Whether a request needs more tokens than rows of an engine have, and the target has positions for more."""
+    if request is None:
         return False
-    needed = len(line.request.prompt_token_ids) + max(line.request.params.max_new_tokens, 1)
+    needed = len(request.prompt_token_ids) + max(request.params.max_new_tokens, 1)
     return max_length < min(needed, most_positions or needed)
 
 
@@ -93,10 +93,18 @@ class Answering:
     Args:
         record: what to write of a finished line, given its answers: one a turn of a conversation, one a sample.
         text: continues conversations; without it their first turn is the whole line.
+        outgrown: takes a conversation of which a later turn needs longer rows than the engine has, and the target could
+            have them; it is then dropped here. None answers it as far as there is room.
     """
 
-    def __init__(self, engine: Engine, record: Callable[[Line, list[Completion]], Json], text: Text | None = None):
-        self._engine, self._record, self._text = engine, record, text
+    def __init__(
+        self,
+        engine: Engine,
+        record: Callable[[Line, list[Completion]], Json],
+        text: Text | None = None,
+        outgrown: Callable[[Line], object] | None = None,
+    ):
+        self._engine, self._record, self._text, self._outgrown = engine, record, text, outgrown
         self._tickets: dict[int, tuple[Line, list[Completion]]] = {}  # and its answers
 
     def run(self, lines: Iterable[Line], admit: Callable[[], bool] = lambda: True) -> Generator[Event, None, None]:
@@ -147,7 +155,12 @@ class Answering:
                 if len(answers) < line.n:
                     yield None, answers
                 elif self._text and line.later[len(answers) - 1 :]:
-                    self._tickets[self._engine.submit(_next_turn(line, answers, self._text))] = line, answers
+                    following = _next_turn(line, answers, self._text)
+                    most = self._engine.target.config.most_positions
+                    if self._outgrown and outgrows(following, self._engine.max_length, most):
+                        self._outgrown(line)
+                    else:
+                        self._tickets[self._engine.submit(following)] = line, answers
                     yield None, answers
                 else:
                     answers.sort(key=lambda completion: completion.sample)

@@ -1,6 +1,7 @@
 """A batch job from files to files: what is done already, what is left, figures on the way, the summary at the end."""
 
 import contextlib
+import gc
 import logging
 import os
 import time
@@ -178,15 +179,20 @@ class LocalEngine(Backend):
 
         def fitting() -> Iterator[Line]:
             for line in left:
-                if self._longer is not None and outgrows(line, self.engine.max_length, most):
+                if not admit():
+                    return
+                if self._longer is not None and outgrows(line.request, self.engine.max_length, most):
                     outgrown.append(line)
                 else:
                     yield line
 
-        yield from Answering(self.engine, record, self._text).run(fitting(), admit)
+        later = None if self._longer is None else outgrown.append
+        yield from Answering(self.engine, record, self._text, later).run(fitting(), admit)
         if outgrown and self._longer is not None and admit():
             _log.info("%d lines are longer than the others; an engine is made for them", len(outgrown))
             self._before.append((self.engine.stats, self.engine.steps_by_block_size))
+            del self.engine  # there may be no memory for two
+            gc.collect()
             self.engine = self._longer(outgrown)
             warm_up(self.engine, admit)
             yield from Answering(self.engine, record, self._text).run(outgrown, admit)

@@ -224,7 +224,7 @@ class RayWorkers(Backend):
     def _outgrows(self, line: Line) -> bool:
         """Whether a line is too long for the engines of the workers, as far as one of these is known."""
         ready = next((w.ready for w in self._workers if w.ready), None)
-        return ready is not None and outgrows(line, ready.max_length, ready.most_positions)
+        return ready is not None and outgrows(line.request, ready.max_length, ready.most_positions)
 
     def close(self) -> None:
         """Ends all workers and leaves the cluster."""

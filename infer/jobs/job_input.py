@@ -30,6 +30,7 @@ LONGEST = 64  # the same of the longest ones, in bytes
 BATCH = 32  # lines that a thread turns into requests at a time
 THREADS = 4
 AHEAD = 16  # batches that are read ahead of those that are answered
+RESTORE = "give it the lines that it had, and the same command continues"
 PATIENCE = 5.0  # seconds between two lines that say how far reading is
 
 
@@ -54,6 +55,11 @@ class Names(Container[str]):
     def repeated(self) -> np.ndarray:
         """Places of names that are there before."""
         return self._places[1:][self._sorted[1:] == self._sorted[:-1]]
+
+
+def _short(digest: bytes) -> int:
+    """As much of a digest as shows that a line has changed."""
+    return int.from_bytes(digest[:8], "little")
 
 
 class JobInput:
@@ -91,9 +97,10 @@ class JobInput:
         self._spool = None if again else tempfile.TemporaryFile()  # noqa: SIM115  # open as long as this is there
         self.count, self.logprobs, self.constrained, self.growing = 0, None, False, False
         first, longest = list[Row](), list[tuple[int, int, Row]]()
-        digest, named, given = hashlib.sha256(), array("q"), array("q")
+        digest, named, given, self._digests = hashlib.sha256(), array("q"), array("q"), array("Q")
         for row, size in self._read(self._spool):
             digest.update(row.digest)
+            self._digests.append(_short(row.digest))
             if row.named:
                 named.append(row.index)
                 given.append(hash(str(row.id)))
@@ -169,12 +176,15 @@ class JobInput:
 
     def _rows(self) -> Iterator[Row]:
         """All rows, under their ids of this job."""
-        digest = hashlib.sha256()
-        for row, _ in self._read():
-            digest.update(row.digest)
+        index = -1
+        for index, (row, _) in enumerate(self._read()):
+            if index == self.count:  # lines that came since are another job's
+                return
+            if _short(row.digest) != self._digests[index]:
+                raise ValueError(f"line {index} of the input has changed since the job began; {RESTORE}")
             yield renamed(row, self._given)
-        if digest.hexdigest() != self.fingerprint:
-            raise ValueError("the input has changed since the job began; give it the lines that it had")
+        if index + 1 < self.count:
+            raise ValueError(f"the input has lost lines since the job began; {RESTORE}")
 
     def _read(self, copy: BinaryIO | None = None) -> Iterator[tuple[Row, int]]:
         """Every row and its size in bytes; copies all to a file if there is one."""

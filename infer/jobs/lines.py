@@ -11,7 +11,7 @@ from dflash_jax.constraints.tools.form import Form
 from dflash_jax.files import Fields, Json
 from dflash_jax.infer import openai
 from dflash_jax.infer.constrained import NAMES, constraint_of
-from dflash_jax.infer.engine.params import SamplingParams
+from dflash_jax.infer.engine.params import MOST_ALTERNATIVES, SamplingParams
 from dflash_jax.infer.engine.requests import Request, RequestError, invalid
 from dflash_jax.infer.plain import plain_request, refusal, sample_count
 from dflash_jax.infer.text import Text, valid_text
@@ -174,7 +174,8 @@ def asks(row: Row) -> tuple[int | None, bool]:
     try:
         plain = openai.plain_line(fields)[0] if row.is_batch and fields else body
         count = plain.get("logprobs")
-        return count if type(count) is int else None, constraint_of(plain) is not None or bool(plain.get("tools"))
+        served = type(count) is int and 0 <= count <= MOST_ALTERNATIVES
+        return count if served else None, constraint_of(plain) is not None or bool(plain.get("tools"))
     except Exception:  # its line will say so
         return None, False
 

@@ -17,9 +17,10 @@ from dflash_jax import (
 )
 from dflash_jax.cli import ModelOptions
 from dflash_jax.drafters.around import Around
-from dflash_jax.drafters.function import imported, is_imported
+from dflash_jax.drafters.function import imported
 from dflash_jax.drafters.loading import drafter_named
 from dflash_jax.pairs import completed
+from dflash_jax.parsing import names_object
 from tests import tiny
 
 
@@ -112,4 +113,4 @@ def test_objects_of_modules(tmp_path, monkeypatch, name):
     with pytest.raises(ValueError, match="no_such_module:x cannot be imported"):
         imported("no_such_module:x")
     (tmp_path / "a:b").mkdir()
-    assert not is_imported("a:b")
+    assert not names_object("a:b")

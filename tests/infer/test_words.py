@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_jax import Text, generate, load_drafter, load_target, spec_generate
+from dflash_jax import Text, begin_decoding, generate, load_drafter, load_target, spec_generate
 from tests import tiny
 
 
@@ -36,3 +36,13 @@ def test_without_a_chat_template_a_string_is_continued(tmp_path):
     assert done.tokens == generate(target, [text.encode("hello")], max_new_tokens=6).tokens
     with pytest.raises(ValueError, match="was not loaded from a directory, and has no tokenizer; give token ids"):
         generate(target.replace(directory=""), "hello", max_new_tokens=6)
+
+
+def test_what_cannot_be_read_is_said(models):
+    target, _ = models
+    for prompts in ({"role": "user", "content": "a"}, ["a", [1, 2]], [[1, 2], "a"]):
+        with pytest.raises((ValueError, TypeError)):  # the latter from the check of types in tests
+            generate(target, prompts, max_new_tokens=4)
+    state, first = begin_decoding(target, None, ["hello"], max_length=64)
+    assert first == generate(target, "hello", max_new_tokens=1).tokens[0]
+    assert state.lengths.shape == (1,)

@@ -82,7 +82,8 @@ def test_the_stages(place, capsys, monkeypatch):
     assert load_drafter(place / "drafter").config.mask_token_id == tiny.MASK
     assert target_of(str(place / "drafter")) == str(place / "target")
     written = (place / "drafter" / "README.md").read_text()
-    assert f"# A dflash drafter for {place / 'target'}" in written
+    assert "# A dflash drafter for target" in written
+    assert str(place) not in written
     assert "| training step | tau on held-out prompts |" in written
     assert "It proposes 3 tokens a step" in written
     assert "base_model" not in written  # a directory is none of the hub's

@@ -148,12 +148,16 @@ def test_names_with_one_hash_are_compared():
     assert names.repeated().tolist() == [2]
 
 
-def test_an_input_that_changes_meanwhile_is_an_error(tmp_path):
+def test_an_input_that_changes_meanwhile(tmp_path):
+    """Lines that come are another job's; one that changes, or goes, is an error before it is answered."""
     written(tmp_path / "in.jsonl", 10)
     lines = JobInput([str(tmp_path / "in.jsonl")], Text(""), DEFAULTS)
     written(tmp_path / "in.jsonl", 11)
-    with pytest.raises(ValueError, match="has changed since the job began"):
-        list(lines.lines())
+    assert [line.index for line in lines.lines()] == [*range(10)]
+    for count, name, why in [(9, {}, "has lost lines"), (10, {"seed": 1}, "line 7 of the input has changed")]:
+        written(tmp_path / "in.jsonl", count, lambda i, name=name: name if i == 7 else {})
+        with pytest.raises(ValueError, match=why):
+            list(lines.lines())
 
 
 def test_what_cannot_be_read_twice_is_copied(tmp_path):
@@ -172,6 +176,8 @@ def test_engines_are_made_for_all_lines(tmp_path):
     config = target_config(tiny.target_config())
     for more, expected in [
         ({"logprobs": 3}, (3, False, (2, 4))),
+        ({"logprobs": 10**6}, (None, False, (2, 4))),  # its line is an error, and no more
+        ({"logprobs": -5}, (None, False, (2, 4))),
         ({"regex": "a+"}, (None, True, (2, 4))),
         ({"prompt_token_ids": [1] * 50}, (None, False, (50, 4))),
     ]:
