@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dflash_jax import serve
-from dflash_jax.cli import flags
+from dflash_jax.parsing import flags
 
 yaml = pytest.importorskip("yaml")
 

@@ -21,17 +21,16 @@ def test_a_file_is_replaced_whole(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_what_was_there(tmp_path):
     path = tmp_path / "a"
     files.replace(path, b"old")
 
-    def full(self, data):
-        self.touch()
+    def full():
+        yield b"ne"
         raise OSError("full")
 
-    monkeypatch.setattr(type(path), "write_bytes", full)
     with pytest.raises(OSError, match="full"):
-        files.replace(path, b"new")
+        files.replace_by(path, full())
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 

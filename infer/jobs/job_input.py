@@ -96,6 +96,14 @@ class JobInput:
         again = all(Path(path).is_file() for path in self._paths)
         self._spool = None if again else tempfile.TemporaryFile()  # noqa: SIM115  # open as long as this is there
         self.count, self.logprobs, self.constrained, self.growing = 0, None, False, False
+        try:
+            self._index(text)
+        except BaseException:
+            self.close()
+            raise
+
+    def _index(self, text: Text) -> None:
+        """Reads all lines for what must be known of them."""
         first, longest = list[Row](), list[tuple[int, int, Row]]()
         digest, named, given, self._digests = hashlib.sha256(), array("q"), array("q"), array("Q")
         for row, size in self._read(self._spool):
