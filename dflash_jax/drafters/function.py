@@ -10,31 +10,19 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int, PyTree
 
-from dflash_jax.cache import Capacity, Carried
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.state import DraftModel, Query, Seen, TargetModel
-from dflash_jax.drafters.ngram import NgramConfig, Stateless
+from dflash_jax.decoding.state import DraftModel, Query, TargetModel
+from dflash_jax.drafters.ngram import FromText, NgramConfig
 from dflash_jax.files import said
 
 Function = Callable[[Int[Array, " S"], Int[Array, ""]], Int[Array, " P"]]
 
 
-class FunctionDrafter(struct.PyTreeNode):
+class FunctionDrafter(FromText):
     """What `stateless` makes."""
 
-    function: Function = struct.field(pytree_node=False)
-    config: NgramConfig = struct.field(pytree_node=False)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
-    def depth(self, block_size: int) -> int:
-        return block_size - 1
-
-    def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Carried:
-        return Stateless()
+    function: Function = struct.field(pytree_node=False, kw_only=True)
 
     def propose(self, target: TargetModel, state: PyTree, query: Query, choice: Choice) -> Proposal:
         depth, (B,) = self.depth(query.block_size), query.anchor.shape
@@ -58,9 +46,6 @@ class FunctionDrafter(struct.PyTreeNode):
             chain[:, jnp.where(index < reach, index, 0)], jnp.broadcast_to(parents[None], (B, nodes)), reach
         )
 
-    def commit(self, target: TargetModel, state: PyTree, seen: Seen) -> PyTree:
-        return state
-
 
 def stateless(function: Function, block_size: int = 16) -> DraftModel:
     """A drafter of any target from a function of the text so far. What it proposes decides the speed, never the answer.
@@ -75,7 +60,7 @@ def stateless(function: Function, block_size: int = 16) -> DraftModel:
     """
     if block_size < 2:
         raise ValueError(f"block_size must be at least 2, got {block_size}")
-    return FunctionDrafter(function, NgramConfig(block_size))
+    return FunctionDrafter(NgramConfig(block_size), function=function)
 
 
 def imported(name: str) -> DraftModel:

@@ -57,11 +57,10 @@ class NgramConfig:
         """Any target will do."""
 
 
-class Ngram(struct.PyTreeNode):
-    """Proposes n-grams, for any target: a chain of the best copy, or a tree of several that part at the anchor."""
+class FromText(struct.PyTreeNode):
+    """A drafter that proposes chains from nothing but the text so far; what they are, others say."""
 
     config: NgramConfig = struct.field(pytree_node=False, default=NgramConfig())
-    scored: ClassVar[bool] = True
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -73,14 +72,20 @@ class Ngram(struct.PyTreeNode):
     def init_state(self, rows: int, slots: Capacity, widest: int = 1) -> Carried:
         return Stateless()
 
+    def commit(self, target: TargetModel, state: PyTree, seen: Seen) -> PyTree:
+        return state
+
+
+class Ngram(FromText):
+    """Proposes n-grams, for any target: a chain of the best copy, or a tree of several that part at the anchor."""
+
+    scored: ClassVar[bool] = True
+
     def propose(self, target: TargetModel, state: PyTree, query: Query, choice: Choice) -> Proposal:
         depth, nodes = self.depth(query.block_size), choice.nodes
         count = min(max(BRANCHES, -(-nodes // depth)), choice.ranks) if nodes else 1
         copied = copying.allowed(choice, copying.copies(choice.history, choice.known, depth, count))
         return copying.tree(choice, copied) if nodes else copying.chain(choice, copied)
-
-    def commit(self, target: TargetModel, state: PyTree, seen: Seen) -> PyTree:
-        return state
 
 
 @dataclass(frozen=True)

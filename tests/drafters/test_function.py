@@ -99,7 +99,7 @@ def test_objects_of_modules(tmp_path, monkeypatch, name):
 
             MINE = stateless(lambda tokens, length: jnp.full(3, tokens[length - 1]), 4)
             Mine = type("Mine", (type(MINE),), {"__init__": lambda self: type(MINE).__init__(
-                self, MINE.function, MINE.config)})
+                self, MINE.config, function=MINE.function)})
             nothing, made = object, lambda: MINE
         """)
     )

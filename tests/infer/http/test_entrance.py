@@ -29,7 +29,7 @@ from tests import tiny
 class Idle:
     """An engine that nobody asks anything."""
 
-    slots, max_length, busy, waiting, left, drafter = 1, 64, 0, 0, 0, None
+    slots, max_length, busy, waiting, left = 1, 64, 0, 0, 0
     target = SimpleNamespace(dtype=np.dtype("float32"), params={})
     config, constraints = SimpleNamespace(plain=False), None
     drafter, drafts, block_size = None, SimpleNamespace(auto=False), 1
