@@ -108,7 +108,7 @@ def test_a_worker_is_given_up_for_any_failure(error, monkeypatch):
     """Its lines go back to the front, and workers that fail again and again end the job."""
     workers, lost = object.__new__(RayWorkers), []
     a, b, c = (Line(i, name) for i, name in enumerate("abc"))
-    remote = Remote(actor="actor", call="call", ready=Ready(2, 1, "float32"), lines={"a": a, "b": b})
+    remote = Remote(actor="actor", call="call", ready=Ready(2, 1, "float32", 64, None), lines={"a": a, "b": b})
     asked = lambda calls, **options: (calls, [])
     fake = SimpleNamespace(exceptions=ray.exceptions, wait=asked, kill=lost.append, get=lambda call: raised(error))
     workers._ray, workers._deaths, workers._looked, workers._workers = fake, 0, 0.0, [remote]
