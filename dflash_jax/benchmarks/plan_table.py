@@ -48,9 +48,9 @@ def table(figures: Figures) -> str:
     lines.append("")
     none = "   none" if figures["collectives"] is not None else "   not known without a compiler that writes them down"
     lines.append("collectives a step" + ("" if figures["collectives"] else none))
-    kinds = dict.fromkeys(c["kind"] for c in figures["collectives"] or [])
-    for kind in kinds:
-        found = [c for c in figures["collectives"] if c["kind"] == kind]
+    collectives = figures["collectives"] or []
+    for kind in dict.fromkeys(c["kind"] for c in collectives):
+        found = [c for c in collectives if c["kind"] == kind]
         moved = sum(c["count"] * c["bytes"] for c in found)
         largest = max(c["bytes"] for c in found)
         count = sum(c["count"] for c in found)
