@@ -3,9 +3,9 @@
 Both engines answer the same prompts with the same weights in every step. Their samples are the same, so tau is paired.
 The reward is for short answers, which moves the target away from what its drafter knows. See benchmarks.md.
 
-    python -m benchmarks.online TARGET DRAFTER PROBLEMS [--steps 30 --seeds 3]
+    python -m benchmarks.online TARGET DRAFTER PROBLEMS [--steps 30 --seeds 3 --plot FILE.svg]
 
-PROBLEMS has lines with `question`.
+PROBLEMS has lines with `question`. The plot has tau of every step, its figures beside it in FILE.json.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from dflash_jax import Engine, SamplingParams, Target, Text, load_drafter, load_target, rollouts
+from dflash_jax.benchmarks.plots import check_plot, new_figure
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.online import DEFAULTS, OnlineDrafter
 
@@ -86,6 +87,21 @@ def run(options: argparse.Namespace, pair: Pair, seed: int) -> np.ndarray:
     return np.asarray(rows)
 
 
+def plot(figures: dict[str, list[list[float]]], path: Path) -> None:
+    """Draws tau over the steps: thin lines for the seeds, a thick one for their mean."""
+    figure = new_figure(7, 4)
+    axes = figure.add_subplot()
+    for color, (name, seeds) in zip(("#888888", "#1f6feb"), figures.items(), strict=True):
+        steps = np.arange(1, len(seeds[0]) + 1)
+        for taus in seeds:
+            axes.plot(steps, taus, color=color, linewidth=0.8, alpha=0.5)
+        axes.plot(steps, np.mean(seeds, axis=0), color=color, linewidth=2.5, label=f"{name} drafter")
+    axes.set_xlabel("step of reinforcement learning")
+    axes.set_ylabel("tau")
+    axes.legend()
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
@@ -97,9 +113,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rate", type=float, default=2e-4, help="of the target")
     parser.add_argument("--drafter-rate", type=float, default=3e-5)
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
+    if options.plot:
+        check_plot(options.plot)
     last, pair = -(-options.steps // 3), Pair(options)
-    found = np.stack([run(options, pair, seed) for seed in range(options.seeds)])[:, -last:]
+    every = np.stack([run(options, pair, seed) for seed in range(options.seeds)])
+    if options.plot:
+        figures = {name: every[..., i].round(4).tolist() for i, name in enumerate(("frozen", "online"))}
+        options.plot.with_suffix(".json").write_text(json.dumps(figures) + "\n")
+        plot(figures, options.plot)
+    found = every[:, -last:]
     gain, seconds = (found[..., 1] - found[..., 0]).mean(axis=1), np.median(found[..., 2])
     error = gain.std(ddof=1) / len(gain) ** 0.5 if len(gain) > 1 else float("nan")
     print(f"last {last} steps: tau frozen {found[..., 0].mean():.2f}, online {found[..., 1].mean():.2f}")

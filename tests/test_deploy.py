@@ -90,3 +90,38 @@ def test_compose():
     (scraped,) = yaml.safe_load(found["configs"]["prometheus"]["content"])["scrape_configs"]
     assert scraped["static_configs"] == [{"targets": [f"server:{ports[0]}"]}]
     assert not any(service.get("image", ":1").endswith(":latest") for service in found["services"].values())
+
+
+def test_kubernetes():
+    objects = {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
+    pod = objects["Deployment"]["spec"]["template"]
+    (server,) = pod["spec"]["containers"]
+    options = serve.parse_options(["--port", "1", *server["args"]])
+    assert options.models.target
+    dockerfile = dict(instructions(DEPLOY / "Dockerfile.cuda"))
+    assert [str(port["containerPort"]) for port in server["ports"]] == [dockerfile["EXPOSE"]]
+    (at,) = [mount["mountPath"] for mount in server["volumeMounts"]]
+    assert at == dockerfile["VOLUME"]
+    claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"]["volumes"]]
+    assert claims == [objects["PersistentVolumeClaim"]["metadata"]["name"]]
+    assert pod["spec"]["terminationGracePeriodSeconds"] > options.server.shutdown_timeout
+    probes = {name: server[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")}
+    assert probes == {"startup": "/live", "liveness": "/live", "readiness": "/health"}
+    served = (ROOT / "infer" / "http" / "server.py").read_text()
+    assert all(f'Route("{path}"' in served for path in probes.values())
+    labels = pod["metadata"]["labels"]
+    assert labels == objects["Service"]["spec"]["selector"]
+    assert labels == objects["Deployment"]["spec"]["selector"]["matchLabels"]
+
+
+def test_systemd():
+    lines = (line.partition("=") for line in (DEPLOY / "dflash-jax.service").read_text().splitlines())
+    unit = {name: value for name, _, value in lines if not name.startswith("#")}
+    program, command, *arguments = shlex.split(unit["ExecStart"])
+    assert (Path(program).name, command) == ("dflash-jax", "serve")
+    options = serve.parse_options(arguments)
+    assert options.models.target
+    assert int(unit["TimeoutStopSec"]) > options.server.shutdown_timeout
+    assert all(
+        path.startswith("/var/cache/" + unit["CacheDirectory"]) for path in re.findall(r"=(/\S+)", unit["Environment"])
+    )
