@@ -6,12 +6,14 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from dflash_jax import files
 from dflash_jax.files import Json, write_json
@@ -19,9 +21,9 @@ from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.stats import Stats, total
 from dflash_jax.infer.interrupt import INTERRUPTED, stop_signals
 from dflash_jax.infer.jobs import parts
-from dflash_jax.infer.jobs.answering import Answering, Event, outgrows
+from dflash_jax.infer.jobs.answering import Answering, Event, Outgrown, outgrows
 from dflash_jax.infer.jobs.inputs import input_paths
-from dflash_jax.infer.jobs.job_input import JobInput
+from dflash_jax.infer.jobs.job_input import Answered, JobInput
 from dflash_jax.infer.jobs.journal import Journal, settings_path, when_there_is_room
 from dflash_jax.infer.jobs.lines import Line
 from dflash_jax.infer.jobs.records import Tally, answer_record, only, record_id, rewrite_in_order, summarise
@@ -110,6 +112,9 @@ def _same(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and one.is_file() and one.samefile(other)
 
 
+Again = Callable[[Container[int]], Generator[Line, None, None]]
+
+
 class Backend(Working, Protocol):
     """Who answers the lines of a job: an engine in this process, or others."""
 
@@ -121,8 +126,11 @@ class Backend(Working, Protocol):
         """The dtype of the target's weights."""
         ...
 
-    def answers(self, left: Iterator[Line], count: int, admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        """Answers the lines, so many of them; see `Answering.run`."""
+    def answers(
+        self, left: Iterator[Line], count: int, admit: Callable[[], bool], again: Again
+    ) -> Generator[Event, None, None]:
+        """Answers the lines, so many of them; see `Answering.run`. `again` reads lines with some indices once more,
+        when all were read."""
         ...
 
     def begin(self, count: int, admit: Callable[[], bool]) -> None:
@@ -143,7 +151,8 @@ class LocalEngine(Backend):
         make: the engine for the lines of a job, as far as these are known.
         text: the target's tokenizer.
         dtype: of its weights.
-        longer: an engine for lines that are longer than those known before; None if no other is to be made.
+        longer: an engine for lines that are longer than those known before, by a sample of them; None if no other is to
+            be made.
     """
 
     engine: Engine  # from `begin` on
@@ -159,11 +168,13 @@ class LocalEngine(Backend):
         self._before: list[tuple[Stats, dict[str, int]]] = []  # of an engine that another has followed
 
     def done(self) -> tuple[Stats, int, dict[str, int]]:
-        stats = [*(of for of, _ in self._before), self.engine.stats]
         used = Counter[str]()
         for steps in [*(of for _, of in self._before), self.engine.steps_by_block_size]:
             used.update(steps)
-        return total(stats), self.engine.width, dict(used)
+        return self._stats(), self.engine.width, dict(used)
+
+    def _stats(self) -> Stats:
+        return total([*(of for of, _ in self._before), self.engine.stats]) if self._before else self.engine.stats
 
     def dtype(self) -> str:
         return self._dtype
@@ -173,32 +184,35 @@ class LocalEngine(Backend):
         if count:
             warm_up(self.engine, admit)
 
-    def answers(self, left: Iterator[Line], count: int, admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        record, outgrown = partial(answer_record, text=self._text), list[Line]()
-        most = self.engine.target.config.most_positions
+    def answers(
+        self, left: Iterator[Line], count: int, admit: Callable[[], bool], again: Again
+    ) -> Generator[Event, None, None]:
+        record, outgrown = partial(answer_record, text=self._text), Outgrown()
+        config = self.engine.target.config
 
         def fitting() -> Iterator[Line]:
             for line in left:
                 if not admit():
                     return
-                if self._longer is not None and outgrows(line.request, self.engine.max_length, most):
-                    outgrown.append(line)
+                if self._longer is not None and outgrows(line.request, self.engine.max_length, config):
+                    outgrown.add(line)
                 else:
                     yield line
 
-        later = None if self._longer is None else outgrown.append
+        later = None if self._longer is None else outgrown.add
         yield from Answering(self.engine, record, self._text, later).run(fitting(), admit)
         if outgrown and self._longer is not None and admit():
             _log.info("%d lines are longer than the others; an engine is made for them", len(outgrown))
             self._before.append((self.engine.stats, self.engine.steps_by_block_size))
             del self.engine  # there may be no memory for two
             gc.collect()
-            self.engine = self._longer(outgrown)
+            self.engine = self._longer([*outgrown.sample])
             warm_up(self.engine, admit)
-            yield from Answering(self.engine, record, self._text).run(outgrown, admit)
+            with contextlib.closing(again(outgrown)) as lines:
+                yield from Answering(self.engine, record, self._text).run(lines, admit)
 
     def rates(self) -> str:
-        return engine_rates(self.engine)
+        return engine_rates(self.engine, self._stats())
 
     def state(self) -> str:
         engine = self.engine
@@ -233,7 +247,7 @@ class Job:
 
     def run(self, backend: Backend, interval: float | None) -> int:
         """Answers what is left and returns the exit status. `interval` is that of a `Reporter`."""
-        files = self.files
+        files, answered = self.files, Answered(self.lines)
         if self._in_parts and not files.force:
             parts.check_settings(files.output, self.settings)
         with (
@@ -245,25 +259,26 @@ class Job:
                 force=files.force,
                 stopping=lambda: stopping,
                 merged=self._in_parts,
+                done=answered,
             ) as journal,
         ):
-            left, done, resumed, failed = self._left(journal)
+            left, resumed, failed = self._left(answered, journal.failed)
             admit = lambda: not stopping
-            backend.begin(left, admit)
+            count = int(np.count_nonzero(left))
+            backend.begin(count, admit)
             failed_before = failed
-            report = Reporter(backend, left, interval)
-            failed += self._answer(backend, left, done, journal, report, admit)
-        unfinished = left - report.finished
+            report = Reporter(backend, count, interval)
+            failed += self._answer(backend, left, journal, report, admit)
+        unfinished = count - report.finished
         if not unfinished:
             self._finish()
         if path := files.summary_file:
             summary = self._summary(backend, resumed, failed, unfinished)
             when_there_is_room(path, lambda: write_json(path, summary))
-        answered = report.finished - (failed - failed_before)
         rate = backend.rates()
         _log.info(
             "%d answered, %d errors%s -> %s",
-            answered,
+            report.finished - (failed - failed_before),
             failed - failed_before,
             f", {rate}" if rate else "",
             files.part if self._in_parts else files.output,
@@ -278,32 +293,32 @@ class Job:
             raise ValueError(f"id {name!r:.60} is not in the input")
         return name
 
-    def _left(self, journal: Journal) -> tuple[int, Container[Hashable], int, int]:
-        """How many lines of this process have no answer, the ids of those that have one, how many these are, and how
-        many of them failed."""
-        mine = range(self.files.process, self.lines.count, self.files.processes)
-        done, failed = journal.done, journal.failed
+    def _left(self, answered: Answered, failed: int) -> tuple[np.ndarray, int, int]:
+        """Which lines this process is to answer, how many of its own are done, and how many of these failed."""
+        done, errors = answered.flags, None
         if self._in_parts:  # whoever answered a line of ours
-            found = parts.answered(self.files.output)
-            done = {name for name in found if self.lines.place(name) in mine}
-            failed = sum(found[name].failed for name in done)
-        if done:
-            _log.info("%d lines are done, %d left", len(done), len(mine) - len(done))
-        return len(mine) - len(done), done, len(done), failed
+            found = parts.answered(self.files.output, self.lines.count, self.lines.place)
+            done, errors = found.there, found.failed
+        mine = np.zeros(self.lines.count, bool)
+        mine[self.files.process :: self.files.processes] = True
+        left, resumed = mine & ~done, int(np.count_nonzero(mine & done))
+        if resumed:
+            _log.info("%d lines are done, %d left", resumed, np.count_nonzero(left))
+        return left, resumed, failed if errors is None else int(np.count_nonzero(mine & errors))
 
     def _answer(
         self,
         backend: Backend,
-        left: int,
-        done: Container[Hashable],
+        left: np.ndarray,
         journal: Journal,
         report: Reporter,
         admit: Callable[[], bool],
     ) -> int:
-        """Writes a record for every line as it is finished; returns how many failed."""
-        failed, mine = 0, range(self.files.process, self.lines.count, self.files.processes)
-        lines = self.lines.lines(lambda index, name: index in mine and name not in done)
-        answers = backend.answers(lines, left, admit)
+        """Writes a record for every line that is left as it is finished; returns how many failed."""
+        failed, read = 0, self.lines.lines
+        lines = read(lambda index, name: bool(left[index]))
+        again = lambda places: read(lambda index, name: index in places)
+        answers = backend.answers(lines, int(np.count_nonzero(left)), admit, again)
         with contextlib.closing(report), contextlib.closing(lines), contextlib.closing(answers) as records:
             for record, turns in records:
                 if record is not None:

@@ -12,7 +12,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from heapq import heappush, heappushpop
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -22,11 +21,10 @@ import numpy as np
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.jobs.inputs import input_lines, input_paths
 from dflash_jax.infer.jobs.lines import Line, Row, asks, line_of, read_row, renamed, repeated_ids
+from dflash_jax.infer.jobs.sample import Sample
 from dflash_jax.infer.text import Text
 
 log = logging.getLogger("dflash_jax")
-SAMPLE = 1024  # lines from the beginning by which an engine is made
-LONGEST = 64  # the same of the longest ones, in bytes
 BATCH = 32  # lines that a thread turns into requests at a time
 THREADS = 4
 AHEAD = 16  # batches that are read ahead of those that are answered
@@ -57,6 +55,27 @@ class Names(Container[str]):
         return self._places[1:][self._sorted[1:] == self._sorted[:-1]]
 
 
+class Answered(Container[str]):
+    """Which lines of an input have an answer: a byte for each line.
+
+    Attributes:
+        flags: by the index of the line.
+    """
+
+    def __init__(self, lines: "JobInput"):
+        self._place, self.flags = lines.place, np.zeros(lines.count, bool)
+
+    def add(self, name: str) -> None:
+        """Notes that the line with this id is answered."""
+        self.flags[self._place(name)] = True
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (at := self._place(name)) is not None and bool(self.flags[at])
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.flags))
+
+
 def _short(digest: bytes) -> int:
     """As much of a digest as shows that a line has changed."""
     return int.from_bytes(digest[:8], "little")
@@ -73,7 +92,7 @@ class JobInput:
     Attributes:
         count: how many lines there are, blank ones not counted.
         fingerprint: of all of them.
-        sample: the first ones and the longest ones, as requests.
+        sample: the first ones, and the ones that have most bytes, as requests.
         logprobs: most alternatives that one asks for; None if none does.
         constrained, growing: whether one has a constraint; whether one is a conversation of several turns.
 
@@ -104,8 +123,8 @@ class JobInput:
 
     def _index(self, text: Text) -> None:
         """Reads all lines for what must be known of them."""
-        first, longest = list[Row](), list[tuple[int, int, Row]]()
-        digest, named, given, self._digests = hashlib.sha256(), array("q"), array("q"), array("Q")
+        sampled, digest = Sample[Row](), hashlib.sha256()
+        named, given, self._digests = array("q"), array("q"), array("Q")
         for row, size in self._read(self._spool):
             digest.update(row.digest)
             self._digests.append(_short(row.digest))
@@ -117,12 +136,7 @@ class JobInput:
             self.constrained |= constrained
             turns = row.fields.get("turns") if row.fields else None
             self.growing |= isinstance(turns, list) and len(turns) > 1
-            if row.index < SAMPLE:
-                first.append(row)
-            elif len(longest) < LONGEST:
-                heappush(longest, (size, row.index, row))
-            elif size > longest[0][0]:
-                heappushpop(longest, (size, row.index, row))
+            sampled.add(size, row)
             self.count += 1
         self.fingerprint = digest.hexdigest()
         self._given = Names(np.array(given, np.int64))
@@ -132,7 +146,6 @@ class JobInput:
         for index in np.setdiff1d(np.arange(self.count), named).tolist():
             hashes[index] = hash(renamed(Row(index, str(index)), self._given).id)
         self._names = Names(hashes)
-        sampled = [*first, *(row for _, _, row in sorted(longest, key=lambda one: one[1]))]
         self.sample = list(self._made(sampled))
         if text.has_chat_template and any(isinstance((row.fields or {}).get("prompt"), str) for row in sampled):
             log.warning(

@@ -16,6 +16,8 @@ from dflash_jax.infer.engine.requests import Request, RequestError, invalid
 from dflash_jax.infer.plain import plain_request, refusal, sample_count
 from dflash_jax.infer.text import Text, valid_text
 
+TURN = 32  # tokens that a chat template puts around two turns, at most, as a guess
+
 
 @dataclass(frozen=True)
 class Line:
@@ -52,6 +54,15 @@ class Line:
     is_batch: bool = False
     digest: bytes = b""
     row: Json | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and of all that may follow, as far as that is known: a token has at least one byte."""
+        if self.request is None:
+            return 0
+        new = max(self.request.params.max_new_tokens, 1)
+        later = sum(len(turn.encode(errors="replace")) + TURN + new for turn in self.later)
+        return len(self.request.prompt_token_ids) + new + later
 
 
 def read_lines(stream: Iterable[bytes], text: Text, defaults: SamplingParams) -> list[Line]:
