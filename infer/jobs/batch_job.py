@@ -27,6 +27,7 @@ from dflash_jax.infer.jobs.job_input import Answered, JobInput
 from dflash_jax.infer.jobs.journal import Journal, settings_path, when_there_is_room
 from dflash_jax.infer.jobs.lines import Line
 from dflash_jax.infer.jobs.records import Tally, answer_record, only, record_id, rewrite_in_order, summarise
+from dflash_jax.infer.jobs.tables import check_arrow, write_parquet
 from dflash_jax.infer.progress import Reporter, Working, engine_rates, memory_mib, warm_up
 from dflash_jax.infer.text import Text
 
@@ -39,8 +40,9 @@ class JobFiles:
 
     Attributes:
         input: paths, globs, or `-`.
-        output, force, ordered: see `ServeOptions`.
+        output, force, ordered: see `ServeOptions`. The output is JSON lines.
         summary: of the run; None writes none.
+        table: Parquet file that is written of the finished output; None writes none.
         process, processes: this one of how many that share the job.
     """
 
@@ -51,6 +53,7 @@ class JobFiles:
     ordered: bool = False
     process: int = 0
     processes: int = 1
+    table: Path | None = None
 
     @property
     def in_parts(self) -> bool:
@@ -72,7 +75,7 @@ class JobFiles:
     @property
     def not_input(self) -> frozenset[Path]:
         """Files of the job itself, links followed, which a glob of inputs does not mean."""
-        found = [self.output, *self._beside()]
+        found = [self.output, *([self.table] if self.table else []), *self._beside()]
         if self.summary:
             found += [self.summary, *self.summary.parent.glob(f"{escape(self.summary.name)}.*")]
         return frozenset(Path(os.path.realpath(path)) for path in found)
@@ -86,9 +89,17 @@ class JobFiles:
         """Raises ValueError or OSError if the results cannot be written, or would replace one another or the input:
         before hours of work, not after."""
         summary, beside = self.summary_file, self._beside()
-        results = [self.output, *([summary] if summary else [])]
-        if summary and _same(self.output, summary):
-            raise ValueError(f"--output and --summary are both {self.output}; choose two files")
+        outputs = [self.output, *([self.table] if self.table else [])]
+        results = [*outputs, *([summary] if summary else [])]
+        if summary and (same := next((path for path in outputs if _same(path, summary)), None)):
+            raise ValueError(f"--output and --summary are both {same}; choose two files")
+        if self.table is not None:
+            check_arrow()
+            if self.table.exists() and not (self.force or self.output.exists() or self.in_parts):
+                raise ValueError(
+                    f"{self.table} is there without {self.output.name}, which has its answers; choose another output, "
+                    "or replace it by --force"
+                )
         for path in results:
             if kept := next((other for other in beside if _same(path, other)), None):
                 raise ValueError(f"{path} is {kept.name}, which the job keeps beside its output; choose another file")
@@ -229,6 +240,10 @@ class Job:
         notes: what else the summary tells.
         begin: when the run began, by `time.perf_counter`.
         fields: that records have besides those of every record; None are all.
+        max_errors: lines with an error record at which the exit status is still 0.
+
+    Raises:
+        ValueError: the output is a table, and has no columns for the lines.
     """
 
     def __init__(
@@ -239,9 +254,12 @@ class Job:
         notes: Json,
         begin: float,
         fields: Sequence[str] | None = None,
+        max_errors: int = 0,
     ):
+        if files.table is not None and lines.batches:
+            raise ValueError(f"{files.table}: OpenAI batch lines are answered in JSON lines; choose an output .jsonl")
         self.files, self.lines, self.settings, self.notes = files, lines, settings, notes
-        self._begin, self._fields = begin, fields
+        self._begin, self._fields, self._max_errors = begin, fields, max_errors
         self._in_parts = files.in_parts
         self._tally = Tally()
 
@@ -281,12 +299,12 @@ class Job:
             report.finished - (failed - failed_before),
             failed - failed_before,
             f", {rate}" if rate else "",
-            files.part if self._in_parts else files.output,
+            files.part if self._in_parts else files.output if unfinished else files.table or files.output,
         )
         if unfinished:
             _log.warning("stopped; %d lines are left, which the same command continues with", unfinished)
             return INTERRUPTED
-        return 1 if failed else 0
+        return 1 if failed > self._max_errors else 0
 
     def _key(self, record: Json) -> str:
         if self.lines.place(name := record_id(record)) is None:
@@ -330,12 +348,16 @@ class Job:
         return failed
 
     def _finish(self) -> None:
-        """Merges or sorts the output, where it is complete."""
+        """Merges or sorts the output, where it is complete, and makes a table of it."""
+        files = self.files
         if self._in_parts:
-            if not parts.merge(self.files.output, self.lines.count, self.lines.place):
+            if not parts.merge(files.output, self.lines.count, self.lines.place):
                 _log.info("this process is done; the job is when the others are")
-        elif self.files.ordered:
-            rewrite_in_order(self.files.output, self.lines.place)
+                return
+        elif files.ordered:
+            rewrite_in_order(files.output, self.lines.place)
+        if files.table is not None:
+            write_parquet(files.table, files.output, self._fields)
 
     def _summary(self, backend: Backend, done: int, failed: int, unfinished: int) -> Json:
         wall, process, processes = time.perf_counter() - self._begin, self.files.process, self.files.processes

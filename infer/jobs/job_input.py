@@ -12,6 +12,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +23,7 @@ from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.jobs.inputs import input_lines, input_paths
 from dflash_jax.infer.jobs.lines import Line, Row, asks, line_of, read_row, renamed, repeated_ids
 from dflash_jax.infer.jobs.sample import Sample
+from dflash_jax.infer.plain import PROMPT_FIELDS
 from dflash_jax.infer.text import Text
 
 log = logging.getLogger("dflash_jax")
@@ -88,6 +90,7 @@ class JobInput:
         names, without: see `inputs.input_lines`. What cannot be read twice, like standard input, is copied to disk.
         text, defaults: see `lines.line_of`.
         keep_rows: whether lines keep what was read.
+        prompt_column: see `lines.line_of`.
 
     Attributes:
         count: how many lines there are, blank ones not counted.
@@ -95,6 +98,7 @@ class JobInput:
         sample: the first ones, and the ones that have most bytes, as requests.
         logprobs: most alternatives that one asks for; None if none does.
         constrained, growing: whether one has a constraint; whether one is a conversation of several turns.
+        batches: whether one is an OpenAI batch line.
 
     Raises:
         ValueError: two lines with the same id, or a file that is damaged.
@@ -109,12 +113,14 @@ class JobInput:
         without: Container[Path] = (),
         *,
         keep_rows: bool = False,
+        prompt_column: str | None = None,
     ):
         self._paths, self._text, self._defaults = input_paths(names, without), text, defaults
-        self._keep_rows = keep_rows
+        self._keep_rows, self._column = keep_rows, prompt_column
         again = all(Path(path).is_file() for path in self._paths)
         self._spool = None if again else tempfile.TemporaryFile()  # noqa: SIM115  # open as long as this is there
-        self.count, self.logprobs, self.constrained, self.growing = 0, None, False, False
+        self.count, self.logprobs = 0, None
+        self.constrained = self.growing = self.batches = False
         try:
             self._index(text)
         except BaseException:
@@ -125,17 +131,14 @@ class JobInput:
         """Reads all lines for what must be known of them."""
         sampled, digest = Sample[Row](), hashlib.sha256()
         named, given, self._digests = array("q"), array("q"), array("Q")
-        for row, size in self._read(self._spool):
+        for row, size in self._read(self._spool, told=True):
             digest.update(row.digest)
             self._digests.append(_short(row.digest))
             if row.named:
                 named.append(row.index)
                 given.append(hash(str(row.id)))
-            count, constrained = asks(row)
-            self.logprobs = max((n for n in (count, self.logprobs) if n is not None), default=None)
-            self.constrained |= constrained
-            turns = row.fields.get("turns") if row.fields else None
-            self.growing |= isinstance(turns, list) and len(turns) > 1
+            if self._column is None:
+                self._note(row)
             sampled.add(size, row)
             self.count += 1
         self.fingerprint = digest.hexdigest()
@@ -147,11 +150,28 @@ class JobInput:
             hashes[index] = hash(renamed(Row(index, str(index)), self._given).id)
         self._names = Names(hashes)
         self.sample = list(self._made(sampled))
-        if text.has_chat_template and any(isinstance((row.fields or {}).get("prompt"), str) for row in sampled):
+        if self.sample and all(line.error for line in self.sample):
+            table = self._column is None and not any(set(PROMPT_FIELDS) & (row.fields or {}).keys() for row in sampled)
+            hint = "; --prompt-column NAME says which field has the prompt" if table else ""
+            log.warning("the first lines cannot be answered: %s%s", self.sample[0].error, hint)
+        if (
+            self._column is None
+            and text.has_chat_template
+            and any(isinstance((row.fields or {}).get("prompt"), str) for row in sampled)
+        ):
             log.warning(
                 "lines with a prompt are continued as plain text, although the target has a chat template; "
                 'for an answer use {"messages": [{"role": "user", "content": ...}]}'
             )
+
+    def _note(self, row: Row) -> None:
+        """Notes what a row asks for."""
+        count, constrained = asks(row)
+        self.logprobs = max((n for n in (count, self.logprobs) if n is not None), default=None)
+        self.constrained |= constrained
+        turns = row.fields.get("turns") if row.fields else None
+        self.growing |= isinstance(turns, list) and len(turns) > 1
+        self.batches |= row.is_batch
 
     def _check_repeated(self) -> None:
         suspects = set(self._given.hashes[self._given.repeated()].tolist())
@@ -193,7 +213,8 @@ class JobInput:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _made(self, rows: Iterable[Row]) -> list[Line]:
-        return [line_of(row, self._text, self._defaults, keep=self._keep_rows) for row in rows]
+        how = {"keep": self._keep_rows, "prompt_column": self._column}
+        return [line_of(row, self._text, self._defaults, **how) for row in rows]
 
     def _rows(self) -> Iterator[Row]:
         """All rows, under their ids of this job."""
@@ -207,8 +228,8 @@ class JobInput:
         if index + 1 < self.count:
             raise ValueError(f"the input has lost lines since the job began; {RESTORE}")
 
-    def _read(self, copy: BinaryIO | None = None) -> Iterator[tuple[Row, int]]:
-        """Every row and its size in bytes; copies all to a file if there is one."""
+    def _read(self, copy: BinaryIO | None = None, *, told: bool = False) -> Iterator[tuple[Row, int]]:
+        """Every row and its size in bytes; copies all to a file if there is one. `told`: says how far it is."""
         if self._spool is not None and copy is None:
             self._spool.seek(0)
         stream = input_lines(self._paths) if self._spool is None or copy is not None else self._spool
@@ -218,8 +239,9 @@ class JobInput:
                 continue
             if copy is not None:
                 copy.write(raw if raw.endswith(b"\n") else raw + b"\n")
-            yield read_row(raw, index), len(raw)
+            row = read_row(raw, index)
+            yield row if self._column is None else replace(row, is_batch=False), len(raw)
             index += 1
-            if (now := time.perf_counter()) > due:
+            if told and (now := time.perf_counter()) > due:
                 log.info("reading the input: %d lines ...", index)
                 due = now + PATIENCE
