@@ -10,13 +10,13 @@ from dflash_jax.bundled import PROMPT
 from dflash_jax.cli import log_to_stderr
 from dflash_jax.infer.interrupt import exit_status
 from dflash_jax.pairs import completed
-from dflash_jax.parsing import parse
-from dflash_jax.serve import DESCRIPTION, FILES, MODELS, SAMPLING, RayOptions, ServeOptions, parse_command, run
+from dflash_jax.parsing import configured, parse
+from dflash_jax.serve import DESCRIPTION, FILES, MODELS, ROWS, SAMPLING, RayOptions, ServeOptions, parse_command, run
 from dflash_jax.serve_http import HttpOptions
 from dflash_jax.terminal import ChatOptions, chat
 
 ADDRESS = "127.0.0.1:8000"
-OF_JOBS = ("input", "output", "force", "stats_interval", "summary", "ordered", "fields", "processes")
+OF_JOBS = ("input", "output", "force", "stats_interval", "summary", *ROWS, "processes")
 OF_SERVERS = tuple(HttpOptions.__dataclass_fields__)
 OF_CLUSTERS = tuple(RayOptions.__dataclass_fields__)
 SERVE = f"""\
@@ -56,7 +56,8 @@ class BatchOptions(ServeOptions):
     """Options of `dflash-jax batch`.
 
     Attributes:
-        input: prompts, one JSON object a line: files or globs, plain, .gz or .zst; - is standard input
+        input: prompts, one JSON object a line: files or globs, plain, .gz or .zst, or rows of Parquet files (extra
+            `parquet`) or of hf://OWNER/NAME[/CONFIG][:SPLIT] (extra `datasets`); - is standard input
     """
 
     input: Annotated[Positional[tuple[str, ...]], arg(metavar="FILE.jsonl")] = field()
@@ -97,8 +98,8 @@ def batch(argv: Sequence[str]) -> int:
 
 def converse(argv: Sequence[str]) -> int:
     """`dflash-jax chat`."""
-    common = frozenset(("system", *MODELS, *SAMPLING, "max_length", "block_size"))
-    options = parse(ChatOptions, argv, prog="dflash-jax chat", description=CHAT, common=common)
+    common = frozenset(("system", *MODELS, *SAMPLING, "max_length", "block_size", "config"))
+    options = parse(ChatOptions, configured(argv, ChatOptions), prog="dflash-jax chat", description=CHAT, common=common)
     log_to_stderr()
 
     def work() -> int:

@@ -201,17 +201,9 @@ def needs_of_lines(
     requests = [line.request for line in lines if line.request for _ in range(min(line.n, 2))]
     found = needs_of(config, requests, options, growing=growing or any(line.later for line in lines))
     if whole and found.sizes is not None:
-        asked = [(line.request, line.later) for line in lines if line.request and line.later]
-        found.sizes.extend((len(one.prompt_token_ids), _rest(one.params.max_new_tokens, later)) for one, later in asked)
+        asked = ((len(line.request.prompt_token_ids), line) for line in lines if line.request and line.later)
+        found.sizes.extend((prompt, line.most_tokens - prompt) for prompt, line in asked)
     return found
-
-
-TURN = 32  # tokens that a chat template puts around two turns, at most, as a guess
-
-
-def _rest(new: int, later: Sequence[str]) -> int:
-    """Tokens of a conversation behind its first prompt, at most: a token has at least one byte."""
-    return new + sum(len(turn.encode(errors="replace")) + TURN + new for turn in later)
 
 
 def load_engine(

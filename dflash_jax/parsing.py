@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from dflash_jax.files import reading
+from dflash_jax.files import one_line, reading
 
 T = TypeVar("T")
 Options = Any  # a dataclass of options, an instance of one, or a union of subcommands
@@ -181,14 +181,15 @@ def _group(part: dataclasses.Field, hint: object) -> type | None:
     return None
 
 
-def _fields(options: type) -> Iterator[str]:
-    """Names of all options of a dataclass and of the groups inside it."""
+def _fields(options: type, kind: type | None = None) -> Iterator[str]:
+    """Names of all options of a dataclass and of the groups inside it; of those of a type only, if that is given."""
     hints = get_type_hints(options, include_extras=True)
     for part in dataclasses.fields(options):
         hint = hints[part.name]
         inside = _group(part, hint)
         if part.init and not (get_origin(hint) is Annotated and tyro.conf.Suppress in get_args(hint)):
-            yield from [part.name] if inside is None else _fields(inside)
+            named = [part.name] if kind is None or hint is kind else []
+            yield from named if inside is None else _fields(inside, kind)
 
 
 def flags(options: Options) -> set[str]:
@@ -211,17 +212,25 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def configured(argv: Sequence[str], options: Options, hidden: Collection[str] = ()) -> list[str]:
+def configured(argv: Sequence[str] | None, options: Options, hidden: Collection[str] = ()) -> list[str]:
     """Words of a command line, and behind them the options in the YAML file that its `--config` names, but for those
     that stand there themselves. A list gives several words, true a flag alone, and an object JSON.
 
-    Args:
-        hidden: fields that the command does not have.
+    A file that cannot be read, or that is no mapping of options by their names, ends the process with status 2.
 
-    Raises:
-        ValueError: no mapping of options by their names.
-        OSError: the file cannot be read.
+    Args:
+        argv: None is the command line of this process.
+        hidden: fields that the command does not have.
     """
+    try:
+        return _configured(sys.argv[1:] if argv is None else argv, options, hidden)
+    except (ValueError, OSError) as error:
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"error: {one_line(why)}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _configured(argv: Sequence[str], options: Options, hidden: Collection[str]) -> list[str]:
     joined = [word for given in argv for word in (given.split("=", 1) if given.startswith(f"{CONFIG}=") else [given])]
     if CONFIG not in joined or joined[-1] == CONFIG:
         return list(argv)
@@ -239,8 +248,19 @@ def configured(argv: Sequence[str], options: Options, hidden: Collection[str] = 
         named = {_known_name(flag(name.lstrip("-")), known): value for name, value in found.items()}
         if wrong := [name for name in named if name not in known or name == CONFIG]:
             raise ValueError("; ".join(_misspelt(known, wrong)) or f"this command has no option {wrong[0]} in a file")
+        switches = {flag(name) for name in _fields(options, bool)}
+        named = {name: _switched(name, value) if name in switches else value for name, value in named.items()}
     given = {_known_name(word, known).partition("=")[0] for word in joined}
     return joined + [word for name, value in named.items() if name not in given for word in _words(name, value)]
+
+
+def _switched(name: str, value: object) -> bool | None:
+    """What a file says of a flag without a value; a string is what YAML means without the quotes."""
+    said = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    found = said.get(value.lower(), value) if isinstance(value, str) else value
+    if isinstance(found, bool) or found is None:
+        return found
+    raise ValueError(f"{name.lstrip('-')} must be true or false, got {value!r:.60}")
 
 
 def _positional(options: Options) -> list[str]:

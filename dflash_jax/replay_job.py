@@ -90,7 +90,8 @@ def _replayed(options: ReplayOptions) -> int:
         raise ValueError(f"{path} was made with another target, {settings.get('target')!s:.200}")
     defaults = replace(loaded.defaults, stop_token_ids=(), eos_token_ids=tuple(settings["stop_token_ids"]))
     own = frozenset(Path(os.path.realpath(one)) for one in (path, settings_path(path)))
-    with contextlib.closing(JobInput(options.input, loaded.text, defaults, own)) as lines:
+    column = settings.get("prompt_column")
+    with contextlib.closing(JobInput(options.input, loaded.text, defaults, own, prompt_column=column)) as lines:
         if lines.fingerprint != settings["input_fingerprint"]:
             raise ValueError(f"{path} was made with another input, of {settings.get('input')}")
         answers, skipped = dict[str, list[tuple[int, list[int]]]](), 0

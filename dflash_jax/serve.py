@@ -15,10 +15,20 @@ import tyro
 from tyro.conf import arg
 
 from dflash_jax.bundled import PROMPT
-from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, json_value, log_to_stderr, optional, parsed
+from dflash_jax.cli import (
+    EngineOptions,
+    GenerationOptions,
+    ModelOptions,
+    check_least,
+    json_value,
+    log_to_stderr,
+    optional,
+    parsed,
+)
 from dflash_jax.engines import Needs, check_length, engine_for, load_engine, needs_of_input, needs_of_lines
-from dflash_jax.files import one_line, reading
+from dflash_jax.files import reading
 from dflash_jax.infer.interrupt import exit_quietly, exit_status
+from dflash_jax.infer.jobs.record_fields import CHOSEN, INPUT
 from dflash_jax.infer.progress import LOG_PAUSE
 from dflash_jax.loading import Described, describe, load, pair_sources
 from dflash_jax.pairs import completed
@@ -49,8 +59,8 @@ of plain decoding, up to ties.
                 is installed (see README.md), else the small bundled pair
   stopping      a job that was killed goes on with the same command; an interrupt
                 finishes what is in progress, a second one stops at once
-  exit status   0 all lines answered, 1 some line has an error record, 2 unusable
-                arguments or files, 130 interrupted
+  exit status   0 all lines answered, 1 some line (or more than --max-errors) has
+                an error record, 2 unusable arguments or files, 130 interrupted
 """
 
 EXAMPLES = f"""
@@ -59,11 +69,12 @@ EXAMPLES = f"""
                 --http 127.0.0.1:8000 --target DIR --drafter DIR
 """
 PAUSE = f"{LOG_PAUSE:.0f} where there is no terminal"
-RECORD_FIELDS = "text token_ids finish_reason usage speculation logprobs message turns samples input".split()
+RECORD_FIELDS = (*CHOSEN, INPUT)
 # What `--help` shows of the options.
 MODELS = ("target", "drafter", "mesh", "dtype", "quantize", "no_speculation")
+ROWS = ("ordered", "fields", "prompt_column", "max_errors")
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")
-FILES = ("input", "output", "batch_size", "ordered", "fields")
+FILES = ("input", "output", "batch_size", "ordered", "fields", "prompt_column")
 COMMON = (*FILES, "prompt", "http", *MODELS, *SAMPLING, "config")
 WHAT = tyro.conf.create_mutex_group(required=False, title="what to answer")
 
@@ -125,16 +136,20 @@ class ServeOptions:
     """Options of `python -m dflash_jax.serve`.
 
     Attributes:
-        input: prompts, one JSON object a line: files or globs, plain, .gz or .zst; - is standard input
+        input: prompts, one JSON object a line: files or globs, plain, .gz or .zst, or rows of Parquet files (extra
+            `parquet`) or of hf://OWNER/NAME[/CONFIG][:SPLIT] (extra `datasets`); - is standard input
         prompt: stream the answer to one prompt to the terminal
         http: serve OpenAI's HTTP interface (needs the extra `server`)
-        output: answers, written as requests finish (needs --input); continued if it is there
+        output: answers, written as requests finish (needs --input); continued if it is there. A FILE.parquet is made at
+            the end, of FILE.parquet.jsonl
         force: continue an output that was made with other settings
         stats_interval: seconds between lines of figures; 0 prints none
         summary: write totals, tau and the acceptance histogram
         ordered: rewrite the output in input order at the end
         fields: what records have besides id, index, error and metadata, like text,usage: text, token_ids,
             finish_reason, usage, speculation, logprobs, message, turns, samples; input is the whole input line
+        prompt_column: the field of a row that is its prompt, where rows are no requests: a text, messages or token ids
+        max_errors: exit with 0, not 1, if at most N lines have an error record
         processes: this is process I (from 0) of N that share the job and its storage. Each answers every N-th line, and
             the last to finish merges the parts. After a stop, another number of processes may continue
         no_speculation: decode with the target alone
@@ -152,6 +167,8 @@ class ServeOptions:
     fields: Annotated[
         tuple[str, ...] | None, parsed(_fields, "NAME,..."), arg(help_behavior_hint="(default: all but input)")
     ] = None
+    prompt_column: Annotated[str | None, optional(str, "NAME")] = None
+    max_errors: int = 0
     processes: Annotated[str | None, optional(str, "I/N")] = None
     models: ModelOptions = field(default_factory=ModelOptions)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
@@ -180,13 +197,7 @@ def parse_command(
     Args:
         address: to serve if nothing else is asked for.
     """
-    given = sys.argv[1:] if argv is None else argv
-    try:
-        given = configured(given, options, frozenset(hidden))
-    except (ValueError, OSError) as error:
-        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        print(f"error: {one_line(why)}", file=sys.stderr)
-        raise SystemExit(2) from error
+    given = configured(argv, options, frozenset(hidden))
     how = {"common": frozenset(common), "hidden": frozenset(hidden)}
     found = parse(options, given, prog=prog, description=description, **how)
     if all(what is None for what in (found.input, found.prompt, found.http)):
@@ -234,7 +245,7 @@ def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
     def given(options: Any, default: Any, names: Iterable[str]) -> Iterator[str]:
         return (flag(name) for name in names if getattr(options, name) != getattr(default, name))
 
-    job = given(options, ServeOptions(), ("force", "stats_interval", "ordered", "fields", "processes"))
+    job = given(options, ServeOptions(), ("force", "stats_interval", *ROWS, "processes"))
     server = given(options.server, HttpOptions(), HttpOptions.__dataclass_fields__)
     cluster = given(options.cluster, RayOptions(), RayOptions.__dataclass_fields__)
     if options.prompt is not None:
@@ -259,15 +270,20 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     from dflash_jax.infer.jobs.answering import job_settings
     from dflash_jax.infer.jobs.batch_job import Job, JobFiles
     from dflash_jax.infer.jobs.job_input import JobInput
+    from dflash_jax.infer.jobs.tables import SUFFIX
 
     share, summary = _share(options.processes), Path(options.summary) if options.summary else None
-    files = JobFiles(sources, Path(options.output), summary, options.force, options.ordered, *share)
+    check_least(options, max_errors=0)
+    output, table = Path(options.output), None
+    if output.suffix.lower() == SUFFIX:
+        output, table = output.with_name(f"{output.name}.jsonl"), output
+    files = JobFiles(sources, output, summary, options.force, options.ordered, *share, table)
     files.check()
     options = replace(options, generation=_measured(options.generation))
     target, backend = _answering(options)
     with reading(Path(sources[0])) if len(sources) == 1 else contextlib.nullcontext():
-        kept = "input" in (options.fields or ())
-        lines = JobInput(sources, target.text, target.defaults, files.not_input, keep_rows=kept)
+        how = {"keep_rows": INPUT in (options.fields or ()), "prompt_column": options.prompt_column}
+        lines = JobInput(sources, target.text, target.defaults, files.not_input, **how)
     engine, drafter = options.engine, None if options.no_speculation else pair_sources(options.models)[1]
     with (
         contextlib.closing(lines),
@@ -278,9 +294,10 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
         settings = job_settings(target.directory, dtype, target.text, target.defaults, lines, *more)
         if options.fields is not None:
             settings["fields"] = list(options.fields)
-        return Job(files, lines, settings, _notes(options), begin, options.fields).run(
-            answering, options.stats_interval
-        )
+        if options.prompt_column is not None:
+            settings["prompt_column"] = options.prompt_column
+        job = Job(files, lines, settings, _notes(options), begin, options.fields, options.max_errors)
+        return job.run(answering, options.stats_interval)
 
 
 def _answering(options: ServeOptions) -> "tuple[Described, Callable[[Needs], Backend]]":

@@ -29,6 +29,7 @@ class ChatOptions:
     Attributes:
         system: the system prompt
         no_speculation: decode with the target alone
+        config: YAML file of these options by their names, such as `max-length: 8192`; the command line comes first
     """
 
     system: Annotated[str | None, optional(str, "TEXT")] = None
@@ -36,6 +37,7 @@ class ChatOptions:
     models: ModelOptions = field(default_factory=ModelOptions)
     generation: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_new_tokens=1024))
     engine: EngineOptions = field(default_factory=EngineOptions)
+    config: Annotated[str | None, optional(str, "FILE.yaml")] = None
 
 
 def for_one(generation: GenerationOptions) -> GenerationOptions:
@@ -91,7 +93,7 @@ def chat(options: ChatOptions) -> int:
     system, messages, turn = options.system, list[dict[str, str]](), 0
     while True:
         try:
-            said = input("> ").strip()
+            said = _asked()
         except (EOFError, KeyboardInterrupt):
             print(file=sys.stderr)
             return 0
@@ -101,6 +103,7 @@ def chat(options: ChatOptions) -> int:
         if command in ("/clear", "/system"):
             system = (rest.strip() or None) if command == "/system" else system
             messages.clear()
+            print(f"[a new conversation, {'with' if system else 'without'} a system prompt]", file=sys.stderr)
         elif said.startswith("/"):
             print(HELP, file=sys.stderr)
         elif said:
@@ -109,6 +112,15 @@ def chat(options: ChatOptions) -> int:
             answer = _turn(engine, found, [*told, *messages, _said("user", said)], str(turn))
             if answer is not None:
                 messages += [_said("user", said), _said("assistant", answer)]
+
+
+def _asked() -> str:
+    """The next turn. Where the output is read by a program, it has the answers alone."""
+    if sys.stdout.isatty():
+        return input("> ").strip()
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    return input().strip()
 
 
 def _said(role: str, content: str) -> dict[str, str]:

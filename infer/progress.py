@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from dflash_jax.infer.engine.engine import Engine
+    from dflash_jax.infer.engine.stats import Stats
 
 log = logging.getLogger("dflash_jax")
 COMPILING_PAUSE = 10.0  # seconds between two lines that say how far compiling is, where there is no terminal
@@ -109,12 +110,13 @@ def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> "tqdm":
     )
 
 
-def engine_rates(engine: "Engine") -> str:
-    """Tokens per second and tau so far, for a progress bar."""
-    if not engine.stats.steps:
+def engine_rates(engine: "Engine", stats: "Stats | None" = None) -> str:
+    """Tokens per second and tau so far, for a progress bar. `stats`: instead of the engine's own."""
+    stats = stats or engine.stats
+    if not stats.steps:
         return ""
-    rate = f"{engine.stats.tokens_per_second:.0f} tok/s"
-    return f"{rate} tau {engine.stats.tau:.2f}" if engine.drafter else rate
+    rate = f"{stats.tokens_per_second:.0f} tok/s"
+    return f"{rate} tau {stats.tau:.2f}" if engine.drafter else rate
 
 
 class Working(Protocol):

@@ -25,6 +25,7 @@ SERVE = """
     api-key batch-size block-size drafter dtype force http input max-length max-new-tokens max-request-bytes
     allow-unauthenticated max-waiting client-timeout shutdown-timeout host port served-model-name allowed-origins
     log-level no-access-log
+    prompt-column max-errors
     mesh min-p no-speculation ordered fields output prefix-chunks processes prompt proposals seed stats-interval
     cache-tokens cache-dtype draft-window verify-budget prefill-budget
     gpu-graphs stream-interval summary target temperature top-k top-p tree
@@ -121,7 +122,12 @@ def test_options_from_a_file(tmp_path, capsys):
     assert (options.no_speculation, options.engine.deterministic) == (True, False)
     assert options.generation.chat_template_kwargs == {"enable_thinking": False}
     assert options.generation.stop_token_ids == (1, 2)
+    path.write_text("no-speculation: 'true'\ndeterministic: 'no'\nforce:\n")
+    options = serve.parse_options(["--config", str(path), "--prompt", "a"])
+    assert (options.no_speculation, options.engine.deterministic, options.force) == (True, False, False)
     for text, said in {
+        "no-speculation: maybe": "no-speculation must be true or false, got 'maybe'",
+        "no-speculation: 1": "no-speculation must be true or false, got 1",
         "batch-sise: 8": "nearest is --batch-size",
         "- 1": "a mapping of options",
         "config: x": "has no option --config in a file",

@@ -126,8 +126,8 @@ def test_answers_are_those_of_the_library_and_of_no_speculation(pair, tmp_path):
 @pytest.mark.slow
 def test_lines_that_are_longer_than_the_sample(pair, tmp_path, monkeypatch, capsys):
     """They, and conversations that become longer, are answered as if all had been known."""
-    monkeypatch.setattr("dflash_jax.infer.jobs.job_input.SAMPLE", 2)
-    monkeypatch.setattr("dflash_jax.infer.jobs.job_input.LONGEST", 1)
+    monkeypatch.setattr("dflash_jax.infer.jobs.sample.FIRST", 2)
+    monkeypatch.setattr("dflash_jax.infer.jobs.sample.LARGEST", 1)
     lines = [
         {"id": "short", "prompt": "hello"},
         {"id": "talk", "turns": ["abc" * 20, "de" * 20, "fg"], "max_new_tokens": 60, "ignore_eos": True},

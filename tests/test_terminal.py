@@ -35,18 +35,24 @@ def test_one_prompt_and_its_figures(pair, capsys, more):
     assert ("; without speculation about " in shown.err) == (not more)
 
 
-def test_a_conversation(pair, capsys, monkeypatch):
-    """Every turn sees those before it; a system prompt and /clear begin anew; rubbish ends nothing."""
+def test_a_conversation(pair, tmp_path, capsys, monkeypatch):
+    """Every turn sees those before it; a system prompt and /clear begin anew, and say so; rubbish ends nothing. What
+    reads the output gets the answers alone."""
     first = said(pair, "abc")
     turns = iter(["abc", "", "de", "/help", "/system xyz", "abc", "a" * 900, "/clear", "abc"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(turns, None) or _ended(turns))
+    shown = list[str]()  # by `input`, on stdout
+    monkeypatch.setattr("builtins.input", lambda prompt="": shown.append(prompt) or next(turns, None) or _ended(turns))
     monkeypatch.setattr(terminal, "LENGTH", 256)
-    assert commands.main(["chat", *models(pair)]) == 0
+    config = tmp_path / "chat.yaml"
+    config.write_text(f"target: {pair / 'target'}\ndrafter: {pair / 'drafter'}\nmax-new-tokens: 12\n")
+    assert commands.main(["chat", "--config", str(config)]) == 0
+    assert not any(shown)
     shown = capsys.readouterr()
     expected = [first, said(pair, "abc", first, "de"), said(pair, "abc", system="xyz"), said(pair, "abc", system="xyz")]
     assert shown.out == "".join(answer + "\n" for answer in expected)
     assert shown.err.count("first token after ") == 4
     assert "/clear begins anew" in shown.err
+    assert shown.err.count("[a new conversation, with a system prompt]") == 2  # by /system and by /clear
     assert "error: the prompt has " in shown.err
 
 

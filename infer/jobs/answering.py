@@ -1,10 +1,11 @@
 """Lines on their way through an engine: lines in, records out."""
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from dflash_jax.checkpoint.fingerprint import fingerprint
+from dflash_jax.config import TargetConfig
 from dflash_jax.constraints.constraint import VERSION
 from dflash_jax.files import Fields, Json
 from dflash_jax.infer.answers import answer
@@ -14,6 +15,7 @@ from dflash_jax.infer.engine.requests import Completion, Request
 from dflash_jax.infer.jobs.job_input import JobInput
 from dflash_jax.infer.jobs.lines import Line
 from dflash_jax.infer.jobs.records import error_record
+from dflash_jax.infer.jobs.sample import Sample
 from dflash_jax.infer.plain import refusal
 from dflash_jax.infer.text import Text
 
@@ -79,12 +81,39 @@ AHEAD = 4  # and for each of its slots
 Event = tuple[Json | None, list[Completion]]  # output record or None while in progress, answers so far
 
 
-def outgrows(request: Request | None, max_length: int, most_positions: int | None) -> bool:
-    """Whether a request needs more tokens than rows of an engine have, and the target has positions for more."""
+def outgrows(request: Request | None, max_length: int, config: TargetConfig) -> bool:
+    """Whether a request that could be served needs more tokens than rows of an engine have, and the target has
+    positions for more."""
     if request is None:
         return False
     needed = len(request.prompt_token_ids) + max(request.params.max_new_tokens, 1)
-    return max_length < min(needed, most_positions or needed)
+    if max_length >= min(needed, config.most_positions or needed):
+        return False
+    return all(0 <= token < config.vocab_size for token in request.prompt_token_ids)
+
+
+class Outgrown(Container[int]):
+    """Indices of lines that are too long for an engine, a byte for each line before the last of them. The lines
+    themselves are read again when there is an engine for them.
+
+    Attributes:
+        sample: of the lines, by which that engine is made.
+    """
+
+    def __init__(self) -> None:
+        self.sample, self._flags, self._count = Sample[Line](), bytearray(), 0
+
+    def add(self, line: Line) -> None:
+        self._flags.extend(bytes(max(0, line.index + 1 - len(self._flags))))
+        self._count += not self._flags[line.index]
+        self._flags[line.index] = True
+        self.sample.add(line.most_tokens, line)
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and index < len(self._flags) and bool(self._flags[index])
+
+    def __len__(self) -> int:
+        return self._count
 
 
 class Answering:
@@ -156,8 +185,8 @@ class Answering:
                     yield None, answers
                 elif self._text and line.later[len(answers) - 1 :]:
                     following = _next_turn(line, answers, self._text)
-                    most = self._engine.target.config.most_positions
-                    if self._outgrown and outgrows(following, self._engine.max_length, most):
+                    config = self._engine.target.config
+                    if self._outgrown and outgrows(following, self._engine.max_length, config):
                         self._outgrown(line)
                     else:
                         self._tickets[self._engine.submit(following)] = line, answers

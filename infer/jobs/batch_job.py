@@ -6,12 +6,14 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from dflash_jax import files
 from dflash_jax.files import Json, write_json
@@ -19,12 +21,13 @@ from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.stats import Stats, total
 from dflash_jax.infer.interrupt import INTERRUPTED, stop_signals
 from dflash_jax.infer.jobs import parts
-from dflash_jax.infer.jobs.answering import Answering, Event, outgrows
+from dflash_jax.infer.jobs.answering import Answering, Event, Outgrown, outgrows
 from dflash_jax.infer.jobs.inputs import input_paths
-from dflash_jax.infer.jobs.job_input import JobInput
+from dflash_jax.infer.jobs.job_input import Answered, JobInput
 from dflash_jax.infer.jobs.journal import Journal, settings_path, when_there_is_room
 from dflash_jax.infer.jobs.lines import Line
 from dflash_jax.infer.jobs.records import Tally, answer_record, only, record_id, rewrite_in_order, summarise
+from dflash_jax.infer.jobs.tables import check_arrow, write_parquet
 from dflash_jax.infer.progress import Reporter, Working, engine_rates, memory_mib, warm_up
 from dflash_jax.infer.text import Text
 
@@ -37,8 +40,9 @@ class JobFiles:
 
     Attributes:
         input: paths, globs, or `-`.
-        output, force, ordered: see `ServeOptions`.
+        output, force, ordered: see `ServeOptions`. The output is JSON lines.
         summary: of the run; None writes none.
+        table: Parquet file that is written of the finished output; None writes none.
         process, processes: this one of how many that share the job.
     """
 
@@ -49,6 +53,7 @@ class JobFiles:
     ordered: bool = False
     process: int = 0
     processes: int = 1
+    table: Path | None = None
 
     @property
     def in_parts(self) -> bool:
@@ -70,7 +75,7 @@ class JobFiles:
     @property
     def not_input(self) -> frozenset[Path]:
         """Files of the job itself, links followed, which a glob of inputs does not mean."""
-        found = [self.output, *self._beside()]
+        found = [self.output, *([self.table] if self.table else []), *self._beside()]
         if self.summary:
             found += [self.summary, *self.summary.parent.glob(f"{escape(self.summary.name)}.*")]
         return frozenset(Path(os.path.realpath(path)) for path in found)
@@ -84,9 +89,17 @@ class JobFiles:
         """Raises ValueError or OSError if the results cannot be written, or would replace one another or the input:
         before hours of work, not after."""
         summary, beside = self.summary_file, self._beside()
-        results = [self.output, *([summary] if summary else [])]
-        if summary and _same(self.output, summary):
-            raise ValueError(f"--output and --summary are both {self.output}; choose two files")
+        outputs = [self.output, *([self.table] if self.table else [])]
+        results = [*outputs, *([summary] if summary else [])]
+        if summary and (same := next((path for path in outputs if _same(path, summary)), None)):
+            raise ValueError(f"--output and --summary are both {same}; choose two files")
+        if self.table is not None:
+            check_arrow()
+            if self.table.exists() and not (self.force or self.output.exists() or self.in_parts):
+                raise ValueError(
+                    f"{self.table} is there without {self.output.name}, which has its answers; choose another output, "
+                    "or replace it by --force"
+                )
         for path in results:
             if kept := next((other for other in beside if _same(path, other)), None):
                 raise ValueError(f"{path} is {kept.name}, which the job keeps beside its output; choose another file")
@@ -110,6 +123,9 @@ def _same(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and one.is_file() and one.samefile(other)
 
 
+Again = Callable[[Container[int]], Generator[Line, None, None]]
+
+
 class Backend(Working, Protocol):
     """Who answers the lines of a job: an engine in this process, or others."""
 
@@ -121,8 +137,11 @@ class Backend(Working, Protocol):
         """The dtype of the target's weights."""
         ...
 
-    def answers(self, left: Iterator[Line], count: int, admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        """Answers the lines, so many of them; see `Answering.run`."""
+    def answers(
+        self, left: Iterator[Line], count: int, admit: Callable[[], bool], again: Again
+    ) -> Generator[Event, None, None]:
+        """Answers the lines, so many of them; see `Answering.run`. `again` reads lines with some indices once more,
+        when all were read."""
         ...
 
     def begin(self, count: int, admit: Callable[[], bool]) -> None:
@@ -143,7 +162,8 @@ class LocalEngine(Backend):
         make: the engine for the lines of a job, as far as these are known.
         text: the target's tokenizer.
         dtype: of its weights.
-        longer: an engine for lines that are longer than those known before; None if no other is to be made.
+        longer: an engine for lines that are longer than those known before, by a sample of them; None if no other is to
+            be made.
     """
 
     engine: Engine  # from `begin` on
@@ -159,11 +179,13 @@ class LocalEngine(Backend):
         self._before: list[tuple[Stats, dict[str, int]]] = []  # of an engine that another has followed
 
     def done(self) -> tuple[Stats, int, dict[str, int]]:
-        stats = [*(of for of, _ in self._before), self.engine.stats]
         used = Counter[str]()
         for steps in [*(of for _, of in self._before), self.engine.steps_by_block_size]:
             used.update(steps)
-        return total(stats), self.engine.width, dict(used)
+        return self._stats(), self.engine.width, dict(used)
+
+    def _stats(self) -> Stats:
+        return total([*(of for of, _ in self._before), self.engine.stats]) if self._before else self.engine.stats
 
     def dtype(self) -> str:
         return self._dtype
@@ -173,32 +195,35 @@ class LocalEngine(Backend):
         if count:
             warm_up(self.engine, admit)
 
-    def answers(self, left: Iterator[Line], count: int, admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        record, outgrown = partial(answer_record, text=self._text), list[Line]()
-        most = self.engine.target.config.most_positions
+    def answers(
+        self, left: Iterator[Line], count: int, admit: Callable[[], bool], again: Again
+    ) -> Generator[Event, None, None]:
+        record, outgrown = partial(answer_record, text=self._text), Outgrown()
+        config = self.engine.target.config
 
         def fitting() -> Iterator[Line]:
             for line in left:
                 if not admit():
                     return
-                if self._longer is not None and outgrows(line.request, self.engine.max_length, most):
-                    outgrown.append(line)
+                if self._longer is not None and outgrows(line.request, self.engine.max_length, config):
+                    outgrown.add(line)
                 else:
                     yield line
 
-        later = None if self._longer is None else outgrown.append
+        later = None if self._longer is None else outgrown.add
         yield from Answering(self.engine, record, self._text, later).run(fitting(), admit)
         if outgrown and self._longer is not None and admit():
             _log.info("%d lines are longer than the others; an engine is made for them", len(outgrown))
             self._before.append((self.engine.stats, self.engine.steps_by_block_size))
             del self.engine  # there may be no memory for two
             gc.collect()
-            self.engine = self._longer(outgrown)
+            self.engine = self._longer([*outgrown.sample])
             warm_up(self.engine, admit)
-            yield from Answering(self.engine, record, self._text).run(outgrown, admit)
+            with contextlib.closing(again(outgrown)) as lines:
+                yield from Answering(self.engine, record, self._text).run(lines, admit)
 
     def rates(self) -> str:
-        return engine_rates(self.engine)
+        return engine_rates(self.engine, self._stats())
 
     def state(self) -> str:
         engine = self.engine
@@ -215,6 +240,10 @@ class Job:
         notes: what else the summary tells.
         begin: when the run began, by `time.perf_counter`.
         fields: that records have besides those of every record; None are all.
+        max_errors: lines with an error record at which the exit status is still 0.
+
+    Raises:
+        ValueError: the output is a table, and has no columns for the lines.
     """
 
     def __init__(
@@ -225,15 +254,18 @@ class Job:
         notes: Json,
         begin: float,
         fields: Sequence[str] | None = None,
+        max_errors: int = 0,
     ):
+        if files.table is not None and lines.batches:
+            raise ValueError(f"{files.table}: OpenAI batch lines are answered in JSON lines; choose an output .jsonl")
         self.files, self.lines, self.settings, self.notes = files, lines, settings, notes
-        self._begin, self._fields = begin, fields
+        self._begin, self._fields, self._max_errors = begin, fields, max_errors
         self._in_parts = files.in_parts
         self._tally = Tally()
 
     def run(self, backend: Backend, interval: float | None) -> int:
         """Answers what is left and returns the exit status. `interval` is that of a `Reporter`."""
-        files = self.files
+        files, answered = self.files, Answered(self.lines)
         if self._in_parts and not files.force:
             parts.check_settings(files.output, self.settings)
         with (
@@ -245,65 +277,66 @@ class Job:
                 force=files.force,
                 stopping=lambda: stopping,
                 merged=self._in_parts,
+                done=answered,
             ) as journal,
         ):
-            left, done, resumed, failed = self._left(journal)
+            left, resumed, failed = self._left(answered, journal.failed)
             admit = lambda: not stopping
-            backend.begin(left, admit)
+            count = int(np.count_nonzero(left))
+            backend.begin(count, admit)
             failed_before = failed
-            report = Reporter(backend, left, interval)
-            failed += self._answer(backend, left, done, journal, report, admit)
-        unfinished = left - report.finished
+            report = Reporter(backend, count, interval)
+            failed += self._answer(backend, left, journal, report, admit)
+        unfinished = count - report.finished
         if not unfinished:
             self._finish()
         if path := files.summary_file:
             summary = self._summary(backend, resumed, failed, unfinished)
             when_there_is_room(path, lambda: write_json(path, summary))
-        answered = report.finished - (failed - failed_before)
         rate = backend.rates()
         _log.info(
             "%d answered, %d errors%s -> %s",
-            answered,
+            report.finished - (failed - failed_before),
             failed - failed_before,
             f", {rate}" if rate else "",
-            files.part if self._in_parts else files.output,
+            files.part if self._in_parts else files.output if unfinished else files.table or files.output,
         )
         if unfinished:
             _log.warning("stopped; %d lines are left, which the same command continues with", unfinished)
             return INTERRUPTED
-        return 1 if failed else 0
+        return 1 if failed > self._max_errors else 0
 
     def _key(self, record: Json) -> str:
         if self.lines.place(name := record_id(record)) is None:
             raise ValueError(f"id {name!r:.60} is not in the input")
         return name
 
-    def _left(self, journal: Journal) -> tuple[int, Container[Hashable], int, int]:
-        """How many lines of this process have no answer, the ids of those that have one, how many these are, and how
-        many of them failed."""
-        mine = range(self.files.process, self.lines.count, self.files.processes)
-        done, failed = journal.done, journal.failed
+    def _left(self, answered: Answered, failed: int) -> tuple[np.ndarray, int, int]:
+        """Which lines this process is to answer, how many of its own are done, and how many of these failed."""
+        done, errors = answered.flags, None
         if self._in_parts:  # whoever answered a line of ours
-            found = parts.answered(self.files.output)
-            done = {name for name in found if self.lines.place(name) in mine}
-            failed = sum(found[name].failed for name in done)
-        if done:
-            _log.info("%d lines are done, %d left", len(done), len(mine) - len(done))
-        return len(mine) - len(done), done, len(done), failed
+            found = parts.answered(self.files.output, self.lines.count, self.lines.place)
+            done, errors = found.there, found.failed
+        mine = np.zeros(self.lines.count, bool)
+        mine[self.files.process :: self.files.processes] = True
+        left, resumed = mine & ~done, int(np.count_nonzero(mine & done))
+        if resumed:
+            _log.info("%d lines are done, %d left", resumed, np.count_nonzero(left))
+        return left, resumed, failed if errors is None else int(np.count_nonzero(mine & errors))
 
     def _answer(
         self,
         backend: Backend,
-        left: int,
-        done: Container[Hashable],
+        left: np.ndarray,
         journal: Journal,
         report: Reporter,
         admit: Callable[[], bool],
     ) -> int:
-        """Writes a record for every line as it is finished; returns how many failed."""
-        failed, mine = 0, range(self.files.process, self.lines.count, self.files.processes)
-        lines = self.lines.lines(lambda index, name: index in mine and name not in done)
-        answers = backend.answers(lines, left, admit)
+        """Writes a record for every line that is left as it is finished; returns how many failed."""
+        failed, read = 0, self.lines.lines
+        lines = read(lambda index, name: bool(left[index]))
+        again = lambda places: read(lambda index, name: index in places)
+        answers = backend.answers(lines, int(np.count_nonzero(left)), admit, again)
         with contextlib.closing(report), contextlib.closing(lines), contextlib.closing(answers) as records:
             for record, turns in records:
                 if record is not None:
@@ -315,12 +348,16 @@ class Job:
         return failed
 
     def _finish(self) -> None:
-        """Merges or sorts the output, where it is complete."""
+        """Merges or sorts the output, where it is complete, and makes a table of it."""
+        files = self.files
         if self._in_parts:
-            if not parts.merge(self.files.output, self.lines.count, self.lines.place):
+            if not parts.merge(files.output, self.lines.count, self.lines.place):
                 _log.info("this process is done; the job is when the others are")
-        elif self.files.ordered:
-            rewrite_in_order(self.files.output, self.lines.place)
+                return
+        elif files.ordered:
+            rewrite_in_order(files.output, self.lines.place)
+        if files.table is not None:
+            write_parquet(files.table, files.output, self._fields)
 
     def _summary(self, backend: Backend, done: int, failed: int, unfinished: int) -> Json:
         wall, process, processes = time.perf_counter() - self._begin, self.files.process, self.files.processes

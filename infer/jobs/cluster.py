@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from dflash_jax.config import TargetConfig
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.stats import Stats, total
-from dflash_jax.infer.jobs.answering import Answering, Event, outgrows
-from dflash_jax.infer.jobs.batch_job import Backend
+from dflash_jax.infer.jobs.answering import Answering, Event, Outgrown, outgrows
+from dflash_jax.infer.jobs.batch_job import Again, Backend
 from dflash_jax.infer.jobs.lines import Line, attached, detached
 from dflash_jax.infer.jobs.records import answer_record, error_record, record_id
 from dflash_jax.infer.progress import memory_mib
@@ -40,7 +41,7 @@ class Ready(NamedTuple):
     width: int
     dtype: str
     max_length: int
-    most_positions: int | None
+    config: TargetConfig
 
 
 class Report(NamedTuple):
@@ -69,7 +70,7 @@ class EngineWorker:
     def ready(self) -> Ready:
         engine = self._engine
         target = engine.target
-        return Ready(engine.slots, engine.width, target.dtype.name, engine.max_length, target.config.most_positions)
+        return Ready(engine.slots, engine.width, target.dtype.name, engine.max_length, target.config)
 
     def work(self, lines: Sequence[Line], admit: bool) -> Report:
         """Takes these lines, which are `detached`, and works until some line is finished, or for a while. Waiting
@@ -109,7 +110,8 @@ class RayWorkers(Backend):
         make: see `EngineWorker`; it is sent to the workers.
         resources: of each worker, by Ray's names; empty is all accelerators of a node, or one CPU where there are none.
         most: workers at a time; None is as many as the nodes have resources for.
-        longer: what makes engines for lines that are longer than those known before; None if no others are to be made.
+        longer: what makes engines for lines that are longer than those known before, by a sample of them; None if no
+            others are to be made.
 
     Raises:
         ValueError: no cluster at the address, or Ray is not installed.
@@ -173,29 +175,32 @@ class RayWorkers(Backend):
         waiting = sum(r.waiting for r in reports)
         return f"workers {len(ready)}/{len(self._workers)}   {slots}   waiting {waiting}   memory {memory:.0f} MiB"
 
-    def answers(self, left: Iterator[Line], count: int, admit: Callable[[], bool]) -> Generator[Event, None, None]:
-        """See `Answering.run`.
+    def answers(
+        self, left: Iterator[Line], count: int, admit: Callable[[], bool], again: Again
+    ) -> Generator[Event, None, None]:
+        """See `Backend.answers`.
 
         Raises:
             ValueError: workers cannot begin, or die one after the other.
         """
-        outgrown = list[Line]()
+        outgrown = Outgrown()
         try:
             yield from self._answers(left, count, admit, outgrown if self._longer else None)
             if outgrown and self._longer is not None and admit():
                 for worker in self._workers:
                     self._end(worker)
                 self._workers.clear()
-                self._looked, self._make = 0.0, self._ray.put(self._longer(outgrown))
-                yield from self._answers(iter(outgrown), len(outgrown), admit, None)
+                self._looked, self._make = 0.0, self._ray.put(self._longer([*outgrown.sample]))
+                with contextlib.closing(again(outgrown)) as lines:
+                    yield from self._answers(lines, len(outgrown), admit, None)
         finally:
             self.close()
 
     def _answers(
-        self, left: Iterator[Line], count: int, admit: Callable[[], bool], outgrown: list[Line] | None
+        self, left: Iterator[Line], count: int, admit: Callable[[], bool], outgrown: Outgrown | None
     ) -> Generator[Event, None, None]:
-        """The same with the workers that there are; lines that are too long for them are added to `outgrown`, if there
-        is such a list."""
+        """The same with the workers that there are; lines that are too long for them are added to `outgrown`, if that
+        is given."""
         waiting, ended = deque[Line](), False  # lines that were read
         while not ended or waiting or any(w.lines for w in self._workers):
             slots = sum(w.ready.slots for w in self._workers if w.ready)
@@ -208,7 +213,7 @@ class RayWorkers(Backend):
                     yield error_record(line), []
                 elif outgrown is not None and self._outgrows(line):
                     count -= 1
-                    outgrown.append(line)
+                    outgrown.add(line)
                 else:
                     waiting.append(line)
             if going := admit():
@@ -224,7 +229,7 @@ class RayWorkers(Backend):
     def _outgrows(self, line: Line) -> bool:
         """Whether a line is too long for the engines of the workers, as far as one of these is known."""
         ready = next((w.ready for w in self._workers if w.ready), None)
-        return ready is not None and outgrows(line.request, ready.max_length, ready.most_positions)
+        return ready is not None and outgrows(line.request, ready.max_length, ready.config)
 
     def close(self) -> None:
         """Ends all workers and leaves the cluster."""

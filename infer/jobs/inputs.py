@@ -1,4 +1,4 @@
-"""Input files: globs, compression, standard input."""
+"""Inputs of jobs: files, globs, compression, standard input, tables."""
 
 import contextlib
 import gzip
@@ -10,6 +10,8 @@ from collections.abc import Container, Iterator, Sequence
 from glob import glob
 from pathlib import Path
 from typing import BinaryIO
+
+from dflash_jax.infer.jobs.tables import HUB, MAGIC, dataset_lines, is_parquet, parquet_lines
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -25,16 +27,21 @@ HEAD = 512  # bytes by which a file is known
 
 def input_lines(names: Sequence[str], without: Container[Path] = ()) -> Iterator[bytes]:
     """Lines of files one after the other: paths or globs; `-` is standard input. What a file begins with, not its name,
-    says whether it is compressed, by gzip or zstandard.
+    says whether it is compressed, by gzip or zstandard, or a Parquet file, of which every row is a line. `hf://` begins
+    the name of a dataset; see `tables.dataset_lines`.
 
     Args:
         without: see `input_paths`.
 
     Raises:
-        ValueError: a glob that matches nothing, or a compressed file that is damaged, cut short or empty.
+        ValueError: a glob that matches nothing, a compressed file that is damaged, cut short or empty, or a table that
+            cannot be read.
         OSError: a file that cannot be read.
     """
     for path in input_paths(names, without):
+        if path.startswith(HUB) or is_parquet(path):
+            yield from dataset_lines(path) if path.startswith(HUB) else parquet_lines(path)
+            continue
         lines = 0
         try:
             with opened(path) as file:
@@ -53,7 +60,7 @@ def input_paths(names: Sequence[str], without: Container[Path] = ()) -> list[str
     """
     paths: list[str] = []
     for name in names:
-        if name == "-" or Path(name).exists():
+        if name == "-" or name.startswith(HUB) or Path(name).exists():
             found = [name]
         else:
             found = sorted(path for path in glob(name, recursive=True) if Path(os.path.realpath(path)) not in without)
@@ -98,6 +105,8 @@ def opened(path: str) -> Iterator[BinaryIO]:
         elif head.startswith(ZSTANDARD) or (head[:1] in SKIPPABLE[0] and head[1:4] == SKIPPABLE[1]):
             yield stack.enter_context(zstd.ZstdFile(plain, "rb"))  # type: ignore[arg-type]
         else:
+            if head.startswith(MAGIC):
+                raise ValueError(f"{path} is a Parquet file, which cannot be read from a pipe; name the file")
             if other := next((kind for magic, kind in OTHERS.items() if head.startswith(magic)), None):
                 raise ValueError(f"{path} is compressed with {other}; gzip and zstandard can be read")
             if path.lower().endswith((".gz", ".zst")):

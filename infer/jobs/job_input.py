@@ -12,7 +12,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from heapq import heappush, heappushpop
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -22,11 +22,11 @@ import numpy as np
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.jobs.inputs import input_lines, input_paths
 from dflash_jax.infer.jobs.lines import Line, Row, asks, line_of, read_row, renamed, repeated_ids
+from dflash_jax.infer.jobs.sample import Sample
+from dflash_jax.infer.plain import PROMPT_FIELDS
 from dflash_jax.infer.text import Text
 
 log = logging.getLogger("dflash_jax")
-SAMPLE = 1024  # lines from the beginning by which an engine is made
-LONGEST = 64  # the same of the longest ones, in bytes
 BATCH = 32  # lines that a thread turns into requests at a time
 THREADS = 4
 AHEAD = 16  # batches that are read ahead of those that are answered
@@ -57,6 +57,27 @@ class Names(Container[str]):
         return self._places[1:][self._sorted[1:] == self._sorted[:-1]]
 
 
+class Answered(Container[str]):
+    """Which lines of an input have an answer: a byte for each line.
+
+    Attributes:
+        flags: by the index of the line.
+    """
+
+    def __init__(self, lines: "JobInput"):
+        self._place, self.flags = lines.place, np.zeros(lines.count, bool)
+
+    def add(self, name: str) -> None:
+        """Notes that the line with this id is answered."""
+        self.flags[self._place(name)] = True
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (at := self._place(name)) is not None and bool(self.flags[at])
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.flags))
+
+
 def _short(digest: bytes) -> int:
     """As much of a digest as shows that a line has changed."""
     return int.from_bytes(digest[:8], "little")
@@ -69,13 +90,15 @@ class JobInput:
         names, without: see `inputs.input_lines`. What cannot be read twice, like standard input, is copied to disk.
         text, defaults: see `lines.line_of`.
         keep_rows: whether lines keep what was read.
+        prompt_column: see `lines.line_of`.
 
     Attributes:
         count: how many lines there are, blank ones not counted.
         fingerprint: of all of them.
-        sample: the first ones and the longest ones, as requests.
+        sample: the first ones, and the ones that have most bytes, as requests.
         logprobs: most alternatives that one asks for; None if none does.
         constrained, growing: whether one has a constraint; whether one is a conversation of several turns.
+        batches: whether one is an OpenAI batch line.
 
     Raises:
         ValueError: two lines with the same id, or a file that is damaged.
@@ -90,12 +113,14 @@ class JobInput:
         without: Container[Path] = (),
         *,
         keep_rows: bool = False,
+        prompt_column: str | None = None,
     ):
         self._paths, self._text, self._defaults = input_paths(names, without), text, defaults
-        self._keep_rows = keep_rows
+        self._keep_rows, self._column = keep_rows, prompt_column
         again = all(Path(path).is_file() for path in self._paths)
         self._spool = None if again else tempfile.TemporaryFile()  # noqa: SIM115  # open as long as this is there
-        self.count, self.logprobs, self.constrained, self.growing = 0, None, False, False
+        self.count, self.logprobs = 0, None
+        self.constrained = self.growing = self.batches = False
         try:
             self._index(text)
         except BaseException:
@@ -104,25 +129,17 @@ class JobInput:
 
     def _index(self, text: Text) -> None:
         """Reads all lines for what must be known of them."""
-        first, longest = list[Row](), list[tuple[int, int, Row]]()
-        digest, named, given, self._digests = hashlib.sha256(), array("q"), array("q"), array("Q")
-        for row, size in self._read(self._spool):
+        sampled, digest = Sample[Row](), hashlib.sha256()
+        named, given, self._digests = array("q"), array("q"), array("Q")
+        for row, size in self._read(self._spool, told=True):
             digest.update(row.digest)
             self._digests.append(_short(row.digest))
             if row.named:
                 named.append(row.index)
                 given.append(hash(str(row.id)))
-            count, constrained = asks(row)
-            self.logprobs = max((n for n in (count, self.logprobs) if n is not None), default=None)
-            self.constrained |= constrained
-            turns = row.fields.get("turns") if row.fields else None
-            self.growing |= isinstance(turns, list) and len(turns) > 1
-            if row.index < SAMPLE:
-                first.append(row)
-            elif len(longest) < LONGEST:
-                heappush(longest, (size, row.index, row))
-            elif size > longest[0][0]:
-                heappushpop(longest, (size, row.index, row))
+            if self._column is None:
+                self._note(row)
+            sampled.add(size, row)
             self.count += 1
         self.fingerprint = digest.hexdigest()
         self._given = Names(np.array(given, np.int64))
@@ -132,13 +149,29 @@ class JobInput:
         for index in np.setdiff1d(np.arange(self.count), named).tolist():
             hashes[index] = hash(renamed(Row(index, str(index)), self._given).id)
         self._names = Names(hashes)
-        sampled = [*first, *(row for _, _, row in sorted(longest, key=lambda one: one[1]))]
         self.sample = list(self._made(sampled))
-        if text.has_chat_template and any(isinstance((row.fields or {}).get("prompt"), str) for row in sampled):
+        if self.sample and all(line.error for line in self.sample):
+            table = self._column is None and not any(set(PROMPT_FIELDS) & (row.fields or {}).keys() for row in sampled)
+            hint = "; --prompt-column NAME says which field has the prompt" if table else ""
+            log.warning("the first lines cannot be answered: %s%s", self.sample[0].error, hint)
+        if (
+            self._column is None
+            and text.has_chat_template
+            and any(isinstance((row.fields or {}).get("prompt"), str) for row in sampled)
+        ):
             log.warning(
                 "lines with a prompt are continued as plain text, although the target has a chat template; "
                 'for an answer use {"messages": [{"role": "user", "content": ...}]}'
             )
+
+    def _note(self, row: Row) -> None:
+        """Notes what a row asks for."""
+        count, constrained = asks(row)
+        self.logprobs = max((n for n in (count, self.logprobs) if n is not None), default=None)
+        self.constrained |= constrained
+        turns = row.fields.get("turns") if row.fields else None
+        self.growing |= isinstance(turns, list) and len(turns) > 1
+        self.batches |= row.is_batch
 
     def _check_repeated(self) -> None:
         suspects = set(self._given.hashes[self._given.repeated()].tolist())
@@ -180,7 +213,8 @@ class JobInput:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _made(self, rows: Iterable[Row]) -> list[Line]:
-        return [line_of(row, self._text, self._defaults, keep=self._keep_rows) for row in rows]
+        how = {"keep": self._keep_rows, "prompt_column": self._column}
+        return [line_of(row, self._text, self._defaults, **how) for row in rows]
 
     def _rows(self) -> Iterator[Row]:
         """All rows, under their ids of this job."""
@@ -194,8 +228,8 @@ class JobInput:
         if index + 1 < self.count:
             raise ValueError(f"the input has lost lines since the job began; {RESTORE}")
 
-    def _read(self, copy: BinaryIO | None = None) -> Iterator[tuple[Row, int]]:
-        """Every row and its size in bytes; copies all to a file if there is one."""
+    def _read(self, copy: BinaryIO | None = None, *, told: bool = False) -> Iterator[tuple[Row, int]]:
+        """Every row and its size in bytes; copies all to a file if there is one. `told`: says how far it is."""
         if self._spool is not None and copy is None:
             self._spool.seek(0)
         stream = input_lines(self._paths) if self._spool is None or copy is not None else self._spool
@@ -205,8 +239,9 @@ class JobInput:
                 continue
             if copy is not None:
                 copy.write(raw if raw.endswith(b"\n") else raw + b"\n")
-            yield read_row(raw, index), len(raw)
+            row = read_row(raw, index)
+            yield row if self._column is None else replace(row, is_batch=False), len(raw)
             index += 1
-            if (now := time.perf_counter()) > due:
+            if told and (now := time.perf_counter()) > due:
                 log.info("reading the input: %d lines ...", index)
                 due = now + PATIENCE

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Hashable
 from io import FileIO
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dflash_jax import files
 from dflash_jax.files import Json
@@ -111,6 +111,16 @@ def open_locked(path: Path, *, wait: bool) -> FileIO:
         file.close()
 
 
+class Keys(Protocol):
+    """Keys of records, as a set has them."""
+
+    def add(self, key: Any, /) -> None: ...
+
+    def __contains__(self, key: object, /) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+
 class Journal:
     """JSON lines that are appended one by one, and found again.
 
@@ -122,6 +132,7 @@ class Journal:
         remedy: what to do about other settings, for the error's end.
         stopping: asked while the disk is full; once it is true, KeyboardInterrupt is raised instead of waiting on.
         merged: whether others may take the finished file away before it is closed, as they do with parts.
+        done: where the keys of the records found go, instead of a set of them.
 
     Attributes:
         done: keys of the records found.
@@ -143,9 +154,10 @@ class Journal:
         remedy: str = REMEDY,
         stopping: Callable[[], object] = lambda: False,
         merged: bool = False,
+        done: Keys | None = None,
     ):
         self.path, self._stopping, self._merged = Path(path), stopping, merged
-        self.done: set[Hashable] = set()
+        self.done: Keys = set() if done is None else done
         self.failed = 0
         self._size = 0  # bytes of the records found and written
         try:

@@ -16,6 +16,8 @@ from dflash_jax.infer.engine.requests import Request, RequestError, invalid
 from dflash_jax.infer.plain import plain_request, refusal, sample_count
 from dflash_jax.infer.text import Text, valid_text
 
+TURN = 32  # tokens that a chat template puts around two turns, at most, as a guess
+
 
 @dataclass(frozen=True)
 class Line:
@@ -52,6 +54,15 @@ class Line:
     is_batch: bool = False
     digest: bytes = b""
     row: Json | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and of all that may follow, as far as that is known: a token has at least one byte."""
+        if self.request is None:
+            return 0
+        new = max(self.request.params.max_new_tokens, 1)
+        later = sum(len(turn.encode(errors="replace")) + TURN + new for turn in self.later)
+        return len(self.request.prompt_token_ids) + new + later
 
 
 def read_lines(stream: Iterable[bytes], text: Text, defaults: SamplingParams) -> list[Line]:
@@ -133,15 +144,24 @@ def read_row(raw: bytes, index: int) -> Row:
         return replace(row, error=refusal(error))
 
 
-def line_of(row: Row, text: Text, defaults: SamplingParams, *, keep: bool = False) -> Line:
-    """The request of a row, against the job's defaults; `keep` keeps the row itself, too."""
+def line_of(
+    row: Row, text: Text, defaults: SamplingParams, *, keep: bool = False, prompt_column: str | None = None
+) -> Line:
+    """The request of a row, against the job's defaults.
+
+    Args:
+        keep: keeps the row itself, too.
+        prompt_column: the field with the prompt, see `only_prompt`; None is a row in one of the forms of requests.
+    """
     batch, metadata, kept = None, None, row.fields if keep else None
     try:
         if row.error is not None:
             raise row.error
         assert row.fields is not None
         fields = row.fields
-        if row.is_batch:
+        if prompt_column is not None:
+            fields = only_prompt(fields, prompt_column, text)
+        elif row.is_batch:
             fields, batch = openai.plain_line(fields)
         metadata = _metadata(fields)
         plain, n = plain_request(fields, str(row.id), text, defaults), sample_count(fields)
@@ -153,6 +173,24 @@ def line_of(row: Row, text: Text, defaults: SamplingParams, *, keep: bool = Fals
         line = Line(row.index, row.id, *plain, n=n, batch=batch)
     how = {"named": row.named, "is_batch": row.is_batch, "metadata": metadata, "digest": row.digest, "row": kept}
     return replace(line, **how)
+
+
+def only_prompt(fields: Fields, column: str, text: Text) -> Json:
+    """The request of a row of a table that was not made for this: a column is its prompt, and the others are data.
+
+    A text is a user's message where the tokenizer has a chat template, and else continued. A list has messages or token
+    ids.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    value = fields.get(column)
+    if isinstance(value, str):
+        return {"messages": [{"role": "user", "content": value}]} if text.has_chat_template else {"prompt": value}
+    if isinstance(value, list) and value:
+        return {"prompt_token_ids" if isinstance(value[0], int) else "messages": value}
+    found = "it is missing" if value is None else f"found {value!r:.80}"
+    raise invalid(f"{column} must be a text or a list of messages or token ids; {found}", column)
 
 
 def parse_line(raw: bytes, index: int, text: Text, defaults: SamplingParams) -> Line:

@@ -5,10 +5,12 @@ died has left, any later number of processes finishes.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+
+import numpy as np
 
 from dflash_jax import files
 from dflash_jax.files import Json
@@ -32,35 +34,64 @@ def found_parts(output: Path) -> list[Path]:
     return sorted(path for path in output.parent.iterdir() if name.fullmatch(path.name))
 
 
-class Found(NamedTuple):
-    """Where a record is, in bytes of a file, and whether it is an error."""
+@dataclass(frozen=True)
+class Found:
+    """Where the records of a job are, by the places of their lines.
 
-    path: Path
-    start: int
-    size: int
-    failed: bool
+    Attributes:
+        paths: files with records.
+        file: which of them has a line's record; -1 if none has.
+        start, size: of the record there, in bytes.
+        failed: whether it is an error.
+    """
 
-    def read(self) -> bytes:
-        """Its line."""
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            return file.read(self.size)
+    paths: Sequence[Path]
+    file: np.ndarray
+    start: np.ndarray
+    size: np.ndarray
+    failed: np.ndarray
+
+    @property
+    def there(self) -> np.ndarray:
+        """Whether a line has a record."""
+        return self.file >= 0
+
+    def read(self) -> Iterator[bytes]:
+        """The record of every line, in order."""
+        with ExitStack() as stack:
+            files = [stack.enter_context(path.open("rb")) if path.exists() else None for path in self.paths]
+            for which, start, size in zip(self.file.tolist(), self.start.tolist(), self.size.tolist(), strict=True):
+                file = files[which]
+                assert file is not None
+                file.seek(start)
+                yield file.read(size)
 
 
-def answered(output: Path) -> dict[str, Found]:
-    """Records of the output and its parts, by the id they answer; those being written are left out.
+def answered(output: Path, lines: int, place: Callable[[str], int | None]) -> Found:
+    """The records of the output and its parts; those being written, and those of other lines, are left out.
+
+    Args:
+        lines: how many there are.
+        place: the place of an id among them, if it has one.
 
     Raises:
         ValueError: a file is damaged other than at its end.
     """
-    records: dict[str, Found] = {}
+    found = Found(
+        [output, *found_parts(output)],
+        np.full(lines, -1, np.int32),
+        np.zeros(lines, np.int64),
+        np.zeros(lines, np.int64),
+        np.zeros(lines, bool),
+    )
     read = lambda record: (record_id(record), bool(record.get("error")))
-    for path in (output, *found_parts(output)):
+    for which, path in enumerate(found.paths):
         start = 0
         for line, (name, failed) in files.read_json_lines(path, read) if path.exists() else ():
-            records.setdefault(name, Found(path, start, len(line), failed))
+            if (at := place(name)) is not None and found.file[at] < 0:
+                found.file[at], found.start[at], found.size[at], found.failed[at] = which, start, len(line), failed
             start += len(line)
-    return records
+    return found
 
 
 def check_settings(output: Path, settings: Json) -> None:
@@ -75,20 +106,18 @@ def merge(output: Path, lines: int, place: Callable[[str], int | None]) -> bool:
     """Joins the parts into the output, in input order, if every line is answered; returns whether that is so.
 
     Args:
-        lines: how many there are.
-        place: the place of an id among them, if it has one.
+        lines, place: see `answered`.
     """
     with _alone(output):
-        records = {at: found for name, found in answered(output).items() if (at := place(name)) is not None}
-        if len(records) < lines:
+        found = answered(output, lines, place)
+        if not found.there.all():
             return False
         parts = found_parts(output)
         saved = [path for path in map(journal.settings_path, parts) if path.exists()]
         if saved:
             settings, data = journal.settings_path(output), saved[-1].read_bytes()
             journal.when_there_is_room(settings, lambda: files.write(settings, data))
-        pieces = lambda: (records[at].read() for at in range(lines))
-        journal.when_there_is_room(output, lambda: files.replace_by(output, pieces()))
+        journal.when_there_is_room(output, lambda: files.replace_by(output, found.read()))
         for part in parts:
             part.unlink()
             journal.settings_path(part).unlink(missing_ok=True)

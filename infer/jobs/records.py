@@ -14,6 +14,7 @@ from dflash_jax.infer.engine.requests import Completion
 from dflash_jax.infer.engine.stats import Stats
 from dflash_jax.infer.jobs.journal import when_there_is_room
 from dflash_jax.infer.jobs.lines import Line
+from dflash_jax.infer.jobs.record_fields import ALWAYS, INPUT
 from dflash_jax.infer.text import Text
 
 
@@ -42,10 +43,7 @@ def error_record(line: Line) -> Json:
 def _repeated(line: Line) -> Json:
     """The fields that a record repeats of its line."""
     metadata = {} if line.metadata is None else {"metadata": line.metadata}
-    return metadata if line.row is None else {**metadata, "input": line.row}
-
-
-ALWAYS = ("id", "index", "error", "metadata")  # that records have
+    return metadata if line.row is None else {**metadata, INPUT: line.row}
 
 
 def only(record: Fields, fields: Sequence[str]) -> Json:

@@ -13,6 +13,7 @@ import pytest
 from dflash_jax import serve
 from dflash_jax.infer.jobs.cluster import DEATHS, RayWorkers, Ready, Remote
 from dflash_jax.infer.jobs.lines import Line
+from dflash_jax.models import target_config
 from tests import jobs, tiny
 
 pytestmark = [
@@ -108,7 +109,12 @@ def test_a_worker_is_given_up_for_any_failure(error, monkeypatch):
     """Its lines go back to the front, and workers that fail again and again end the job."""
     workers, lost = object.__new__(RayWorkers), []
     a, b, c = (Line(i, name) for i, name in enumerate("abc"))
-    remote = Remote(actor="actor", call="call", ready=Ready(2, 1, "float32", 64, None), lines={"a": a, "b": b})
+    remote = Remote(
+        actor="actor",
+        call="call",
+        ready=Ready(2, 1, "float32", 64, target_config(tiny.target_config())),
+        lines={"a": a, "b": b},
+    )
     asked = lambda calls, **options: (calls, [])
     fake = SimpleNamespace(exceptions=ray.exceptions, wait=asked, kill=lost.append, get=lambda call: raised(error))
     workers._ray, workers._deaths, workers._looked, workers._workers = fake, 0, 0.0, [remote]

@@ -253,7 +253,11 @@ def test_a_damaged_line_is_an_error_that_names_it(tmp_path, damage):
     output = tmp_path / "out.jsonl"
     made(output)
     output.write_bytes(output.read_bytes() + damage + b"\n")
-    for read in (lambda: made(output), lambda: parts.answered(output), lambda: rewrite_in_order(output, {}.get)):
+    for read in (
+        lambda: made(output),
+        lambda: parts.answered(output, 0, {}.get),
+        lambda: rewrite_in_order(output, {}.get),
+    ):
         if damage == b'{"id": []}' and "made" not in read.__code__.co_names:
             continue
         with pytest.raises(ValueError, match=r"out\.jsonl is damaged in line 2: ") as failed:

@@ -15,7 +15,7 @@ from dflash_jax.engines import needs_of_input
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.requests import Completion
 from dflash_jax.infer.engine.stats import Stats
-from dflash_jax.infer.jobs import job_input
+from dflash_jax.infer.jobs import job_input, sample
 from dflash_jax.infer.jobs.answering import Answering, job_settings
 from dflash_jax.infer.jobs.batch_job import Backend, Job, JobFiles
 from dflash_jax.infer.jobs.job_input import JobInput, Names
@@ -72,7 +72,7 @@ class OneToken(Backend):
     def state(self):
         return ""
 
-    def answers(self, left, count, admit):
+    def answers(self, left, count, admit, again):
         going = lambda: self.stop_after is None or self.finished < self.stop_after
         return Answering(self, partial(answer_record, text=Text(""))).run(left, going)
 
@@ -181,7 +181,7 @@ def test_engines_are_made_for_all_lines(tmp_path):
         ({"regex": "a+"}, (None, True, (2, 4))),
         ({"prompt_token_ids": [1] * 50}, (None, False, (50, 4))),
     ]:
-        written(tmp_path / "in.jsonl", 3 * job_input.SAMPLE, lambda i, m=more: m if i == 2 * job_input.SAMPLE else {})
+        written(tmp_path / "in.jsonl", 3 * sample.FIRST, lambda i, m=more: m if i == 2 * sample.FIRST else {})
         if "prompt_token_ids" in more:
             with (tmp_path / "in.jsonl").open("a") as file:
                 file.write(json.dumps(more) + "\n")

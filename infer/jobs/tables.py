@@ -1,0 +1,167 @@
+"""Tables as inputs and outputs of jobs: Parquet files, and datasets of the Hugging Face hub.
+
+Rows are read as lines of JSON, a few at a time. The records of a finished job are written as a table, of which the
+columns follow from `--fields` alone, and never from what the records hold.
+"""
+
+import io
+import json
+import re
+from collections.abc import Container, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_jax.files import Fields, Value, one_line, reading, replace_by, said
+from dflash_jax.infer.jobs.journal import when_there_is_room
+from dflash_jax.infer.jobs.record_fields import ALWAYS, CHOSEN
+
+if TYPE_CHECKING:
+    import pyarrow
+
+HUB = "hf://"  # of the names of datasets
+MAGIC, SUFFIX = b"PAR1", ".parquet"
+BATCH = 1024  # rows that are read at a time
+GROUP = 8192  # records of a row group
+BUFFER = 2**20  # bytes of a column that are read at a time
+
+
+def check_arrow() -> None:
+    """Raises ValueError if Parquet cannot be read or written here."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"{error}; Parquet needs another package: pip install '.[parquet]' in the checkout") from error
+
+
+def is_parquet(path: str) -> bool:
+    """Whether a file is a table, or is named so."""
+    if not Path(path).is_file():
+        return False
+    if path.lower().endswith(SUFFIX):
+        return True
+    with Path(path).open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def parquet_lines(path: str) -> Iterator[bytes]:
+    """The rows of a Parquet file as lines of JSON, without their nulls.
+
+    Raises:
+        ValueError: the file is damaged, holds what JSON has no form for, or pyarrow is not installed.
+        OSError: it cannot be read.
+    """
+    check_arrow()
+    from pyarrow.parquet import ParquetFile
+
+    with reading(Path(path)), ParquetFile(path, buffer_size=BUFFER) as file:
+        for batch in file.iter_batches(BATCH):
+            yield from map(_line, batch.to_pylist())
+
+
+def dataset_lines(name: str) -> Iterator[bytes]:
+    """The rows of a dataset as lines of JSON, without their nulls. They are streamed, not downloaded before.
+
+    Args:
+        name: `hf://OWNER/NAME`, with `/CONFIG` and `:SPLIT` behind it; without a split it is `train`.
+
+    Raises:
+        ValueError: no such dataset, it cannot be read, holds what JSON has no form for, or the package that reads it is
+            not installed.
+    """
+    match = re.fullmatch(rf"{HUB}(?:datasets/)?([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.-]+))?", name)
+    if match is None:
+        raise ValueError(f"{name} must be {HUB}OWNER/NAME[/CONFIG][:SPLIT]")
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(f"{error}; {HUB} needs another package: pip install '.[datasets]' in the checkout") from error
+    where, config, split = match.groups()
+    try:
+        yield from map(_line, load_dataset(where, config, split=split or "train", streaming=True))
+    except Exception as error:  # of the hub, the network, or whatever reads the files
+        raise ValueError(one_line(f"{name} cannot be read: {said(error)}")) from error
+
+
+def _line(row: Fields) -> bytes:
+    """A row as a line of JSON."""
+    known = {name: value for name, value in row.items() if value is not None}
+    return json.dumps(known, ensure_ascii=False, default=_plain).encode() + b"\n"
+
+
+def _plain(value: Value) -> str:
+    """What JSON has no form for, such as a date, as text."""
+    if isinstance(value, bytes):
+        raise ValueError("a column has bytes, for which JSON has no form")
+    return str(value)
+
+
+def write_parquet(path: Path, records: Path, fields: Sequence[str] | None) -> None:
+    """Puts the records of a finished job into the place of a Parquet file.
+
+    Args:
+        records: lines of JSON.
+        fields: that records have besides those of every record; None are all but the input.
+
+    Raises:
+        OSError: it cannot be written; a full disk is waited for.
+    """
+    import pyarrow
+
+    # What has no fixed form is JSON in a string.
+    some, number = pyarrow.string(), pyarrow.int64()
+    numbers = pyarrow.list_(pyarrow.int32())
+    types = {
+        "id": some,
+        "index": number,
+        "text": some,
+        "token_ids": numbers,
+        "finish_reason": some,
+        "usage": pyarrow.struct({"prompt_tokens": number, "completion_tokens": number}),
+        "speculation": pyarrow.struct({"steps": number, "acceptance_lengths": numbers, "tau": pyarrow.float64()}),
+        "error": pyarrow.struct({"code": some, "message": some}),
+    }
+    columns = dict.fromkeys((*ALWAYS, *(CHOSEN if fields is None else fields)))
+    schema = pyarrow.schema([(name, types.get(name, some)) for name in columns])
+    when_there_is_room(path, lambda: replace_by(path, _pieces(records, schema, types.keys())))
+
+
+class _Written(io.RawIOBase):
+    """Bytes that a file would have, to be taken away as they come."""
+
+    def __init__(self) -> None:
+        self.pieces, self._size = list[bytes](), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: memoryview | bytes) -> int:  # type: ignore[override]  # io has a type of its own for buffers
+        self.pieces.append(bytes(data))
+        self._size += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._size
+
+    def taken(self) -> Iterator[bytes]:
+        yield from self.pieces
+        self.pieces.clear()
+
+
+def _pieces(records: Path, schema: "pyarrow.Schema", fixed: Container[str]) -> Iterator[bytes]:
+    """A Parquet file of the records, group by group."""
+    from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetWriter
+
+    def row(line: bytes) -> Fields:
+        record = json.loads(line)
+        plain = lambda name, value: json.dumps(value, ensure_ascii=False) if name not in fixed else value
+        found = {name: plain(name, value) for name, value in record.items() if value is not None}
+        return found | {"id": str(record["id"])}
+
+    sink = _Written()
+    with records.open("rb") as file, ParquetWriter(sink, schema, compression="zstd") as writer:
+        while rows := [row(line) for line in islice(file, GROUP)]:
+            writer.write_batch(RecordBatch.from_pylist(rows, schema))
+            yield from sink.taken()
+    yield from sink.taken()
