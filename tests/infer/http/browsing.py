@@ -49,10 +49,10 @@ def opened(browser, address):
     return browser
 
 
-def window(browser, width, scheme="light"):
+def window(browser, width, scheme="light", height=800):
     media = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-    sizes = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", sizes)
 
 
