@@ -3,7 +3,8 @@
     python -m dflash_jax.benchmarks.pictures --directory docs/figures
 
 draws `answer.svg` from `answer.json`, `speed.svg` from all `speed-*.json` (figures of `benchmark compare --json`),
-`sweep.svg` from `sweep.json`, and for each `*.txt`, a command with what it printed, a terminal that shows it. With `--prompt TEXT`, the bundled pair first answers it, for `answer.json`.
+`sweep.svg` from `sweep.json`, and a terminal from each `*.txt`, which has a command and what it printed. With `--prompt
+TEXT`, the bundled pair first answers it, for `answer.json`.
 """
 
 import json
