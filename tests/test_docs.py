@@ -11,6 +11,7 @@ import pytest
 
 import dflash_jax
 from dflash_jax.benchmarks.arguments import CompareOptions, JobsOptions, SweepOptions
+from dflash_jax.benchmarks.pictures import terminal_picture
 from dflash_jax.parsing import ALIASES, flags
 from dflash_jax.serve import ServeOptions
 
@@ -53,6 +54,14 @@ def test_nothing_is_loaded_from_another_host():
     for figure in (ROOT / "docs/figures").glob("*.svg"):
         assert not re.search(r"""(?:href|src)=["'](?!#)|@import|url\((?!#)""", figure.read_text()), figure.name
     assert "font: false" in (ROOT / "mkdocs.yml").read_text()  # otherwise the theme takes fonts of Google
+
+
+def test_pictures_of_terminals_show_what_was_printed():
+    for printed in (ROOT / "docs/figures").glob("*.txt"):
+        assert terminal_picture(printed.read_text()) == printed.with_suffix(".svg").read_text()
+    drawn = terminal_picture("$ a\n\n1 < 2")
+    assert ">$ a</text>" in drawn
+    assert ">1 &lt; 2</text>" in drawn
 
 
 def test_every_page_is_reached_from_the_navigation():

@@ -3,12 +3,13 @@
     python -m dflash_jax.benchmarks.pictures --directory docs/figures
 
 draws `answer.svg` from `answer.json`, `speed.svg` from all `speed-*.json` (figures of `benchmark compare --json`),
-and `sweep.svg` from `sweep.json`. With `--prompt TEXT`, the bundled pair first answers it, for `answer.json`.
+`sweep.svg` from `sweep.json`, and a terminal from each `*.txt`, which has a command and what it printed. With `--prompt
+TEXT`, the bundled pair first answers it, for `answer.json`.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -22,7 +23,8 @@ from dflash_jax.infer.interrupt import exit_quietly, exit_status
 from dflash_jax.parsing import parse
 
 COLOURS = "#cfe8ff", "#d9f2d0", "#ffe7b8", "#f6d5e8", "#dcd8fb"
-COLUMNS, CHARACTER, LINE, MARGIN = 84, 8.4, 26, 16  # characters of a line; the rest in pixels
+COLUMNS, CHARACTER, LINE, ROW, MARGIN = 84, 8.4, 26, 20, 16  # characters of a line; the rest in pixels
+COMMAND = ' fill="#7ee787" font-weight="bold"'
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ def _drawn(folder: Path, prompt: str | None) -> int:
         plot_speeds([read(path) for path in speeds], folder / "speed.svg")
     if (found := folder / "sweep.json").exists():
         plot_sweep(read(found), folder / "sweep.svg")
+    for found in folder.glob("*.txt"):
+        found.with_suffix(".svg").write_text(terminal_picture(found.read_text()))
     return 0
 
 
@@ -97,16 +101,34 @@ def answer_picture(answer: Figures) -> str:
             )
             x += len(word)
     width, height = 2 * MARGIN + COLUMNS * CHARACTER, 2 * MARGIN + (y + 1) * LINE - 5
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
-        f'viewBox="0 0 {width:.0f} {height}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14" '
-        f'fill="#1c1d1f"><rect width="100%" height="100%" rx="8" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
-    )
+    return _svg(width, height, "#1c1d1f", "#ffffff", body)
 
 
 def _pieces(text: str) -> list[str]:
     """Words, each with the blanks before it, and line ends, of which it is made."""
     return re.findall(r"\n| *[^ \n]+| +", text)
+
+
+def terminal_picture(printed: str) -> str:
+    """SVG: a terminal with these lines; those of a prompt (`$`) stand out."""
+    lines = printed.splitlines()
+    width = 2 * MARGIN + max(map(len, lines)) * CHARACTER
+    height = 2 * MARGIN + len(lines) * ROW
+    body = (
+        f'<text x="{MARGIN}" y="{MARGIN + 14 + i * ROW}" textLength="{len(line) * CHARACTER:.1f}" xml:space="preserve"'
+        f"{COMMAND if line.startswith('$ ') else ''}>{escape(line)}</text>"
+        for i, line in enumerate(lines)
+        if line
+    )
+    return _svg(width, height, "#d6d9de", "#16181d", body)
+
+
+def _svg(width: float, height: float, ink: str, paper: str, body: Iterable[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
+        f'viewBox="0 0 {width:.0f} {height}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14" '
+        f'fill="{ink}"><rect width="100%" height="100%" rx="8" fill="{paper}"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
 
 
 def plot_speeds(figures: Sequence[Figures], path: Path) -> None:

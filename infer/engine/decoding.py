@@ -79,8 +79,9 @@ class Decoding:
         slots = self._batch.idle(self._batch.widths[-1]) if reads else self._batch.some(list(decoding))
         rows = decoding.values()
         begun = [filling[read.slot] for plan in reads for read in plan.reads if plan.batch.last[read.place]]
-        speculative = all(row.request.speculative for row in (*rows, *begun))
-        draft, chooser = self._drafts.choose((row.ticket for row in rows), len(slots), speculative=speculative)
+        limits = (row.request.max_block_size for row in (*rows, *begun))
+        most = min((limit for limit in limits if limit is not None), default=None)
+        draft, chooser = self._drafts.choose((row.ticket for row in rows), len(slots), most)
         steps = min(chooser.try_steps, how.steps) if chooser and chooser.trying else how.steps
         steps = min(steps, len(reads)) if reads else steps
         begin = time.perf_counter()

@@ -74,6 +74,7 @@ class Drafts:
         usual = self.program(self._usual)
         self.first = tuple(draft for draft in self.programs if draft in (usual, PLAIN))
         self.choosers: dict[int, Chooser[Draft]] = {}
+        self._limited: dict[tuple[int, tuple[Draft, ...]], Chooser[Draft]] = {}  # for requests that have a limit
 
     def program(self, draft: Draft) -> Draft:
         """What `Slots.decode` is asked for: a block size of 1 is no speculation where there is a choice."""
@@ -83,6 +84,20 @@ class Drafts:
         """Those of `programs` that there are for so many rows."""
         least = dict.fromkeys(self._small, SMALL_ROWS) | dict.fromkeys(self._budgets, BUDGET_ROWS)
         return [draft for draft in self.programs if rows >= least.get(draft, 1)]
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Block sizes of `programs`; 1 is no speculation."""
+        return tuple(sorted({max(1, draft.block_size) for draft in self.programs}))
+
+    def _takes(self, most: int, draft: Draft) -> bool:
+        """Whether a request takes this draft whose largest block size is `most`; a tree counts as the block that it is
+        made of."""
+        return not self._depth(draft) or draft.block_size <= most > 1
+
+    def serves(self, most: int) -> bool:
+        """Whether there is a program for requests whose largest block size is `most`."""
+        return any(self._takes(most, draft) for draft in self.programs)
 
     def _depth(self, draft: Draft) -> int:
         """Tokens that a step with this draft proposes for a row one after the other."""
@@ -114,6 +129,7 @@ class Drafts:
         known = [chooser.estimates for chooser in before.values()]
         estimates = known[0] if known else Estimates(max(map(self._depth, self.choices)))
         self.choosers.clear()
+        self._limited.clear()
         for rows in dict.fromkeys(rows for _, rows in seconds):
             used = before[rows].used if rows in before else {}
             self.choosers[rows] = Chooser(
@@ -130,18 +146,30 @@ class Drafts:
     def forget(self) -> None:
         """Forgets what was learnt of requests; measured times stay."""
         estimates = Estimates(max(map(self._depth, self.choices)))
-        for chooser in self.choosers.values():
+        for chooser in (*self.choosers.values(), *self._limited.values()):
             chooser.estimates = estimates
 
     def choose(
-        self, requests: Iterable[Hashable], rows: int, *, speculative: bool
+        self, requests: Iterable[Hashable], rows: int, most: int | None = None
     ) -> tuple[Draft, Chooser[Draft] | None]:
-        """The draft of the next visit of these requests, which all may speculate or not, in a program of so many rows,
-        and who chose it."""
-        if self.drafter and not speculative:
-            return PLAIN, None
+        """The draft of the next visit of these requests, in a program of so many rows, and who chose it.
+
+        Args:
+            most: the largest block size that they all take, see `Request.max_block_size`.
+        """
         chooser = self.choosers.get(rows)
-        return chooser.choose(requests) if chooser else self._usual, chooser
+        if chooser is None:
+            return self._usual if most is None or self._takes(most, self._usual) else PLAIN, None
+        if most is not None:
+            chooser = self._limited_to(most, chooser, rows)
+        return chooser.choose(requests), chooser
+
+    def _limited_to(self, most: int, chooser: Chooser[Draft], rows: int) -> Chooser[Draft]:
+        """One that chooses among fewer candidates, with the same times and estimates."""
+        candidates = {draft: one for draft, one in chooser.candidates.items() if self._takes(most, draft)}
+        if len(candidates) == len(chooser.candidates):
+            return chooser
+        return self._limited.setdefault((rows, tuple(candidates)), Chooser(candidates, chooser.estimates))
 
     def plain_seconds(self, rows: int) -> float | None:
         """Seconds of a step of so many rows without speculation; None if that was not measured."""

@@ -388,8 +388,8 @@ class Engine:
     def check_settings(self, request: Request) -> None:
         """Raises RequestError for settings that this engine cannot serve; does not prepare a constraint."""
         request.check(self.target.config.vocab_size, self.max_length)
-        if not request.speculative and self.drafter and not self.config.plain:
-            raise invalid("steps without speculation are not served: the engine was made with plain=False")
+        if (most := request.max_block_size) is not None and not self.drafts.serves(most):
+            raise invalid(f"steps of block size {most} or less are not served: the engine was made with plain=False")
         served, asked = self.config.logprobs, request.params.logprobs
         if asked is not None and asked not in range(0 if served is None else served + 1):
             raise invalid(f"logprobs {asked} is not served: the engine was made with logprobs={served}")

@@ -51,7 +51,8 @@ class EngineConfig:
             Answers are then those of plain decoding with such a cache. None is the dtype of the parameters.
         draft_window: positions that the drafter sees at least, the last ones, besides the first page of a row (128).
             Its cache then stops growing. It changes proposals only. None is all.
-        plain: whether requests may ask for steps without speculation.
+        plain: whether requests may ask for steps without speculation, or for smaller blocks than a fixed block size
+            (`Request.max_block_size`).
         deterministic: nothing is chosen by measured times and lengths are fixed, so that the bits of an answer follow
             from its request, target, drafter, `block_size`, `tree`, `proposals`, `draft_window`, `slots`, `max_length`,
             `prefill_chunk`, the dtype, the mesh and the kind of device alone. On CPU they do not follow from

@@ -40,9 +40,11 @@ class Request:
         id: any string; it decides the noise of a request without a seed.
         find_stop: for stop strings. Called on the host as `find_stop(tokens, new)`, where the last `new` of `tokens`
             have just come; returns how many tokens to keep if the answer ends there, or None to go on.
-        speculative: whether the drafter may propose its tokens, which changes the speed, and in float32 never the
-            tokens. False needs an engine with `EngineConfig(plain=True)`; requests that run at the same time do not
-            speculate either.
+        max_block_size: largest block size of its steps, which changes the speed, and in float32 never the tokens; 1 is
+            no speculation, None leaves it to the engine. A step has the largest block size, or the one that pays, that
+            the engine has compiled within this limit, so a limit in between counts as the next lower one. It holds for
+            requests that run at the same time, too. Below an engine's fixed block size it needs
+            `EngineConfig(plain=True)`.
     """
 
     prompt_token_ids: Sequence[int]
@@ -50,7 +52,7 @@ class Request:
     sample: int = 0
     id: str = ""
     find_stop: Callable[[Sequence[int], int], int | None] | None = None
-    speculative: bool = True
+    max_block_size: int | None = None
 
     def check(self, vocab_size: int, max_length: int) -> None:
         """Raises RequestError if an engine of this vocabulary and length cannot serve it."""
@@ -65,6 +67,8 @@ class Request:
                 f"the prompt has {len(self.prompt_token_ids)} tokens, which leaves no room to generate within a "
                 f"length of {max_length}; raise max_length (--max-length)",
             )
+        if self.max_block_size is not None and self.max_block_size < 1:
+            raise invalid(f"max_block_size must be at least 1, got {self.max_block_size}; 1 is no speculation")
         try:
             self.params.check()
         except ValueError as error:

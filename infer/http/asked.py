@@ -100,7 +100,7 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
     generates = not (echo and type(body.get("max_tokens")) is int and body["max_tokens"] == 0)
     body = body if generates else body | {"max_tokens": None}
     fields, requests, count = {name: value for name, value in body.items() if name not in _HTTP_ONLY}, [], 1
-    speculative = flag(body, "speculation") is not False
+    most = _most(body.get("speculation"))
     for prompt in _prompts(body, endpoint):
         plain = openai.plain_body(fields if prompt is None else {**fields, "prompt": prompt}, endpoint)
         # Without a seed of its own a request draws from its name, so names never repeat.
@@ -116,7 +116,7 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
     return Asked(
         endpoint,
         openai.model_name(body, model),
-        [replace(one.request, speculative=speculative, sample=i) for one in requests for i in range(count)],
+        [replace(one.request, max_block_size=most, sample=i) for one in requests for i in range(count)],
         asked.form,
         asked.stop,
         of_each=count,
@@ -128,6 +128,21 @@ def read_body(raw: bytes, endpoint: str, text: Text, defaults: SamplingParams, m
         with_steps=flag(options, "include_steps") or False,
         with_meta_info=flag(body, "return_meta_info") or False,
         response=response,
+    )
+
+
+def _most(speculation: Value) -> int | None:
+    """The largest block size that a request takes, by its field `speculation`."""
+    if speculation is None or isinstance(speculation, bool):
+        return 1 if speculation is False else None
+    if isinstance(speculation, dict) and speculation.keys() == {"max_block_size"}:
+        size = speculation["max_block_size"]
+        if type(size) is int and size >= 1:
+            return size
+    raise invalid(
+        f'speculation must be true, false or {{"max_block_size": N}} with an integer N of 1 or more, got '
+        f"{speculation!r:.80}",
+        "speculation",
     )
 
 

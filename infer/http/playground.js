@@ -27,7 +27,7 @@ const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 function revived(conversation) {
   for (const turn of conversation.turns)
-    turn.recordings = turn.recordings.map(held => Object.assign(new Recording(held.baseline), held));
+    turn.recordings = turn.recordings.map(held => Object.assign(new Recording(held.most), held));
   return conversation;
 }
 
@@ -51,6 +51,7 @@ async function connect() {
   }
   about = model.dflash;
   describe();
+  offer();
   find("compared").hidden = find("speculates").hidden = !about.switchable;
   find("formed").hidden = !about.constraints;
   find("instructed").hidden = find("fresh").hidden = !about.chat;
@@ -69,6 +70,19 @@ function describe() {
   const facts = [name, ...drafter, about.dtype, about.chat ? "chat" : "text completion", `${about.max_length} tokens of context`];
   find("about").replaceChildren(...facts.map(fact => element("span", {textContent: fact})));
 }
+
+/** The block sizes that a request may be limited to. */
+function offer() {
+  const select = find("speculation"), chosen = select.value || before.speculation;
+  const sizes = about.block_sizes.slice(0, -1).map(String), usual = about.block_size === "auto" ? "automatic" : `block size ${about.block_size}`;
+  const options = [["", usual], ...sizes.map(size => [size, size === "1" ? "off (block size 1)" : `block size up to ${size}`])];
+  select.replaceChildren(...options.map(([value, textContent]) => element("option", {value, textContent})));
+  if (sizes.includes(chosen)) select.value = chosen;
+  find("compare").disabled = most() === 1;
+}
+
+/** The largest block size that is asked for; null leaves it to the server. */
+const most = () => about?.switchable ? Number(find("speculation").value) || null : null;
 
 // What is asked.
 
@@ -109,7 +123,7 @@ function valid() {
   return true;
 }
 
-function body(before, prompt, speculative) {
+function body(before, prompt, most) {
   const asked = {model: model.id, stream: true, stream_options: {include_steps: true}};
   const system = find("system").value.trim(), schema = about.constraints && find("schema").value.trim();
   if (about.chat) {
@@ -119,7 +133,7 @@ function body(before, prompt, speculative) {
   } else asked.prompt = prompt;
   for (const name of NUMBERS) asked[name] = Number(find(name).value);
   if (schema) asked.response_format = {type: "json_schema", json_schema: {name: "answer", schema: JSON.parse(schema)}};
-  if (!speculative) asked.speculation = false;
+  if (most) asked.speculation = most > 1 && {max_block_size: most};
   return asked;
 }
 
@@ -199,13 +213,12 @@ async function run() {
   if (running || !valid()) return;
   race?.skip();
   find("error").textContent = "";
-  const prompt = find("prompt").value, off = about.switchable && find("speculation").value === "off";
-  const speculative = about.speculation && !off;
+  const prompt = find("prompt").value, speculative = about.speculation && most() !== 1;
   if (!current || !about.chat) {
     current = {turns: []};
     conversations.unshift(current);
   }
-  const before = [...current.turns], turn = {prompt, recordings: [new Recording(off)]};
+  const before = [...current.turns], turn = {prompt, recordings: [new Recording(most())]};
   const both = speculative && about.switchable && find("compare").checked;
   current.turns.push(turn);
   running = new AbortController();
@@ -213,7 +226,7 @@ async function run() {
   find("run").disabled = true;
   find("stop").disabled = false;
   if (about.chat) find("prompt").value = "";
-  if (both) turn.recordings.push(new Recording(true));
+  if (both) turn.recordings.push(new Recording(1));
   draw();
   const where = find("thread").lastElementChild, {panels} = where, path = about.chat ? "v1/chat/completions" : "v1/completions";
   where.scrollIntoView({block: "start", behavior: calm() ? "auto" : "smooth"});
@@ -225,7 +238,7 @@ async function run() {
   try {
     for (const [i, panel] of panels.entries()) {
       where.says(`Recording ${i + 1} of 2`, "The same request runs first with speculation, then without; then both answers are replayed side by side.");
-      await followed(panel, signal => turn.recordings[i].record(path, body(before, prompt, !turn.recordings[i].baseline), headers(), signal, () => panel.came()));
+      await followed(panel, signal => turn.recordings[i].record(path, body(before, prompt, turn.recordings[i].most), headers(), signal, () => panel.came()));
     }
   } catch (error) {
     stopped = true;
@@ -328,14 +341,14 @@ function settings() {
   const said = [`temperature ${find("temperature").value}`, `at most ${find("max_tokens").value} tokens`, `seed ${find("seed").value}`];
   if (find("system").value.trim()) said.push("system prompt");
   if (find("schema").value.trim()) said.push("JSON schema");
-  if (find("speculation").value === "off") said.push("speculation off");
+  if (most()) said.push(most() === 1 ? "speculation off" : `block size up to ${most()}`);
   return said.join(", ");
 }
 
 find("form").addEventListener("submit", event => { event.preventDefault(); run(); });
 find("form").addEventListener("input", event => {
   if (find(`${event.target.id}-wrong`)) wrong(event.target.id, "");
-  find("compare").disabled = find("speculation").value === "off";
+  find("compare").disabled = most() === 1;
   find("set").textContent = settings();
   remember();
 });
@@ -360,7 +373,6 @@ document.addEventListener("keydown", event => {
 const before = store.read("inputs") || {prompt: SAMPLE};
 for (const id of INPUTS) if (id in before) find(id)[id === "compare" ? "checked" : "value"] = before[id];
 if (before.view === "markdown") document.querySelector("[name=view][value=markdown]").checked = true;
-find("compare").disabled = find("speculation").value === "off";
 find("legend").hidden = view() !== "tokens";
 current = conversations[before.current] || null;
 connect();

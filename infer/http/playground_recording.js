@@ -34,11 +34,11 @@ async function* events(reply) {
  * Sends a request and records the answer.
  *
  * `steps` has [milliseconds, tokens, text, draft] of each step; the first entry is the token that comes from the prompt.
- * Times count from the first token on. `drafts` has what was run, and `draft` is an index of it, or -1.
+ * Times count from the first token on. `most` is the largest block size that was asked for, or null. `drafts` has what was run, and `draft` is an index of it, or -1.
  */
 export class Recording {
-  constructor(baseline) {
-    Object.assign(this, {baseline, steps: [], drafts: [], content: "", report: null, ttft: null, finish: null, ended: false});
+  constructor(most) {
+    Object.assign(this, {most, baseline: most === 1, steps: [], drafts: [], content: "", report: null, ttft: null, finish: null, ended: false});
   }
 
   async record(path, asked, headers, signal, changed) {
@@ -127,7 +127,7 @@ export function ran(recording, auto) {
   const all = [...counts.values()].reduce((a, b) => a + b), found = [...counts].sort((a, b) => b[1] - a[1]);
   if (recording.baseline) return "speculation off: one token per step";
   const parts = found.map(([name, count]) => found.length === 1 ? name : `${name} (${count} of ${plural(all, "step")})`);
-  return (auto ? "auto chose " : "ran with ") + parts.join("; ");
+  return (auto ? `auto${recording.most ? ` up to block size ${recording.most}` : ""} chose ` : "ran with ") + parts.join("; ");
 }
 
 /** How the speeds of two finished answers compare: a few large words, and a sentence. */

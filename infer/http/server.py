@@ -88,6 +88,7 @@ def make_app(
         "chat": text.has_chat_template,
         "speculation": worker.engine.drafter is not None,
         "switchable": worker.engine.drafter is not None and worker.engine.config.plain,
+        "block_sizes": worker.engine.drafts.block_sizes,
         "constraints": worker.engine.constraints is not None,
         "dtype": worker.engine.target.dtype.name,
         "weights": forms(worker.engine.target.params),

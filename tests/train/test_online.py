@@ -152,7 +152,7 @@ def test_features_of_requests_that_end_on_the_host_or_are_read_again(directory, 
     engine = engine_of(directory, target, plain=True, steps_per_visit=2, slots=2)
     stop = lambda tokens, new: 9 if len(tokens) >= 9 else None
     asked = [tiny.ask(PROMPTS[i % 3], 40, 0.8, id=str(i), find_stop=stop if i % 2 else None) for i in range(6)]
-    asked = [replace(request, speculative=i != 2) for i, request in enumerate(asked)]
+    asked = [replace(request, max_block_size=1 if i == 2 else None) for i, request in enumerate(asked)]
     done, other = {}, load_target(directory / "target").params
     for index, completion in engine.stream(asked):
         if len(completion.token_ids) > 5 and not engine.weights.version:

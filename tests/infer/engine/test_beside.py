@@ -126,7 +126,7 @@ def test_long_chunks_of_other_kinds_of_layers(family, tmp_path, monkeypatch):
 def test_every_kind_of_drafter_and_none(kind, directory, target, plain):
     drafter = load_drafter(directory / kind, num_target_layers=4)
     is_plain(answers(Engine(target, drafter, slots=3, prefill_budget=6, plain=True, **SETTINGS)), plain)
-    asked = [replace(request, speculative=i % 3 != 0) for i, request in enumerate(requests())]
+    asked = [replace(request, max_block_size=(1, None, 4)[i % 3]) for i, request in enumerate(requests())]
     engine = Engine(target, drafter, slots=3, prefill_budget=6, plain=True, **SETTINGS)
     is_plain(answers(engine, asked), plain)
     if kind == "dflash":

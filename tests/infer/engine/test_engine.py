@@ -66,10 +66,10 @@ def test_requests_without_speculation_between_others(target, drafter, block_size
     one = Engine(target, None, slots=1, max_length=64)
     alone = {r.id: one.generate([r])[0].token_ids for r in requests()}
     engine = Engine(target, drafter, slots=2, max_length=64, block_size=block_size, steps_per_visit=1, plain=True)
-    asked = [replace(request, speculative=i % 3 != 1) for i, request in enumerate(requests())]
+    asked = [replace(request, max_block_size=1 if i % 3 == 1 else None) for i, request in enumerate(requests())]
     for request, done in zip(asked, engine.generate(asked), strict=True):
         assert done.token_ids == alone[request.id]
-        assert request.speculative or set(done.acceptance_lengths) == {1}
+        assert not request.max_block_size or set(done.acceptance_lengths) == {1}
     with pytest.raises(RequestError, match="plain=False"):
         Engine(target, drafter, slots=1, max_length=64).submit(asked[1])
     with pytest.raises(ValueError, match="exclude each other"):

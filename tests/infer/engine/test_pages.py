@@ -281,7 +281,7 @@ def test_what_else_requests_ask_for(given, directory, target):
     drafter = load_drafter(directory / "dflash", num_target_layers=4)
     stop = lambda tokens, new: next((i + 1 for i in range(len(tokens) - new, len(tokens)) if tokens[i] % 11 == 5), None)
     asked = [
-        replace(request, find_stop=stop if i % 2 else None, speculative=bool(given) or i % 5 != 4)
+        replace(request, find_stop=stop if i % 2 else None, max_block_size=1 if not given and i % 5 == 4 else None)
         for i, request in enumerate(requests(12, logprobs=2))
     ]
     asked = [request for request in asked if request.params.constraint is None]

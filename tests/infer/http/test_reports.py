@@ -65,7 +65,9 @@ def test_what_a_body_asks_for():
     asked = read(TEXT, n=2, return_meta_info=True, stream_options={"continuous_usage_stats": True}, speculation=False)
     assert [request.sample for request in asked.samples] == [0, 1]
     assert (asked.with_meta_info, asked.always_usage, asked.streamed) == (True, True, False)
-    assert not asked.samples[0].speculative
+    assert asked.samples[0].max_block_size == 1
+    assert read(TEXT, speculation={"max_block_size": 4}).samples[0].max_block_size == 4
+    assert read(TEXT, speculation=True).samples[0].max_block_size is None
     assert read(TEXT, prompt=[[3, 4]]).samples[0].prompt_token_ids == [3, 4]
 
 

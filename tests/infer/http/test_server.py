@@ -1,116 +1,20 @@
-"""The HTTP server, spoken to by the official client over a real socket."""
+"""The HTTP server, spoken to by the official client over a real socket: what it answers."""
 
-import asyncio
-import contextlib
 import json
-import re
-import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 
 import pytest
 
 openai = pytest.importorskip("openai")
-uvicorn = pytest.importorskip("uvicorn")
-pytest.importorskip("prometheus_client")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from dflash_jax import Engine, SamplingParams, load_drafter, load_target  # noqa: E402
-from dflash_jax.infer.http.listening import listen, make_server  # noqa: E402
-from dflash_jax.infer.http.server import Limits, Worker, make_app  # noqa: E402
-from dflash_jax.infer.text import Text  # noqa: E402
+from dflash_jax import Engine, SamplingParams, load_target  # noqa: E402
+from dflash_jax.infer.http.server import make_app  # noqa: E402
 from tests import tiny  # noqa: E402
-
-KEY = "secret"
-AUTHORISED = {"Authorization": f"Bearer {KEY}"}
-LIMITS = Limits(request_bytes=5000, client_seconds=300)  # however busy the machine is
-HASTY = Limits(request_bytes=5000, client_seconds=1)  # for clients that are to be hung up on
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("server")
-    tiny.write_target(directory, tiny.target_config())
-    tiny.write_tokenizer(directory)
-    return Text(str(directory))
-
-
-@pytest.fixture(scope="module")
-def server(text, tmp_path_factory):
-    """Address of a server with two slots, and its worker."""
-    target = load_target(text._directory)
-    drafter = load_drafter(tiny.write_drafter(tmp_path_factory.mktemp("drafter"), tiny.drafter_config()))
-    engine = Engine(target, drafter, slots=2, max_length=256, steps_per_visit=2, logprobs=20, plain=True)
-    engine.warm_up()
-    worker = Worker(engine, most_waiting=8)
-    worker.start()
-    with serving(worker, text) as (address, _):
-        yield f"http://{address}", worker
-    worker.stop()
-
-
-@pytest.fixture(scope="module")
-def hasty(server, text):
-    """Address of a server that waits only a second for its clients."""
-    with serving(server[1], text, HASTY) as (address, _):
-        yield f"http://{address}"
-
-
-@pytest.fixture
-def held(server, monkeypatch):
-    """The engine makes no step before this is set."""
-    go_on, step = threading.Event(), server[1].engine.step
-    monkeypatch.setattr(server[1].engine, "step", lambda **options: go_on.wait(300) and step(**options))
-    yield go_on
-    go_on.set()
-
-
-@contextlib.contextmanager
-def serving(worker, text, limits=LIMITS):
-    """Address of a server, and what ends it."""
-    app = make_app(worker, text, SamplingParams(16), model="tiny", api_key=KEY, limits=limits)
-    with running(app, limits) as served:
-        yield served
-
-
-@contextlib.contextmanager
-def running(app, limits=LIMITS):
-    """Address of an application's server, and what ends it."""
-    listener = listen("127.0.0.1", 0)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that the kernel takes little of an answer
-    served = make_server(app, limits.client_seconds, shutdown_seconds=300)
-    thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
-    address = "{}:{}".format(*listener.getsockname())
-    thread.start()
-    while not served.started:
-        time.sleep(0.01)
-
-    def end():
-        served.should_exit = True
-        thread.join(200)
-        assert not thread.is_alive()
-
-    yield address, end
-    end()
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=server[0] + "/v1", api_key=KEY, max_retries=0) as client:
-        yield client
-
-
-def until(true):
-    deadline = time.monotonic() + 300
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-MESSAGES = [{"role": "user", "content": "hello there"}]
+from tests.infer.http.serving import AUTHORISED, MESSAGES, until  # noqa: E402
 
 
 def test_answers_and_streams_are_the_engines(client, server, text):
@@ -285,23 +189,6 @@ def test_models_health_and_metrics(client, server):
     assert "dflash_slots 2.0" in metrics
 
 
-@pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_leaves_frees_its_slot(client, server, streamed, monkeypatch):
-    engine = server[1].engine
-    step = engine.step
-    monkeypatch.setattr(engine, "step", lambda **options: time.sleep(0.2) or step(**options))
-    if streamed:
-        stream = client.completions.create(model="m", prompt="abc", max_tokens=200, stream=True)
-        next(iter(stream))
-        assert engine.busy == 1
-        stream.close()
-    else:
-        with pytest.raises(openai.APITimeoutError):
-            client.with_options(timeout=0.2).completions.create(model="m", prompt="abc", max_tokens=200)
-    until(lambda: engine.busy == 0)
-    assert client.completions.create(model="m", prompt="abc", max_tokens=4).usage.completion_tokens == 4
-
-
 def test_many_clients_at_once(client):
     alone = [
         client.completions.create(model="m", prompt="a" * (i + 1), max_tokens=12).choices[0].text for i in range(6)
@@ -327,183 +214,6 @@ def test_an_address_nobody_knows_and_a_wrong_method_get_json(client, server):
         assert json.loads(refused.value.read())["error"]["type"] == "invalid_request_error"
 
 
-def test_a_full_queue_is_answered_with_429(client, server, held):
-    streams = [client.completions.create(model="m", prompt="abc", max_tokens=200, stream=True) for _ in range(10)]
-    with pytest.raises(openai.RateLimitError) as error:  # two slots, eight that wait
-        client.completions.create(model="m", prompt="abc")
-    assert error.value.response.headers["retry-after"] == "5"
-    assert error.value.code == "overloaded"
-    held.set()
-    for stream in streams:
-        stream.close()
-    until(lambda: server[1]._present == 0)
-    assert client.completions.create(model="m", prompt="abc", max_tokens=4).usage.completion_tokens == 4
-
-
-def test_prompts_that_wait_to_be_read_count(client, server, text, monkeypatch):
-    encode, go_on = text.encode, threading.Event()
-    monkeypatch.setattr(text, "encode", lambda prompt: go_on.wait(300) and encode(prompt))
-    ask = lambda: client.completions.create(model="m", prompt="abc", max_tokens=1)
-    waiting = [threading.Thread(target=ask) for _ in range(10)]  # two slots, eight that wait
-    for thread in waiting:
-        thread.start()
-    until(lambda: server[1]._present == 10)
-    with pytest.raises(openai.RateLimitError):
-        ask()
-    go_on.set()
-    for thread in waiting:
-        thread.join()
-    until(lambda: server[1]._present == 0)
-
-
-def test_a_slow_client_is_hung_up_on(hasty):
-    """One that never ends its head, and one that never ends its body."""
-    address = hasty.removeprefix("http://").split(":")
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
-    key = b"Authorization: Bearer " + KEY.encode() + b"\r\nContent-Length: 100\r\n\r\n{"
-    for sent, answer in ((b"", b""), (head, b""), (head + key, b"HTTP/1.1 408")):
-        with socket.create_connection((address[0], int(address[1])), timeout=300) as connection:
-            connection.sendall(sent)
-            assert connection.recv(12) == answer
-
-
-def test_long_prompts_hold_up_nobody(client, server, text, monkeypatch):
-    """While one is turned into tokens, the server answers others, short prompts too."""
-    encode, others_were_answered = text.encode, threading.Event()
-
-    def slow(prompt):
-        assert len(prompt) < 100 or others_were_answered.wait(300)
-        return encode(prompt)
-
-    monkeypatch.setattr(text, "encode", slow)
-    asked = threading.Thread(target=lambda: client.completions.create(model="m", prompt="a" * 100, max_tokens=1))
-    asked.start()
-    assert urllib.request.urlopen(server[0] + "/health", timeout=300).status == 200
-    assert client.completions.create(model="m", prompt="abc", max_tokens=4).usage.completion_tokens == 4
-    assert asked.is_alive()
-    others_were_answered.set()
-    asked.join()
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-def test_large_answers_are_written_beside_the_event_loop(server, streamed, monkeypatch):
-    """And choice by choice: while Python encodes a value, no other of its threads runs."""
-    dumps, written = json.dumps, []
-
-    def watched(*given, **how):
-        written.append((threading.current_thread().name, len(made := dumps(*given, **how))))
-        return made
-
-    monkeypatch.setattr(json, "dumps", watched)
-    with ask_and_read_nothing(server[0], LARGE | {"stream": streamed}, after="close") as connection:
-        whole = len(all_that_comes(connection))
-    large = [size for thread, size in written if thread.startswith("detokenize") and size > 1000]
-    assert sum(large) > 0.9 * whole
-    assert max(large) < whole / 3
-
-
-PATH = "/v1/completions"
-STREAMING = {
-    "type": "http",
-    "method": "POST",
-    "path": PATH,
-    "raw_path": PATH.encode(),
-    "headers": [],
-    "query_string": b"",
-}
-
-
-def test_a_client_that_leaves_before_the_first_event_gives_its_place_back(server, text):
-    app = make_app(server[1], text, SamplingParams(4), model="tiny", api_key=None)
-    body = json.dumps({"prompt": "abc", "stream": True}).encode()
-    asked, gone = {"type": "http.request", "body": body}, {"type": "http.disconnect"}
-
-    async def connect():
-        messages = iter([asked, gone, gone])
-
-        async def receive():
-            return next(messages)
-
-        async def send(message):
-            raise OSError("the client has left")
-
-        with pytest.raises(OSError, match="has left"):
-            await app(STREAMING, receive, send)
-
-    until(lambda: server[1]._present == 0)
-    asyncio.run(connect())
-    assert server[1]._present == 0
-
-
-LARGE = {"prompt": "abc", "max_tokens": 100, "n": 4, "logprobs": 20, "temperature": 1.0}
-
-
-def ask_and_read_nothing(address, body, after="keep-alive"):
-    """A connection that has asked for an answer, of which the kernel takes little."""
-    host, port = address.removeprefix("http://").split(":")
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect((host, int(port)))
-    connection.settimeout(300)
-    data = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nConnection: {after}\r\n"
-    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    return connection
-
-
-def all_that_comes(connection):
-    """Bytes until the server has hung up."""
-    found = b""
-    with contextlib.suppress(ConnectionResetError):
-        while more := connection.recv(2**16):
-            found += more
-    return found
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_does_not_read_is_hung_up_on(hasty, server, streamed, monkeypatch):
-    """Its place counts as taken until then, though its answer is complete."""
-    worker = server[1]
-    step = worker.engine.step
-    monkeypatch.setattr(worker.engine, "step", lambda **options: time.sleep(0.02) or step(**options))
-    with ask_and_read_nothing(hasty, LARGE | {"stream": streamed}) as connection:
-        until(lambda: worker._present == 4)
-        seen = set()
-        until(lambda: seen.add((worker._present, worker.engine.busy)) or worker._present == 0)
-        found = all_that_comes(connection)
-    assert (4, 2) in seen
-    assert streamed or (4, 0) in seen
-    assert 0 < len(found) < 40_000  # the whole answer has some 200,000 bytes
-
-
-def test_a_client_that_reads_slowly_gets_all(server):
-    with ask_and_read_nothing(server[0], LARGE) as connection:
-        head, found = b"", b""
-        while b"\r\n\r\n" not in head:
-            head += connection.recv(1)
-        size = int(re.search(rb"content-length: (\d+)", head)[1])
-        while len(found) < size:
-            found += connection.recv(2**14)
-            time.sleep(0.01)
-    assert size > 100_000
-    assert len(json.loads(found)["choices"]) == 4
-
-
-def test_clients_that_do_not_read_hold_up_no_end(server, text):
-    worker = server[1]
-    with (
-        serving(worker, text, HASTY) as (address, end),
-        ask_and_read_nothing(address, LARGE) as connection,
-        ask_and_read_nothing(address, {"prompt": "abc", "n": 0}),  # takes a short refusal, and stays
-    ):
-        until(lambda: worker._present == 4)
-        begin = time.monotonic()
-        end()
-        assert time.monotonic() - begin < 150  # of the 300 that others would get
-        assert len(all_that_comes(connection)) < 40_000
-    assert worker._present == 0
-
-
 @pytest.mark.parametrize("given", ["Bearer schlüssel", "bearer schlüssel", "Bearer  schlüssel"])
 def test_keys_of_any_letters(server, text, given):
     app = make_app(server[1], text, SamplingParams(4), model="tiny", api_key="schlüssel")
@@ -526,23 +236,25 @@ def events(server, **fields):
 def test_a_stream_says_which_step_its_tokens_came_from(server):
     """The first token comes from the prompt; without speculation every other one has a step of its own."""
     texts = []
-    for speculation in (True, False):
+    for speculation in (True, False, {"max_block_size": 8}, {"max_block_size": 4}):
+        wide = speculation in (True, {"max_block_size": 8})  # the server has a block size of 8, and 1
         sent = events(server, stream_options={"include_steps": True}, speculation=speculation)
         steps = [step for event in sent for choice in event["choices"] for step in choice["steps"]]
         told = sent[-1]["speculation"]
         counts = [count for count, _ in steps if count]
         assert counts == [1, *told["acceptance_lengths"]]
-        assert speculation or counts == [1] * 30
+        assert wide or counts == [1] * 30
         drafts = [choice["draft"] for event in sent for choice in event["choices"] if "draft" in choice]
         nothing = {"block_size": 1, "tree": 0, "budget": 0, "proposed": 0}
         proposing = nothing | {"block_size": 8, "proposed": 7}
         assert drafts
-        assert all(draft == (proposing if speculation else nothing) for draft in drafts)
+        assert all(draft == (proposing if wide else nothing) for draft in drafts)
         assert told["alone"]
         assert told["tokens_per_second"] == pytest.approx(29 / told["decode_seconds"])
         texts.append("".join(piece for _, piece in steps))
         assert texts[-1] == "".join(event["choices"][0]["delta"].get("content") or "" for event in sent)
-    assert texts[0] == texts[1] != ""
+    assert len({*texts}) == 1
+    assert texts[0]
 
 
 def test_who_had_company_is_said(server, held):
@@ -558,9 +270,12 @@ def test_who_had_company_is_said(server, held):
     assert answers == [False, False]
 
 
-def test_speculation_is_true_or_false(client):
-    with pytest.raises(openai.BadRequestError, match="speculation must be true or false"):
-        client.chat.completions.create(model="", messages=MESSAGES, extra_body={"speculation": "no"})
+def test_what_speculation_may_be(client):
+    said = r'speculation must be true, false or \{"max_block_size": N\} with an integer N of 1 or more'
+    for wrong in ("no", 4, {}, {"max_block_size": 0}, {"max_block_size": True}, {"max_block_size": 4, "tree": 0}):
+        with pytest.raises(openai.BadRequestError, match=said):
+            client.chat.completions.create(model="", messages=MESSAGES, extra_body={"speculation": wrong})
+    assert client.models.retrieve("tiny").model_extra["dflash"]["block_sizes"] == [1, 8]
 
 
 def test_the_page_needs_no_key(server):
