@@ -86,7 +86,11 @@ def test_the_stages(place, capsys, monkeypatch):
     assert "tau" in capsys.readouterr().out
     assert main(["export", "--run", run, "--output", str(place / "drafter"), "--dtype", "float32"]) == 0
     assert load_drafter(place / "drafter").config.mask_token_id == tiny.MASK
-    assert target_of(str(place / "drafter")) == str(place / "target")
+    other = ["export", "--run", run, "--output", str(place / "other"), "--dtype", "float32", "--format", "speculators"]
+    assert main(other) == 0
+    assert load_drafter(place / "other").config == load_drafter(place / "drafter").config
+    for exported in ("drafter", "other"):
+        assert target_of(str(place / exported)) == str(place / "target")
     written = (place / "drafter" / "README.md").read_text()
     assert "# A dflash drafter for target" in written
     assert str(place) not in written
@@ -289,7 +293,7 @@ FLAGS = {
     "cache-features": DATA + "hidden",
     "fit": DATA + "features evaluate-prompts chat-template-kwargs tensorboard tracker",
     "evaluate": GENERATION + "prompts run step max-samples json store-sharpness",
-    "export": "dtype output run step license data-name",
+    "export": "dtype output run step license data-name format",
     "push": "drafter repo private",
     "plot": "output run",
     "pair": "output",
