@@ -14,9 +14,10 @@ def main(options: ExportOptions) -> int:
     if Path(options.output).exists():
         raise ValueError(f"{options.output} exists; choose a new directory")
     drafter, raw = load_run(options.run, options.step)
-    save = save_speculators if options.format == "speculators" else save_drafter
+    speculators = options.format == "speculators"
+    save = save_speculators if speculators else save_drafter
     save(options.output, drafter, raw, parse_dtype(options.dtype))
-    text = card(drafter, raw, Path(options.run), options.license, options.data_name)
+    text = card(drafter, raw, Path(options.run), options.license, options.data_name, speculators=speculators)
     (Path(options.output) / "README.md").write_text(text, encoding="utf-8")
     print(f"wrote {options.output}")
     return 0
