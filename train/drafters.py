@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from dflash_jax import checkpoint, files
 from dflash_jax.checkpoint import flat, leaves, nested
-from dflash_jax.config import AttentionConfig, RopeConfig
+from dflash_jax.config import AttentionConfig, Raw, RopeConfig
 from dflash_jax.config_json import token_ids
 from dflash_jax.drafters import KINDS, drafter_config, kind_named, kind_of, kind_with
 from dflash_jax.drafters.base import Drafter
@@ -219,7 +220,7 @@ def store_sharpness(directory: Path, sharpness: Sequence[float]) -> None:
     files.write_json(path, raw | {"proposal_sharpness": list(sharpness)})
 
 
-def save_drafter(directory: str | Path, drafter: Drafter, raw: dict[str, Any], dtype: DTypeLike | None = None) -> None:
+def save_drafter(directory: str | Path, drafter: Drafter, raw: Raw, dtype: DTypeLike | None = None) -> None:
     """Writes `config.json` and `model.safetensors`, in float32 unless another `dtype` is asked for.
 
     The directory appears whole or not at all: it is written beside and renamed.
@@ -227,9 +228,7 @@ def save_drafter(directory: str | Path, drafter: Drafter, raw: dict[str, Any], d
     _write(directory, drafter.params, KINDS[kind_of(raw)].tensors(drafter.config), raw, dtype)
 
 
-def save_speculators(
-    directory: str | Path, drafter: Drafter, raw: dict[str, Any], dtype: DTypeLike | None = None
-) -> None:
+def save_speculators(directory: str | Path, drafter: Drafter, raw: Raw, dtype: DTypeLike | None = None) -> None:
     """The same of a DFlash drafter in the layout of the `speculators` library.
 
     Raises:
@@ -261,9 +260,9 @@ def save_speculators(
 
 def _write(
     directory: str | Path,
-    params: Mapping[str, Any],
+    params: PyTree,
     table: checkpoint.Table,
-    raw: Mapping[str, Any],
+    raw: Raw,
     dtype: DTypeLike | None,
 ) -> None:
     dtype = jnp.dtype(dtype or jnp.float32)

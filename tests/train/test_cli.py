@@ -27,6 +27,7 @@ from dflash_jax.train import evaluate, fit
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.arguments import parse_stage, settings_given
 from dflash_jax.train.regenerate import answer_record
+from dflash_jax.train.run import Run
 from tests import tiny
 
 SETTINGS = "--length 64 --anchors 16 --batch-size 2 --block-size 4 --num-layers 1 --epochs 4 --log-every 2".split()
@@ -110,10 +111,12 @@ def test_the_stages(place, capsys, monkeypatch):
     assert main(["plot", "--run", run, "--output", str(place / "plot.png")]) == 0
 
 
-def test_the_time_left_does_not_count_the_compilation(capsys):
+def test_the_time_left_does_not_count_the_compilation(monkeypatch, capsys):
     """It follows from the speed of the steps after the first."""
     told = {"steps_per_second": 0.2, "loss": 1.25}
-    run = SimpleNamespace(steps=10, state=SimpleNamespace(step=0), fit=lambda report: report(2, told))
+    run = object.__new__(Run)
+    run.steps, run.state = 10, SimpleNamespace(step=0)
+    monkeypatch.setattr(Run, "fit", lambda self, report: report(2, told))
     fit._train(run, [])
     shown = capsys.readouterr().err
     assert "compiling" in shown
