@@ -84,7 +84,9 @@ def test_the_stages(place, capsys, monkeypatch):
     evaluation = ["evaluate", *models, "--run", run, "--prompts", prompts, "--max-new-tokens", "8"]
     assert main([*evaluation, "--json", str(figures)]) == 0
     assert json.loads(figures.read_text())["equal_outputs"] == 6
-    assert "tau" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "tau" in said.out
+    assert "12/12" in said.err  # six answers with the drafter and six without it
     assert main(["export", "--run", run, "--output", str(place / "drafter"), "--dtype", "float32"]) == 0
     assert load_drafter(place / "drafter").config.mask_token_id == tiny.MASK
     other = ["export", "--run", run, "--output", str(place / "other"), "--dtype", "float32", "--format", "speculators"]
