@@ -94,20 +94,34 @@ class Compiling:
             print(file=sys.stderr)
 
 
-def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> "tqdm":
-    """A bar on stderr: drawn twice a second on a terminal, twice a minute in a log or not there at all."""
+def progress_bar(total: int, unit: str, *, in_logs: bool = True, done: int = 0, estimate: bool = True) -> "tqdm":
+    """A bar on stderr: drawn twice a second on a terminal, twice a minute in a log or not there at all.
+
+    Args:
+        done: where it begins.
+        estimate: tell the speed and the time that is left, from the beginning of the bar on.
+    """
     from tqdm import tqdm
 
     terminal = sys.stderr.isatty()
     pause = 0.5 if terminal else LOG_PAUSE
     return tqdm(
         total=total,
+        initial=done,
         unit=unit,
+        bar_format=None if estimate else "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
         file=sys.stderr,
         disable=not (terminal or in_logs),
         mininterval=pause,
         maxinterval=max(pause, 10.0),
     )
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words, rounded: `40 s`, `12 min`, `3.5 h`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def engine_rates(engine: "Engine", stats: "Stats | None" = None) -> str:

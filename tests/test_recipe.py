@@ -1,4 +1,4 @@
-"""The page for an 8B model: its commands are understood, and its figures are those of the compilers."""
+"""The pages of recipes: their commands are understood, and the figures for an 8B model are those of the compilers."""
 
 import json
 import re
@@ -15,9 +15,17 @@ from dflash_jax.train.arguments import parse_stage, settings_given
 from dflash_jax.train.config import make_config
 from tests.chips import topology
 
-PAGE = (Path(__file__).parents[1] / "docs" / "recipe.md").read_text()
-CODE = "\n".join(re.findall(r"^    (.*)$", PAGE, re.M)).replace("\\\n", " ").replace("$TARGET", "./my-llama-fine-tune")
-COMMANDS = [shlex.split(line) for line in CODE.splitlines() if line.startswith("python -m ")]
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "recipe.md").read_text()
+
+
+def commands(page):
+    """The words of every command of a page that runs a module."""
+    code = "\n".join(re.findall(r"^    (.*)$", page, re.M)).replace("\\\n", " ")
+    return [shlex.split(line) for line in code.splitlines() if line.startswith("python -m ")]
+
+
+COMMANDS = commands(PAGE.replace("$TARGET", "./my-llama-fine-tune"))
 TABLE = [[cell.strip() for cell in line.strip("| ").split("|")] for line in PAGE.splitlines() if line.startswith("| ")]
 PARSERS = {
     "train": parse_stage,
@@ -26,10 +34,10 @@ PARSERS = {
 }
 
 
-def options():
-    """Of every command of the page, by the module that it runs."""
+def options(commands):
+    """Of every command, by the module that it runs."""
     made = {}
-    for _, _, module, *words in COMMANDS:
+    for _, _, module, *words in commands:
         made.setdefault(module.removeprefix("dflash_jax."), []).append(
             PARSERS[module.removeprefix("dflash_jax.")](words)
         )
@@ -37,7 +45,7 @@ def options():
 
 
 def test_its_commands_are_understood():
-    found = options()
+    found = options(COMMANDS)
     assert {name: len(made) for name, made in found.items()} == {"train": 6, "plan": 3, "serve": 1}
     fits = [made for made in found["train"] if hasattr(made, "settings")]
     configs = [make_config(settings_given(made.settings)) for made in fits]
@@ -45,6 +53,22 @@ def test_its_commands_are_understood():
     parts = [c.batch_size // c.accumulate for c in configs]
     assert parts == [planned.batch_size for planned in found["plan"]] == [int(n) for n in row("rows of a part")]
     assert {(p.max_length, p.row_anchors, p.tokens) for p in found["plan"]} == {(3072, 1536, 100_000_000)}
+
+
+def test_the_commands_for_a_fine_tune_are_understood():
+    """They follow from one another: what one writes, the next one reads."""
+    found = options(commands((DOCS / "fine_tune.md").read_text().replace("$DRAFTER", "./drafter-of-the-base")))
+    assert {name: len(made) for name, made in found.items()} == {"train": 6, "serve": 1}
+    before, answers, features, fit, exported, after = found["train"]
+    assert {made.models.target for made in (before, answers, after)} == {"finetune"}
+    assert answers.output == features.source.data == fit.source.data
+    assert features.output == fit.features
+    assert features.source.init_from == fit.source.init_from == before.models.drafter
+    assert settings_given(features.settings)["length"] == settings_given(fit.settings)["length"]
+    assert fit.output == exported.run
+    assert exported.output == after.models.drafter == found["serve"][0].models.drafter
+    assert before.prompts == after.prompts != fit.evaluate_prompts
+    make_config(settings_given(fit.settings))
 
 
 def row(name):

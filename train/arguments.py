@@ -50,7 +50,7 @@ Trains a drafter for a target.
 COMMON = frozenset(
     "target drafter data input output run prompts evaluate_prompts init_from config learning_rate epochs batch_size "
     "block_size num_layers length max_new_tokens temperature max_samples features step dtype mesh plot pair rows steps "
-    "samples tensorboard tracker license data_name repo private".split()
+    "samples tensorboard tracker license data_name format repo private".split()
 )
 NOT_GIVEN: Any = object()  # None is a value of settings
 Directory = Annotated[str, arg(metavar="DIR")]
@@ -224,6 +224,7 @@ class ExportOptions:
         dtype: float32, bfloat16 or float16
         license: for the model card, as the hub names licenses, such as apache-2.0
         data_name: for the model card: what it was trained on
+        format: layout of its files: that of the published drafters of z-lab, or of the speculators library
     """
 
     run: Directory
@@ -232,6 +233,7 @@ class ExportOptions:
     dtype: str = "bfloat16"
     license: Annotated[str | None, optional(str, "NAME")] = None
     data_name: Annotated[str | None, optional(str, "TEXT")] = None
+    format: Annotated[Literal["z-lab", "speculators"], arg(metavar="z-lab|speculators")] = "z-lab"
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,16 @@ In vLLM and SGLang, where they have this kind of drafter:
     python -m sglang.launch_server --model-path {target} \\
         --speculative-algorithm DFLASH --speculative-draft-model-path DIR
 """
+_SPECULATORS_IN_VLLM = """\
+In vLLM, which finds the target by its name in `config.json`:
+
+    vllm serve DIR
+"""
 
 
-def card(drafter: Drafter, raw: Raw, run: Path, license_name: str | None, data: str | None) -> str:
+def card(
+    drafter: Drafter, raw: Raw, run: Path, license_name: str | None, data: str | None, *, speculators: bool = False
+) -> str:
     """The card of the drafter of a run.
 
     Args:
@@ -29,6 +36,7 @@ def card(drafter: Drafter, raw: Raw, run: Path, license_name: str | None, data: 
         run: its directory.
         license_name: as the hub names licenses, such as apache-2.0; None leaves it open.
         data: what it was trained on, in words; None leaves it open.
+        speculators: whether it is written in the layout of that library.
     """
     named, kind, size = str(raw.get(TARGET) or "its target"), kind_of(raw), drafter.config.block_size
     of_hub = named.count("/") == 1 and not named.startswith((".", "/", "~")) and not Path(named).exists()
@@ -40,6 +48,7 @@ def card(drafter: Drafter, raw: Raw, run: Path, license_name: str | None, data: 
     trained = [f"{metrics[-1]['step']} steps"] if metrics else []
     trained += [f"batches of {settings.get('batch_size')} rows of {settings.get('length')} tokens"]
     trained += [f"data: {data}"] if data else []
+    elsewhere = _SPECULATORS_IN_VLLM if speculators else _IN_VLLM if kind == "dflash" else ""
     lines = [
         "---",
         yaml.safe_dump(head, sort_keys=False).rstrip(),
@@ -55,7 +64,7 @@ def card(drafter: Drafter, raw: Raw, run: Path, license_name: str | None, data: 
         "",
         f"    dflash-jax serve --target {target} --drafter DIR",
         "",
-        *(_IN_VLLM.format(target=target, draft=size - 1).splitlines() if kind == "dflash" else []),
+        *elsewhere.format(target=target, draft=size - 1).splitlines(),
     ]
     return "\n".join(lines).rstrip() + "\n"
 

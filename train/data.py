@@ -181,6 +181,13 @@ class Packing:
             total += int(part * (self._first[whole + 1] - total))
         return max(1, total)
 
+    @property
+    def rows_of_an_epoch(self) -> int:
+        """Of the first one; in another order there may be one more or less."""
+        if not self._epochs:
+            self._plan_epoch()
+        return len(self._epochs[0])
+
     def batch(self, step: int) -> Rows:
         """The rows of a step."""
         return self.rows(self.contents(step))

@@ -9,17 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from dflash_jax import checkpoint, files
 from dflash_jax.checkpoint import flat, leaves, nested
-from dflash_jax.config import AttentionConfig, RopeConfig
+from dflash_jax.config import AttentionConfig, Raw, RopeConfig
 from dflash_jax.config_json import token_ids
 from dflash_jax.drafters import KINDS, drafter_config, kind_named, kind_of, kind_with
 from dflash_jax.drafters.base import Drafter
+from dflash_jax.drafters.config import DFlashConfig
+from dflash_jax.drafters.dflash import DFlash
+from dflash_jax.drafters.speculators import as_speculators
 from dflash_jax.infer.text import Text
 from dflash_jax.mesh import entered, gather
 from dflash_jax.sharding import lookup
 from dflash_jax.target import Target
+from dflash_jax.train.card import TARGET
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example
 
@@ -215,13 +220,52 @@ def store_sharpness(directory: Path, sharpness: Sequence[float]) -> None:
     files.write_json(path, raw | {"proposal_sharpness": list(sharpness)})
 
 
-def save_drafter(directory: str | Path, drafter: Drafter, raw: dict[str, Any], dtype: DTypeLike | None = None) -> None:
+def save_drafter(directory: str | Path, drafter: Drafter, raw: Raw, dtype: DTypeLike | None = None) -> None:
     """Writes `config.json` and `model.safetensors`, in float32 unless another `dtype` is asked for.
 
     The directory appears whole or not at all: it is written beside and renamed.
     """
+    _write(directory, drafter.params, KINDS[kind_of(raw)].tensors(drafter.config), raw, dtype)
+
+
+def save_speculators(directory: str | Path, drafter: Drafter, raw: Raw, dtype: DTypeLike | None = None) -> None:
+    """The same of a DFlash drafter in the layout of the `speculators` library.
+
+    Raises:
+        ValueError: that layout cannot say what this drafter is.
+    """
+    config = drafter.config
+    if not isinstance(config, DFlashConfig) or kind_of(raw) != "dflash":
+        raise ValueError(f"--format speculators is for dflash drafters, and this is a {kind_of(raw)} one")
+    reduced = config.draft_vocab_size != config.vocab_size
+    if config.own_embedding or (config.own_head and not reduced):
+        raise ValueError("--format speculators is for drafters that share the target's embedding and head")
+    target = raw.get(TARGET)
+    described = Path(str(target)) / "config.json"
+    architectures = checkpoint.read_json(described).get("architectures") if described.is_file() else None
+    made = as_speculators(raw, config, target, architectures or ())
+    found, expected = (
+        dataclasses.replace(each, own_embedding=False, own_head=False, own_vocabulary=False)
+        for each in (drafter_config(made), config)
+    )
+    if differ := [f.name for f in dataclasses.fields(config) if getattr(found, f.name) != getattr(expected, f.name)]:
+        raise ValueError(f"--format speculators cannot say this drafter's {', '.join(differ)}; leave --format out")
+    params, table = dict(drafter.params), DFlash().tensors(config)
+    if reduced:  # the library also wants the tokens' places the other way round
+        chosen = np.asarray(params["d2t"], np.int64) + np.arange(config.draft_vocab_size)
+        params |= {"d2t": chosen - np.arange(len(chosen)), "t2d": np.isin(np.arange(config.vocab_size), chosen)}
+        table |= {"t2d": checkpoint.copied("t2d", config.vocab_size)}
+    _write(directory, params, table, made, dtype)
+
+
+def _write(
+    directory: str | Path,
+    params: PyTree,
+    table: checkpoint.Table,
+    raw: Raw,
+    dtype: DTypeLike | None,
+) -> None:
     dtype = jnp.dtype(dtype or jnp.float32)
-    params = jax.tree.map(np.asarray, cast(drafter.params, dtype))
-    table = KINDS[kind_of(raw)].tensors(drafter.config)
+    host = jax.tree.map(lambda x: x if isinstance(x, np.ndarray) else np.asarray(x), cast(params, dtype))
     with files.replacing(Path(directory)) as beside:
-        checkpoint.save(beside, params, table, raw | {"dtype": dtype.name})
+        checkpoint.save(beside, host, table, {**raw, "dtype": dtype.name})

@@ -1,5 +1,6 @@
 """Real speculative decoding of held-out prompts: the only number a checkpoint is chosen by."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from dflash_jax.infer.engine.requests import Request, RequestError
 from dflash_jax.infer.jobs.inputs import input_lines
 from dflash_jax.infer.jobs.lines import read_lines
 from dflash_jax.infer.jobs.records import acceptance_summary
+from dflash_jax.infer.progress import progress_bar, warm_up
 from dflash_jax.infer.text import Text
 from dflash_jax.loading import choose_mesh, models_on_mesh, target_config, use_kernels
 from dflash_jax.mesh import rows_of, spread
@@ -71,6 +73,7 @@ def evaluate(
     proposals: Proposals = "calibrated",
     batch_size: int = 8,
     baseline: bool = False,
+    show: bool = False,
 ) -> Metrics:
     """Decodes all prompts speculatively and returns tau and how the steps went.
 
@@ -79,6 +82,7 @@ def evaluate(
         block_size, tree, proposals: as in `EngineConfig`.
         batch_size: rows at a time.
         baseline: also decode autoregressively, taking turns, for `speedup` and `equal_outputs`.
+        show: say on stderr how far it is.
 
     Returns:
         Figures; at a temperature also the sharpness of proposals that these prompts taught, which may be stored with
@@ -97,11 +101,15 @@ def evaluate(
     if baseline:
         engines.append(Engine(target, None, slots=slots, max_length=max_length))
     for engine in engines:
-        engine.warm_up()
+        warm_up(engine) if show else engine.warm_up()
     answers: list[list[Any]] = [[] for _ in engines]
-    for start in range(0, len(requests), slots):
-        for engine, done in zip(engines, answers, strict=True):
-            done += engine.generate(requests[start : start + slots])
+    with progress_bar(len(engines) * len(requests), "answer") if show else contextlib.nullcontext() as bar:
+        for start in range(0, len(requests), slots):
+            asked = requests[start : start + slots]
+            for engine, done in zip(engines, answers, strict=True):
+                done += engine.generate(asked)
+                if bar is not None:
+                    bar.update(len(asked))
     lengths = Counter(n for completion in answers[0] for n in completion.acceptance_lengths)
     figures = acceptance_summary(lengths, engines[0].width) | {
         "samples": len(requests),
@@ -137,6 +145,7 @@ def main(options: EvaluateOptions) -> int:
         proposals=generation.proposals,
         batch_size=generation.rows,
         baseline=True,
+        show=True,
     )
     figures["chat_template_kwargs"] = dict(generation.chat_template_kwargs)
     rates = " ".join(f"{rate:.2f}" for rate in figures["acceptance_per_position"])

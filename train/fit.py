@@ -2,13 +2,14 @@
 
 import contextlib
 import importlib
-import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from dflash_jax.infer.engine.params import SamplingParams
-from dflash_jax.infer.progress import progress_bar
+from dflash_jax.infer.progress import duration, progress_bar
 from dflash_jax.target import Target
 from dflash_jax.train.arguments import FitOptions, settings_given
 from dflash_jax.train.config import TrainConfig
@@ -39,10 +40,38 @@ def main(options: FitOptions) -> int:
         features = FeatureCache(options.features, target, drafter.taps, data.examples, hidden)
     judge = _judge(options, target, config)
     run = open_run(options.output, target, drafter, raw, data.examples, config, features=features, evaluate=judge)
+    print(ahead(run), file=sys.stderr)
     with _logs(options, config) as logs:
-        metrics = _train(run, logs)
-    print(json.dumps({name: value for name, value in metrics.items() if isinstance(value, int | float)}))
+        _train(run, logs)
+    print(outcome(run))
     return 0
+
+
+def ahead(run: Run) -> str:
+    """What the run will take, in words."""
+    config, done = run.config, int(run.state.step)
+    left = run.steps - done
+    if not left:
+        return f"all {run.steps:,} steps are done"
+    epochs = left * config.batch_size / run.packing.rows_of_an_epoch
+    return (
+        f"{f'{done:,} of {run.steps:,} steps are done; ' if done else ''}"
+        f"{left:,} optimizer steps of {config.batch_size} rows of {config.length:,} tokens: "
+        f"{left * config.batch_size * config.length:,} tokens, {epochs:.3g} epochs"
+    )
+
+
+def outcome(run: Run) -> str:
+    """What came of a run that has ended, and how it goes on, in words; `metrics.jsonl` has all figures."""
+    lines = run.log.lines()
+    parts = [f"{run.steps:,} steps done"]
+    if losses := [line["loss"] for line in lines if line.get("loss") is not None]:
+        parts.append(f"loss {losses[-1]:.3f}")
+    if judged := [line for line in lines if line.get("tau") is not None]:
+        best = max(judged, key=lambda line: (line["tau"], line["step"]))  # of equal ones the last is kept
+        parts.append(f"best tau {best['tau']:.2f} on held-out prompts, after step {best['step']:,}")
+    place = shlex.quote(str(run.directory))
+    return f"{', '.join(parts)}; the run is in {place}\nnext: dflash-jax train export --run {place} --output DIR"
 
 
 def _judge(options: FitOptions, target: Target, config: TrainConfig) -> Judge | None:
@@ -82,19 +111,19 @@ def _logs(options: FitOptions, config: TrainConfig) -> Iterator[list[Log]]:
         yield logs
 
 
-def _train(run: Run, logs: Sequence[Log]) -> Metrics:
-    """Trains to the end, with a progress bar; returns the last metrics."""
-    with progress_bar(run.steps, "step") as bar:
-        bar.update(int(run.state.step))
+def _train(run: Run, logs: Sequence[Log]) -> None:
+    """Trains to the end, with a progress bar. What is left is told from the steps after the first, which compiles."""
+    with progress_bar(run.steps, "step", done=int(run.state.step), estimate=False) as bar:
+        bar.set_postfix_str("compiling")
 
         def report(step: int, metrics: Metrics) -> None:
+            shown = [f"{name} {metrics[k]:{how}}" for k, (name, how) in SHOWN.items() if metrics.get(k)]
+            if rate := metrics.get("steps_per_second"):
+                shown.insert(0, f"{duration((run.steps - step) / rate)} left")
+            bar.set_postfix_str(" ".join(shown), refresh=False)
             bar.update(step - bar.n)
-            bar.set_postfix_str(
-                " ".join(f"{name} {metrics[k]:{how}}" for k, (name, how) in SHOWN.items() if metrics.get(k)),
-                refresh=False,
-            )
             values = {name: value for name, value in metrics.items() if isinstance(value, float)}
             for log in logs:
                 log(step, values)
 
-        return run.fit(report)
+        run.fit(report)

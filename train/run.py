@@ -45,7 +45,7 @@ class Figures:
 
     Args:
         at: the step at which the run went on.
-        progress: called with the step and its metrics whenever a line is logged.
+        progress: called with the step and its metrics whenever a line is logged, and after the second step.
     """
 
     def __init__(self, run: "Run", at: int, progress: Callable[[int, Metrics], None]):
@@ -75,11 +75,13 @@ class Figures:
                 "a lower learning_rate"
             )
         first = step == self._at + 1  # it compiles
-        if step % config.log_every == 0 or step == run.steps or first:
+        logged = step % config.log_every == 0 or step == run.steps or first
+        if logged or step == self._at + 2:  # the first that is timed, so that the time left is told soon
             rate = (step - self._at - 1) / (time.perf_counter() - self._begin)
             figures = {name: float(value) for name, value in values.items()}
             self._last = {"step": step, **figures, "steps_per_second": rate, **self._speeds(rate, figures["labels"])}
-            run.log.add(self._last)
+            if logged:
+                run.log.add(self._last)
             self._progress(step, self._last)
         if first:
             self._begin = time.perf_counter()
@@ -148,7 +150,7 @@ class Run:
         """Trains to the end and returns the last metrics; an interrupted run saves where it is.
 
         Args:
-            progress: called with the step and its metrics whenever a line is logged.
+            progress: called with the step and its metrics whenever a line is logged, and after the second step.
 
         Raises:
             NotFiniteError: naming the step; the state before it is saved.

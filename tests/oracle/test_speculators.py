@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("speculators")
 
+from speculators import SpeculatorModel  # noqa: E402
 from speculators.config import SpeculatorsConfig, VerifierConfig  # noqa: E402
 from speculators.models.dflash import DFlashSpeculatorConfig  # noqa: E402
 from speculators.models.dflash.core import DFlashDraftModel  # noqa: E402
@@ -25,6 +26,8 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig  # noqa: E402
 
 from dflash_jax import generate, load_drafter, load_target, spec_generate  # noqa: E402
 from dflash_jax.decoding.state import Query, Seen  # noqa: E402
+from dflash_jax.train.config import TrainConfig  # noqa: E402
+from dflash_jax.train.drafters import new_drafter, save_speculators  # noqa: E402
 from tests.oracle.families import MASK, VOCAB, prompts, randomise  # noqa: E402
 from tests.oracle.test_parity import SHAPE, make_target  # noqa: E402
 from tests.tiny import choice_of  # noqa: E402
@@ -117,7 +120,26 @@ def their_proposals(drafter, tokens, features, anchor):
 def test_block_drafters_over_rounds(name, tmp_path):
     their_target = make_target(tmp_path / "target")
     theirs = make_block_drafter(tmp_path / "drafter", their_target, **BLOCK_DRAFTERS[name])
-    target, ours = load_target(tmp_path / "target"), load_drafter(tmp_path / "drafter")
+    check_rounds(load_target(tmp_path / "target"), load_drafter(tmp_path / "drafter"), theirs)
+
+
+@pytest.mark.parametrize("vocabulary", [VOCAB, REDUCED])
+def test_the_library_reads_what_we_export(vocabulary, tmp_path):
+    """A drafter of ours in its layout, and the target whose embedding and head it takes."""
+    make_target(tmp_path / "target")
+    target = load_target(tmp_path / "target")
+    chosen = None if vocabulary == VOCAB else np.sort(np.random.default_rng(2).permutation(MASK)[:vocabulary]).tolist()
+    settings = TrainConfig(block_size=BLOCK, num_layers=2, target_layer_ids=(0, 2))
+    ours, raw = new_drafter(target, settings, MASK, chosen)
+    save_speculators(tmp_path / "drafter", ours, raw | {"target_model_name_or_path": str(tmp_path / "target")})
+    theirs = SpeculatorModel.from_pretrained(tmp_path / "drafter", attn_implementation="eager").eval()
+    assert type(theirs) is DFlashDraftModel
+    assert theirs.config.speculators_config.verifier.architectures == ["Qwen3ForCausalLM"]
+    check_rounds(target, load_drafter(tmp_path / "drafter"), theirs)
+
+
+def check_rounds(target, ours, theirs):
+    """Both propose the same, one round after another."""
     rng, length = np.random.default_rng(0), sum(ROUNDS) + BLOCK + 2
     tokens, features = rng.integers(0, MASK, (1, length)), rng.standard_normal((1, length, 64)).astype(np.float32)
     state, at = ours.init_state(1, 64), 0

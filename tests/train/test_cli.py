@@ -21,11 +21,13 @@ from dflash_jax.infer.engine.requests import Completion, Request
 from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.infer.jobs import journal
 from dflash_jax.infer.jobs.lines import Line
+from dflash_jax.infer.progress import duration
 from dflash_jax.pairs import target_of
-from dflash_jax.train import evaluate
+from dflash_jax.train import evaluate, fit
 from dflash_jax.train.__main__ import main
 from dflash_jax.train.arguments import parse_stage, settings_given
 from dflash_jax.train.regenerate import answer_record
+from dflash_jax.train.run import Run
 from tests import tiny
 
 SETTINGS = "--length 64 --anchors 16 --batch-size 2 --block-size 4 --num-layers 1 --epochs 4 --log-every 2".split()
@@ -72,15 +74,28 @@ def test_the_stages(place, capsys, monkeypatch):
     assert told[0]["config"]["block_size"] == 4
     assert told[-1] == "end"
     assert len(told) > 2
-    assert '"tau"' in capsys.readouterr().out
+    monkeypatch.delitem(sys.modules, "wandb")  # transformers looks at its spec
+    said = capsys.readouterr()
+    assert re.search(r"^\d+ optimizer steps of 2 rows of 64 tokens: [\d,]+ tokens, [\d.]+ epochs$", said.err, re.M)
+    assert re.search(r"^\d+ steps done, loss [\d.]+, best tau [\d.]+ on held-out prompts, after step \d+; ", said.out)
+    assert said.out.endswith(f"next: dflash-jax train export --run {run} --output DIR\n")
+    assert main([*fit, *more]) == 0
+    assert re.search(r"^all \d+ steps are done$", capsys.readouterr().err, re.M)
     figures = place / "figures.json"
     evaluation = ["evaluate", *models, "--run", run, "--prompts", prompts, "--max-new-tokens", "8"]
     assert main([*evaluation, "--json", str(figures)]) == 0
     assert json.loads(figures.read_text())["equal_outputs"] == 6
-    assert "tau" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "tau" in said.out
+    assert "12/12" in said.err  # six answers with the drafter and six without it
     assert main(["export", "--run", run, "--output", str(place / "drafter"), "--dtype", "float32"]) == 0
     assert load_drafter(place / "drafter").config.mask_token_id == tiny.MASK
-    assert target_of(str(place / "drafter")) == str(place / "target")
+    other = ["export", "--run", run, "--output", str(place / "other"), "--dtype", "float32", "--format", "speculators"]
+    assert main(other) == 0
+    assert load_drafter(place / "other").config == load_drafter(place / "drafter").config
+    assert "\n    vllm serve DIR\n" in (place / "other" / "README.md").read_text()
+    for exported in ("drafter", "other"):
+        assert target_of(str(place / exported)) == str(place / "target")
     written = (place / "drafter" / "README.md").read_text()
     assert "# A dflash drafter for target" in written
     assert str(place) not in written
@@ -97,6 +112,24 @@ def test_the_stages(place, capsys, monkeypatch):
     assert len(stored.proposal_sharpness) == stored.block_size - 1
     assert "sharpness by depth" in capsys.readouterr().out
     assert main(["plot", "--run", run, "--output", str(place / "plot.png")]) == 0
+
+
+def test_the_time_left_does_not_count_the_compilation(monkeypatch, capsys):
+    """It follows from the speed of the steps after the first."""
+    told = {"steps_per_second": 0.2, "loss": 1.25}
+    run = object.__new__(Run)
+    run.steps, run.state = 10, SimpleNamespace(step=0)
+    monkeypatch.setattr(Run, "fit", lambda self, report: report(2, told))
+    fit._train(run, [])
+    shown = capsys.readouterr().err
+    assert "compiling" in shown
+    assert "2/10" in shown
+    assert "40 s left loss 1.250" in shown
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(41.6, "42 s"), (60, "1 min"), (3000, "50 min"), (9000, "2.5 h")])
+def test_times_in_words(seconds, shown):
+    assert duration(seconds) == shown
 
 
 def test_anchors_of_an_answer():
@@ -267,7 +300,7 @@ FLAGS = {
     "cache-features": DATA + "hidden",
     "fit": DATA + "features evaluate-prompts chat-template-kwargs tensorboard tracker",
     "evaluate": GENERATION + "prompts run step max-samples json store-sharpness",
-    "export": "dtype output run step license data-name",
+    "export": "dtype output run step license data-name format",
     "push": "drafter repo private",
     "plot": "output run",
     "pair": "output",
