@@ -67,7 +67,7 @@ def with_mode(argv: Sequence[str]) -> list[str]:
     words = [part for word in argv for part in (word.split("=", 1) if word.partition("=")[0] in FLAGS else [word])]
     chosen = list(dict.fromkeys(word for word in words if word in FLAGS))
     if len(chosen) > 1:
-        print(f"error: {chosen[0]} is a measurement of its own; leave {chosen[1]} out", file=sys.stderr)
+        print(f"error: {chosen[0]} and {chosen[1]} are different modes; leave one of them out", file=sys.stderr)
         raise SystemExit(2)
     if not chosen:
         return ["compare", *argv]

@@ -149,7 +149,7 @@ class ModelOptions:
 
     @property
     def overrides(self) -> dict[str, dict[str, Any]]:
-        """Replaced fields of both configurations, and what is quantised, by the option that names them."""
+        """Replaced fields of both configurations, and what is quantized, by the option that names them."""
         names = "target_config", "drafter_config", "quantize"
         return {name: dict(getattr(self, name)) for name in names}
 

@@ -208,7 +208,7 @@ def parse_command(
             print("error: one of --prompt, --input, --http is required; --help says what each does", file=sys.stderr)
             raise SystemExit(2)
     elif found.http is not None and found.server.address is not None:
-        print("error: --http has the host and the port; leave out --host and --port", file=sys.stderr)
+        print("error: --http gives the host and the port; leave out --host and --port", file=sys.stderr)
         raise SystemExit(2)
     return found
 

@@ -85,7 +85,7 @@ class HttpOptions:
 
         check_least(self, max_request_bytes=1, max_waiting=0, client_timeout=1, shutdown_timeout=0)
         if not all(key.strip() for key in self.keys):
-            raise ValueError("the key is empty (--api-key or DFLASH_API_KEY); give one, or leave it out")
+            raise ValueError("the API key is empty (--api-key or DFLASH_API_KEY); set one, or leave it out")
         if not self.keys and not is_local(host) and not self.allow_unauthenticated:
             raise ValueError(
                 f"{host} can be reached from other machines, and no key is asked for; give --api-key, or "

@@ -177,7 +177,7 @@ class TrainConfig:
                 if not fits(getattr(self, name)):
                     raise ValueError(f"{name} {what}, got {getattr(self, name)}")
         if self.moments == "bfloat16" and self.b2 > 0.99:
-            raise ValueError(f"moments bfloat16 needs b2 of at most 0.99, or means stand still; got {self.b2}")
+            raise ValueError(f"moments bfloat16 needs b2 of at most 0.99, or the averages stand still; got {self.b2}")
         if self.block_size < 2:
             raise ValueError(f"block_size must be at least 2 (an anchor and a mask), got {self.block_size}")
         if self.batch_size % self.accumulate:

@@ -60,7 +60,7 @@ def prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
         )
     mesh = choose_mesh(options.mesh, training=True)
     if "drafter" in options.quantize:
-        raise ValueError("--quantize drafter=... is not for training, whose parameters are float32; leave it out")
+        raise ValueError("training keeps the drafter in float32; leave drafter=... out of --quantize")
     how = {"overrides": options.target_config, "quantize": options.quantize}
     target = load_target(options.target, dtype=config.dtype, mesh=mesh, **how)
     ends = target.config.eos_token_ids

@@ -37,7 +37,7 @@ def measure(options: DraftersOptions) -> Figures:
     if options.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {options.rounds}")
     if options.generation.block_size == "auto":
-        raise ValueError("drafters are compared at one size, not --block-size auto; give a number or leave it out")
+        raise ValueError("drafters are compared at one block size; give --block-size a number, or leave it out")
     models = options.models
     source, _ = pair_sources(models)
     loaded = load(replace(models, target=source), options.generation.at(0.0), speculative=False)

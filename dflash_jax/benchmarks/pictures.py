@@ -77,7 +77,7 @@ def answered(prompt: str) -> Figures:
 
 
 def answer_picture(answer: Figures) -> str:
-    """SVG: a text in which the tokens of each step have one colour."""
+    """SVG: a text in which the tokens of each step have one color."""
     x, y, body = 0, 0, []
     for number, (count, piece) in enumerate(answer["steps"]):
         title = f"step {number}: {count} tokens" if number else "from reading the prompt"

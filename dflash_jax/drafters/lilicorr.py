@@ -1,7 +1,7 @@
 """LiLiCorr: a DFlash drafter that chooses a path through the best tokens of all slots (arXiv 2608.20530).
 
 The best tokens of the slots are the candidates of a lattice. A small transformer sees all of them, and gives each a
-vector for what follows it and one for what it follows. How well two candidates of neighbouring slots go together is the
+vector for what follows it and one for what it follows. How well two candidates of neighboring slots go together is the
 cosine of these two. What the first slot follows is the anchor, known by the features of the position before it. A chain
 takes the best candidate of one slot after another. References: SGLang 0.5.23, `models/lilicorr.py`; for training,
 NVIDIA ModelOpt, `plugins/hf_lilicorr.py`.

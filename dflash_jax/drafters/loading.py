@@ -70,14 +70,14 @@ def drafter_named(name: str, **how: Any) -> DraftModel:
     ("ngram"), both ("ngram+CHECKPOINT"), or an object of a module ("module:Name").
 
     Raises:
-        ValueError: as `load_drafter`; for n-grams alone a field to replace that is not `block_size`, or quantisation.
+        ValueError: as `load_drafter`; for n-grams alone a field to replace that is not `block_size`, or quantization.
     """
     if names_object(name):
         return function.imported(name)
     ngrams, source = ngram.named(name)
     if source is None:
         if "drafter" in parse_quantize(how.get("quantize")):
-            raise ValueError("n-grams have no weights to quantise; leave drafter=... out")
+            raise ValueError("n-grams have no weights to quantize; leave drafter=... out of --quantize")
         given = dict(how.get("overrides") or {})
         size = given.pop("block_size", ngram.NgramConfig().block_size)
         if given or not isinstance(size, int) or size < 1:

@@ -182,7 +182,7 @@ class Trees:
             expected: what the tree's best nodes, so many of them, promised in one step on average.
         """
         keep = math.exp(-steps / BATCH_MEMORY)
-        if nodes != self._nodes:  # what was learnt of another tree, as if of this one
+        if nodes != self._nodes:  # what was learned of another tree, as if of this one
             longest = self._chains.longest
             own = longest * chains.own / chains.longest
             self._tokens = self.tokens(nodes, Chains(own, longest)) if longest else 0.0

@@ -114,15 +114,19 @@ class EngineConfig:
         if self.verify_budget is not None and self.verify_budget < 2:
             raise ValueError(f"verify_budget must be at least 2, got {self.verify_budget}; the anchor is one position")
         if self.verify_budget is not None and self.deterministic:
-            raise ValueError("verify_budget and deterministic exclude each other: what is verified depends on all rows")
+            raise ValueError(
+                "verify_budget and deterministic cannot be combined: what is verified depends on all sequences"
+            )
         if isinstance(self.prefill_budget, int) and not 1 <= self.prefill_budget < 2**31:
             raise ValueError(f"prefill_budget must be at least 1 and below 2**31, got {self.prefill_budget}")
         if isinstance(self.prefill_budget, int) and self.deterministic:
             raise ValueError(
-                "prefill_budget and deterministic exclude each other: what a step reads depends on all rows"
+                "prefill_budget and deterministic cannot be combined: what a step reads depends on all sequences"
             )
         if self.plain and self.deterministic:
-            raise ValueError("plain and deterministic exclude each other: one plain request changes the steps of all")
+            raise ValueError(
+                "plain and deterministic cannot be combined: one request without speculation changes the steps of all"
+            )
         if self.proposals not in get_args(Proposals):
             raise ValueError(f"proposals must be one of {', '.join(get_args(Proposals))}; got {self.proposals!r}")
         if self.gpu_graphs not in get_args(Graphs):

@@ -80,7 +80,7 @@ class SamplingParams:
         check_penalties(self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         if len(self.ends) > STOP_WIDTH:
             raise ValueError(
-                f"stop_token_ids and the model's end tokens may be {STOP_WIDTH} together, got {len(self.ends)}"
+                f"stop_token_ids and the model's end tokens may be at most {STOP_WIDTH} together, got {len(self.ends)}"
             )
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise ValueError(

@@ -318,7 +318,7 @@ class Job:
         """Merges or sorts the output, where it is complete."""
         if self._in_parts:
             if not parts.merge(self.files.output, self.lines.count, self.lines.place):
-                _log.info("this process is done; the job is when the others are")
+                _log.info("this process is done; the job ends with the last one")
         elif self.files.ordered:
             rewrite_in_order(self.files.output, self.lines.place)
 

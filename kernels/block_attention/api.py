@@ -112,7 +112,7 @@ def attend(
         The attended values in the dtype of `q`.
 
     Raises:
-        ValueError: the named implementation does not serve this case; the message says why. Or there are more
+        ValueError: the named implementation does not support this case; the message says why. Or there are more
             queries than fresh keys, or fewer and `key_positions` is missing.
     """
     if q.shape[1] > k.shape[2]:

@@ -82,14 +82,14 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["--target", "qwen3-8b", "--topology", "x9:4"], "--topology must be like v5e:2x2"),
-        (["--target", "nowhere", "--topology", "h100"], "--drafter is needed, unless --target is one of qwen3-4b"),
+        (["--target", "nowhere", "--topology", "h100"], "no drafter given: pass --drafter, or a --target of qwen3-4b"),
         (["--target", "qwen3-8b", "--topology", "h100:4", "--mesh", "model=3"], "there are 4 devices"),
         (
             ["--target", "qwen3-8b", "--topology", "h100:2", "--mesh", "data=2", "--batch-size", "3"],
             "multiple of the 2 parts",
         ),
         (["--target", "qwen3-8b", "--topology", "h100:2", "--training"], "name a TPU topology"),
-        (["--target", "qwen3-8b", "--topology", "h100:1", "--parts"], "--parts is planned by a compiler"),
+        (["--target", "qwen3-8b", "--topology", "h100:1", "--parts"], "--parts needs the CUDA compiler"),
     ],
 )
 def test_what_cannot_be_planned(arguments, message, capsys, monkeypatch):

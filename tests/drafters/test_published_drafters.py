@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[dict, str]] = {
     ),
     "a wrapper with pictures": (
         {"architectures": ["DFlashDraftModel"], "text_config": BLOCK, "vision_config": {"depth": 2}} | inside(),
-        """a drafter has no such parts; if these are its target's, say --drafter-config '{"vision_config": null}'""",
+        """a drafter has no such parts; if these are its target's, pass --drafter-config '{"vision_config": null}'""",
     ),
     "a wrapper that contradicts": (
         {"text_config": BLOCK | {"rope_theta": 1e4}, "rope_theta": 1e6} | inside(),

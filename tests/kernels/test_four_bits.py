@@ -53,7 +53,7 @@ def rows(count, inputs=1024):
 
 
 def exact(kernel, x, weight):
-    """In float64, of what the kernel multiplies: on a GPU the dequantised weight rounded to bfloat16."""
+    """In float64, of what the kernel multiplies: on a GPU the dequantized weight rounded to bfloat16."""
     gain = 1
     if isinstance(weight, FourBit) and weight.gain is not None:
         gain, weight = np.asarray(weight.gain, np.float64), weight.replace(gain=None)

@@ -42,7 +42,7 @@ def test_a_job_continues_where_its_output_ends(pair, tmp_path, capsys):
     assert "damaged in line 1" in capsys.readouterr().err
     output.write_text("".join(text) + text[0])
     assert serve.main(command(pair, source, output)) == 2
-    assert "there twice" in capsys.readouterr().err
+    assert "appears twice" in capsys.readouterr().err
     output.write_text("".join(text))
     write(tmp_path / "in.jsonl", ROWS[1:])
     assert serve.main(command(pair, source, output)) == 2
@@ -57,7 +57,7 @@ def test_processes_share_a_job(pair, tmp_path, capsys):
     assert serve.main(command(pair, source, tmp_path / "whole.jsonl", "--ordered")) == 1
     shared = lambda share, *more: serve.main(command(pair, source, output, "--processes", share, *more))
     assert shared("1/2") == 1  # of r1, r3, r5 and the bad line
-    assert "the job is when the others are" in capsys.readouterr().err
+    assert "the job ends with the last one" in capsys.readouterr().err
     assert not output.exists()
     part = tmp_path / "out.jsonl.part-1-of-2"
     assert list(records(part)) == ["bad", "r1", "r3", "r5"]
