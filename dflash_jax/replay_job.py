@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 from dflash_jax.cli import MODEL, GenerationOptions, NamedModelOptions, check_least, log_to_stderr, optional
 from dflash_jax.files import Json, read_json, read_json_lines, write_json
 from dflash_jax.infer.interrupt import exit_status
-from dflash_jax.infer.progress import progress_bar
+from dflash_jax.infer.progress import counted, progress_bar
 from dflash_jax.parsing import parse
 
 if TYPE_CHECKING:
@@ -148,8 +148,9 @@ def _report(checked: Sequence[Checked], skipped: int) -> int:
             "target's choice"
         )
     tokens, ties = sum(one.tokens for one in checked), sum(one.replay.near_ties for one in checked)
-    more = f"; {skipped} records have no answer that can be replayed" if skipped else ""
-    print(f"{len(checked)} answers, {tokens} tokens: {ties} near ties, {len(wrong)} answers with errors{more}")
+    more = f"; {counted(skipped, 'record')} without an answer that can be replayed" if skipped else ""
+    found = counted(len(checked), "answer"), counted(tokens, "token"), counted(ties, "near tie")
+    print(f"{found[0]}, {found[1]}: {found[2]}, {counted(len(wrong), 'answer')} with errors{more}")
     if not checked:
         raise ValueError("no answer could be replayed")
     return 1 if wrong else 0

@@ -11,7 +11,7 @@ from tyro.conf import UseAppendAction, arg
 
 from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, check_least, optional
 from dflash_jax.engines import LARGEST_CHUNK, engine_for, needs_of, row_length
-from dflash_jax.infer.progress import warm_up
+from dflash_jax.infer.progress import counted, warm_up
 from dflash_jax.loading import Loaded, load
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def serve_http(
             engine.constraints.prepare_beside()
         worker.start()
         entrance.app = app
-        print(f"{engine.slots} concurrent requests of {engine.max_length:,} tokens", file=sys.stderr)
+        print(f"{counted(engine.slots, 'concurrent request')} of {engine.max_length:,} tokens", file=sys.stderr)
         print(f"answering at {here}/v1; a page to try it: {here}/", file=sys.stderr)
         try:
             until_signal(server, thread)

@@ -141,7 +141,7 @@ def test_lines_that_are_longer_than_the_sample(pair, tmp_path, monkeypatch, caps
         status, records, _ = run(pair, tmp_path / job, given, *length)
         assert status == 0
         found[job] = {record["id"]: record for record in records}
-    assert "are longer than the others; an engine is made for them" in capsys.readouterr().err
+    assert "longer than the others; loading another engine" in capsys.readouterr().err
     assert [turn["token_ids"] for turn in found["all"]["talk"]["turns"]] == [
         turn["token_ids"] for turn in found["one"]["talk"]["turns"]
     ]

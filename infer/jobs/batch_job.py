@@ -25,7 +25,7 @@ from dflash_jax.infer.jobs.job_input import JobInput
 from dflash_jax.infer.jobs.journal import Journal, settings_path, when_there_is_room
 from dflash_jax.infer.jobs.lines import Line
 from dflash_jax.infer.jobs.records import Tally, answer_record, only, record_id, rewrite_in_order, summarise
-from dflash_jax.infer.progress import Reporter, Working, engine_rates, memory_mib, warm_up
+from dflash_jax.infer.progress import Reporter, Working, counted, engine_rates, memory_mib, warm_up
 from dflash_jax.infer.text import Text
 
 _log = logging.getLogger("dflash_jax")
@@ -189,7 +189,7 @@ class LocalEngine(Backend):
         later = None if self._longer is None else outgrown.append
         yield from Answering(self.engine, record, self._text, later).run(fitting(), admit)
         if outgrown and self._longer is not None and admit():
-            _log.info("%d lines are longer than the others; an engine is made for them", len(outgrown))
+            _log.info("%s longer than the others; loading another engine", counted(len(outgrown), "line"))
             self._before.append((self.engine.stats, self.engine.steps_by_block_size))
             del self.engine  # there may be no memory for two
             gc.collect()
@@ -262,14 +262,14 @@ class Job:
         answered = report.finished - (failed - failed_before)
         rate = backend.rates()
         _log.info(
-            "%d answered, %d errors%s -> %s",
+            "%d answered, %s%s -> %s",
             answered,
-            failed - failed_before,
+            counted(failed - failed_before, "error"),
             f", {rate}" if rate else "",
             files.part if self._in_parts else files.output,
         )
         if unfinished:
-            _log.warning("stopped; %d lines are left, which the same command continues with", unfinished)
+            _log.warning("stopped; %s left, with which the same command continues", counted(unfinished, "line"))
             return INTERRUPTED
         return 1 if failed else 0
 
@@ -288,7 +288,7 @@ class Job:
             done = {name for name in found if self.lines.place(name) in mine}
             failed = sum(found[name].failed for name in done)
         if done:
-            _log.info("%d lines are done, %d left", len(done), len(mine) - len(done))
+            _log.info("%s done, %d left", counted(len(done), "line"), len(mine) - len(done))
         return len(mine) - len(done), done, len(done), failed
 
     def _answer(
