@@ -35,8 +35,8 @@ def load_drafter(
     """Loads a drafter of any kind from a local directory or a hub id; see `load_target` for the arguments.
 
     Args:
-        num_target_layers: depth of the target. The official EAGLE-3 drafters do not say which layers they tap; it
-            follows from this.
+        num_target_layers: number of layers of the target. The official EAGLE-3 drafters do not say which layers they
+            tap; it follows from this.
         target: the target's directory. Some drafters have their mask token as text only; its tokenizer knows the id.
         overrides: fields of `config.json` to replace, by name.
         quantize: as of `load_target`, with the keys "drafter", of its layers, and "head", if it has its own. What fuses
