@@ -55,7 +55,7 @@ def prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
     config = make_config(given)
     if others := ", ".join(name for name in given if name not in config.named()):
         print(
-            f"note: a {config.drafter} drafter does not have the settings {others}, which change nothing",
+            f"note: {others} have no effect: a {config.drafter} drafter has no such settings",
             file=sys.stderr,
         )
     mesh = choose_mesh(options.mesh, training=True)

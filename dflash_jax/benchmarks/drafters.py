@@ -140,13 +140,13 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 def unequal(figures: Figures) -> str | None:
-    """What is wrong with the answers: in float32 all must be those of plain decoding. Rounding may change those of
-    other types, which are only counted."""
+    """What is wrong with the answers: in float32 all must be those of autoregressive decoding. Rounding may change
+    those of other types, which are only counted."""
     wrong = [cell for cell in figures["cells"] if cell["equal_outputs"] < cell["samples"]]
     if figures["dtype"] != "float32" or not wrong:
         return None
     counts = (f"{c['samples'] - c['equal_outputs']} of {c['drafter']} on {c['task']}" for c in wrong)
-    return f"answers in float32 differ from those of plain decoding: {', '.join(counts)}"
+    return f"answers in float32 differ from those of autoregressive decoding: {', '.join(counts)}"
 
 
 def bytes_per_step(raw: Raw, block_size: int, nodes: int = 0) -> dict[str, float]:

@@ -110,7 +110,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def plot_speeds(figures: Sequence[Figures], path: Path) -> None:
-    """How many times as fast as plain decoding each was in its own run, with tau above the bars."""
+    """How many times as fast as autoregressive decoding each was in its own run, with tau above the bars."""
     figure = new_figure(7, 3.2)
     axes = figure.add_subplot()
     ordered = sorted(figures, key=lambda one: (one["tree"], one["block_size"]))

@@ -333,7 +333,7 @@ class Chooser(Generic[Name]):
         return other
 
     def _to_try(self, best: Name, speed: Mapping[Name, float]) -> Name:
-        """The candidate to try: the next best and plain decoding in turns, or the least speculation there is."""
+        """The candidate to try: the next best and no speculation in turns, or the least speculation there is."""
         if self.candidates[best].proposed == 0:
             least = lambda name: (self.candidates[name].proposed, self.candidates[name].nodes)
             return min((name for name in speed if self.candidates[name].proposed), key=least, default=best)

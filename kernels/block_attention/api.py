@@ -1,4 +1,4 @@
-"""The one attention of the project: drafting, verifying, plain decoding and prefill.
+"""The one attention of the project: drafting, verifying, autoregressive decoding and prefill.
 
 Shapes: B rows, T queries, F fresh keys of the block, S cache slots, M pages of a row, N query heads, K key-value heads,
 H head dim of queries and keys, Hv head dim of values, G queries that share a key-value head (N // K heads at T

@@ -1,4 +1,4 @@
-"""A verification budget: answers are those of plain decoding, whatever is verified."""
+"""A verification budget: answers are those of autoregressive decoding, whatever is verified."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Rollouts: log-probabilities are those of one teacher-forced pass, and samples those of plain decoding."""
+"""Rollouts: log-probabilities are those of one teacher-forced pass, and samples those of autoregressive decoding."""
 
 from dataclasses import replace
 

@@ -127,7 +127,7 @@ def test_requests_in_progress_go_on_with_the_new_weights(settings, targets, draf
         starts = [*(first for _, first in one.versions), len(one.token_ids)]
         assert starts[0] == 0
         for (version, first), end in zip(one.versions, starts[1:], strict=True):
-            # The same prefix, read as a prompt and an answer so far, and plain decoding of these weights.
+            # The same prefix, read as a prompt and an answer so far, and autoregressive decoding of these weights.
             (ticket,) = [alone[version % 2].submit(request)]
             row = alone[version % 2]._admission.waiting[0]
             row.completion.token_ids.extend(one.token_ids[:first])
