@@ -11,7 +11,7 @@ from dflash_jax.parsing import parse
 DESCRIPTION = """\
 Estimates memory, operations, communication and step time per device, for a TPU or GPU that you do not have.
 
-  examples      --target qwen3-8b --topology v5e:2x2 --batch-size 8 --max-length 8192
+  examples      --target qwen3-8b --topology v5e-4 --batch-size 8 --max-length 8192
                 --target qwen3-8b --topology v5e:4x4 --training --batch-size 16 --max-length 3072
                 --target TARGET/config.json --drafter DRAFTER/config.json --topology h100:4 --mesh model=4
 
@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m dflash_jax.pl
 
 
 def _planned(options: PlanOptions) -> int:
-    from dflash_jax.benchmarks.planning import plan, table
+    from dflash_jax.benchmarks.plan_table import table
+    from dflash_jax.benchmarks.planning import plan
 
     try:
         figures = plan(options)

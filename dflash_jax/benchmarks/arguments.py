@@ -177,7 +177,7 @@ class PlanOptions:
 
     Attributes:
         target: a name such as qwen3-8b (an unknown one lists all), a config.json or its directory
-        topology: TPU slice, like v5e:2x2, or GPU and number, like h100:4
+        topology: TPU slice, like v5e-4 or v5e:2x2, or GPU and number, like h100:4
         drafter: a config.json or its directory
         target_config: fields of the target's config.json to override, a JSON object
         drafter_config: fields of the drafter's config.json to override

@@ -6,6 +6,7 @@ what is published of the chip; they say what a step cannot beat.
 """
 
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.random_weights import Pair, placed, random_pair
 from dflash_jax.cache import Pages, Windowed, size_in_bytes
 from dflash_jax.checkpoint import read_json, resolve
-from dflash_jax.chips import CHIPS, GIB, Chip
+from dflash_jax.chips import CHIPS, Chip
 from dflash_jax.config import Raw, TargetConfig
 from dflash_jax.decoding.state import State, init_state
 from dflash_jax.decoding.step import Committed, speculative_step, step_functions
@@ -37,24 +38,27 @@ from dflash_jax.drafters.ngram import named
 from dflash_jax.files import reading
 from dflash_jax.infer.engine.compiler_options import BLOCK_OPTIONS
 from dflash_jax.infer.engine.graphs import GRAPH_OPTIONS
+from dflash_jax.infer.engine.memory import RESERVE, row_bytes
 from dflash_jax.infer.engine.params import STOP_WIDTH
 from dflash_jax.kernels.dispatch import platform
-from dflash_jax.mesh import AXES, HEADS, ROWS, AnyMesh, make_mesh, parse_mesh, parts_of
+from dflash_jax.mesh import AXES, HEADS, ROWS, AnyMesh, make_mesh, parse_mesh, parts_of, rows_of
 from dflash_jax.overrides import overridden
 from dflash_jax.target import Target
 
+LENGTHS = 4096, 8192, 32768  # tokens of a request, prompt and answer, for which the most requests are stated
 Room = int | Pages | Windowed  # for the rows of a batch: see `decoding.state.init_state`
 
 
 def plan(options: PlanOptions) -> Figures:
-    """The figures of `table`; raises ValueError for what cannot be planned."""
-    name, count = topologies.parse_topology(options.topology)
+    """The figures of `plan_table.table`; raises ValueError for what cannot be planned."""
+    topology = topologies.full_name(options.topology)
+    name, count = topologies.parse_topology(topology)
     chip, tau = CHIPS[name], None if options.training else options.tau
     target, drafter = _configs(options.target, options.drafter)
     quantised = dict(options.quantize) | ({} if options.cache_dtype == "auto" else {"cache": options.cache_dtype})
     raws = overridden(target, options.target_config), overridden(drafter, options.drafter_config), quantised
-    compiling = topologies.has_compiler(options.topology)
-    devices = topologies.topology(options.topology) if compiling else list(range(count))
+    compiling = topologies.has_compiler(topology)
+    devices = topologies.topology(topology) if compiling else list(range(count))
     if options.mesh != "auto":
         sizes = parse_mesh(options.mesh, devices)
     elif options.training:
@@ -66,7 +70,7 @@ def plan(options: PlanOptions) -> Figures:
         raise ValueError(
             f"--batch-size {options.batch_size} must be a multiple of the {parts} data-parallel parts of the mesh"
         )
-    figures: Figures = {"topology": options.topology, "devices": len(devices), "mesh": sizes}
+    figures: Figures = {"topology": topology, "devices": len(devices), "mesh": sizes}
     figures |= {"quantize": dict(options.quantize)} if options.quantize else {}
     figures |= {"batch": options.batch_size, "max_length": options.max_length, "chip_bytes": chip.memory}
     slots: Room = options.max_length
@@ -87,8 +91,9 @@ def plan(options: PlanOptions) -> Figures:
     if not compiling:
         figures |= traced(raws, sizes, *shape)
     else:
+        print(f"compiling the step for {topology}: this takes a minute or more", file=sys.stderr, flush=True)
         mesh = make_mesh(sizes, devices)
-        with topologies.compiling_for(options.topology):
+        with topologies.compiling_for(topology):
             if options.training:
                 from dflash_jax.benchmarks import training_plan  # needs what training needs
 
@@ -103,6 +108,9 @@ def plan(options: PlanOptions) -> Figures:
                 figures["part_bytes"] = {"step": figures["memory_bytes"]} | parts
         if not options.training:
             figures |= {"parts": traced(raws, sizes, *shape)}
+    if not options.training and options.cache_tokens is None:
+        dtype, weights = topologies.dtype_for(name), figures.get("parts", figures)["weight_bytes"]
+        figures["requests_by_length"] = requests_by_length(raws, sizes, chip, weights, options.draft_window, dtype)
     figures["fits"] = figures["peak_bytes"] < chip.memory
     return figures if options.training else figures | least_time(chip, figures, tau, options.batch_size)
 
@@ -255,8 +263,7 @@ def traced(
     `draft_upkeep` is what a step without speculation reads more because it keeps the drafter's state up to date, as a
     share of what it reads without a drafter. `node_flops` is what one more node of a tree costs.
     """
-    types = (AxisType.Auto,) * len(AXES)
-    mesh = AbstractMesh(tuple(sizes.get(name, 1) for name in AXES), AXES, axis_types=types)
+    mesh = _abstract(sizes)
     target, drafter, state = shapes(raws, mesh, batch, length)
     weights = (_bytes_on_device(x, sharding.shardings(x, mesh)) for x in (target, drafter))
     held = state.target_cache, state.draft
@@ -295,6 +302,33 @@ def traced(
     }
 
 
+def _abstract(sizes: dict[str, int]) -> AbstractMesh:
+    types = (AxisType.Auto,) * len(AXES)
+    return AbstractMesh(tuple(sizes.get(name, 1) for name in AXES), AXES, axis_types=types)
+
+
+def requests_by_length(
+    raws: Pair, sizes: dict[str, int], chip: Chip, weights: int, window: int | None = None, dtype: str = "bfloat16"
+) -> dict[int, int]:
+    """How many requests can decode at the same time, by their length in tokens, with what a server leaves to programs
+    and no cached prompts; no more than the target's own longest.
+
+    Args:
+        weights: bytes of a device.
+        window: positions that the drafter sees; None is all.
+    """
+    mesh, target = _abstract(sizes), _parsed(raws)[0]
+    target_shapes, drafter, _ = shapes(raws, mesh, rows_of(mesh), 1, dtype)
+    free = (1 - RESERVE) * chip.memory - weights
+    found = {}
+    for length in LENGTHS:
+        if length <= (target.most_positions or length):
+            room = length if window is None else Windowed(length, window)
+            row = sum(row_bytes(target_shapes, drafter, room))
+            found[length] = max(0, int(free // row)) * rows_of(mesh)
+    return found
+
+
 def _bytes_on_device(tree: Any, shardings: Any) -> int:
     part = lambda x, s: jax.ShapeDtypeStruct(s.shard_shape(x.shape), x.dtype)
     keyless = lambda x: not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -314,55 +348,3 @@ def least_time(chip: Chip, figures: Figures, tau: float | None, batch: int) -> F
         spare = source["bytes_accessed"] / chip.bandwidth * chip.flops - source["flops"]
         out["free_nodes"] = max(0, source["nodes"] + math.floor(spare / source["node_flops"]))
     return out | ({"tau": tau, "most_tokens_per_second": tau * batch / seconds} if tau else {})
-
-
-def table(figures: Figures) -> str:
-    """The figures as text."""
-    size = lambda n: f"{n / GIB:.2f} GiB" if n > GIB / 100 else f"{n / 2**20:.2f} MiB"
-    axes = ", ".join(f"{name} {n}" for name, n in figures["mesh"].items() if n > 1) or "one device"
-    stored = "".join(f"   {key} in {how}" for key, how in figures.get("quantize", {}).items())
-    source = "as compiled" if "argument_bytes" in figures else "as traced (for more: .[cuda-compiler])"
-    lines = [f"{figures['topology']}   {figures['devices']} devices   {axes}{stored}", "", f"per device, {source}"]
-    shown = figures.get("parts", {}) | figures
-    for key in ("weight_bytes", "cache_bytes", "argument_bytes", "temporary_bytes", "updated_in_place_bytes"):
-        if key in shown:
-            lines.append(f"  {key.removesuffix('_bytes').replace('_', ' '):20} {size(shown[key])}")
-    if "pages" in figures:
-        tokens = figures["pages"] * figures["page"]
-        lines.append(f"  {'pages of all rows':20} {figures['pages']} of {figures['page']} positions: {tokens} tokens")
-    verdict = "fits" if figures["fits"] else "DOES NOT FIT"
-    lines.append(f"  {'peak':20} {size(figures['peak_bytes'])} of {size(figures['chip_bytes'])}: {verdict}")
-    counted = figures.get("parts", figures)
-    if "flops" in counted and "model_flops" not in figures:
-        accessed = size(counted["bytes_accessed"])
-        lines.append(f"  {'operations a step':20} {counted['flops'] / 1e9:.1f} GFLOP, {accessed} read")
-    if "model_flops" in figures:
-        from dflash_jax.benchmarks.training_plan import lines as of_training
-
-        lines += of_training(figures)
-    if "kernels" in shown:
-        where = f"in {shown['graphs']} CUDA graphs, with {shown['host_decisions']} decisions of the host"
-        more = f"{shown['conditional_kernels']} under conditions"
-        lines.append(f"  {'kernels a step':20} {shown['kernels']} {where}; {more}")
-    if "draft_upkeep" in shown:
-        share = 100 * shown["draft_upkeep"]
-        lines.append(f"  {'upkeep of the draft':20} {share:.1f}% more bytes read by a step that does not speculate")
-    one = figures.get("part_bytes", {}).get("verify of one token")
-    for name, moved in figures.get("part_bytes", {}).items():
-        share = f", {moved / one:.2f} times one token's" if moved and one else ""
-        lines.append(f"  {'moved by ' + name:32} {size(moved) if moved else 'not known':>12}{share}")
-    if one and topologies.parse_topology(figures["topology"])[0] in topologies.GPUS:
-        lines.append("  (a program for a GPU does not say what it updates in place: caches count whole)")
-    lines.append("")
-    none = "   none" if figures["collectives"] is not None else "   not known without a compiler that writes them down"
-    lines.append("collectives a step" + ("" if figures["collectives"] else none))
-    for c in figures["collectives"] or []:
-        lines.append(f"  {c['count']:4} x {c['kind']:20} {size(c['bytes']):>12}   {c['shape']}")
-    if "least_step_seconds" in figures:
-        milliseconds = 1e3 * figures["least_step_seconds"]
-        lines += ["", f"least time of a step {milliseconds:.2f} ms (published bandwidth and FLOP rates)"]
-    if "free_nodes" in figures:
-        lines.append(f"trees of up to {figures['free_nodes']} nodes take no more: memory is what a step waits for")
-    if "tau" in figures:
-        lines.append(f"at tau {figures['tau']}: at most {figures['most_tokens_per_second']:.0f} tokens/s, all rows")
-    return "\n".join(lines)

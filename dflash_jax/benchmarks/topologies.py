@@ -39,6 +39,9 @@ GPUS = {
     "h200": Gpu(9.0, 132, 128, 227 << 10, 50 << 20, 1.98),
     "b200": Gpu(10.0, 148, 128, 227 << 10, 126 << 20, 1.97),
 }
+# Slices by the number in the name that a cloud gives them.
+_SQUARES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}  # chips
+_CUBES = {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4", 128: "4x4x4"}  # cores, two of each chip
 # Fields of XLA's GpuTargetConfigProto. Without versions, it leaves kernels of others and conditions out of CUDA graphs.
 _TARGET = """
 platform_name: "CUDA"
@@ -75,11 +78,23 @@ def dtype_for(chip: str) -> str:
     return "float16" if chip in GPUS and GPUS[chip].capability < 8 else "bfloat16"
 
 
+def full_name(name: str) -> str:
+    """A topology as compilers name it, of what a cloud calls it: v5e:2x2 of "v5e-4" or "v5litepod-4". A cloud counts
+    the cores of v4 and v5p, two of each chip. Other names stay as they are."""
+    if not (found := re.fullmatch(r"(v4|v5e|v5litepod|v5p|v6e)-(\d+)", name)):
+        return name
+    chip, number = found[1].replace("litepod", "e"), int(found[2])
+    shapes = _CUBES if chip in ("v4", "v5p") else _SQUARES
+    if number not in shapes:
+        raise ValueError(f"--topology {name}: there are {', '.join(f'{chip}-{n}' for n in shapes)}")
+    return f"{chip}:{shapes[number]}"
+
+
 def parse_topology(name: str) -> tuple[str, int]:
     """Chip and number of devices of "v5e:2x2" or "h100:4"; raises ValueError."""
     chip, _, shape = name.partition(":")
     if chip not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape or "1"):
-        raise ValueError(f"--topology must be like v5e:2x2 or h100:4, of {', '.join(CHIPS)}; got {name}")
+        raise ValueError(f"--topology must be like v5e-4, v5e:2x2 or h100:4, of {', '.join(CHIPS)}; got {name}")
     return chip, math.prod(map(int, (shape or "1").split("x")))
 
 

@@ -23,12 +23,16 @@ class Logprobs(struct.PyTreeNode):
         chosen: of the chosen token.
         top, ids: of the N likeliest tokens, and which these are; ties in order of id.
         sampled: of the chosen token, in the distribution that it was sampled from; None if it was not asked for.
+        sampled_top, sampled_ids: of the N likeliest tokens in that distribution, -inf where it cannot pick them, and
+            which these are; None if they were not asked for.
     """
 
     chosen: Float[Array, "B T"]
     top: Float[Array, "B T N"]
     ids: Int[Array, "B T N"]
     sampled: Float[Array, "B T"] | None = None
+    sampled_top: Float[Array, "B T N"] | None = None
+    sampled_ids: Int[Array, "B T N"] | None = None
 
 
 def log_probabilities(
@@ -52,10 +56,13 @@ def log_probabilities(
 
     def measured() -> Logprobs:
         chosen, scores = of_chosen(logits)
-        return Logprobs(chosen, *_largest(scores, alternatives), None if sampled is None else of_chosen(sampled())[0])
+        top = _largest(scores, alternatives)
+        if sampled is None:
+            return Logprobs(chosen, *top)
+        chosen_there, there = of_chosen(sampled())
+        return Logprobs(chosen, *top, chosen_there, *(_largest(there, alternatives) if alternatives else ()))
 
-    shape, zeros = (*tokens.shape, alternatives), jnp.zeros(tokens.shape)
-    nothing = Logprobs(zeros, jnp.zeros(shape), jnp.zeros(shape, jnp.int32), None if sampled is None else zeros)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(measured))
     return if_any(asked, measured, lambda: nothing)
 
 

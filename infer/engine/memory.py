@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from dflash_jax.cache import Pages, pages, size_in_bytes
+from dflash_jax.cache import Pages, Windowed, pages, size_in_bytes
 from dflash_jax.decoding.state import DraftModel, State, init_state
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.pages import PageTable
@@ -75,15 +75,24 @@ def rows_that_fit(
     parts = rows_of(target.mesh)
     if (room := _free() if free is None else free) is None:
         return max(ROWS_ON_CPU, parts)
+    carried, logits = row_bytes(target, drafter, max_length, prefill_chunk)
+    rows = max(1, min(MOST_ROWS // parts, room // (2 * carried + logits)))
+    return parts * (1 << (rows.bit_length() - 1))
+
+
+def row_bytes(
+    target: Target, drafter: DraftModel | None, slots: int | Windowed, prefill_chunk: int = 1
+) -> tuple[int, int]:
+    """Bytes of a device that one more row in each part of the mesh takes: what it carries from step to step, with
+    room for so many tokens, and the logits of its steps. Nothing is allocated; the models may be shapes."""
+    parts = rows_of(target.mesh)
     with entered(target.mesh):
         of_rows = lambda rows: jax.eval_shape(
-            lambda: init_state(target, drafter, rows, max_length, STOP_WIDTH, prefill_chunk, constraints=True)
+            lambda: init_state(target, drafter, rows, slots, STOP_WIDTH, prefill_chunk, constraints=True)
         )
-        row = _bytes_on_device(of_rows(2 * parts), target.mesh) - _bytes_on_device(of_rows(parts), target.mesh)
+        carried = _bytes_on_device(of_rows(2 * parts), target.mesh) - _bytes_on_device(of_rows(parts), target.mesh)
     positions = 1 if drafter is None else 4 * drafter.config.block_size  # of the widest tree that `auto` tries
-    logits = COPIES * 4 * positions * target.config.vocab_size // parts_of(target.mesh, HEADS)
-    rows = max(1, min(MOST_ROWS // parts, room // (2 * row + logits)))
-    return parts * (1 << (rows.bit_length() - 1))
+    return carried, COPIES * 4 * positions * target.config.vocab_size // parts_of(target.mesh, HEADS)
 
 
 def _free() -> int | None:

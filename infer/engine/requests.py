@@ -83,6 +83,8 @@ class Completion:
             other sequences in the batch may change their last digits.
         sampled_logprobs: of each generated token in the distribution that it was sampled from, after penalties,
             temperature and filters, if the engine serves them (`EngineConfig.sampled_logprobs`); of greedy answers 0.
+        sampled_top_logprobs: of each generated token, the likeliest tokens in that distribution, like `top_logprobs`;
+            tokens that it cannot pick are not among them.
         acceptance_lengths: tokens that each step with speculation added. The first token comes from the prefill and
             belongs to no step.
         proposed_tokens: number of draft tokens in these steps: nodes of trees, or of chains.
@@ -101,6 +103,7 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)
+    sampled_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
     proposed_tokens: int = 0
     draft: tuple[Draft, int] | None = field(default=None, compare=False)

@@ -47,6 +47,8 @@ class Rollouts:
         groups: which prompt each answers.
         completions: the answers themselves, with finish reasons and the versions of the weights that they come from.
         stats: what it took.
+        allowed: tokens that could be sampled in the place of each answer's token, likeliest first, -1 after the last,
+            if they were asked for.
     """
 
     tokens: Int[np.ndarray, "N L"]
@@ -59,6 +61,7 @@ class Rollouts:
     features: Float[np.ndarray, "N L FD"] | None
     completions: Sequence[Completion]
     stats: RolloutStats
+    allowed: Int[np.ndarray, "N L K"] | None = None
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -75,6 +78,7 @@ def rollouts(
     step: int = 0,
     pad: int = 0,
     width: int | None = None,
+    allowed: bool = False,
 ) -> Rollouts:
     """Samples several answers to each prompt.
 
@@ -88,10 +92,12 @@ def rollouts(
         step: of the training; each has other noise.
         pad: token of the padding.
         width: tokens that the arrays are padded to, so that a loss is compiled once; None is the longest answer.
+        allowed: whether to return which tokens the filters let through at each place, so that a loss can normalize over
+            the same ones. Then `params.top_k` bounds their number, and the engine is made with that many `logprobs`.
 
     Raises:
-        RequestError, ValueError: a prompt or a setting that the engine does not serve, a seed in `params`, or a `width`
-            that the longest prompt and answer may exceed.
+        RequestError, ValueError: a prompt or a setting that the engine does not serve, a seed in `params`, a `width`
+            that the longest prompt and answer may exceed, or `allowed` without a `top_k` that the engine serves.
     """
     if not engine.config.sampled_logprobs:
         raise ValueError("rollouts need log-probabilities; make the engine with logprobs=0, sampled_logprobs=True")
@@ -102,7 +108,11 @@ def rollouts(
             "params.seed would give all prompts and steps the same random numbers; set the seed of the engine"
         )
     params = params or SamplingParams(temperature=1.0, eos_token_ids=engine.target.config.eos_token_ids)
-    params = replace(params, logprobs=0)
+    most_allowed = params.top_k if allowed else 0
+    if allowed and not 0 < most_allowed <= (engine.config.logprobs or 0):
+        served = engine.config.logprobs
+        raise ValueError(f"allowed needs params.top_k in 1..{served}, the engine's logprobs; got {params.top_k}")
+    params = replace(params, logprobs=most_allowed)
     requests = [
         Request(prompt, params, sample=sample, id=f"{step}.{i}")
         for i, prompt in enumerate(prompts)
@@ -118,10 +128,14 @@ def rollouts(
     lengths = starts + np.asarray([len(one.token_ids) for one in completions], np.int32)
     shape = len(requests), int(lengths.max(initial=0)) if width is None else width
     tokens, sampled, policy = np.full(shape, pad, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    kept = np.full((*shape, most_allowed), -1, np.int32) if allowed else None
     for i, (request, one) in enumerate(zip(requests, completions, strict=True)):
         answer = slice(starts[i], lengths[i])
         tokens[i, : lengths[i]] = [*request.prompt_token_ids, *one.token_ids]
         sampled[i, answer], policy[i, answer] = one.sampled_logprobs, one.logprobs
+        if kept is not None:
+            for at, pairs in enumerate(one.sampled_top_logprobs, starts[i]):
+                kept[i, at, : len(pairs)] = [token for token, _ in pairs]
     features = None
     if engine.config.keep_features:
         features = _stacked([one.features for one in completions], shape[1])
@@ -129,7 +143,7 @@ def rollouts(
     at = np.arange(shape[1])[None]
     mask = (at >= starts[:, None]) & (at < lengths[:, None])
     groups = np.repeat(np.arange(len(prompts), dtype=np.int32), samples)
-    return Rollouts(tokens, mask, sampled, policy, starts, lengths, groups, features, completions, stats)
+    return Rollouts(tokens, mask, sampled, policy, starts, lengths, groups, features, completions, stats, kept)
 
 
 def _stacked(features: Sequence[np.ndarray | None], length: int) -> Float[np.ndarray, "N L FD"] | None:

@@ -114,11 +114,12 @@ class ActiveRequest:
             assert scores is not None
             completion.logprobs.extend(scores.chosen[at].tolist())
             completion.sampled_logprobs.extend([] if scores.sampled is None else scores.sampled[at].tolist())
-            for ids, values in zip(scores.ids[at].tolist(), scores.top[at].tolist(), strict=True):
-                completion.top_logprobs.append(list(zip(ids, values, strict=True))[: request.params.logprobs])
+            completion.top_logprobs.extend(_pairs(scores.ids, scores.top, at, request.params.logprobs))
+            found = _pairs(scores.sampled_ids, scores.sampled_top, at, request.params.logprobs)
+            completion.sampled_top_logprobs.extend([pair for pair in pairs if pair[1] > -np.inf] for pairs in found)
         if request.find_stop and (keep := request.find_stop(completion.token_ids, len(tokens))) is not None:
-            scores = completion.logprobs, completion.sampled_logprobs, completion.top_logprobs
-            for tokenwise in (completion.token_ids, *scores):
+            scores = completion.logprobs, completion.sampled_logprobs
+            for tokenwise in (completion.token_ids, *scores, completion.top_logprobs, completion.sampled_top_logprobs):
                 del tokenwise[keep:]
             completion.finish_reason = "stop"
         elif completion.token_ids[-1] in request.params.ends:
@@ -126,3 +127,11 @@ class ActiveRequest:
         elif len(completion.token_ids) >= self.budget:
             completion.finish_reason = "length"
         return len(completion.token_ids) - before
+
+
+def _pairs(ids: Any, values: Any, at: Any, count: int) -> list[list[tuple[int, float]]]:
+    """The first tokens of each position of an index, with their values; nothing where there are none."""
+    if ids is None:
+        return []
+    both = zip(ids[at].tolist(), values[at].tolist(), strict=True)
+    return [list(zip(*pair, strict=True))[:count] for pair in both]

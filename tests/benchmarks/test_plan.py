@@ -61,6 +61,37 @@ def test_quantised_weights_are_planned_as_they_are_stored(tmp_path, capsys, monk
     assert read["none"] - read["int8"] == pytest.approx(layers + 2 * vocabulary, rel=0.02)  # two heads, and no table
 
 
+def test_how_many_requests_of_what_length(monkeypatch, capsys, tmp_path):
+    """As many as the caches and logits of each leave room for, beside the weights and what programs need."""
+    monkeypatch.setattr(topologies, "has_compiler", lambda name: False)
+    arguments = ["--target", "qwen3-8b", "--topology", "h100:2", "--mesh", "data=2", "--json", str(tmp_path / "f.json")]
+    assert plan.main(arguments) == 0
+    figures = json.loads((tmp_path / "f.json").read_text())
+    free = 0.85 * 80 * 2**30 - figures["weight_bytes"]
+    keys, logits = (36 + 5) * 2 * 8 * 128 * 2, 4 * 4 * (4 * 16) * 151936  # bytes of a token, of a request
+    for length, found in figures["requests_by_length"].items():
+        row = keys * int(length) + logits
+        assert found % 2 == 0
+        assert found / 2 * row * 0.99 < free < (found / 2 + 1) * row * 1.01
+    assert list(figures["requests_by_length"]) == ["4096", "8192", "32768"]  # the trained context is 40,960
+    assert "of 4,096, " in capsys.readouterr().out
+
+
+def test_names_of_a_cloud_are_understood():
+    names = {
+        "v5e-4": "v5e:2x2",
+        "v5litepod-8": "v5e:2x4",
+        "v6e-16": "v6e:4x4",
+        "v5p-8": "v5p:2x2x1",
+        "h100:4": "h100:4",
+    }
+    assert {name: topologies.full_name(name) for name in names} == names
+    with pytest.raises(ValueError, match="there are v5e-1, v5e-4, v5e-8"):
+        topologies.full_name("v5e-5")
+    for number, shape in topologies._CUBES.items():  # two cores in each chip
+        assert 2 * topologies.parse_topology(f"v4:{shape}")[1] == number
+
+
 @pytest.mark.slow
 def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(topologies, "has_compiler", lambda name: False)
@@ -81,7 +112,7 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target", "qwen3-8b", "--topology", "x9:4"], "--topology must be like v5e:2x2"),
+        (["--target", "qwen3-8b", "--topology", "x9:4"], "--topology must be like v5e-4, v5e:2x2"),
         (["--target", "nowhere", "--topology", "h100"], "no drafter given: pass --drafter, or a --target of qwen3-4b"),
         (["--target", "qwen3-8b", "--topology", "h100:4", "--mesh", "model=3"], "there are 4 devices"),
         (

@@ -9,6 +9,7 @@ import pytest
 
 from dflash_jax import Engine, Mixture, Ngram, Rollouts, SamplingParams, load_drafter, load_target, rollouts
 from dflash_jax.infer.engine.rollouts import RolloutStats
+from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.train.blocks import target_features
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.online import DEFAULTS, OnlineDrafter
@@ -71,6 +72,19 @@ def test_features_are_those_of_one_pass(kind, settings, directory, target):
         assert not found[length - 1 :].any()
     if settings.get("prefix_chunks"):
         assert engine.stats.prefix_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["model=2", "data=2,model=2"])
+def test_features_of_a_mesh_are_those_of_one_device(axes, directory, target):
+    devices = jax.devices()[:4] if "data" in axes else jax.devices()[:2]
+    mesh = make_mesh(parse_mesh(axes, devices), devices)
+    split = load_target(directory / "target", mesh=mesh)
+    drafter = load_drafter(directory / "dflash", num_target_layers=4, mesh=mesh)
+    found = made_by(Engine(split, drafter, keep_features=True, **(SETTINGS | {"slots": 4})))
+    alone = made_by(engine_of(directory, target, slots=4))
+    np.testing.assert_array_equal(found.tokens, alone.tokens)
+    np.testing.assert_allclose(found.features, alone.features, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

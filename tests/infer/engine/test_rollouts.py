@@ -74,6 +74,35 @@ def test_log_probabilities_are_those_of_one_pass(target, drafter, params, settin
         assert (made.logprobs == 0).all()
 
 
+def test_what_the_filters_let_through(target, drafter):
+    """The same tokens as a pass with the reference's filters, in the order of their probability; over them the
+    log-probabilities of the sampled tokens are normalized."""
+    params = replace(PARAMS, top_k=9, top_p=0.8)
+    engine = Engine(target, drafter, **(SETTINGS | {"logprobs": 9}))
+    made = rollouts(engine, PROMPTS, 2, params, allowed=True)
+    assert made.allowed.shape == (*made.tokens.shape, 9)
+    assert (made.allowed[~made.mask] == -1).all()
+    logits = np.asarray(logits_of(target, made.tokens), np.float64)
+    sizes = set()
+    for row, at in zip(*np.nonzero(made.mask), strict=True):
+        scores = logits[row, at - 1] / 0.8
+        order = np.argsort(-scores, kind="stable")[:9]
+        share = np.exp(scores[order] - scores.max())
+        before = (np.cumsum(share) - share) / share.sum()
+        if np.abs(before - 0.8).min() < 1e-4:  # rounding may decide about the last one
+            continue
+        expected = order[before < 0.8]
+        found = made.allowed[row, at]
+        assert found[found >= 0].tolist() == expected.tolist()
+        within = scores[made.tokens[row, at]] - np.log(np.exp(scores[expected]).sum())
+        assert made.logprobs[row, at] == pytest.approx(within, abs=1e-4)
+        sizes.add(len(expected))
+    assert len(sizes) > 2
+    assert rollouts(engine, PROMPTS[1:2], 1, params).allowed is None
+    with pytest.raises(ValueError, match=r"params\.top_k in 1\.\.9"):
+        rollouts(engine, PROMPTS, 1, PARAMS, allowed=True)
+
+
 @pytest.mark.lossless
 def test_samples_are_those_of_plain_decoding(target, drafter):
     engine = Engine(target, drafter, **SETTINGS)
