@@ -146,7 +146,7 @@ def test_pages_are_counted(capsys, monkeypatch, tmp_path):
         ]
         assert plan.main([*arguments, *more]) == 0
         found.append(json.loads((tmp_path / "f.json").read_text()))
-    assert "pages of all rows    128 of 128 positions: 16384 tokens" in capsys.readouterr().out
+    assert "KV cache pages       128 of 128 positions: 16384 tokens" in capsys.readouterr().out
     assert found[1]["cache_bytes"] == pytest.approx(found[0]["cache_bytes"] * 129 / 128, rel=1e-4)  # and nobody's page
     assert found[1]["bytes_accessed"] == pytest.approx(found[0]["bytes_accessed"], rel=0.01)
     assert plan.main(["--target", "qwen3-4b", "--topology", "h100:1", "--training", "--cache-tokens", "9999"]) == 2
