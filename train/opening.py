@@ -108,8 +108,8 @@ def _check_data(drafter: Drafter, examples: list[Example], config: TrainConfig) 
 def _check_mesh(drafter: Drafter, mesh: Mesh | None, config: TrainConfig) -> None:
     if config.batch_size % (config.accumulate * rows_of(mesh)):
         raise ValueError(
-            f"batch_size {config.batch_size} must be a multiple of accumulate {config.accumulate} times the mesh's "
-            f"{rows_of(mesh)} parts of rows"
+            f"batch_size {config.batch_size} must be a multiple of accumulate {config.accumulate} times the "
+            f"{rows_of(mesh)} data-parallel parts of the mesh"
         )
     if mesh is None:
         return

@@ -107,7 +107,7 @@ class EngineConfig:
         if self.sampled_logprobs and self.logprobs is None:
             raise ValueError("sampled_logprobs come with log-probabilities; set logprobs, to 0 or more")
         if self.keep_features and (self.cache_tokens is not None or self.draft_window is not None):
-            raise ValueError("keep_features excludes cache_tokens and draft_window: features lie in rows of their own")
+            raise ValueError("keep_features cannot be combined with cache_tokens and draft_window")
         if self.cache_dtype not in (None, "int8"):
             raise ValueError(f'cache_dtype must be "int8" or None, got {self.cache_dtype!r}')
         if self.draft_window is not None and not 1 <= self.draft_window < 2**31:
@@ -139,9 +139,11 @@ class EngineConfig:
         if self.logprobs is not None and not 0 <= self.logprobs <= vocab_size:
             raise ValueError(f"logprobs must lie in 0..{vocab_size} or be None, got {self.logprobs}")
         if self.slots % parts:
-            raise ValueError(f"slots must be a multiple of {parts}, the mesh's parts of rows; got {self.slots}")
+            raise ValueError(
+                f"slots must be a multiple of {parts}, the data-parallel parts of the mesh; got {self.slots}"
+            )
         if isinstance(self.prefill_budget, int) and self.prefill_budget < parts:
-            raise ValueError(f"prefill_budget must be at least {parts}, one for each part of the mesh's rows")
+            raise ValueError(f"prefill_budget must be at least {parts}, one for each data-parallel part of the mesh")
         if self.cache_tokens is not None and self.cache_tokens < (least := parts * self.max_length):
             raise ValueError(f"cache_tokens must be at least {least}, for the longest request; got {self.cache_tokens}")
 

@@ -117,7 +117,7 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
         (["--target", "qwen3-8b", "--topology", "h100:4", "--mesh", "model=3"], "there are 4 devices"),
         (
             ["--target", "qwen3-8b", "--topology", "h100:2", "--mesh", "data=2", "--batch-size", "3"],
-            "multiple of the 2 parts",
+            "multiple of the 2 data-parallel parts",
         ),
         (["--target", "qwen3-8b", "--topology", "h100:2", "--training"], "name a TPU topology"),
         (["--target", "qwen3-8b", "--topology", "h100:1", "--parts"], "--parts needs the CUDA compiler"),
