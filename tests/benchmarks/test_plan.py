@@ -119,7 +119,7 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
             ["--target", "qwen3-8b", "--topology", "h100:2", "--mesh", "data=2", "--batch-size", "3"],
             "multiple of the 2 data-parallel parts",
         ),
-        (["--target", "qwen3-8b", "--topology", "h100:2", "--training"], "name a TPU topology"),
+        (["--target", "qwen3-8b", "--topology", "h100:2", "--training"], "choose a TPU topology"),
         (["--target", "qwen3-8b", "--topology", "h100:1", "--parts"], "--parts needs the CUDA compiler"),
     ],
 )
@@ -244,7 +244,7 @@ def test_what_the_parts_of_a_step_move(monkeypatch, capsys, tmp_path):
     assert moved["step"] == pytest.approx(moved["draft"] + moved["verify"] + moved["commit"], rel=0.1)
     assert "moved by verify of one token" in capsys.readouterr().out
     assert plan.main([*arguments, "--training"]) == 2
-    assert "--parts are those of a decoding step" in capsys.readouterr().err
+    assert "--parts is for a decoding step" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

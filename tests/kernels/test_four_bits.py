@@ -99,7 +99,7 @@ def test_sizes(N, D, kernel):
 def test_an_odd_number_of_tiles(D, name, kernel):
     """Some of half the width."""
     if kernel == "tpu":
-        pytest.skip("it serves multiples of 256 inputs")
+        pytest.skip("it supports multiples of 256 inputs")
     check(kernel, rows(9, D), weight(*KINDS[name], 384, D))
 
 
