@@ -35,12 +35,12 @@ class ReportOptions:
     """Options of `python -m dflash_jax.benchmarks.hardware`.
 
     Attributes:
-        pair: a dense one of dflash_jax.benchmarks.presets; its weights are random
-        quantize: what is quantized of it, like target=int8,drafter=int8,head=int8 (see serve)
-        minutes: in all; what would take longer is skipped and listed
+        pair: dense pair of dflash_jax.benchmarks.presets, with random weights
+        quantize: weights of the pair to quantize, like target=int8,drafter=int8,head=int8 (see serve)
+        minutes: time limit of the report; what would take longer is skipped and listed
         only: items of the report, like device,steps
-        resume: goes on with the file of an earlier run on this device, and measures what it lacks
-        json: the file of figures
+        resume: continue the file of an earlier run on this device, and measure what it lacks
+        json: write the results
         small: toy sizes, to try the command
     """
 
